@@ -7,7 +7,6 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from moe_lora.config.cluster import ClusterConfig
@@ -21,67 +20,101 @@ if TYPE_CHECKING:
     from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet
     from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 
+    from .serve.reload import Reload
 
-def serve(cluster: ClusterConfig) -> None:
+
+def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     """Start the cluster's instances as processes of this host and serve them over HTTP until told to stop.
 
     cluster.engine.num_threads counts for each instance.  Of the cluster's addresses only that of HTTP counts.
-    Raises ConfigError, RegistryError or AdapterError for what can be known at start.
+    reload: see `serve_forever`.  Raises ConfigError, RegistryError or AdapterError for what can be known at
+    start.
     """
     from moe_lora.dist.cluster.controller.served_registry import opened_registry
     from moe_lora.engine.text.text import load_tokenizer
+    from moe_lora.serve.access import checked_keys
     from moe_lora.serve.frontend import Frontend
     from moe_lora.serve.server import bind, serve_forever
 
     _check_local(cluster)
+    checked_keys(cluster.front_end)
     tokenizer, front_end = load_tokenizer(cluster.engine.model_dir), cluster.front_end
 
     async def run(cluster: ClusterConfig, registry: ServedRegistry | None) -> None:
+        at_once = asyncio.Event()
         async with (
-            local_lora_server(cluster) as joined,
-            local_instances(joined, registry) as controlled,
+            local_lora_server(cluster, at_once) as joined,
+            local_instances(joined, registry, at_once=at_once) as controlled,
         ):
             frontend = Frontend(
                 client=controlled.fleet, tokenizer=tokenizer, cluster=joined, controller=controlled.controller
             )
-            await serve_forever(frontend, sock, front_end.drain_s)
+            await serve_forever(frontend, sock, front_end.drain_s, reload, at_once)
 
     with bind(front_end.host, front_end.port) as sock, opened_registry(cluster) as (cluster, registry):
         asyncio.run(run(cluster, registry))
 
 
-def serve_controller(cluster: ClusterConfig) -> None:
+def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     """Decide for the front ends of a cluster (see `dist.cluster.controller`) until told to stop.
 
-    Raises ConfigError, RegistryError or AdapterError for what can be known at start.
+    reload: what SIGHUP does.  Raises ConfigError, RegistryError or AdapterError for what can be known at
+    start.
     """
     from .serve import cluster_roles
 
-    asyncio.run(cluster_roles.serve_controller(cluster))
+    asyncio.run(cluster_roles.serve_controller(cluster, reload))
 
 
-def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
+def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | None = None) -> int:
     """Start a controller, front ends on one port, instances and a LoRA Server as processes of this host, and
     keep them running until told to stop; the exit code.
 
-    Of the cluster's addresses only that of HTTP counts.  Raises ConfigError for what can be known at start.
+    Of the cluster's addresses only that of HTTP counts.  reload: what SIGHUP does, in front ends and the
+    controller too.  Raises ConfigError for what can be known at start.
     """
     from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.processes import usable_cores
-    from moe_lora.dist.launch.host_roles import cluster_file, on_sockets, roles_of, run_roles, thread_share
+    from moe_lora.dist.launch.host_roles import (
+        HostRoles,
+        cluster_file,
+        on_sockets,
+        roles_of,
+        run_roles,
+        thread_share,
+        write_cluster,
+    )
+    from moe_lora.serve.access import checked_keys
     from moe_lora.serve.server import bind
 
     # What can't work is said here, once, and not by each process.
     _check_local(cluster)
+    checked_keys(cluster.front_end)
+    if cluster.front_end.admin_address is not None:
+        raise ConfigError(
+            f"admin_address={cluster.front_end.admin_address} can't be that of {num_front_ends} front ends "
+            "of one host; leave it out, so that administrators use the common port by their keys"
+        )
     thread_share(cluster.engine.num_threads, cluster.engine.num_instances, usable_cores())
 
     async def run(folder: str, contents_dir: str) -> int:
-        async with local_lora_server(cluster) as joined:
+        at_once = asyncio.Event()
+        async with local_lora_server(cluster, at_once) as joined:
             whole = on_sockets(joined, num_front_ends, folder)
             whole = replace(whole, engine=replace(whole.engine, contents_dir=contents_dir))
             with cluster_file(whole) as file:
                 roles = roles_of(whole, file, sock.fileno())
-                return 0 if await run_roles(roles, cluster.front_end.drain_s) else 1
+
+                async def pass_on(kept: HostRoles) -> None:
+                    assert reload is not None
+                    front_end = await reload.read_again(whole.front_end)
+                    if front_end is not None:
+                        write_cluster(file, replace(whole, front_end=front_end))
+                        kept.hang_up()
+
+                drain_s = cluster.front_end.drain_s
+                told = None if reload is None else pass_on
+                return 0 if await run_roles(roles, drain_s, told, at_once) else 1
 
     with (
         bind(cluster.front_end.host, cluster.front_end.port) as sock,
@@ -91,26 +124,33 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
         return asyncio.run(run(str(folder), str(kept / "contents")))
 
 
-def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: int | None = None) -> None:
+def serve_front_end(
+    cluster: ClusterConfig,
+    name: str | None = None,
+    listen_fd: int | None = None,
+    reload: Reload | None = None,
+) -> None:
     """Serve over HTTP what instances compute that dial in (see `dist.cluster.listener`), until told to stop.
 
     name: of one of several.  listen_fd: a bound socket that the process inherits; None: it makes one.
-    Raises ConfigError for what can be known at start.
+    reload: see `serve_forever`.  Raises ConfigError for what can be known at start.
     """
     from moe_lora.engine.text.text import load_tokenizer
+    from moe_lora.serve.access import checked_keys
     from moe_lora.serve.cluster_roles import serve_deciding, serve_directed
     from moe_lora.serve.server import bind
 
     name = name or ONE_FRONT_END
     front_end = cluster.front_end_named(name)
+    checked_keys(front_end)
     tokenizer = load_tokenizer(cluster.engine.model_dir)
     with (
         bind(front_end.host, front_end.port) if listen_fd is None else socket.socket(fileno=listen_fd) as sock
     ):
         if cluster.controller is None:
-            asyncio.run(serve_deciding(cluster, tokenizer, sock))
+            asyncio.run(serve_deciding(cluster, tokenizer, sock, reload))
         else:
-            asyncio.run(serve_directed(cluster, name, tokenizer, sock))
+            asyncio.run(serve_directed(cluster, name, tokenizer, sock, reload))
 
 
 def _check_local(cluster: ClusterConfig) -> None:
@@ -128,12 +168,15 @@ def _check_local(cluster: ClusterConfig) -> None:
 
 @asynccontextmanager
 async def local_instances(
-    cluster: ClusterConfig, registry: ServedRegistry | None = None, router: Router | None = None
+    cluster: ClusterConfig,
+    registry: ServedRegistry | None = None,
+    router: Router | None = None,
+    at_once: asyncio.Event | None = None,
 ) -> AsyncIterator[ControlledFleet]:
     """Engine processes of this host that stand in for each other, ended with the context.
 
     Each that ends is started again.  registry: see `controlled_fleet`.  router: another than the settings
-    name.  Raises what keeps one from starting.
+    name.  at_once: see `HostRoles`.  Raises what keeps one from starting.
     """
     from moe_lora.core.address import parse_address
     from moe_lora.core.host import OwnFolder, run_folder
@@ -173,7 +216,7 @@ async def local_instances(
             instance_registry = controlled.instance_registry
             for part in parts:
                 instance_registry.number_of(part.name)
-            roles = HostRoles(parts)
+            roles = HostRoles(parts, at_once=at_once)
             roles.failed.add_done_callback(
                 lambda failed: setattr(instance_registry, "advice", str(failed.result()))
             )
@@ -235,16 +278,18 @@ def _instances_only(config: EngineConfig, front_end: FrontEndConfig) -> ClusterC
 
 
 @asynccontextmanager
-async def local_lora_server(cluster: ClusterConfig) -> AsyncIterator[ClusterConfig]:
+async def local_lora_server(
+    cluster: ClusterConfig, at_once: asyncio.Event | None = None
+) -> AsyncIterator[ClusterConfig]:
     """The LoRA Server's ranks on this host, ended with the context; yields settings that name the server.
 
-    Its address and store_dir are chosen here.  Without a LoRA Server nothing is started.
+    Its address and store_dir are chosen here.  at_once: see `HostRoles`.  Without a LoRA Server nothing is
+    started.
     """
     if cluster.lora_server is None:
         yield cluster
         return
 
-    from moe_lora.core.hf_config import read_config
     from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.shape import ModelShape
     from moe_lora.dist.launch.host_roles import HostRoles, cluster_file, server_roles
@@ -258,7 +303,7 @@ async def local_lora_server(cluster: ClusterConfig) -> AsyncIterator[ClusterConf
             cluster.lora_server, address=f"{folder}/lora-server", store_dir=str(kept / "adapters")
         )
         # Checked before there are as many processes as a layout that can't work asks for.
-        shape = ModelShape.from_hf_config(read_config(Path(config.model_dir)))
+        shape = ModelShape.from_hf_config(config.hf_config())
         layout = Layout.parse(server.layout)
         Partition(shape, layout, config.expert_parallel, sites=server.sites)
         cluster = replace(cluster, lora_server=server)
@@ -270,7 +315,8 @@ async def local_lora_server(cluster: ClusterConfig) -> AsyncIterator[ClusterConf
             front_ends={},
             controller=None,
         )
-        roles = HostRoles(server_roles(layout.num_ranks, stack.enter_context(cluster_file(alone))))
+        ranks = server_roles(layout.num_ranks, stack.enter_context(cluster_file(alone)))
+        roles = HostRoles(ranks, at_once=at_once)
         try:
             await roles.ready()
             yield cluster

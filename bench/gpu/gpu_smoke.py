@@ -2,7 +2,7 @@
 
     python -m bench.gpu.gpu_smoke --out FILE
 
-Deltas and attention run on the torch reference on CUDA, so the speed is no claim; the answers are.
+The size is one that a GPU hardly notices, so the speed is no claim; the answers are.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ Legend: T token rows, S sequences, B blocks of the longest sequence.
 from __future__ import annotations
 
 import io
-import itertools
 import logging
 import pickle
 from collections import Counter
@@ -19,17 +18,23 @@ import numpy as np
 import torch
 
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
-from moe_lora.engine.ranks.exchange import ExpertExchange
+from moe_lora.engine.ranks.exchange import ExpertExchange, RankSums
 from moe_lora.kernels import ops, reference
 from moe_lora.kernels.cpu import cpu
-from moe_lora.kernels.operands import AttentionOperands, KvLayout, StepTables
+from moe_lora.kernels.cpu.site_linear import SiteLinear
+from moe_lora.kernels.operands import AttentionOperands, KvLayout, StepBounds, StepTables
+from moe_lora.kernels.quantised import QuantisedOperand
+from moe_lora.kernels.triton import triton_attention
 from moe_lora.lora.backend import AddTo, LoraBackend
 from moe_lora.lora.row_routing import Lease, RoutedAdapter, RowRouting, Source, content_number, no_terms
-from moe_lora.models.causal_lm import CausalLM, DecoderLayer, LayerForward
+from moe_lora.models.causal_lm import CausalLM, DecoderLayer, LayerForward, numbered_from
+from moe_lora.models.compiled_layers import CompiledLayers
 from moe_lora.scheduling.views import Scheduled
 
-from .merging import MergedWeights, MergeOrder
+from .merged_weights import MergedWeights, MergeOrder
 from .sequence import Sequence
+from .step_buffer import StepBuffer
+from .step_graphs import StepGraphs
 
 # One step's input, as the ranks of an instance pass it on.
 #
@@ -38,32 +43,57 @@ from .sequence import Sequence
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """Tensors on the host until `to`.
+    """Tensors on the host until they went `through` a buffer.
 
-    tokens, positions: [T] int64.  logit_rows: int64, rows whose logits are wanted.  num_live: rows from
-    there on are padding.  routing: where the rows' deltas are computed.  compiled: whether a graph runs the
-    layers.  any_rows: mark that graph as good for any number of rows.
+    tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: int64, rows whose logits
+    are wanted.  routing: where the rows' deltas are computed.  compiled: whether compiled code runs the
+    layers.  any_rows: mark that code as good for any number of rows.  drawn: tokens of the step before, on
+    the device: token -1 - i is number i of them.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
+    live: torch.Tensor
     logit_rows: torch.Tensor
-    num_live: int
     tables: StepTables
     routing: RowRouting
     compiled: bool
     any_rows: bool
+    drawn: torch.Tensor | None = None
 
-    def to(self, device: torch.device) -> StepBatch:
-        if device.type == "cpu":
-            return self
+    def with_drawn(self) -> StepBatch:
+        """The same, its tokens taken from `drawn` where they come from there."""
+        if self.drawn is not None and len(self.drawn):  # a step that samples nothing draws nothing
+            number = (-1 - self.tokens).clamp(min=0)
+            self.tokens.copy_(torch.where(self.tokens < 0, self.drawn.index_select(0, number), self.tokens))
+        return self
+
+    def through(self, buffer: StepBuffer, bounds: StepBounds | None = None) -> StepBatch:
+        """The same on the buffer's device, and there too the slots of the rows that it computes.
+
+        bounds: what launches are made for; None: the step's own lengths.
+        """
+        tables, slots = self.tables, self.routing.slots_here()
+        lengths = (tables.query_start, tables.seq_lens)
+        arrays = [self.tokens, self.positions, self.live, self.logit_rows, *lengths, tables.block_tables]
+        tokens, positions, live, logit_rows, query_start, seq_lens, block_tables, *row_slots = buffer.fill(
+            [*(array.numpy() for array in arrays), *slots.values()]
+        )
         return replace(
             self,
-            tokens=self.tokens.to(device, non_blocking=True),
-            positions=self.positions.to(device, non_blocking=True),
-            logit_rows=self.logit_rows.to(device, non_blocking=True),
-            tables=self.tables.to(device),
-        )
+            tokens=tokens,
+            positions=positions,
+            live=live,
+            logit_rows=logit_rows,
+            tables=StepTables(
+                query_start=query_start,
+                seq_lens=seq_lens,
+                block_tables=block_tables,
+                decode=tables.decode,
+                bounds=bounds or StepBounds.of(*lengths),
+            ),
+            routing=replace(self.routing, on_device=dict(zip(slots, row_slots, strict=True))),
+        ).with_drawn()
 
 
 class _Pickler(pickle.Pickler):
@@ -85,14 +115,12 @@ def packed_message(message: Any) -> bytes:
 # What stands behind an engine's channels: the arena, the current step, and the LoRA backend.
 
 
-_NO_DELTA = 0
-
-
 class ExecutionContext:
     """Answers the channel operations of one model instance (see `kernels.ops`).
 
     `channels[l]` is what layer l passes to its operations.  exchange: how this rank gets the outputs of
-    experts that other ranks hold; None where it holds all.
+    experts that other ranks hold; None where it holds all.  sums: how it adds up with them what each has a
+    part of; None where nothing is divided so.
     """
 
     def __init__(
@@ -101,46 +129,97 @@ class ExecutionContext:
         layout: KvLayout,
         backend: LoraBackend,
         exchange: ExpertExchange | None = None,
+        sums: RankSums | None = None,
     ) -> None:
         self._arena = arena
         self._layout = layout
         self.backend = backend
         self.exchange = exchange
+        self.sums = sums
         self._step: StepTables | None = None
-        self._tickets = itertools.count(_NO_DELTA + 1)
-        self._begun: dict[int, AddTo] = {}
+        self._begun: dict[tuple[int, int], AddTo] = {}
+        self._linears: dict[tuple[int, int], SiteLinear] = {}
+        self._attention: cpu.StepAttention | None = None
         self.channels = ops.open_channels(self, layout.num_layers)
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         """Make `step` the batch that the operations work on."""
-        assert not self._begun, "a ticket of the last step was never redeemed"
+        assert not self._begun, "a site of the last step was begun, and its deltas were never added"
         self._step = step
+        self._attention = None
+        if self._arena.is_cpu:
+            self._attention = cpu.StepAttention(step, self._layout, self._arena)
         self.backend.begin_step(step, routing)
 
-    def lora_begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-        """A ticket, int64 [1] on the CPU so that it passes through compiled code; redeemed exactly once."""
+    def lora_begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> None:
         add_to = self.backend.begin(layer, site, x, ids)
-        if add_to is None:
-            return torch.tensor([_NO_DELTA])
-        ticket = next(self._tickets)
-        self._begun[ticket] = add_to
-        return torch.tensor([ticket])
+        if add_to is not None:
+            self._begun[layer, site] = add_to
 
-    def lora_add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
-        number = int(ticket.item())
-        if number != _NO_DELTA:
-            self._begun.pop(number)(y)
+    def lora_add_to(self, layer: int, site: int, y: torch.Tensor) -> None:
+        if self.has_deltas(layer, site):
+            self._begun.pop((layer, site))(y)
+
+    def lora_linear(
+        self,
+        layer: int,
+        site: int,
+        x: torch.Tensor,
+        ids: torch.Tensor | None,
+        weight: torch.Tensor | QuantisedOperand,
+        bias: torch.Tensor | None,
+        first_expert: int,
+        num_out: int,
+    ) -> torch.Tensor:
+        """Base layer and deltas of a site: one call of the CPU library where the deltas are computed here.
+
+        ids: numbered in the whole model.  first_expert: number there of the weight's first one.  Scales and
+        bias stay with the weight.
+        """
+        rows, known = self.backend.rows_here(layer, site), self._linears.get((layer, site))
+        data = weight.data if isinstance(weight, QuantisedOperand) else weight
+        if known is not None and known.address_of_data != data.data_ptr():
+            known = None
+        if rows is not None and known is not None:
+            y = known(x, ids, rows)
+            if y is not None:
+                return y
+        add_to = self.backend.begin(layer, site, x, ids)
+        held = None if ids is None else numbered_from(first_expert, ids)
+        y = ops.multiply(x, weight, bias, held, num_out)
+        if add_to is not None:
+            add_to(y)
+        if rows is not None and known is None:
+            experts = None if ids is None else first_expert
+            operands = (weight, bias, x.shape[1], num_out, experts)
+            self._linears[layer, site] = SiteLinear(layer, x.dtype, *operands)
+        return y
+
+    def has_deltas(self, layer: int, site: int) -> bool:
+        """Whether `lora_add_to` would do anything."""
+        return (layer, site) in self._begun
 
     def paged_attention(self, layer: int, *operands: Any) -> torch.Tensor:
         """operands: q to window of `AttentionOperands`."""
+        if self._attention is not None:
+            return self._attention(layer, *operands)
         assert self._step is not None, "begin_step comes first"
         attention = AttentionOperands._make((*operands, layer, self._step, self._layout, self._arena))
-        attend = cpu.paged_attention if attention.q.is_cpu else reference.paged_attention
+        on_cuda = attention.q.device.type == "cuda"
+        attend = triton_attention.paged_attention if on_cuda else reference.paged_attention
         return attend(attention)
 
     def exchange_experts(self, y: torch.Tensor, ids: torch.Tensor) -> None:
         assert self.exchange is not None, "a model that holds some of its experts needs an exchange"
         self.exchange.fill(y, ids)
+
+    def sum_over_ranks(self, y: torch.Tensor) -> None:
+        assert self.sums is not None, "a model of divided layers needs sums over its ranks"
+        self.sums.add_up(y)
+
+    def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        assert self.sums is not None
+        return self.sums.gather(logits, vocab_size)
 
 
 logger = logging.getLogger(__name__)
@@ -155,7 +234,8 @@ class ModelRunner:
     before it is computed, for the ranks that compute it too.  site_sources: who computes the deltas of each
     site, in all layers.  What is LOCAL there is HOST for adapters that are on their way; num_taken_over: see
     `RoutedBackend`.  present: [slots, layers] bool, what is on the device; given where other ranks follow,
-    which compute each layer of an adapter where this one found it when the batch was made.
+    which compute each layer of an adapter where this one found it when the batch was made.  graphs: compute
+    the steps that they can, whole.
     """
 
     def __init__(
@@ -171,11 +251,14 @@ class ModelRunner:
         decode_buckets: Seq[int],
         announce: Callable[[StepBatch | MergeOrder], None] | None = None,
         merged: MergedWeights | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self.merged = merged
+        self._graphs = graphs
         self._model = model
         self._context = context
         self._device = device
+        self._buffer = None if device.type == "cpu" else StepBuffer(device)
         self._eager = eager
         self._buckets = sorted(decode_buckets)
         self._lora_rows: Counter[Source] = Counter()
@@ -187,16 +270,21 @@ class ModelRunner:
         self._groups = (groups,) * len(context.channels)
         self._compiled: LayerForward = DecoderLayer.__call__
         if not eager:
-            torch._dynamo.config.recompile_limit = max(64, 4 * len(self._buckets))
-            self._compiled = torch.compile(DecoderLayer.forward, fullgraph=True, dynamic=False)
+            self._compiled = CompiledLayers(len(self._buckets))
 
     def lora_rows(self) -> dict[str, int]:
         """Fields of `EngineStats`: rows x layers by the source of their deltas, so far."""
         moved = Counter({Source.LOCAL: self._num_taken_over(), Source.HOST: -self._num_taken_over()})
         return {f"lora_rows_{s.name.lower()}": int(self._lora_rows[s] + moved[s]) for s in _COUNTED}
 
-    def warm_up(self) -> None:
-        """Compile every graph that steps will need, before the first request."""
+    def warm_up(self, site_ranks: Seq[int] = ()) -> None:
+        """Compile all code, and capture every graph, that steps will need, before the first request.
+
+        site_ranks: the largest rank at each site of adapters to come.
+        """
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.warm_up(lambda rows: self._batch([], rows), self._compute, site_ranks)
         if self._eager:
             return
         sizes = self._buckets or [1, 2]
@@ -204,16 +292,21 @@ class ModelRunner:
         for size in sizes:
             self._run(self._batch([], size, any_rows=not self._buckets and size > 1))
 
-    def run(self, plan: Seq[Scheduled[Sequence]]) -> torch.Tensor:
-        """Compute the planned tokens; logits [number of sampling sequences, vocab] fp32 in plan order."""
+    def run(self, plan: Seq[Scheduled[Sequence]], drawn: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the planned tokens; logits [number of sampling sequences, vocab] fp32 in plan order.
+
+        drawn: [S] int64, for sequences whose last token is expected (`Sequence.expect`).
+        """
         num_rows = sum(item.num_tokens for item in plan)
         if num_rows == len(plan):  # all decode
             num_rows = next((size for size in self._buckets if size >= num_rows), num_rows)
-        return self._run(self._batch(plan, num_rows))
+        return self._run(replace(self._batch(plan, num_rows), drawn=drawn))
 
     def _run(self, batch: StepBatch) -> torch.Tensor:
         if self._announce is not None:
-            self._announce(replace(batch, logit_rows=batch.logit_rows[:0]))
+            # Other ranks compute logits only where each has a part of the vocabulary.
+            whole_head = self._model.shard.tensor_parallel == 1
+            self._announce(replace(batch, logit_rows=batch.logit_rows[:0]) if whole_head else batch)
         return self.execute(batch)
 
     def swap(self, order: MergeOrder) -> None:
@@ -226,13 +319,19 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: StepBatch) -> torch.Tensor:
         """Logits of the batch's `logit_rows`, [rows, vocab] fp32."""
-        batch = batch.to(self._device)
+        if self._graphs is not None and (shape := self._graphs.shape_of(batch)) is not None:
+            return self._graphs.run(shape, batch, self._compute)
+        return self._compute(batch.with_drawn() if self._buffer is None else batch.through(self._buffer))
+
+    def _compute(self, batch: StepBatch) -> torch.Tensor:
+        """The same of a batch on the device."""
         self._context.begin_step(batch.tables, batch.routing)
-        live = torch.arange(len(batch.tokens), device=self._device) < batch.num_live
-        layer_forward = self._compiled if batch.compiled else DecoderLayer.__call__
+        layer_forward = DecoderLayer.__call__
+        if batch.compiled:
+            layer_forward = self._compiled
         if batch.any_rows:
             layer_forward = _marking_rows_dynamic(layer_forward)
-        rows = (batch.tokens, batch.positions, live, batch.logit_rows)
+        rows = (batch.tokens, batch.positions, batch.live, batch.logit_rows)
         return self._model(*rows, self._context.channels, layer_forward)
 
     def _batch(self, plan: Seq[Scheduled[Sequence]], num_rows: int, *, any_rows: bool = False) -> StepBatch:
@@ -256,20 +355,23 @@ class ModelRunner:
             seq_lens[index] = end
             if item.samples:
                 logit_rows.append(row - 1)
+        routing = self._routing(plan, counts)
+        # Without buckets a graph runs any step, with buckets a decode step of a bucket.  Such a one waits for
+        # no host: what looks like one may be the last token of a loading adapter's prompt.
+        in_bucket = decode and num_rows in self._buckets and not routing.loading.any()
         return StepBatch(
             tokens=torch.from_numpy(tokens),
             positions=torch.from_numpy(positions),
             logit_rows=torch.from_numpy(np.array(logit_rows, dtype=np.int64)),
-            num_live=num_live,
+            live=torch.from_numpy(np.arange(num_rows) < num_live),
             tables=StepTables(
                 query_start=torch.from_numpy(query_start),
                 seq_lens=torch.from_numpy(seq_lens),
                 block_tables=torch.from_numpy(block_tables),
                 decode=decode,
             ),
-            routing=self._routing(plan, counts),
-            # Without buckets a graph runs any step, with buckets a decode step of a bucket.
-            compiled=not self._eager and (not self._buckets or (decode and num_rows in self._buckets)),
+            routing=routing,
+            compiled=not self._eager and (not self._buckets or in_bucket),
             any_rows=any_rows,
         )
 

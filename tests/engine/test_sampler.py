@@ -12,6 +12,11 @@ from moe_lora.engine.sequence import Sequence
 EOS = (3,)
 
 
+def sampled(*given):
+    """Tokens and reports."""
+    return sample(*given).read()
+
+
 def sequence(**sampling: object) -> Sequence:
     params = SamplingParams(**sampling)
     request = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=params)
@@ -19,7 +24,7 @@ def sequence(**sampling: object) -> Sequence:
 
 
 def test_greedy_takes_the_likeliest_token():
-    tokens, _ = sample(torch.tensor([[0.0, 2.0, 1.0, 0.0]]), [sequence(temperature=0.0)], EOS)
+    tokens, _ = sampled(torch.tensor([[0.0, 2.0, 1.0, 0.0]]), [sequence(temperature=0.0)], EOS)
     assert tokens == [1]
 
 
@@ -33,11 +38,19 @@ def test_truncation_keeps_only_allowed_tokens(params, kept):
     assert {i for i, p in enumerate(probs[0].tolist()) if p > 0} == kept
 
 
+def test_equal_tokens_are_reported_alike_whatever_others_ask_for():
+    logits = torch.zeros(2, 1000)
+    few, many = (sequence(temperature=0.0, logprobs=num) for num in (2, 20))
+    _, [alone] = sampled(logits[:1], [few], EOS)
+    _, [beside, _] = sampled(logits, [few, many], EOS)
+    assert alone == beside
+
+
 def test_settings_beyond_the_vocabulary_mean_all_of_it():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     probs = truncated_probabilities(logits, [SamplingParams(top_k=10**40)])
     assert (probs > 0).all()
-    _, [report] = sample(logits, [sequence(temperature=0.0, logprobs=20)], EOS)
+    _, [report] = sampled(logits, [sequence(temperature=0.0, logprobs=20)], EOS)
     assert len(report.top) == 4
 
 
@@ -54,7 +67,7 @@ def test_sampling_follows_the_probabilities():
     one = sequence(temperature=1.0, seed=1)
     counts = torch.zeros(4)
     for _ in range(2000):
-        [token], _ = sample(wanted.log()[None].clone(), [one], ())
+        [token], _ = sampled(wanted.log()[None].clone(), [one], ())
         counts[token] += 1
         one.append(token, 0.0, ())
     assert (counts / 2000 - wanted).abs().max() < 0.05
@@ -64,8 +77,8 @@ def test_seed_gives_the_same_tokens_whatever_else_is_in_the_batch():
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
     single, seeded, other = sequence(seed=5), sequence(seed=5), sequence(seed=6)
     for _ in range(8):
-        single.append(sample(logits.clone(), [single], ())[0][0], 0.0, ())
-        first, second = sample(logits.repeat(2, 1), [other, seeded], ())[0]
+        single.append(sampled(logits.clone(), [single], ())[0][0], 0.0, ())
+        first, second = sampled(logits.repeat(2, 1), [other, seeded], ())[0]
         other.append(first, 0.0, ())
         seeded.append(second, 0.0, ())
     assert seeded.tokens == single.tokens != other.tokens
@@ -75,7 +88,7 @@ def test_answer_that_goes_on_elsewhere_draws_the_tokens_it_would_have_drawn():
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
     whole = sequence(seed=5)
     for _ in range(8):
-        whole.append(sample(logits.clone(), [whole], ())[0][0], 0.0, ())
+        whole.append(sampled(logits.clone(), [whole], ())[0][0], 0.0, ())
     for cut in range(1, 8):
         generated = tuple(whole.tokens[1 : 1 + cut])
         request = GenerateRequest(
@@ -83,7 +96,7 @@ def test_answer_that_goes_on_elsewhere_draws_the_tokens_it_would_have_drawn():
         )
         rest = Sequence(request, None, 0.0, 100, 5)
         while len(rest.tokens) < len(whole.tokens):
-            rest.append(sample(logits.clone(), [rest], ())[0][0], 0.0, ())
+            rest.append(sampled(logits.clone(), [rest], ())[0][0], 0.0, ())
         assert rest.tokens == whole.tokens
 
 
@@ -105,13 +118,13 @@ def test_noise_is_exponential():
 
 def test_end_is_forbidden_before_min_tokens():
     logits = torch.tensor([[0.0, 1.0, 0.0, 9.0]])
-    tokens, _ = sample(logits, [sequence(temperature=0.0, min_tokens=2)], EOS)
+    tokens, _ = sampled(logits, [sequence(temperature=0.0, min_tokens=2)], EOS)
     assert tokens == [1]
 
 
 def test_logprobs_are_of_the_untruncated_distribution():
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
-    _, reports = sample(logits, [sequence(temperature=0.0, logprobs=2, top_k=1)], EOS)
+    _, reports = sampled(logits, [sequence(temperature=0.0, logprobs=2, top_k=1)], EOS)
     assert reports[0].position == 1
     assert reports[0].logprob == pytest.approx(torch.tensor(0.4).log().item(), abs=1e-5)
     assert [token for token, _ in reports[0].top] == [3, 2]

@@ -91,3 +91,34 @@ def test_writing_a_slot_again_leaves_nothing_of_the_old_adapter(shape_and_adapte
     for found, expected in zip(deltas(large, small), deltas(small), strict=True):
         assert torch.equal(found, expected)
     assert any(not torch.equal(a, b) for a, b in zip(deltas(large), deltas(small), strict=True))
+
+
+def test_a_table_is_checked_as_it_is_written_and_keeps_the_largest_ranks(shape_and_adapters):
+    shape, paths = shape_and_adapters
+    layer = read_adapter(paths[1], shape, torch.float32).layers[0]
+    where = range(640, 640 + layer.nbytes)
+    slots = SlotTable(2, shape.num_layers, shape.num_entries, CPU)
+
+    def write(number=0, ranks=layer.table[:, 2], shift=0, where=where):
+        table = torch.cat([layer.table[:, :2] + shift, ranks[:, None]], 1)
+        slots.write_layer(1, number, table, layer.scale, 4, where)
+
+    for wrong in (
+        {"shift": 1},
+        {"shift": -16},
+        {"shift": layer.data.numel()},
+        {"where": range(640, 704)},
+        {"ranks": torch.where(layer.table[:, 2] > 0, 513, 0)},
+        {"ranks": -layer.table[:, 2]},
+    ):
+        with pytest.raises(ValueError):
+            write(**wrong)
+    assert not slots.lora_rank.any()
+    assert not slots.ranks.any()
+    write(0)
+    write(1, layer.table[:, 2] // 2)
+    assert slots.ranks[1].tolist() == layer.table[:, 2].tolist()
+    assert slots.end_bytes == where.stop
+    assert max(map(slots.largest_rank, shape.sites)) == int(layer.table[:, 2].max()) > 0
+    slots.clear(1)
+    assert not any(map(slots.largest_rank, shape.sites))

@@ -1,4 +1,6 @@
-"""Outputs of experts travel between the ranks that hold them, so that every rank has all rows.
+"""What the ranks of an instance tell each other within a step: rows of experts, summands, logits.
+
+Outputs of experts travel between the ranks that hold them, so that every rank has all rows.
 
 Legend: T token rows, K experts per token, N output width, P ranks.
 
@@ -10,11 +12,20 @@ experts.  Two ways:
 - `ReduceExchange` adds up all T*K rows as integers, of which all but one summand are zero: exact, sign of
   zero included, at twice the bytes.  Its sizes don't depend on the ids, so nothing waits for a device to tell
   them, and a CUDA graph can hold it.  The way on CUDA.
+
+`RankSums` is for what tensor parallelism divides: each rank has a summand of all rows.  Summands are moved as
+they are and each rank adds them in rank order, so that the sum depends on no order of arrival or topology, as
+that of an all-reduce does.  Of S bytes a summand, each rank sends (P-1) S in one round, or from
+`TWO_ROUNDS_BYTES` on 2 (P-1)/P S in two, what a ring's all-reduce sends: each rank adds up its part of the
+elements, then sends that to all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -81,6 +92,97 @@ class ReduceExchange:
 
 ExpertExchange: TypeAlias = RowExchange | ReduceExchange
 """Fills in what other ranks computed."""
+
+TWO_ROUNDS_BYTES = 1 << 18
+"""Of a summand: from there on, with 3 ranks or more, bytes count and not messages."""
+
+
+class RankSums:
+    """Summands of all ranks, added in rank order; and logits, of which each has some columns.
+
+    num_messages, sent_bytes: since the start, of this rank.
+    """
+
+    def __init__(self, group: Backend) -> None:
+        self._group = group
+        self._dist_rank, self._size = group.rank(), group.size()
+        self.num_messages = self.sent_bytes = 0
+
+    def add_up(self, y: torch.Tensor) -> None:
+        """y = round(fp32 sum of all ranks' y in rank order).  Called by all, in the same order.
+
+        Raises EngineDeadError if a rank does not answer.
+        """
+        size, flat = self._size, y.view(-1)
+        if size > 2 and y.nbytes >= TWO_ROUNDS_BYTES and len(flat) % size == 0:
+            parts = torch.empty_like(flat)
+            self._wait(lambda: self._group.alltoall_base(_bytes(parts), _bytes(flat), [], []))
+            own = _in_order(parts.view(size, -1))
+            self._count(flat.nbytes // size)
+            self._all_gather(flat, own)
+        else:
+            parts = flat.new_empty(size, len(flat))
+            self._all_gather(parts, flat)
+            flat.copy_(_in_order(parts))
+
+    def gather(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """At rank 0 [rows, vocab_size]: the columns of all ranks side by side; elsewhere zeros.
+
+        logits: [rows, columns of this rank], the first ranks having ceil(vocab_size / P) each.
+        """
+        num_rows, share = len(logits), -(-vocab_size // self._size)
+        if not num_rows:
+            return logits.new_empty(0, vocab_size)
+        if self._dist_rank:
+            sent = torch.nn.functional.pad(logits, (0, share - logits.shape[1])).contiguous()
+            self._send_to_first(sent)
+            return logits.new_zeros(num_rows, vocab_size)
+        parts = logits.new_empty(self._size, num_rows, share)
+        parts[0].copy_(logits)
+        for peer in range(1, self._size):
+            self._wait(partial(self._group.recv, [_bytes(parts[peer])], peer, 0))
+        return parts.transpose(0, 1).flatten(1)[:, :vocab_size]
+
+    def _send_to_first(self, sent: torch.Tensor) -> None:
+        self.num_messages += 1
+        self.sent_bytes += sent.nbytes
+        self._wait(lambda: self._group.send([_bytes(sent)], 0, 0))
+
+    def _all_gather(self, out: torch.Tensor, own: torch.Tensor) -> None:
+        self._count(own.nbytes)
+        self._wait(lambda: self._group._allgather_base(_bytes(out), _bytes(own)))
+
+    def _count(self, num_bytes: int) -> None:
+        """So many to each other rank."""
+        self.num_messages += self._size - 1
+        self.sent_bytes += (self._size - 1) * num_bytes
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """Of a rank with the others of its instance.  None: it has all experts, or nothing is divided."""
+
+    experts: ExpertExchange | None
+    sums: RankSums | None
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Not every backend knows every dtype."""
+    return x.view(-1).view(torch.uint8)
+
+
+def _in_order(parts: torch.Tensor) -> torch.Tensor:
+    """Sum over the first dim, one after the other in fp32, rounded once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts.dtype)
 
 
 def _lost(error: RuntimeError) -> EngineDeadError:

@@ -27,10 +27,11 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import OwnFolder
 from moe_lora.core.processes import wait_for_hang_up
+from moe_lora.core.teardown import quick_teardown
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.engine.adapters.copies import Steps
 from moe_lora.engine.adapters.transfers import LOOK_S, Mover
-from moe_lora.engine.merging import MergeOrder
+from moe_lora.engine.merged_weights import MergeOrder
 from moe_lora.engine.runner import ModelRunner, StepBatch, packed_message
 from moe_lora.lora.row_routing import RowRouting
 
@@ -107,6 +108,8 @@ def _obey(
         elif isinstance(message, OrdersDone):
             copies.wait_for(message)
         elif isinstance(message, RankReport):
+            if host is not None:
+                host.settle()
             _send(connection, Done())
         else:
             copier.carry_out(message)
@@ -176,6 +179,7 @@ def _end_with_leader(fd: int, directory: Path) -> None:
 def main() -> None:
     # Rank 0 decides when its followers end; a Ctrl-C in its terminal must not end them first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    quick_teardown()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     follow(Connection(int(sys.argv[1])))
 
@@ -195,10 +199,10 @@ def gather_followers(config: EngineConfig) -> Followers:
     Raises ConfigError if the job has another size than the settings ask for.
     """
     store, _, size = _rendezvous()
-    if size != config.expert_parallel:
+    if size != config.num_ranks:
         raise ConfigError(
-            f"torchrun started {size} processes for expert_parallel={config.expert_parallel}; "
-            f"use --nproc-per-node {config.expert_parallel}"
+            f"torchrun started {size} processes for an instance of {config.num_ranks} (expert_parallel, "
+            f"tensor_parallel); use --nproc-per-node {config.num_ranks}"
         )
     folder = OwnFolder()
     connections: dict[int, Connection] = {}

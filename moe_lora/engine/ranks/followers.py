@@ -189,10 +189,10 @@ class Followers:
 
 
 def start_followers(config: EngineConfig) -> Followers:
-    """Start ranks 1 .. expert_parallel - 1 as processes that end with this one."""
+    """Start ranks 1 .. num_ranks - 1 as processes that end with this one."""
     connections: list[Connection] = []
     processes: list[subprocess.Popen[bytes]] = []
-    for _ in range(1, config.expert_parallel):
+    for _ in range(1, config.num_ranks):
         process, connection = start_child(
             "moe_lora.engine.ranks.follower", num_threads=config.threads_per_process
         )

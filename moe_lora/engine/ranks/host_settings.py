@@ -27,18 +27,20 @@ def machine_of(device: torch.device) -> dict[str, str]:
     return {"cpu": cpu_model() or "unknown", "device": named}
 
 
-def model_of(shape: ModelShape, dtype: torch.dtype) -> dict[str, int | str]:
-    """The sizes of a model that times depend on."""
-    return {name: getattr(shape, name) for name in _SHAPE} | {"dtype": str(dtype).removeprefix("torch.")}
+def model_of(shape: ModelShape, dtype: torch.dtype, weights: str = "none") -> dict[str, int | str]:
+    """The sizes of a model that times depend on.  weights: name of the format that holds them."""
+    sizes: dict[str, int | str] = {name: getattr(shape, name) for name in _SHAPE}
+    return sizes | {"dtype": str(dtype).removeprefix("torch."), "weights": weights}
 
 
 @dataclass(frozen=True)
 class HostSettings:
-    """num_workers: none if 0.  tokens_per_worker: c.  cores: one for each; empty: any.  rule: when a prompt
-    begins on them; None: whenever its adapter is loading."""
+    """num_workers: none if 0.  tokens_per_worker: c.  tokens_per_step: see `HostStart`.  cores: one for each;
+    empty: any.  rule: when a prompt begins on them; None: whenever its adapter is loading."""
 
     num_workers: int = 0
     tokens_per_worker: int = TOKENS_PER_WORKER
+    tokens_per_step: int = 0
     cores: tuple[int, ...] = ()
     rule: HostStart | None = None
 
@@ -56,7 +58,8 @@ def host_settings(
     the largest LoRA rank measured.  local_sites: those that the rank computes itself.
 
     Raises ConfigError for more workers than cores or cores that this host has not, for a profile that is
-    another machine's or model's, and for "auto" without one.
+    another machine's or model's, for "auto" or host_tpot_budget_ms without one, and for a budget that no
+    row fits into.
     """
     if not config.host_workers:
         return HostSettings()
@@ -69,11 +72,16 @@ def host_settings(
                 f"host_workers={AUTO} needs the times of this machine; give a performance_model that was "
                 f"written by `{WRITER}`, or a number of workers"
             )
+        if config.host_tpot_budget_ms is not None:
+            raise ConfigError(
+                f"host_tpot_budget_ms={config.host_tpot_budget_ms:g} needs the times of this machine; give a "
+                f"performance_model that was written by `{WRITER}`, or host_tokens_per_step instead"
+            )
         c, number = config.host_tokens_per_worker or TOKENS_PER_WORKER, int(config.host_workers)
-        return HostSettings(number, c, _own_cores(config, number, dist_rank))
-    measured = read_host_times(
-        config.performance_model, machine=machine_of(device), model=model_of(shape, dtype)
-    )
+        in_step = config.host_tokens_per_step or number * c
+        return HostSettings(number, c, in_step, _own_cores(config, number, dist_rank))
+    model = model_of(shape, dtype, config.weights_name())
+    measured = read_host_times(config.performance_model, machine=machine_of(device), model=model)
     times = emulated(measured, config.emulation)
     local = {"+".join(site.modules) for site in shape.sites if site.name in local_sites}
     times = replace(times, worker={name: time for name, time in times.worker.items() if name in local})
@@ -83,12 +91,14 @@ def host_settings(
         logger.info("host_workers=auto: %d", number)
     if rule is None:
         return HostSettings()
-    return HostSettings(number, rule.tokens_per_worker, _own_cores(config, number, dist_rank), rule)
+    cores = _own_cores(config, number, dist_rank)
+    in_step = config.host_tokens_per_step or rule.tokens_per_step(config.max_num_batched_tokens)
+    return HostSettings(number, rule.tokens_per_worker, in_step, cores, rule)
 
 
 def _own_cores(config: EngineConfig, num_workers: int, dist_rank: int) -> tuple[int, ...]:
     """Of host_cores those of this rank's workers; the number at the end of its name tells the instance."""
-    num_instances, ranks = config.num_instances, config.expert_parallel
+    num_instances, ranks = config.num_instances, config.num_ranks
     check_cores(num_workers, num_instances * ranks, config.host_cores)
     share, number = len(config.host_cores) // (num_instances * ranks), 0
     if share and num_instances > 1:

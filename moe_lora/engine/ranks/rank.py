@@ -1,10 +1,12 @@
-"""What every process of an engine holds: its experts' weights, an arena, a runner."""
+"""What every process of an engine holds: its part of the weights, an arena, a runner."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -14,39 +16,48 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter, entries_of_experts
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.hf_config import read_config
-from moe_lora.core.shape import ModelShape, experts_of_rank
+from moe_lora.core.progress import progress, silent
+from moe_lora.core.shape import ModelShape
+from moe_lora.core.shard import ModelShard
+from moe_lora.dist.host_workers.cuda_stream import CudaStream
+from moe_lora.dist.host_workers.stream_backend import Stream
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Mover
-from moe_lora.engine.arena_size import free_bytes
-from moe_lora.engine.merging import MergedWeights, MergeOrder
+from moe_lora.engine.arena_size import free_bytes, max_model_len
+from moe_lora.engine.merged_weights import MergedWeights, MergeOrder
 from moe_lora.engine.runner import ExecutionContext, ModelRunner, StepBatch
+from moe_lora.engine.step_buffer import StepBuffer
+from moe_lora.engine.step_graphs import CudaCapture, StepGraphs
 from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.operands import KvLayout, SlotTable
+from moe_lora.kernels.page_locked import page_locked
 from moe_lora.lora.backend import LoraBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.paced import PacedBackend
 from moe_lora.lora.row_routing import Source
-from moe_lora.models.loader import load_model
+from moe_lora.models.loader import load_model, random_model
 from moe_lora.models.quantised_weight import quantisation_of
-from moe_lora.models.weight_merge import WeightMerge
+from moe_lora.models.weight_merge import WeightMerge, can_be_merged
 
-from .exchange import ExpertExchange, ReduceExchange, RowExchange, open_group
+from .exchange import Exchanges, ExpertExchange, RankSums, ReduceExchange, RowExchange, open_group
 from .followers import RENDEZVOUS
 from .host_settings import HostSettings, host_settings
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Rank:
-    """One of the `expert_parallel` processes of an engine, its model loaded.
+    """One of the `num_ranks` processes of an engine, its part of the model loaded.
 
-    `allocate` comes next, then `join` where there are others, then `runner`.  host_arena: page-locked where
-    the device copies from it.  local_sites: those whose deltas this engine computes itself.
+    `allocate` comes next, then `join` where there are others, then `runner`.  shape: of the whole model.
+    shard: what of it is held here.  host_arena: page-locked where the device copies from it.  local_sites:
+    those whose deltas this engine computes itself.
     """
 
     arena: torch.Tensor
@@ -56,17 +67,22 @@ class Rank:
     def __init__(self, config: EngineConfig, dist_rank: int = 0) -> None:
         if config.threads_per_process is not None:
             torch.set_num_threads(config.threads_per_process)
-        hf_config = read_config(Path(config.model_dir))
+        hf_config = config.hf_config()
         self.config = config = resolved(config, hf_config)
         self.dist_rank = dist_rank
-        self.device = rank_device(torch.device(config.device), config.expert_parallel, dist_rank)
+        self.device = rank_device(torch.device(config.device), config.num_ranks, dist_rank)
         self.dtype = DTYPES[config.dtype]
-        num_experts = ModelShape.from_hf_config(hf_config).num_experts
-        self.experts = experts_of_rank(num_experts, config.expert_parallel, dist_rank)
+        self.shape = ModelShape.from_hf_config(hf_config)
+        self.shard = self.shard_of(dist_rank)
         quantisation = quantisation_of(config.quantize, config.quantize_group_size, config.quantize_head)
-        self.model = load_model(Path(config.model_dir), self.dtype, self.device, self.experts, quantisation)
-        self.shape = self.model.spec.shape
-        self.layout = kv_layout(config, self.shape, self.dtype)
+        only = config.instance == EngineConfig.instance  # others would draw over each other
+        held = (self.dtype, self.device, self.shard, quantisation)
+        with progress(logger.info, bar=only) if dist_rank == 0 else nullcontext(silent) as show:
+            if config.load_format == "dummy":
+                self.model = random_model(hf_config, *held, show)
+            else:
+                self.model = load_model(Path(config.model_dir), *held, show)
+        self.layout = kv_layout(config, self.shard.shape, self.dtype)
         self.lora_server = server = (
             LoraServerClient(
                 config.lora_server,
@@ -88,7 +104,7 @@ class Rank:
     def free_bytes(self) -> int:
         """Memory that this rank may count as free; on CPU the ranks share what there is."""
         free = free_bytes(self.device)
-        return free // self.config.expert_parallel if self.device.type == "cpu" else free
+        return free // self.config.num_ranks if self.device.type == "cpu" else free
 
     def allocate(self, num_pages: int, num_host_pages: int) -> None:
         """Take the arenas and the slot table.  Raises ConfigError if the memory for them can't be had."""
@@ -111,27 +127,39 @@ class Rank:
         self.host_arena = None
         try:
             if host_bytes:
-                pinned = self.device.type == "cuda"
-                self.host_arena = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=pinned)
-                if not pinned:
+                if self.device.type == "cuda":
+                    self.host_arena = page_locked(host_bytes, self.device)
+                else:
+                    self.host_arena = torch.empty(host_bytes, dtype=torch.uint8)
                     advise_huge_pages(self.host_arena)
-        except (RuntimeError, MemoryError, OverflowError) as error:
+        except (RuntimeError, OSError, MemoryError, OverflowError) as error:
             raise ConfigError(
                 f"no host memory for an arena of {host_bytes / 1e6:.6g} MB; lower host_arena_mb, or set it "
                 "to 0"
             ) from error
 
-    def join(self, directory: Path) -> ExpertExchange:
+    def join(self, directory: Path) -> Exchanges:
         """Meet the other ranks; returns once all are there."""
-        group = open_group(directory / RENDEZVOUS, self.dist_rank, self.config.expert_parallel, self.device)
-        if self.device.type == "cuda":
-            return ReduceExchange(group)
-        return RowExchange(group, self.shape.num_experts)
+        group = open_group(directory / RENDEZVOUS, self.dist_rank, self.config.num_ranks, self.device)
+        experts: ExpertExchange | None = None
+        if self.config.expert_parallel > 1:
+            on_cuda = self.device.type == "cuda"
+            experts = ReduceExchange(group) if on_cuda else RowExchange(group, self.shape.num_experts)
+        return Exchanges(experts, RankSums(group) if self.config.tensor_parallel > 1 else None)
+
+    def shard_of(self, dist_rank: int) -> ModelShard:
+        """What a rank of this engine holds of the model."""
+        config = self.config
+        return ModelShard(self.shape, config.tensor_parallel, config.expert_parallel, dist_rank)
+
+    @property
+    def divides_adapters(self) -> ModelShard | None:
+        """Of whose sites an adapter's matrices are here; None: they are whole."""
+        return self.shard if self.shard.tensor_parallel > 1 else None
 
     def kept_entries(self, dist_rank: int) -> np.ndarray:
         """[X] bool: the entries of adapters that a rank of this engine computes itself."""
-        experts = experts_of_rank(self.shape.num_experts, self.config.expert_parallel, dist_rank)
-        kept = entries_of_experts(self.shape, experts)
+        kept = entries_of_experts(self.shape, self.shard_of(dist_rank).experts)
         for site in self.shape.sites:
             if site.name not in self.local_sites:
                 kept[site.entry_base : site.entry_base + site.num_entries] = False
@@ -148,6 +176,7 @@ class Rank:
             self.kept_entries(self.dist_rank),
             find,
             pool,
+            self.divides_adapters,
         )
 
     def mover(self, on_done: Callable[[], None]) -> Mover:
@@ -172,7 +201,14 @@ class Rank:
         tokens = host.tokens_per_worker
         layout = FrameLayout(self.shape, self.dtype, tokens * max(1, self.shape.num_experts_per_token))
         slowdown = self.config.emulation.host_slowdown
-        return HostWorkers(layout, store, host.num_workers, tokens, cores=host.cores, slowdown=slowdown)
+        stream, cores = self.host_stream(), host.cores
+        return HostWorkers(
+            layout, store, host.num_workers, tokens, cores=cores, slowdown=slowdown, stream=stream
+        )
+
+    def host_stream(self) -> Stream | None:
+        """By which this rank's device asks host workers; None where the engine's thread does."""
+        return CudaStream(self.device) if self.device.type == "cuda" else None
 
     @cached_property
     def host(self) -> HostSettings:
@@ -188,7 +224,7 @@ class Rank:
 
     def runner(
         self,
-        exchange: ExpertExchange | None = None,
+        exchanges: Exchanges | None = None,
         announce: Callable[[StepBatch | MergeOrder], None] | None = None,
         host: HostWorkers | None = None,
         *,
@@ -204,14 +240,15 @@ class Rank:
         if host is not None:
             backends[Source.HOST] = host.backend
         backends[Source.LOCAL] = LocalBackend(
-            self.shape, self.arena, self.slots, kernel=self.config.lora_kernel
+            self.shard.shape, self.arena, self.slots, kernel=self.config.lora_kernel
         )
         routed = RoutedBackend(backends, None if host is None else self.slots.present)
         backend: LoraBackend = routed
         profile = self.config.emulation.step_profile
         if profile is not None:
             backend = PacedBackend(backend, self.shape, profile, remote=self.lora_server is not None)
-        context = ExecutionContext(self.arena, self.layout, backend, exchange)
+        ways = () if exchanges is None else (exchanges.experts, exchanges.sums)
+        context = ExecutionContext(self.arena, self.layout, backend, *ways)
         return ModelRunner(
             self.model,
             context,
@@ -222,18 +259,57 @@ class Rank:
             eager=self.config.eager,
             decode_buckets=self.config.decode_buckets or (),
             announce=announce,
-            merged=None if self.config.batching == "unmerged" else self._merged_weights(routed, find),
+            merged=self._merged_weights(routed, find) if self.merges else None,
+            graphs=self._graphs() if exchanges is None and profile is None else None,
         )
+
+    def _graphs(self) -> StepGraphs | None:
+        """Of whole decode steps; None where there are no CUDA graphs."""
+        config = self.config
+        if self.device.type != "cuda" or config.eager:
+            return None
+        # LOCAL comes first among a runner's sources, if there are any.
+        places = ((int(Source.LOCAL), 0),) if self.local_sites else ()
+        return StepGraphs(
+            StepBuffer(self.device),
+            CudaCapture(),
+            partial(self.slots.site_ranks, sites=self.shape.sites),
+            rows=config.decode_buckets or (),
+            max_tokens=max_model_len(config, self.shape),
+            block_size=config.block_size,
+            places=places,
+        )
+
+    @cached_property
+    def merges(self) -> bool:
+        """Whether weights may carry an adapter.  Raises ConfigError where they have to and can't."""
+        batching = self.config.batching
+        if batching == "unmerged" or can_be_merged(self.model):
+            return batching != "unmerged"
+        if batching != "auto":
+            raise ConfigError(
+                f"batching={batching!r} and a checkpoint with quantised weights do not go together: "
+                "no adapter can be folded into them; use batching='auto' or 'unmerged', or quantize='none', "
+                "which holds them dequantised"
+            )
+        if not self.dist_rank:
+            logger.info("the weights are quantised: with batching=auto all steps stay unmerged")
+        return False
+
+    @cached_property
+    def weight_merge(self) -> WeightMerge:
+        """Only where `merges`."""
+        return WeightMerge(self.model)
 
     def _merged_weights(self, backend: RoutedBackend, find: Callable[[str], PackedAdapter]) -> MergedWeights:
         leased = [i for i, site in enumerate(self.shape.sites) if site.name not in self.local_sites]
         return MergedWeights(
-            WeightMerge(self.model),
+            self.weight_merge,
             backend,
             self.arena,
             self.slots,
             leased=frozenset(leased),
-            kept=entries_of_experts(self.shape, self.experts) & ~self.kept_entries(self.dist_rank),
+            kept=entries_of_experts(self.shape, self.shard.experts) & ~self.kept_entries(self.dist_rank),
             find=find,
             kernel=self.config.lora_kernel,
             verify=self.config.verify_merge,
@@ -274,14 +350,14 @@ def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
     return replace(config, device=device, dtype=dtype, decode_buckets=buckets)
 
 
-def rank_device(device: torch.device, expert_parallel: int, dist_rank: int) -> torch.device:
+def rank_device(device: torch.device, num_ranks: int, dist_rank: int) -> torch.device:
     """Each rank's own device.  Raises ConfigError if there are too few."""
-    if device.type == "cpu" or expert_parallel == 1:
+    if device.type == "cpu" or num_ranks == 1:
         return device
-    if torch.cuda.device_count() < expert_parallel:
+    if torch.cuda.device_count() < num_ranks:
         raise ConfigError(
-            f"expert_parallel={expert_parallel} needs as many CUDA devices, torch finds "
-            f"{torch.cuda.device_count()}; lower it or use device='cpu'"
+            f"an instance of {num_ranks} ranks (expert_parallel, tensor_parallel) needs as many CUDA "
+            f"devices, torch finds {torch.cuda.device_count()}; lower them or use device='cpu'"
         )
     torch.cuda.set_device(dist_rank)
     return torch.device("cuda", dist_rank)

@@ -1,109 +1,36 @@
 """`python -m moe_lora.kernels.triton.aot`: compile every kernel of every table for sm_90a, without a GPU.
 
-Every configuration, as launched where rows are and are not multiples of 16 bytes, adding and overwriting: in
-bf16 for sites of one, two and three modules, in the other dtypes for sites of two.
-Prints what each became, and ends with status 1 if SGMV lost wgmma, TMA or register reallocation, or if
-anything spills or exceeds the limits of an SM.
+Every kernel with every dtype, design and size of its constants at least once; with `--all` everything that is
+launched: each configuration where rows are and are not multiples of 16 bytes, adding and overwriting, in bf16
+for sites of one, two and three modules, in the other dtypes for sites of two.
+Prints what each became and how many bytes it keeps on their way, and ends with status 1 if SGMV lost wgmma,
+its 16-byte copies, TMA or one of its buffers, or if anything spills or exceeds the limits of an SM.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
-import re
-import subprocess
+import itertools
+import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from moe_lora.core.shape import Site
-from moe_lora.kernels.operands import SlotTable
+from moe_lora.kernels.operands import AttentionOperands, KvLayout, SlotTable, StepTables
 
-from . import configs, steps
+from . import configs, steps, triton_attention
 from .problem import Problem
+from .sass import COPIES, MARKS, TENSOR_CORES, TMA, Compiled, inspect
 from .segments import Segments, build_segments, unsorted_rows
-
-# What ptxas made of a kernel: registers, memory and the instructions that matter, read from a cubin.
-
-
-MAX_REGISTERS = 255
-MAX_SHARED_BYTES = 227 * 1024
-PIPELINE = ("HGMMA", "UTMALDG", "USETMAXREG")
-"""Tensor cores by warpgroup, TMA loads, register reallocation: what SGMV is made of on Hopper."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """Resources of one compiled kernel; bytes are per program, stack and local per thread."""
-
-    registers: int
-    shared_bytes: int
-    stack_bytes: int
-    local_bytes: int
-    spill_instructions: int
-    instructions: frozenset[str]
-
-    def complaints(self, required: tuple[str, ...] = ()) -> list[str]:
-        """What is wrong with it: lost instructions, spills, limits exceeded.  Empty if nothing is."""
-        found = [f"lost {name}" for name in required if name not in self.instructions]
-        if {"USETMAXREG", "LDGSTS"} <= self.instructions:
-            found.append(
-                "copies by pointer in a warp-specialized loop, where Triton lets nobody wait for them"
-            )
-        if self.stack_bytes or self.local_bytes or self.spill_instructions:
-            found.append(
-                f"spills ({self.stack_bytes} bytes of stack, {self.local_bytes} of local memory, "
-                f"{self.spill_instructions} loads and stores)"
-            )
-        if self.shared_bytes > MAX_SHARED_BYTES:
-            found.append(f"needs {self.shared_bytes} bytes of shared memory, an SM has {MAX_SHARED_BYTES}")
-        if self.registers > MAX_REGISTERS:
-            found.append(f"needs {self.registers} registers, a thread has {MAX_REGISTERS}")
-        return found
-
-
-def inspect(cubin: bytes, dynamic_shared_bytes: int) -> Compiled:
-    """Read a cubin with the cuobjdump that Triton brings along.
-
-    dynamic_shared_bytes: Triton's own figure (`metadata.shared`), which the cubin does not know.
-    """
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage, sass = (
-            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("--dump-resource-usage", "-sass")
-        )
-    return parse(usage, sass, dynamic_shared_bytes)
-
-
-def parse(usage: str, sass: str, dynamic_shared_bytes: int) -> Compiled:
-    """The facts in cuobjdump's two listings.  Raises ValueError if the first has none."""
-    numbers = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
-    if not {"REG", "STACK", "LOCAL"} <= set(numbers):
-        raise ValueError(f"cuobjdump printed no resource usage: {usage.strip()[:200]!r}")
-    # An instruction follows its address comment and, perhaps, a predicate.
-    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass)
-    return Compiled(
-        registers=numbers["REG"],
-        shared_bytes=dynamic_shared_bytes,
-        stack_bytes=numbers["STACK"],
-        local_bytes=numbers["LOCAL"],
-        spill_instructions=sum(opcode in ("LDL", "STL") for opcode in opcodes),
-        instructions=frozenset(opcodes),
-    )
-
 
 _ROWS, _RANK, _TOP_K = 2, 64, 8
 _WIDTHS = {True: 1024, False: 1001}
@@ -125,7 +52,10 @@ class Pointer:
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """One compilation: a kernel, by its module and name, and what it is launched with; see `_known`."""
+    """One compilation: a kernel, by its module and name, and what it is launched with; see `_known`.
+
+    bytes_in_flight: that a program's loops must at least keep on their way.
+    """
 
     module: str
     kernel: str
@@ -134,6 +64,8 @@ class Build:
     required: tuple[str, ...]
     dtype: str
     label: str
+    bytes_in_flight: int = 0
+    programs_per_sm: int = 1
 
 
 def _known(operand: Any) -> Any:
@@ -152,14 +84,16 @@ def _recorded(dtype: str = "", label: str = "") -> Iterator[list[Build]]:
     found: list[Build] = []
 
     def record(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
-        tma = PIPELINE[:2] if meta.get("ALIGNED") else ()
+        required: tuple[str, ...] = ()
+        if {"GATED", "PACKED", "TMA"} & meta.keys() and operands[0].dtype != torch.float32:
+            required = (TENSOR_CORES, TMA) if meta.get("TMA") else (TENSOR_CORES,)
         build = Build(
             module=kernel.fn.__module__,
             kernel=kernel.fn.__name__,
             operands=_known(operands),
             meta=meta,
-            required=PIPELINE if meta.get("WARP_SPECIALIZE") else tma,
-            dtype=dtype,
+            required=required,
+            dtype=dtype or configs.DTYPE_NAMES.get(operands[0].dtype, ""),
             label=label,
         )
         if build not in found:
@@ -171,9 +105,17 @@ def _recorded(dtype: str = "", label: str = "") -> Iterator[list[Build]]:
 
 def table_builds() -> list[Build]:
     """Every kernel with every configuration of the tables, and the kernels that have none."""
+    from . import experts, quantised_linear, sampling, signals  # needs Triton
+
     with _recorded() as builds:
         for top_k in (None, _TOP_K):
             _segments(top_k).tiles(64)
+        word = torch.zeros(8, dtype=torch.int64)
+        signals.launch_ask(word, word, word, (0,) * 5)
+        signals.launch_wait(word, word)
+        sampling.draw(torch.empty(2, 151936), torch.empty(2, 3), torch.empty(2, 3, dtype=torch.int64))
+        for of_model, layers in itertools.product(configs.DTYPE_NAMES, (experts, quantised_linear)):
+            layers.launch_all(of_model)
     for path in sorted(configs.CONFIG_DIR.glob("*.json")):
         table = configs.load_table(path.stem)
         for entry in table.entries:
@@ -184,7 +126,27 @@ def table_builds() -> list[Build]:
                 split_k = table.config("vector_shrink", dtype, phase, *widths)["split_k"]
                 for modules in _MODULES[dtype]:
                     builds += config_builds(entry.kernel, entry.config, dtype, modules, split_k)
+    builds += attention_builds()
     return [build for i, build in enumerate(builds) if build not in builds[:i]]
+
+
+def deciding(builds: list[Build]) -> list[Build]:
+    """Few of the builds, in which each kernel meets each dtype, and in it each value of each constant, each
+    kind of operand and each instruction that must be there; all pairs of them it does not."""
+    left = [(build, _traits(build)) for build in builds]
+    missing = set[tuple[Any, ...]]().union(*(traits for _, traits in left))
+    found = []
+    while missing:
+        build, traits = max(left, key=lambda one: len(one[1] & missing))
+        found.append(build)
+        missing -= traits
+    return found
+
+
+def _traits(build: Build) -> set[tuple[Any, ...]]:
+    operands = {(i, one) for i, one in enumerate(build.operands) if isinstance(one, Pointer)}
+    traits = {*build.meta.items(), *operands, ("required", build.required)}
+    return {(build.module, build.kernel, build.dtype, *trait) for trait in traits}
 
 
 def config_builds(kernel: str, config: configs.Config, dtype: str, modules: int, split_k: int) -> list[Build]:
@@ -193,23 +155,83 @@ def config_builds(kernel: str, config: configs.Config, dtype: str, modules: int,
     split_k: that of `vector_shrink`, which `vector_expand` reads the parts of.
     """
     label = " ".join(f"{name}={int(value)}" for name, value in config.items())
-    with configs.override(kernel, config), _recorded(dtype, label) as builds:
-        for aligned in (True, False) if kernel.startswith("wgmma") else (True,):
-            problem, y = _problem(dtype, modules, _WIDTHS[aligned])
-            h = torch.empty(split_k, modules, _ROWS, problem.h_width)
-            if kernel == "wgmma_shrink":
-                steps.wgmma_shrink(problem, _ALL_RANKS)
-            elif kernel == "vector_shrink":
-                for walk in ("sgmv", "bgmv"):
-                    steps.vector_shrink(problem, _ALL_RANKS, walk)
-            else:
-                for add in (True, False):
-                    if kernel == "wgmma_expand":
-                        steps.wgmma_expand(problem, _ALL_RANKS, h.to(y.dtype), y, add)
-                    else:
-                        for walk in ("sgmv", "bgmv"):
-                            steps.vector_expand(problem, _ALL_RANKS, walk, h, y, add)
+    builds: list[Build] = []
+    for aligned in (True, False) if kernel.startswith("wgmma") else (True,):
+        with configs.override(kernel, config), _recorded(dtype, label) as launched:
+            _launch(kernel, dtype, modules, _WIDTHS[aligned], split_k)
+        for build in launched:
+            if kernel.startswith("wgmma") and aligned and build.kernel == kernel:
+                build = _pipelined(build, configs.dtype_named(dtype).itemsize)
+            builds.append(replace(build, programs_per_sm=config["programs_per_sm"]))
     return [build for build in builds if build.kernel != "cut_tiles"]
+
+
+def _launch(kernel: str, dtype: str, modules: int, width: int, split_k: int) -> None:
+    """Launch a kernel in every way that a site of this width does."""
+    problem, y, total = _problem(dtype, modules, width)
+    high_rank = replace(problem, max_lora_rank=2 * _RANK)
+    h = torch.empty(split_k, modules, _ROWS, problem.h_width)
+    added = ((y, True, False), (total, True, False), (total, True, True))
+    if kernel == "wgmma_shrink":
+        for one in (problem, _problem(dtype, modules, 4 * width)[0]):
+            steps.wgmma_shrink(one, _ALL_RANKS)
+    elif kernel == "vector_shrink":
+        for walk in ("sgmv", "bgmv"):
+            steps.vector_shrink(problem, _ALL_RANKS, walk)
+    elif kernel == "wgmma_expand":
+        for out, add, subtract in (*added, (y, False, False)):
+            steps.wgmma_expand(problem, _ALL_RANKS, h, out, add, subtract)
+        steps.wgmma_expand(high_rank, _ALL_RANKS, h[:1], y, True)
+    else:
+        for (out, add, subtract), walk in itertools.product((*added, (y, False, False)), ("sgmv", "bgmv")):
+            steps.vector_expand(problem, _ALL_RANKS, walk, h, out, add, subtract)
+
+
+def _pipelined(build: Build, itemsize: int) -> Build:
+    """The build, of which weights must come through all its buffers, by 16 bytes or TMA."""
+    meta = build.meta
+    tile = 64 * meta.get("BLOCK_K", meta.get("BLOCK_C", 0)) * itemsize
+    required = build.required if meta["TMA"] else (*build.required, COPIES)
+    return replace(build, required=required, bytes_in_flight=(meta["STAGES"] - 1) * tile)
+
+
+def attention_builds() -> list[Build]:
+    """Writing K and V, decode with parts, tiles of prompts: head sizes and groups in bf16, others in one."""
+    cases = [
+        ("bf16", head_dim, group, plain)
+        for head_dim, group, plain in itertools.product((64, 128), (1, 4, 5, 8), (True, False))
+    ]
+    cases += [(dtype, 128, 8, plain) for dtype, plain in itertools.product(("fp16", "fp32"), (True, False))]
+    builds: list[Build] = []
+    for dtype, head_dim, group, plain in cases:
+        operands = _attention(configs.dtype_named(dtype), head_dim, group, plain)
+        label = f"head_dim={head_dim} group={group}{'' if plain else ' window, sinks'}"
+        with _recorded(dtype, label) as launched:
+            for rows in ((1, 1), (2, 2)):
+                start = torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32)
+                given = operands._replace(step=replace(operands.step, query_start=start))
+                triton_attention.launch(given, given.q)
+        builds += [
+            replace(b, required=(TENSOR_CORES,)) if b.meta.get("BLOCK_M", 0) >= 64 else b for b in launched
+        ]
+    return [build for i, build in enumerate(builds) if build not in builds[:i]]
+
+
+def _attention(dtype: torch.dtype, head_dim: int, group: int, plain: bool) -> AttentionOperands:
+    """Operands of two sequences of several parts.  plain: without window and sinks."""
+    num_kv_heads = 2
+    layout = KvLayout(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype=dtype)
+    length = 4 * triton_attention.PART_TOKENS
+    step = StepTables(
+        query_start=torch.zeros(3, dtype=torch.int32),
+        seq_lens=torch.full((2,), length, dtype=torch.int32),
+        block_tables=torch.zeros(2, length // 16, dtype=torch.int32),
+    )
+    q, k, v = (torch.empty(4, n, head_dim, dtype=dtype) for n in (group * num_kv_heads, *[num_kv_heads] * 2))
+    sinks = None if plain else torch.empty(group * num_kv_heads, dtype=dtype)
+    window = 0 if plain else 2 * triton_attention.PART_TOKENS
+    arena = torch.empty(layout.page_bytes, dtype=torch.uint8)
+    return AttentionOperands(q, k, v, sinks, 0.125, window, 0, step, layout, arena)
 
 
 def _segments(top_k: int | None) -> Segments:
@@ -218,9 +240,9 @@ def _segments(top_k: int | None) -> Segments:
     return build_segments(token_slots, ids, num_slots=5, num_experts=3)
 
 
-def _problem(dtype: str, modules: int, width: int) -> tuple[Problem, torch.Tensor]:
-    """Operands of a dense site of so many modules, and its output."""
-    of_model = next(one for one, name in configs.DTYPE_NAMES.items() if name == dtype)
+def _problem(dtype: str, modules: int, width: int) -> tuple[Problem, torch.Tensor, torch.Tensor]:
+    """Operands of a dense site of so many modules, its output, and one in fp32."""
+    of_model = configs.dtype_named(dtype)
     site = Site(
         name="aot",
         modules=("module",) * modules,
@@ -241,7 +263,9 @@ def _problem(dtype: str, modules: int, width: int) -> tuple[Problem, torch.Tenso
         padded_rank=_RANK,
     )
     skipped = width % 16  # an output of odd rows begins anywhere
-    return problem, torch.empty(_ROWS, skipped + modules * width, dtype=of_model)[:, skipped:]
+    columns = skipped + modules * width
+    y, total = (torch.empty(_ROWS, columns, dtype=one)[:, skipped:] for one in (of_model, torch.float32))
+    return problem, y, total
 
 
 class _Hopper:
@@ -269,30 +293,40 @@ def compile_build(build: Build) -> Compiled:
     function = getattr(importlib.import_module(build.module), build.kernel)
     driver.set_active(_Hopper())
     compiled = function.warmup(*build.operands, grid=(1,), **build.meta)
-    return inspect(compiled.asm["cubin"], compiled.metadata.shared)
+    return inspect(
+        compiled.asm["cubin"],
+        compiled.metadata.shared,
+        compiled.asm["ttgir"],
+        32 * compiled.metadata.num_warps,
+    )
 
 
 def line(build: Build, compiled: Compiled) -> str:
     """One row of the printed table."""
-    variant = [name.lower() for name in ("ALIGNED", "ADD", "PADDED", "HAS_IDS") if build.meta.get(name)]
-    variant += [f"{build.meta['MODULES']}m"] if "MODULES" in build.meta else []
-    marks = " ".join(f"{name if name in compiled.instructions else '-':<11}" for name in PIPELINE)
+    variant = [name.lower() for name, on in build.meta.items() if on is True]
+    variant += [str(build.meta[name]) for name in ("MODULES", "NAME", "GROUP") if name in build.meta]
+    variant += [f"{build.meta['BLOCK_T']}t"] if "GATED" in build.meta else []
+    marks = " ".join(f"{name if name in compiled.instructions else '-':<11}" for name in MARKS)
+    in_flight = compiled.in_flight_per_sm(build.programs_per_sm) // 1024
     return (
         f"{build.kernel:<14}{build.dtype:<5}{compiled.registers:>4}{compiled.shared_bytes:>8}"
-        f"{compiled.stack_bytes:>6}{compiled.local_bytes:>6}{compiled.spill_instructions:>7}  {marks}"
-        f"{'+'.join(variant) or '-':<16}{build.label}"
+        f"{compiled.stack_bytes:>6}{compiled.local_bytes:>6}{compiled.spill_instructions:>7}{in_flight:>6}"
+        f"  {marks}{'+'.join(variant) or '-':<16}{build.label}"
     )
 
 
 def check(builds: list[Build], processes: int = 2) -> list[str]:
     """Compile all, print the table as results come in, return what is wrong."""
-    wanted = " ".join(f"{name:<11}" for name in PIPELINE)
+    wanted = " ".join(f"{name:<11}" for name in MARKS)
     header = (
-        f"{'kernel':<14}{'type':<5}{'regs':>4}{'shared':>8}{'stack':>6}{'local':>6}{'spills':>7}  {wanted}"
+        f"{'kernel':<14}{'type':<5}{'regs':>4}{'shared':>8}{'stack':>6}{'local':>6}{'spills':>7}{'KB/SM':>6}"
+        f"  {wanted}"
     )
     print(f"{'':9}{header}{'variant':<16}config")
     wrong: list[str] = []
-    with ProcessPoolExecutor(processes) as pool:
+    # Workers are forks: one that collected a process group of this process would wait for its threads.
+    gc.collect()
+    with ProcessPoolExecutor(processes, initializer=gc.disable) as pool:
         running = {pool.submit(compile_build, build): build for build in builds}
         for number, done in enumerate(as_completed(running), 1):
             build = running[done]
@@ -300,7 +334,9 @@ def check(builds: list[Build], processes: int = 2) -> list[str]:
                 found = [f"does not compile: {done.exception()}"]
                 row = f"{build.kernel:<14}{build.dtype:<5} does not compile"
             else:
-                found, row = done.result().complaints(build.required), line(build, done.result())
+                compiled = done.result()
+                found = compiled.complaints(build.required, build.bytes_in_flight)
+                row = line(build, compiled)
             print(f"[{number:>3}/{len(builds)}]{' !' if found else '  '}{row.rstrip()}"[:220], flush=True)
             wrong += [f"{build.kernel} {build.dtype} {build.label}: {complaint}" for complaint in found]
     return wrong
@@ -312,11 +348,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--processes", type=int, default=2, help="compilations at a time (default 2)")
+    parser.add_argument("--all", action="store_true", help="compile all that is launched, some minutes")
+    parser.add_argument(
+        "--cache", metavar="FOLDER", help="leave what is compiled there, to be TRITON_CACHE_DIR beside a GPU"
+    )
     parser.add_argument(
         "--space", metavar="KERNEL", help="compile this kernel's whole space instead, in bf16"
     )
     arguments = parser.parse_args()
-    builds = table_builds()
+    if arguments.cache:
+        os.environ["TRITON_CACHE_DIR"] = arguments.cache
+    builds = table_builds() if arguments.all else deciding(table_builds())
     if arguments.space:
         kernel, table = arguments.space, configs.load_table(configs.FALLBACK)
         split_of_default = table.config("vector_shrink", "bf16", "decode", 0, 0)["split_k"]
@@ -334,7 +376,10 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    print(f"\n{len(builds)} kernels compile for sm_90a without spills; SGMV has {', '.join(PIPELINE)}")
+    print(
+        f"\n{len(builds)} kernels compile for sm_90a without spills; SGMV has {' '.join(MARKS)} where meant "
+        "and KB/SM in flight"
+    )
     return 0
 
 

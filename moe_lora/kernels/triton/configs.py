@@ -36,15 +36,17 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
         "block_t": (16, 32, 64),
         "block_k": (64, 128, 256),
         "split_k": (1, 2, 4, 8),
-        "warp_specialize": (True, False),
+        "part_k": (512, 1024, 2048),
+        "tma": (False, True),
         "num_stages": (3, 4, 6),
         "num_warps": (4,),
-        "programs_per_sm": (1, 2),
+        "programs_per_sm": (1, 2, 3, 4),
     },
     "wgmma_expand": {
         "block_t": (16, 32, 64),
+        "block_c": (64, 128),
         "blocks_per_item": (1, 2, 4, 8),
-        "warp_specialize": (True, False),
+        "tma": (False, True),
         "num_stages": (2, 3, 4),
         "num_warps": (4,),
         "programs_per_sm": (1, 2, 4),
@@ -66,12 +68,13 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 """Per kernel and meta-parameter the values worth trying. `block_t`: tokens of a tile (wgmma's N); `block_r`:
-rank rows; `block_k`: input columns a step; `split_k`: parts of the input width that are summed apart;
-`block_c`: output columns; `blocks_per_item`: blocks of 64 output columns that one work item covers;
+rank rows; `block_k`: input columns a step; `split_k`: parts of the input width that are summed apart, at
+most, and `part_k`: columns that each has at least; `tma`: whether weights come by TMA, or by pointer;
+`block_c`: output columns; `blocks_per_item`: blocks of them that one work item covers;
 `programs_per_sm`: programs of the persistent grid on each SM."""
 KERNEL_NAMES = tuple(SPACES)
 ORDER_FIXING: dict[str, tuple[str, ...]] = {
-    "wgmma_shrink": ("block_k", "split_k"),
+    "wgmma_shrink": ("block_k", "split_k", "part_k"),
     "wgmma_expand": (),
     "vector_shrink": ("block_r", "block_k", "split_k", "num_warps"),
     "vector_expand": ("block_r", "block_c", "num_warps"),
@@ -89,7 +92,7 @@ def check_config(kernel: str, config: Config) -> None:
     if set(config) != set(SPACES[kernel]):
         raise ValueError(f"{kernel} takes {sorted(SPACES[kernel])}, the config has {sorted(config)}")
     for name, value in config.items():
-        if int(value) != value or (value < 1 and name != "warp_specialize"):
+        if int(value) != value or (value < 1 and name != "tma"):
             raise ValueError(f"{name}={value!r} of {kernel} must be a positive integer")
 
 
@@ -111,9 +114,12 @@ def _staged_bytes(kernel: str, config: Config) -> int:
     """Bytes that the stages of a two-byte dtype's operand tiles take per SM (0 where tiles are registers)."""
     if kernel.startswith("vector"):
         return 0
-    rows, depth = (64, 64) if kernel == "wgmma_expand" else (config.get("block_r", 64), config["block_k"])
-    tokens = config["block_t"] * (2 if kernel == "wgmma_expand" else 1)
-    return 2 * config["num_stages"] * (rows + tokens) * depth * config["programs_per_sm"]
+    stages, tokens = config["num_stages"], config["block_t"]
+    if kernel == "wgmma_shrink":
+        per_program = stages * (64 + tokens) * config["block_k"]
+    else:  # h as two numbers, once
+        per_program = 64 * (stages * config["block_c"] + 2 * tokens)
+    return 2 * per_program * config["programs_per_sm"]
 
 
 FALLBACK = "default"
@@ -282,6 +288,11 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 _INTERPRETED_SMS = 3
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """The other way round."""
+    return next(dtype for dtype, known in DTYPE_NAMES.items() if known == name)
+
+
 def kernels(name: str) -> ModuleType:
     """The module `name` of this package that holds Triton kernels. Raises ImportError without Triton."""
     try:
@@ -289,7 +300,7 @@ def kernels(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
-        raise ImportError("LoRA kernels on a GPU need Triton; install it with: pip install triton") from error
+        raise ImportError("kernels on a GPU need Triton; install it with: pip install triton") from error
 
 
 def interpreted() -> bool:

@@ -52,7 +52,7 @@ def matrix(arena, offsets, entry, DTYPE: tl.constexpr):
 @triton.jit
 def module_of_block(block, widths, BLOCK_C: tl.constexpr, MODULES: tl.constexpr):
     """(module, first column within it, its width, its first column in y) of a block of output columns."""
-    # Selects, not branches: with branches here the compiler gives up warp specialization of the loop below.
+    # Selects, not branches: what they select is known to the compiler to be a multiple of 16 where all are.
     first1 = tl.cdiv(widths[0], BLOCK_C)
     first2 = first1 + tl.cdiv(widths[1], BLOCK_C)
     module = tl.minimum((block >= first1).to(tl.int32) + (block >= first2).to(tl.int32), MODULES - 1)
@@ -88,11 +88,13 @@ def rounded(values, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def put_delta(pointers, total, scale, mask, ADD: tl.constexpr, INTERPRETED: tl.constexpr):
-    """y = round(y + round(scale * total)) if ADD, else y = round(scale * total)."""
-    dtype = pointers.dtype.element_ty
-    delta = rounded(total * scale, dtype, INTERPRETED)
+def add_delta(before, total, scale, ADD: tl.constexpr, SUBTRACT: tl.constexpr, INTERPRETED: tl.constexpr):
+    """round(before + round(scale * total)) if ADD, before - ... if SUBTRACT too, else round(scale * total).
+
+    before: of y, to whose dtype all is rounded: in fp32 the sum is of unrounded deltas.
+    """
+    dtype = before.dtype
+    delta = rounded(total * (-scale if SUBTRACT else scale), dtype, INTERPRETED)
     if ADD:
-        before = tl.load(pointers, mask=mask, other=0.0)
         delta = rounded(before.to(tl.float32) + delta.to(tl.float32), dtype, INTERPRETED)
-    tl.store(pointers, delta, mask=mask)
+    return delta

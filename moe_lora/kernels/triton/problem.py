@@ -106,8 +106,11 @@ def checked_problem(
     decode: bool,
     rows: segments.Segments,
     max_lora_rank: int | None,
+    batch_rank: int | None,
 ) -> Problem:
     """The operands as a `Problem`.  rows: `segments.rows_for` of the same operands.
+
+    max_lora_rank: of all slots; batch_rank: of this batch, which is believed.  Without either the table's.
 
     Raises ValueError for operands that don't fit each other or the kernels.
     """
@@ -137,6 +140,10 @@ def checked_problem(
         raise ValueError(
             f"arena begins at {arena.data_ptr():#x}; it must be a multiple of {MATRIX_ALIGN_BYTES} bytes"
         )
+    if arena.numel() < slots.end_bytes:
+        raise ValueError(
+            f"arena has {arena.numel()} bytes, matrices of the slot table end at {slots.end_bytes}"
+        )
     devices = {tensor.device for tensor in (x, token_slots, arena, slots.lora_rank)}
     if len(devices) > 1:
         raise ValueError(f"x, token_slots, arena and slots lie on {devices}; they must be on one device")
@@ -146,11 +153,12 @@ def checked_problem(
         raise ValueError(f"site {site.name!r} has {len(site.modules)} modules; kernels take {_MAX_MODULES}")
     if rows.rows.numel() != num_rows:
         raise ValueError(f"segments have {rows.rows.numel()} rows, this batch has {num_rows}")
-    largest = slots.checked_rank(site, x.element_size(), arena.numel())
-    if max_lora_rank is not None and largest > max_lora_rank:
+    if max_lora_rank is not None and (largest := slots.largest_rank(site)) > max_lora_rank:
         raise ValueError(
             f"an adapter at site {site.name!r} has rank {largest}, max_lora_rank is {max_lora_rank}; raise it"
         )
+    bounds = (max_lora_rank, batch_rank)
+    bound = next((one for one in bounds if one is not None), None)
     return Problem(
         x=x,
         site=site,
@@ -159,14 +167,15 @@ def checked_problem(
         arena=arena,
         segments=rows,
         decode=decode,
-        max_lora_rank=largest if max_lora_rank is None else max_lora_rank,
+        max_lora_rank=slots.largest_rank(site) if bound is None else bound,
     )
 
 
-def check_output(y: torch.Tensor, problem: Problem, name: str) -> None:
-    """Raises ValueError unless y takes the site's rows and columns in x's dtype, on its device."""
+def check_output(y: torch.Tensor, problem: Problem, name: str, *, or_fp32: bool = False) -> None:
+    """Raises ValueError unless y takes the site's rows and columns in x's dtype (or fp32), on its device."""
     width = sum(problem.site.out_features)
-    if y.dtype != problem.x.dtype or y.device != problem.x.device:
+    dtypes = (problem.x.dtype, torch.float32) if or_fp32 else (problem.x.dtype,)
+    if y.dtype not in dtypes or y.device != problem.x.device:
         raise ValueError(f"{name} is {y.dtype} on {y.device}, x is {problem.x.dtype} on {problem.x.device}")
     if y.dim() != 2 or y.shape[0] != problem.num_rows or y.shape[1] < width or y.stride(1) != 1:
         raise ValueError(

@@ -14,67 +14,58 @@ from .configs import Choice, Config
 from .problem import Problem
 
 _RANK_ROWS = 64
-_COLUMNS = 64
 
 
 def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
-    """h of all rows: [2, M, R, h_width] of the model's dtype, hi and lo."""
-    kernels, x = configs.kernels("wgmma_shrink"), problem.x
-    aligned = x.shape[1] % 16 == 0
-    rows, per_input = problem.segments.rows, problem.rows_per_input
-    x = x.index_select(0, rows if per_input == 1 else rows // per_input)
-    config = pipeline(problem.config("wgmma_shrink"), aligned)
-    split_k, span = config["split_k"], _span(problem, choice)
+    """h of all rows in parts: [S, M, R, h_width] fp32, undefined from a row's rank on."""
+    x, rows, width = problem.x, problem.segments.rows, problem.x.shape[1]
+    config = pipeline(problem.config("wgmma_shrink"), width % 16 == 0)
+    split_k = max(1, min(config["split_k"], width // config["part_k"]))
     tiles, lanes = problem.segments.tiles(config["block_t"]), -(-problem.max_lora_rank // _RANK_ROWS)
-    h = _workspace(problem, 2, x.dtype)
-    target = h if split_k == 1 else _workspace(problem, split_k, torch.float32)
+    h = _workspace(problem, split_k)
     max_items = problem.num_rows * problem.modules * split_k * lanes
     configs.start(
-        kernels.wgmma_shrink,
+        configs.kernels("wgmma_shrink").wgmma_shrink,
         configs.num_programs(x.device, config, max_items),
-        *(x, tiles, problem.tables, target, *span, problem.num_rows, lanes, x.shape[1], problem.h_width),
+        *(x, rows, tiles, problem.tables, h, *_span(problem, choice)),
+        *(problem.num_rows, lanes, width, x.stride(0), problem.h_width),
+        X_DIVISOR=problem.rows_per_input,
         MODULES=problem.modules,
-        PARTS=2 if split_k == 1 else 1,
+        TMA=config["tma"],
+        EVEN=width % (config["block_k"] * split_k) == 0,
         INTERPRETED=configs.interpreted(),
-        ALIGNED=aligned,
-        WARP_SPECIALIZE=config["warp_specialize"],
         **_threads(config),
         BLOCK_T=config["block_t"],
         BLOCK_K=config["block_k"],
         SPLIT_K=split_k,
     )
-    if split_k > 1:
-        configs.start(
-            kernels.join_splits,
-            configs.num_programs(x.device, {"programs_per_sm": 8}, problem.num_rows * problem.modules),
-            *(target, tiles, problem.tables, h, *span, problem.num_rows, problem.h_width),
-            MODULES=problem.modules,
-            BLOCK_T=config["block_t"],
-            SPLIT_K=split_k,
-            INTERPRETED=configs.interpreted(),
-        )
     return h
 
 
-def wgmma_expand(problem: Problem, choice: Choice, h: torch.Tensor, y: torch.Tensor, add: bool) -> None:
-    """y += delta, or y = delta, from `wgmma_shrink`'s h."""
-    aligned = all(width * y.element_size() % 16 == 0 for width in problem.out_widths)
-    config = pipeline(problem.config("wgmma_expand"), aligned, overwrites=not add)
-    tiles = problem.segments.tiles(config["block_t"])
-    item_columns = _COLUMNS * config["blocks_per_item"]
+def wgmma_expand(
+    problem: Problem, choice: Choice, h: torch.Tensor, y: torch.Tensor, add: bool, subtract: bool = False
+) -> None:
+    """y += delta, y -= delta, or y = delta, from `wgmma_shrink`'s h."""
+    x = problem.x
+    aligned = all(width * x.element_size() % 16 == 0 for width in problem.out_widths)
+    config = pipeline(problem.config("wgmma_expand"), aligned)
+    item_columns = config["block_c"] * config["blocks_per_item"]
     max_items = problem.num_rows * sum(-(-width // item_columns) for width in problem.out_widths)
     configs.start(
         configs.kernels("wgmma_expand").wgmma_expand,
         configs.num_programs(y.device, config, max_items),
-        *(h, problem.segments.rows, tiles, problem.tables, y),
+        *(x, h, problem.segments.rows, problem.segments.tiles(config["block_t"]), problem.tables, y),
         *(*_span(problem, choice), problem.num_rows, problem.out_widths, y.stride(0), problem.h_width),
         MODULES=problem.modules,
+        SPLIT_K=h.shape[0],
+        ONE_LANE=problem.max_lora_rank <= _RANK_ROWS,
         ADD=add,
+        SUBTRACT=subtract,
+        TMA=config["tma"],
         INTERPRETED=configs.interpreted(),
-        ALIGNED=aligned,
-        WARP_SPECIALIZE=config["warp_specialize"],
         **_threads(config),
         BLOCK_T=config["block_t"],
+        BLOCK_C=config["block_c"],
         BLOCKS_PER_ITEM=config["blocks_per_item"],
     )
 
@@ -85,7 +76,7 @@ def vector_shrink(problem: Problem, choice: Choice, kernel: str) -> torch.Tensor
     config, segments, x = problem.config("vector_shrink"), problem.segments, problem.x
     rank = problem.padded_rank if kernel == "bgmv" else problem.max_lora_rank
     split_k, lanes = config["split_k"], -(-rank // config["block_r"])
-    h = _workspace(problem, split_k, torch.float32)
+    h = _workspace(problem, split_k)
     items = problem.num_rows * problem.modules * split_k * lanes
     configs.start(
         configs.kernels("vector").vector_shrink,
@@ -105,20 +96,27 @@ def vector_shrink(problem: Problem, choice: Choice, kernel: str) -> torch.Tensor
 
 
 def vector_expand(
-    problem: Problem, choice: Choice, kernel: str, h: torch.Tensor, y: torch.Tensor, add: bool
+    problem: Problem,
+    choice: Choice,
+    kernel: str,
+    h: torch.Tensor,
+    y: torch.Tensor,
+    add: bool,
+    subtract: bool = False,
 ) -> None:
-    """y += delta, or y = delta, from `vector_shrink`'s h."""
+    """y += delta, y -= delta, or y = delta, from `vector_shrink`'s h."""
     config, segments = problem.config("vector_expand"), problem.segments
     items = problem.num_rows * sum(-(-width // config["block_c"]) for width in problem.out_widths)
     configs.start(
         configs.kernels("vector").vector_expand,
         configs.num_programs(y.device, config, items) if kernel == "sgmv" else max(1, items),
-        *(h, segments.rows, segments.described, segments.count, problem.tables, y),
+        *(problem.x, h, segments.rows, segments.described, segments.count, problem.tables, y),
         *(*_span(problem, choice), problem.arena.numel(), problem.num_rows, problem.padded_rank),
         *(problem.out_widths, y.stride(0), problem.h_width),
         MODULES=problem.modules,
         SPLIT_K=h.shape[0],
         ADD=add,
+        SUBTRACT=subtract,
         PADDED=kernel == "bgmv",
         INTERPRETED=configs.interpreted(),
         **_threads(config),
@@ -139,22 +137,21 @@ def _span(problem: Problem, choice: Choice) -> tuple[int, int, int, int]:
     return *problem.entry_strides, choice.min_rank, choice.max_rank
 
 
-def _workspace(problem: Problem, parts: int, dtype: torch.dtype) -> torch.Tensor:
+def _workspace(problem: Problem, parts: int) -> torch.Tensor:
     shape = (parts, problem.modules, problem.num_rows, problem.h_width)
-    return torch.empty(shape, dtype=dtype, device=problem.x.device)
+    return torch.empty(shape, dtype=torch.float32, device=problem.x.device)
 
 
-def pipeline(config: Config, aligned: bool, overwrites: bool = True) -> Config:
+def pipeline(config: Config, aligned: bool) -> Config:
     """The configuration as launched where rows are, or are not, multiples of 16 bytes.
 
-    Only aligned rows can go by TMA, and only such loops be specialized.  Element-wise loads of odd rows need
-    many registers: smaller steps and more threads keep them from spilling.
+    Only aligned rows can go by TMA.  Element-wise loads of odd rows need many registers: smaller steps, one
+    at a time, and more threads keep them from spilling.
     """
     if aligned:
-        # The consumers of a specialized loop repeat each other: adding to y would add twice.
-        return config if overwrites else {**config, "warp_specialize": False}
-    odd = {**config, "warp_specialize": False, "num_warps": 2 * config["num_warps"], "num_stages": 2}
-    return {**odd, "block_k": 32} if "block_k" in config else odd
+        return config
+    odd = {**config, "tma": False, "num_warps": 2 * config["num_warps"], "num_stages": 1}
+    return {**odd, "block_k": 32} if "block_k" in config else {**odd, "block_c": 64}
 
 
 def _threads(config: Config) -> dict[str, Any]:

@@ -9,8 +9,8 @@ Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), H i
 Sums are in fp32, in an order that depends on widths, rank and dtype alone, without atomics: a row's delta
 is the same bits whatever else is in the batch, in decode and in prefill.  Mixed ranks 1..512 go in one
 launch; nothing is padded in memory.  In fp16 the h of `wgmma`, two numbers of that dtype without a
-scale, is infinite where x_row @ A.T exceeds 65504; `vector` keeps h in fp32.
-Launches never wait for the device, once the slot table was looked at after it was written.  When they are
+scale, is no number where x_row @ A.T exceeds 65504; `vector` keeps h in fp32.
+Launches never wait for the device: bounds of ranks are kept on the host (`SlotTable.ranks`).  When they are
 captured into a CUDA graph, give `max_lora_rank`: a bound of every adapter that replays may meet, since
 replays skip the check against it.
 
@@ -114,22 +114,24 @@ def lora_shrink(
 
     x: bf16, fp16 or fp32, rows contiguous (row stride free).  decode: the phase, for tiles and grids.
     segments: `rows_for` of the same kernel, token_slots and ids, to share them between sites.
-    batch_rank: the largest rank in this batch, which "bgmv" pads to; without it "bgmv" waits for the device
-    to learn it.  Modules that share A (same a_offset and rank) are computed once.
+    batch_rank: no row of this batch has a larger rank; workspaces are of that width, and "bgmv" pads to it
+    (without it, it waits for the device to learn it).  Modules that share A (same a_offset and rank) are
+    computed once.
     Raises ValueError for operands that don't fit.
     """
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     return _shrunk(problem, kernel, _choices(problem, kernel, algorithm))
 
 
-def lora_expand(shrunk: Shrunk, y: torch.Tensor) -> None:
-    """y[row, columns of module] = round(y + round(scale * h @ B.T)) for each row that has an adapter.
+def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
+    """y[row, columns of module] = round(y + round(scale * h @ B.T)) for each row that has an adapter, or -.
 
-    y: [R, C] in x's dtype, rows contiguous (row stride free); may be wider than the site.
+    y: [R, C] in x's dtype, rows contiguous (row stride free); may be wider than the site.  In fp32 whatever
+    x is, where deltas are summed before they are rounded: there the delta is added as it is.
     Raises ValueError if y does not fit.
     """
-    check_output(y, shrunk.problem, "y")
-    _expand(shrunk, y, add=True)
+    check_output(y, shrunk.problem, "y", or_fp32=True)
+    _expand(shrunk, y, add=True, subtract=subtract)
 
 
 def lora_delta(
@@ -169,7 +171,9 @@ def _problem(
     elif segments.is_sorted != (kernel == "sgmv"):
         order = "sorted" if segments.is_sorted else "unsorted"
         raise ValueError(f"segments are {order}, kernel={kernel!r} takes others; make them by rows_for")
-    problem = checked_problem(operands, decode=decode, rows=segments, max_lora_rank=max_lora_rank)
+    problem = checked_problem(
+        operands, decode=decode, rows=segments, max_lora_rank=max_lora_rank, batch_rank=batch_rank
+    )
     if kernel != "bgmv":
         return problem
     return replace(problem, padded_rank=problem.batch_rank() if batch_rank is None else batch_rank)
@@ -205,9 +209,9 @@ def _shrunk(problem: Problem, kernel: str, choices: tuple[Choice, ...]) -> Shrun
     return Shrunk(problem, kernel, tuple(parts))
 
 
-def _expand(shrunk: Shrunk, y: torch.Tensor, add: bool) -> None:
+def _expand(shrunk: Shrunk, y: torch.Tensor, add: bool, subtract: bool = False) -> None:
     for choice, h in shrunk.parts:
         if choice.algorithm == "wgmma":
-            steps.wgmma_expand(shrunk.problem, choice, h, y, add)
+            steps.wgmma_expand(shrunk.problem, choice, h, y, add, subtract)
         else:
-            steps.vector_expand(shrunk.problem, choice, shrunk.kernel, h, y, add)
+            steps.vector_expand(shrunk.problem, choice, shrunk.kernel, h, y, add, subtract)

@@ -23,12 +23,12 @@ import triton.language as tl
 
 from .entries import (
     NOT_SPECIALIZED,
+    add_delta,
     entry_of,
     first_with_same_a,
     matrix,
     module_of_block,
     num_blocks,
-    put_delta,
     rank_of,
 )
 
@@ -39,7 +39,7 @@ _NUMBERS = (*NOT_SPECIALIZED, "x_stride", "y_stride")
 def _weights(tables, offsets, entry, row, column, rank, width, arena_bytes, like, PADDED: tl.constexpr):
     """[rows, columns] of a packed matrix in fp32, zero past the true rank and the width.
 
-    like: of the matrix's dtype.
+    like: a pointer to the matrix's dtype.
     """
     dtype = like.dtype.element_ty
     start = matrix(tables.arena, offsets, entry, dtype)
@@ -115,6 +115,7 @@ def vector_shrink(
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=("x", "y"))
 def vector_expand(
+    x,
     h,
     rows,
     described,
@@ -134,15 +135,16 @@ def vector_expand(
     MODULES: tl.constexpr,
     SPLIT_K: tl.constexpr,
     ADD: tl.constexpr,
+    SUBTRACT: tl.constexpr,
     PADDED: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """y[row, columns of module] (+)= scale * (sum over s of h[s]) @ B.T, rounded as `entries.put_delta` says.
+    """y[row, columns of module] (+)= scale * (sum over s of h[s]) @ B.T, rounded as `entries.add_delta` says.
 
-    Each item is a row and a block of columns of one module.
+    Each item is a row and a block of columns of one module.  x: the shrink's, for the matrices' dtype.
     """
     blocks = num_blocks(widths, BLOCK_C)
     for item in tl.range(tl.program_id(0), tl.load(count) * blocks, tl.num_programs(0)):
@@ -161,7 +163,7 @@ def vector_expand(
             products = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
             for r0 in tl.range(0, padded_rank if PADDED else rank, BLOCK_R, num_stages=STAGES):
                 r = r0 + tl.arange(0, BLOCK_R)
-                b_RC = _weights(tables, tables.b_offset, entry, r, c, rank, width, arena_bytes, y, PADDED)
+                b_RC = _weights(tables, tables.b_offset, entry, r, c, rank, width, arena_bytes, x, PADDED)
                 h_R = tl.load(h_row + r, mask=r < rank, other=0.0)
                 for split in tl.static_range(1, SPLIT_K):
                     h_R += tl.load(h_row + split * split_stride + r, mask=r < rank, other=0.0)
@@ -169,4 +171,9 @@ def vector_expand(
             if rank > 0:
                 y_row = y + tl.load(rows + position).to(tl.int64) * y_stride + base
                 scale = tl.load(tables.scale + entry)
-                put_delta(y_row + c, tl.sum(products, axis=0), scale, c < width, ADD, INTERPRETED)
+                delta = tl.sum(products, axis=0)
+                before = tl.zeros((BLOCK_C,), y.dtype.element_ty)
+                if ADD:
+                    before = tl.load(y_row + c, mask=c < width, other=0.0)
+                result = add_delta(before, delta, scale, ADD, SUBTRACT, INTERPRETED)
+                tl.store(y_row + c, result, mask=c < width)

@@ -10,7 +10,7 @@ import torch
 
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.engine.ranks import exchange
-from moe_lora.engine.ranks.exchange import ReduceExchange, RowExchange, open_group
+from moe_lora.engine.ranks.exchange import RankSums, ReduceExchange, RowExchange, open_group
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, TOP_K, WIDTH = 12, 3, 10
@@ -86,6 +86,62 @@ def test_rank_that_stays_away_is_an_error_not_a_hang(tmp_path, monkeypatch):
         if group.rank() == 0:
             with pytest.raises(EngineDeadError, match="restart the instance"):
                 RowExchange(group, NUM_EXPERTS).fill(torch.zeros(TOP_K, WIDTH), ids)
+        return group
+
+    on_ranks(2, work, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_summands_are_added_in_rank_order_in_one_round_or_two(size, dtype, tmp_path, monkeypatch):
+    generator = torch.Generator().manual_seed(size)
+    batches = [torch.randn(size, num_rows, 12, generator=generator).to(dtype) for num_rows in (1, 5, 64)]
+    small, large = batches[1][0].nbytes, batches[2][0].nbytes
+    monkeypatch.setattr(exchange, "TWO_ROUNDS_BYTES", large)
+
+    def work(group):
+        sums, found = RankSums(group), []
+        for parts in batches:
+            y = parts[group.rank()].clone()
+            before = sums.sent_bytes, sums.num_messages
+            sums.add_up(y)
+            found.append((y, sums.sent_bytes - before[0], sums.num_messages - before[1]))
+        return found
+
+    for found in on_ranks(size, work, tmp_path):
+        for (y, _, _), parts in zip(found, batches, strict=True):
+            total = parts[0].float()
+            for part in parts[1:]:
+                total = total + part.float()
+            assert torch.equal(y, total.to(dtype))
+        assert found[1][1:] == ((size - 1) * small, size - 1)
+        if size > 2:
+            assert found[2][1:] == (2 * (size - 1) * large // size, 2 * (size - 1))
+
+
+@pytest.mark.parametrize("vocab_size", [12, 11, 9])
+def test_logits_of_all_ranks_come_side_by_side_to_the_first(vocab_size, tmp_path):
+    size, whole = 4, torch.randn(5, vocab_size)
+    share = -(-vocab_size // size)
+
+    def work(group):
+        own = whole[:, group.rank() * share : (group.rank() + 1) * share]
+        sums = RankSums(group)
+        assert sums.gather(own[:0], vocab_size).shape == (0, vocab_size)
+        return sums.gather(own.contiguous(), vocab_size)
+
+    first, *others = on_ranks(size, work, tmp_path)
+    assert torch.equal(first, whole)
+    assert all(other.shape == whole.shape for other in others)
+
+
+def test_rank_that_sends_no_summand_is_an_error_not_a_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr(exchange, "TIMEOUT_S", 0.5)
+
+    def work(group):
+        if group.rank() == 0:
+            with pytest.raises(EngineDeadError, match="restart the instance"):
+                RankSums(group).add_up(torch.zeros(3, WIDTH))
         return group
 
     on_ranks(2, work, tmp_path)

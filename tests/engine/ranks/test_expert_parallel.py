@@ -29,6 +29,7 @@ from tests.dist.cluster_jobs import children
 from tests.engine.test_oracle import smallest_kv_gb
 from tests.families import MOE_FAMILIES
 from tests.models.conftest import served  # noqa: F401  (the fixture)
+from tests.stopped_processes import stop
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 SLOW = pytest.mark.slow
@@ -158,7 +159,7 @@ def test_follower_killed_between_requests_ends_its_engine_and_no_other():
 def test_follower_killed_in_a_step_fails_the_requests():
     with two_ranks() as llm:
         [follower] = followers_of(os.getpid())
-        os.kill(follower, signal.SIGSTOP)
+        stop(follower)
         killer = subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {follower}"])
         with pytest.raises(EngineDeadError, match="restart the instance"):
             llm.generate("ab=", sampling=SamplingParams(max_tokens=20))
@@ -171,13 +172,13 @@ def test_follower_that_hangs_ends_the_engine(adapter, monkeypatch):
     monkeypatch.setattr(exchange, "TIMEOUT_S", 2.0)
     with two_ranks(adapters={"upper": str(MODEL.parent / "adapters" / "upper")}) as llm:
         [follower] = followers_of(os.getpid())
-        os.kill(follower, signal.SIGSTOP)
+        stop(follower)
         with pytest.raises(EngineDeadError, match="does not answer"):
             llm.generate("ab=", adapter, SamplingParams(max_tokens=4))
         assert comes_true(lambda: not is_running(follower))
 
 
-def test_followers_end_with_a_killed_rank_0():
+def test_followers_end_with_a_killed_rank_0(start_anew):
     config = EngineConfig(model_dir=str(MODEL), eager=True, num_threads=2, expert_parallel=2)
     before = set(children(os.getpid()))
     with engine_processes(config):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,30 @@ from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.configs import interpreted
 
 SMALL = {
-    "wgmma_shrink": {"block_t": 16, "block_k": 32, "split_k": 2},
-    "wgmma_expand": {"block_t": 16, "blocks_per_item": 2},
+    "wgmma_shrink": {"block_t": 16, "block_k": 32, "split_k": 2, "part_k": 32},
+    "wgmma_expand": {"block_t": 16, "block_c": 64, "blocks_per_item": 2},
     "vector_shrink": {"block_r": 16, "block_k": 32, "split_k": 2},
     "vector_expand": {"block_r": 16, "block_c": 64},
 }
 """Blocks that make several steps of a small problem."""
+
+
+def pytest_configure() -> None:
+    if interpreted():
+        _patch_once_a_launch()
+
+
+def _patch_once_a_launch() -> None:
+    """Triton's interpreter replaces the language's functions at every call of a helper: a third of its time.
+
+    Once a launch is enough, if the functions that the language's own helpers see are replaced too.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, languages = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    interpreter._patch_lang = lambda _: patch(languages)
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -57,7 +57,7 @@ def test_saved_table_is_read_back(tmp_path, monkeypatch):
 PLACE = {"kernel": "wgmma_shrink", "dtype": "bf16", "in_features": 96}
 
 
-@pytest.mark.parametrize("other", [{"block_k": 64}, {"split_k": 8}])
+@pytest.mark.parametrize("other", [{"block_k": 64}, {"split_k": 8}, {"part_k": 512}])
 @pytest.mark.parametrize(
     "places",
     [

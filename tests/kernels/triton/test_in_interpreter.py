@@ -8,12 +8,27 @@ from pathlib import Path
 import pytest
 
 
-def test_kernels_in_the_interpreter():
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_in_the_interpreter(marked):
     """The tests of this folder that use a device; Triton reads the variable when it is first imported."""
     pytest.importorskip("triton")
     folder = Path(__file__).parent
-    files = [folder / name for name in ("test_lora.py", "test_segments.py", "test_stability.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
+    names = (
+        "experts",
+        "lora",
+        "quantised_linear",
+        "sampling",
+        "segments",
+        "signals",
+        "stability",
+        "triton_attention",
+    )
+    files = [folder / f"test_{name}.py" for name in names]
+    files += [
+        folder.parents[1] / f"engine/test_{name}.py" for name in ("host_reads", "launches", "step_graphs")
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, *map(str, files)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     root = folder.parents[2]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)

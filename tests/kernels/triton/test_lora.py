@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import product
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from moe_lora.kernels import reference
 from moe_lora.kernels.operands import LoraOperands
 from moe_lora.kernels.triton import configs, steps
 from moe_lora.kernels.triton import configs as launch
 from moe_lora.kernels.triton import triton_lora as lora
 from moe_lora.kernels.triton.segments import build_segments, unsorted_rows
 
+from .conftest import SMALL
 from .gpu_cases import DOWN, GATE_UP, ODD, QKV, SITES, assert_delta, make_batch
 
 OWN = [
@@ -22,6 +29,34 @@ OWN = [
 KINDS = ["distinct", "uniform", "zipf", "identical"]
 # Every popularity with one dtype of each algorithm, the other dtypes with one popularity.
 GRID = [(*own, kind) for own in (OWN[0], OWN[3]) for kind in KINDS] + [(*own, "zipf") for own in OWN[1:3]]
+# In every run: each algorithm at each site with mixed segments; segments of one row each and of all rows with
+# tiles and without them; each dtype.  `vector` is the same code for rows of any alignment.
+QUICK = {
+    *((*own, "zipf", site) for own in (OWN[0], OWN[3]) for site in SITES),
+    *((*own, kind, ODD) for own in (OWN[0], OWN[3]) for kind in ("distinct", "identical")),
+    (*OWN[1], "zipf", QKV),
+    (*OWN[2], "zipf", DOWN),
+}
+
+
+def cases(quick: set[tuple[Any, ...]], *values: Iterable[Any]) -> list[Any]:
+    """All combinations, as parameters; those that are not among the quick ones are slow."""
+    return [
+        pytest.param(*case, marks=() if case in quick else pytest.mark.slow, id="-".join(map(name_of, case)))
+        for case in ((*first, *rest) for first, *rest in product(*values))
+    ]
+
+
+def name_of(value: Any) -> str:
+    return getattr(value, "name", None) or str(value).removeprefix("torch.")
+
+
+# Adding by `wgmma` with TMA, and by elements; by `vector`, which has one way.
+EXPANDS = cases(
+    {("wgmma", ODD), ("wgmma", GATE_UP), ("vector", ODD)}, [("wgmma",), ("vector",)], [ODD, GATE_UP]
+)
+ALONE = {(*OWN[0], QKV), (*OWN[0], DOWN), (*OWN[3], QKV)}
+"""Tiles with TMA and without, and rows."""
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +64,7 @@ def _blocks(small_blocks):
     pass
 
 
-@pytest.mark.parametrize("site", SITES, ids=lambda site: site.name)
-@pytest.mark.parametrize(("algorithm", "dtype", "kind"), GRID, ids=str)
+@pytest.mark.parametrize(("algorithm", "dtype", "kind", "site"), cases(QUICK, GRID, SITES))
 def test_delta_agrees_with_fp64(device, algorithm, dtype, site, kind):
     batch = make_batch(site, dtype, kind, device)
     out = batch.output()
@@ -64,8 +98,7 @@ def test_bgmv_pads_to_the_largest_rank_of_the_batch_not_of_the_slots(device, mon
     assert_delta(outs[0], batch)
 
 
-@pytest.mark.parametrize("algorithm", ["wgmma", "vector"])
-@pytest.mark.parametrize("site", [ODD, GATE_UP], ids=lambda site: site.name)
+@pytest.mark.parametrize(("algorithm", "site"), EXPANDS)
 def test_expand_adds_the_rounded_delta(device, algorithm, site):
     batch = make_batch(site, torch.bfloat16, "uniform", device)
     delta, width = batch.output(), sum(site.out_features)
@@ -77,6 +110,85 @@ def test_expand_adds_the_rounded_delta(device, algorithm, site):
     shrunk = lora.lora_shrink(batch.operands(), decode=False, algorithm=algorithm, segments=segments)
     lora.lora_expand(shrunk, y)
     assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize(("algorithm", "site"), EXPANDS)
+def test_expand_into_fp32_rounds_nothing(device, algorithm, site):
+    """As corrections on merged weights are summed: one adapter's deltas added, another's subtracted."""
+    batch = make_batch(site, torch.bfloat16, "uniform", device)
+    other = batch.tokens(list(range(len(batch.token_slots))))
+    other.token_slots = batch.token_slots.flip(0).contiguous()
+    total, expected = batch.output(0.0).float(), batch.output(0.0).double()
+    for one, subtract in ((batch, False), (other, True)):
+        lora.lora_expand(
+            lora.lora_shrink(one.operands(), decode=False, algorithm=algorithm), total, subtract=subtract
+        )
+        delta = reference.lora_delta(one.operands(), torch.float64)
+        expected[:, : delta.shape[1]] += -delta if subtract else delta
+    rounded = expected.to(torch.bfloat16).double()
+    assert float((rounded - expected).abs().max()) > 100 * float((total - expected).abs().max()) > 0
+
+
+def test_weights_by_tma_give_the_bits_of_weights_by_pointer(device):
+    """Rows that are multiples of 16 bytes, ranks of one lane and of two."""
+    for lora_ranks in ([8, 1, 70, 0, 3], [8, 1, 16, 0, 3]):
+        batch = make_batch(QKV, torch.bfloat16, "uniform", device, lora_ranks=lora_ranks)
+        outs, launched = [], []
+        for tma in (False, True):
+            with ExitStack() as stack:
+                for kernel in ("wgmma_shrink", "wgmma_expand"):
+                    config = {**configs.config_space(kernel)[0], **SMALL[kernel], "tma": tma}
+                    stack.enter_context(configs.override(kernel, config))
+                outs.append(batch.output())
+                with recorded(launched):
+                    lora.lora_delta(batch.operands(), outs[-1], decode=True, algorithm="wgmma")
+        assert launched == [(tma, max(lora_ranks) <= 64) for tma in (False, True)]
+        assert torch.equal(*outs)
+        assert_delta(outs[0], batch)
+
+
+def test_a_site_is_two_launches(device):
+    """Beside those that order the rows, which sites share."""
+    batch, names, start = make_batch(GATE_UP, torch.bfloat16, "uniform", device), [], configs.start
+    rows = build_segments(batch.token_slots, batch.ids, batch.slots.num_slots, GATE_UP.num_experts)
+    rows.tiles(16)
+
+    def record(kernel, *operands, **meta):
+        names.append(kernel.fn.__name__)
+        start(kernel, *operands, **meta)
+
+    y = batch.output(0.0)
+    with patch.object(configs, "start", record):
+        lora.lora_expand(lora.lora_shrink(batch.operands(), decode=True, segments=rows), y)
+    assert names == ["wgmma_shrink", "wgmma_expand"]
+    assert_delta(y, batch)
+
+
+@contextmanager
+def recorded(launched):
+    """Of each expand in the context, whether its weights come by TMA and whether no rank has two lanes."""
+    start = configs.start
+
+    def record(kernel, *operands, **meta):
+        if "ONE_LANE" in meta:
+            launched.append((meta["TMA"], meta["ONE_LANE"]))
+        start(kernel, *operands, **meta)
+
+    with patch.object(configs, "start", record):
+        yield
+
+
+@pytest.mark.parametrize(("part_k", "parts"), [(32, 2), (33, 1), (64, 1), (1024, 1)])
+def test_input_is_split_only_where_parts_are_wide_enough(device, part_k, parts):
+    batch = make_batch(QKV, torch.bfloat16, "uniform", device)
+    config = {**configs.config_space("wgmma_shrink")[0], **SMALL["wgmma_shrink"], "part_k": part_k}
+    with configs.override("wgmma_shrink", config):
+        shrunk = lora.lora_shrink(batch.operands(), decode=True, algorithm="wgmma")
+    [(_, h)] = shrunk.parts
+    assert h.shape[0] == parts
+    out = batch.output(0.0)
+    lora.lora_expand(shrunk, out)
+    assert_delta(out, batch)
 
 
 @pytest.mark.parametrize("algorithm", ["wgmma", "vector"])
@@ -108,8 +220,7 @@ def test_empty_batch_and_empty_slots(device):
     assert torch.equal(out, torch.zeros_like(out))
 
 
-@pytest.mark.parametrize(("algorithm", "dtype"), OWN, ids=str)
-@pytest.mark.parametrize("site", [QKV, DOWN], ids=lambda site: site.name)
+@pytest.mark.parametrize(("algorithm", "dtype", "site"), cases(ALONE, OWN, [QKV, DOWN]))
 def test_delta_of_a_row_is_bit_identical_in_any_batch(device, algorithm, dtype, site):
     batch = make_batch(site, dtype, "zipf", device, tokens=3)
     together = batch.output()
@@ -164,26 +275,18 @@ def test_operands_that_do_not_fit_are_refused(device):
         with pytest.raises(ValueError):
             lora.lora_shrink(batch.operands()._replace(**operands), decode=True, **change)
     y = batch.output()
-    for bad in (y[:, :63], y[:3], y.float(), y.t().contiguous().t()):
+    for bad in (y[:, :63], y[:3], y.double(), y.t().contiguous().t()):
         with pytest.raises(ValueError):
             lora.lora_expand(shrunk, bad)
 
 
-def test_tables_are_looked_at_again_after_a_slot_was_written(device):
-    batch = make_batch(ODD, torch.bfloat16, "identical", device)
-    slots, nbytes = batch.slots, batch.arena.numel()
-    index = (0, 1, ODD.entry(0))
-    assert slots.checked_rank(ODD, 2, nbytes) == 70
-    slots.lora_rank[index] = 90
-    with pytest.raises(ValueError, match="does not fit"):
-        slots.checked_rank(ODD, 2, nbytes // 4)
-    slots.lora_rank[2].zero_()
-    slots.lora_rank[index] = 8
-    assert slots.checked_rank(ODD, 2, nbytes) == 8
-    for offset in (-64, 8, nbytes):
-        slots.b_offset[index] = offset
-        with pytest.raises(ValueError, match="b_offset"):
-            slots.checked_rank(ODD, 2, nbytes)
+def test_a_bound_of_the_batch_changes_no_bit(device):
+    batch = make_batch(GATE_UP, torch.bfloat16, "uniform", device)
+    batch.token_slots = torch.tensor([0, 1, -1, 4, 0], dtype=torch.int32, device=device)
+    outs = [batch.output(), batch.output()]
+    lora.lora_delta(batch.operands(), outs[0], decode=True)
+    lora.lora_delta(batch.operands(), outs[1], decode=True, batch_rank=8)
+    assert torch.equal(*outs)
 
 
 def test_classes_of_ranks_are_served_by_their_own_algorithms(device, monkeypatch):

@@ -1,0 +1,173 @@
+"""Part of the first run on a GPU: the experts of a layer by our kernels, beside grouped_mm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .run_log import Log, cuda_us
+
+MODELS = {
+    "qwen3": (128, 8, 2048, 768, False),
+    "gpt_oss": (32, 4, 2880, 2880, True),
+    "mixtral": (8, 2, 4096, 14336, False),
+}
+"""Experts, experts per token, hidden size, inner size, clamped and biased."""
+BATCHES = (1, 4, 8, 16, 64, 256, 2048, 8192)
+CONFIG_TRIALS: tuple[dict[str, int], ...] = (
+    {"num_stages": 3},
+    {"num_stages": 5, "programs_per_sm": 2},
+    {"block_n": 64},
+    {"block_n": 128, "programs_per_sm": 2},
+)
+"""Changes to what decode is launched with, to see what each is worth."""
+
+
+def experts(log: Log) -> None:
+    """Correctness, bits, then GB/s against the bytes of the experts chosen, and TFLOP/s."""
+    import torch
+
+    for name, model in MODELS.items():
+        layer = _Layer(*model)
+        _check(log, name, layer)
+        for tokens in BATCHES:
+            _time(log, name, layer, tokens)
+        torch.cuda.empty_cache()
+    _time_configs(log)
+
+
+class _Layer:
+    """Random experts in bf16, and rows whose experts are chosen at random."""
+
+    def __init__(self, num_experts: int, top_k: int, hidden: int, inner: int, biased: bool) -> None:
+        import torch
+
+        from moe_lora.kernels.triton.experts import Gate
+
+        self.num_experts, self.top_k, self.gate = num_experts, top_k, Gate(biased, 7.0)
+        given: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        self.up = torch.randn(num_experts, 2 * inner, hidden, **given).mul_(hidden**-0.5)
+        self.down = torch.randn(num_experts, hidden, inner, **given).mul_(inner**-0.5)
+        self.biases = [torch.randn(w.shape[:2], **given) if biased else None for w in (self.up, self.down)]
+        self.hidden, self.inner = hidden, inner
+
+    def rows(self, tokens: int) -> tuple[Any, Any, Any]:
+        """x, ids and weights of a batch."""
+        import torch
+
+        x = torch.randn(tokens, self.hidden, device="cuda", dtype=torch.bfloat16)
+        chosen = torch.rand(tokens, self.num_experts, device="cuda").topk(self.top_k)
+        return x, chosen.indices.int().sort(-1).values, chosen.values
+
+    def run(self, x: Any, ids: Any, weights: Any) -> Any:
+        """A layer's launches, without deltas."""
+        from moe_lora.kernels.triton import experts as kernels
+
+        order = kernels.order(ids, self.num_experts)
+        inner = kernels.linear(x, self.up, self.biases[0], ids, order, self.gate)
+        return kernels.weighted_sum(kernels.linear(inner, self.down, self.biases[1], ids, order), weights)
+
+
+def _check(log: Log, name: str, layer: _Layer) -> None:
+    """Against the reference, and whether a row alone has the bits of one in a batch."""
+    import torch
+
+    from moe_lora.kernels import reference
+    from moe_lora.models.causal_lm import glu
+
+    x, ids, weights = layer.rows(70)
+    found = layer.run(x, ids, weights)
+    inner = glu(reference.expert_linear(x, layer.up, layer.biases[0], ids), _activation(layer), 7.0)
+    down = reference.expert_linear(inner, layer.down, layer.biases[1], ids)
+    exact = (down.view(*ids.shape, -1).float() * weights[..., None]).sum(1)
+    error = float((found.float() - exact).abs().max() / exact.abs().max())
+    whole = layer.run(*(torch.cat([one] * 40) for one in (x, ids, weights)))
+    same = [bool(torch.equal(layer.run(x[:n], ids[:n], weights[:n]), found[:n])) for n in (1, 3, 8, 9, 33)]
+    log(
+        "experts",
+        model=name,
+        error=error,
+        same_bits_alone=same,
+        same_in_prefill=bool(torch.equal(whole[:70], found)),
+    )
+
+
+def _activation(layer: _Layer) -> str:
+    return "gpt_oss" if layer.gate.clamped else "silu"
+
+
+def _time(log: Log, name: str, layer: _Layer, tokens: int) -> None:
+    """The layer, its parts, and the two GEMMs by grouped_mm, which has neither order nor bias nor gate.
+
+    Few tokens: several batches in turn, whose experts' weights don't stay in the L2 cache.
+    """
+    batches = [_Batch(layer, tokens) for _ in range(4 if tokens <= 16 else 1)]
+    share = sum(batch.share for batch in batches) / len(batches)
+    num_weights = {"gate_up": layer.up.numel(), "down": layer.down.numel()}
+    for call in batches[0].calls:
+        about: dict[str, Any] = {"model": name, "tokens": tokens, "call": call}
+
+        def run(call: str = call) -> None:
+            for batch in batches:
+                batch.calls[call]()
+
+        try:
+            all_us, how = cuda_us(run)
+        except Exception as error:  # what this torch can't do is a result
+            log("experts", **about, error=str(error)[:200])
+            continue
+        us = all_us / len(batches)
+        size = num_weights.get(
+            call.removeprefix("grouped_mm "), sum(num_weights.values()) * (call == "layer")
+        )
+        flops = 2 * size / layer.num_experts * tokens * layer.top_k
+        rates = {"TB_s": 2 * size * share / us / 1e6, "TFLOP_s": flops / us / 1e6}
+        log("experts", **about, us=us, how=how, **(rates if size else {}))
+
+
+class _Batch:
+    """Rows of a layer and what is timed on them; share: of the experts, those chosen."""
+
+    def __init__(self, layer: _Layer, tokens: int) -> None:
+        import torch
+        from torch.nn import functional
+
+        from moe_lora.kernels.triton import experts as kernels
+
+        x, ids, weights = layer.rows(tokens)
+        order, expert = kernels.order(ids, layer.num_experts), ids.flatten().sort().values
+        ends = torch.searchsorted(expert, torch.arange(1, layer.num_experts + 1, device="cuda")).int()
+        wide = torch.randn(ids.numel(), layer.hidden, device="cuda", dtype=torch.bfloat16)
+        inner = torch.randn(ids.numel(), layer.inner, device="cuda", dtype=torch.bfloat16)
+        self.share = int(ids.unique().numel()) / layer.num_experts
+        self.calls: dict[str, Callable[[], Any]] = {
+            "layer": lambda: layer.run(x, ids, weights),
+            "order": lambda: kernels.order(ids, layer.num_experts),
+            "gate_up": lambda: kernels.linear(x, layer.up, layer.biases[0], ids, order, layer.gate),
+            "down": lambda: kernels.linear(inner, layer.down, layer.biases[1], ids, order),
+            "sum": lambda: kernels.weighted_sum(wide, weights),
+            "grouped_mm gate_up": lambda: functional.grouped_mm(wide, layer.up.mT, offs=ends),
+            "grouped_mm down": lambda: functional.grouped_mm(inner, layer.down.mT, offs=ends),
+        }
+
+
+def _time_configs(log: Log) -> None:
+    """Decode of 64 tokens with other configurations."""
+    from unittest.mock import patch
+
+    from moe_lora.kernels.triton import experts as kernels
+
+    layer = _Layer(*MODELS["qwen3"])
+    rows = layer.rows(64)
+    usual = kernels.tile_config
+    for change in CONFIG_TRIALS:
+
+        def changed(*given: Any, change: dict[str, int] = change) -> Any:
+            return usual(*given)._replace(**change)
+
+        try:
+            with patch.object(kernels, "tile_config", changed):
+                us, how = cuda_us(lambda: layer.run(*rows))
+            log("experts", model="qwen3", tokens=64, change=change, us=us, how=how)
+        except Exception as error:  # a trial that can't be launched is a result
+            log("experts", change=change, error=str(error)[:200])

@@ -1,0 +1,269 @@
+"""Parts of the first run on a GPU: the device itself, the LoRA kernels, base GEMMs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from .run_log import Log, cuda_us
+
+TOOLS = ("gcc", "nvcc", "nsys", "ncu", "compute-sanitizer", "nvidia-cuda-mps-control", "git")
+SMI = (
+    "nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit,compute_mode --format=csv,noheader"
+)
+SHRINK, EXPAND = "wgmma_shrink", "wgmma_expand"
+_TMA = {"tma": True, "programs_per_sm": 2}
+TRIALS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (SHRINK, {}),
+    (EXPAND, {}),
+    (SHRINK, {"split_k": 1}),
+    (SHRINK, {"part_k": 512}),
+    (SHRINK, {"programs_per_sm": 1, "num_stages": 6}),
+    (SHRINK, {"block_k": 64, "num_stages": 6}),
+    (SHRINK, {**_TMA, "num_stages": 4}),
+    (EXPAND, {"blocks_per_item": 2}),
+    (EXPAND, {"blocks_per_item": 8}),
+    (EXPAND, {"block_c": 64, "programs_per_sm": 4}),
+    (EXPAND, {**_TMA, "num_stages": 4}),
+)
+"""Changes to the default configuration, to see what each parameter is worth."""
+
+
+def case(shape: Any, lora_rank: int, rows: int = 64, adapters: int = 64) -> Any:
+    """Rows of a decode step over adapters of one rank at a site of that shape."""
+    import torch
+
+    from bench.kernels.lora_kernel_cases import Case
+    from bench.kernels.lora_kernel_plan import CaseSpec
+
+    spec = CaseSpec(
+        group="decode",
+        shape=shape,
+        num_rows=rows,
+        num_adapters=adapters,
+        popularity="uniform",
+        lora_ranks=(lora_rank,),
+        dtype=torch.bfloat16,
+        phases=("shrink", "expand"),
+    )
+    return Case(spec, torch.device("cuda"), 128 << 20)
+
+
+def segments_of(one: Any) -> Any:
+    from moe_lora.kernels.triton.segments import build_segments
+
+    return build_segments(one.token_slots, one.ids, one.slots.num_slots, one.site.num_experts)
+
+
+def shapes() -> dict[str, Any]:
+    from bench.kernels.lora_kernel_plan import DENSE, QWEN3
+
+    return {"gate_up": QWEN3[0], "down": QWEN3[1], "o": DENSE}
+
+
+def default(kernel: str) -> dict[str, Any]:
+    from moe_lora.kernels.triton.configs import FALLBACK, load_table
+
+    return dict(load_table(FALLBACK).config(kernel, "bf16", "decode", 2048, 1536))
+
+
+def facts(log: Log) -> None:
+    """Versions and tools; bandwidths, GEMM rate, what a node of a graph, a launch and a wait cost."""
+    import torch
+    import triton
+
+    tools = {
+        name: bool(subprocess.run(["sh", "-c", f"command -v {name}"], capture_output=True).stdout)
+        for name in TOOLS
+    }
+    smi = subprocess.run(["sh", "-c", SMI], capture_output=True, text=True).stdout.strip()
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0]}
+    log("facts", smi=smi, **versions, **tools)
+    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    y = torch.empty_like(x)
+    log("facts", what="copy_TB_s", value=2 * x.numel() / cuda_us(lambda: y.copy_(x))[0] / 1e6)
+    z = x.view(torch.int32)
+    log("facts", what="read_TB_s", value=x.numel() / cuda_us(lambda: z.amax())[0] / 1e6)
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    log("facts", what="gemm_TFLOP_s", value=2 * 8192**3 / cuda_us(lambda: a @ a)[0] / 1e6)
+    t = torch.zeros(8, device="cuda")
+
+    def chain() -> None:
+        for _ in range(200):
+            t.add_(1)
+
+    log("facts", what="graph_node_us", value=cuda_us(chain)[0] / 200)
+    log("facts", what="eager_op_us", value=cuda_us(chain, graph=False)[0] / 200)
+    begin = time.perf_counter()
+    for _ in range(200):
+        t.sum().item()
+    log("facts", what="sync_us", value=(time.perf_counter() - begin) / 200 * 1e6)
+
+
+def whole_delta(by_tma: bool) -> dict[str, tuple[float, Any]]:
+    """Largest relative error of shrink + expand against fp32, and the result, by site."""
+    import torch
+
+    from moe_lora.kernels.triton.triton_lora import lora_delta
+
+    results = {}
+    for name, shape in shapes().items():
+        c = case(shape, 32)
+        with weights_come(by_tma):
+            out = torch.empty_like(c.y[0])
+            lora_delta(c.operands(0), out, decode=True, segments=segments_of(c.operands(0)))
+        torch.cuda.synchronize()
+        results[name] = (float((out.float() - c.exact).abs().max() / c.exact.abs().max()), out)
+    return results
+
+
+@contextmanager
+def weights_come(by_tma: bool) -> Iterator[None]:
+    """Within the context shrink and expand take weights by TMA, or by pointer."""
+    from moe_lora.kernels.triton import configs
+
+    with ExitStack() as stack:
+        for kernel in (SHRINK, EXPAND):
+            change = _TMA if by_tma else {}
+            stack.enter_context(configs.override(kernel, {**default(kernel), **change}))
+        yield
+
+
+def tma(log: Log) -> None:
+    """Errors by pointer and by TMA, and whether the bits are the same."""
+    import torch
+
+    by_pointer = whole_delta(False)
+    log("tma", by_tma=False, error={name: error for name, (error, _) in by_pointer.items()})
+    by_tma = whole_delta(True)
+    same = {name: bool(torch.equal(by_tma[name][1], out)) for name, (_, out) in by_pointer.items()}
+    log("tma", by_tma=True, error={name: error for name, (error, _) in by_tma.items()}, same_bits=same)
+
+
+def race(log: Log) -> None:
+    """Programs write tensor maps anew for each matrix, when all loads have ended: look for other bits."""
+    import torch
+
+    from moe_lora.kernels.triton.triton_lora import lora_expand, lora_shrink
+
+    c = case(shapes()["gate_up"], 16)
+    segments = segments_of(c.operands(0))
+    noise = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    other = torch.cuda.Stream()
+
+    def run(by_tma: bool) -> torch.Tensor:
+        with weights_come(by_tma):
+            out = torch.zeros_like(c.y[0])
+            lora_expand(lora_shrink(c.operands(0), decode=True, segments=segments, max_lora_rank=16), out)
+            return out
+
+    right, rounds, wrong = run(False), 0, 0
+    end = time.time() + 15
+    while time.time() < end:
+        with torch.cuda.stream(other):
+            noise.add_(1)
+        wrong += int(not torch.equal(run(True), right))
+        rounds += 1
+    log("race", rounds=rounds, wrong=wrong)
+
+
+def lora(log: Log) -> None:
+    """GB/s of shrink and of expand, launches included as in a captured step, for each trial."""
+    import torch
+
+    for lora_rank in (32, 16, 64):
+        for name, shape in shapes().items():
+            _time_site(log, name, shape, lora_rank)
+            torch.cuda.empty_cache()
+
+
+def _time_site(log: Log, name: str, shape: Any, lora_rank: int) -> None:
+    from bench.kernels.lora_kernel_cases import work
+    from moe_lora.kernels.triton import configs
+    from moe_lora.kernels.triton.triton_lora import lora_expand, lora_shrink
+
+    c = case(shape, lora_rank)
+    segments = segments_of(c.operands(0))
+    copies = range(c.num_copies)
+    about: dict[str, Any] = {"site": name, "rank": lora_rank}
+
+    def shrink_all() -> list[Any]:
+        given: dict[str, Any] = {"decode": True, "segments": segments, "max_lora_rank": lora_rank}
+        return [lora_shrink(c.operands(i), **given) for i in copies]
+
+    log("lora", **about, kernel="segments", us=cuda_us(lambda: segments_of(c.operands(0)).tiles(16))[0])
+    for kernel, change in TRIALS:
+        trial = {**about, "kernel": kernel, "change": change}
+        try:
+            with configs.override(kernel, {**default(kernel), **change}):
+                us, how = (
+                    _time_expand(shrink_all(), c.y, lora_expand)
+                    if kernel == EXPAND
+                    else cuda_us(shrink_all, 7)
+                )
+            phase = "expand" if kernel == EXPAND else "shrink"
+            gb_per_s = work(c.spec).bytes[phase] * len(copies) / us / 1e3
+            log("lora", **trial, us=us / len(copies), how=how, GB_s=gb_per_s)
+        except Exception as error:  # a trial that can't be compiled is a result
+            log("lora", **trial, error=str(error)[:200])
+
+
+def _time_expand(shrunk: list[Any], outs: Any, expand: Callable[[Any, Any], None]) -> tuple[float, str]:
+    def expand_all() -> None:
+        for i, one in enumerate(shrunk):
+            expand(one, outs[i])
+
+    return cuda_us(expand_all, 7)
+
+
+def sampling(log: Log) -> None:
+    """Tokens drawn on the device against the host's, then the time of a draw beside that of a sort."""
+    import torch
+
+    from moe_lora.core.request import GenerateRequest, SamplingParams
+    from moe_lora.engine import sampler
+    from moe_lora.engine.sequence import Sequence
+    from moe_lora.kernels.triton.sampling import draw
+
+    kinds: dict[str, dict[str, Any]] = {"plain": {}, "top_k": {"top_k": 50}, "top_p": {"top_p": 0.9}}
+    logits = torch.randn(64, 151936) * 3
+    on_device = logits.cuda()
+    for name, kind in kinds.items():
+        one = SamplingParams(**kind)
+        rows = [
+            Sequence(GenerateRequest(request_id="", prompt_token_ids=(1,), sampling=one), None, 0.0, 99, seed)
+            for seed in range(64)
+        ]
+        host = sampler.sample(logits.clone(), rows, ()).read()[0]
+        device = sampler.sample(on_device.clone(), rows, ()).read()[0]
+        log("sampling", kind=name, same_tokens=sum(a == b for a, b in zip(host, device, strict=True)), of=64)
+        settings = torch.tensor([[1.0, one.top_p, 0.0]] * 64, device="cuda")
+        numbers = torch.tensor([[one.top_k, seed, 0] for seed in range(64)], device="cuda")
+        for num in (1, 64):
+            fresh, given = on_device[:num].clone(), (settings[:num], numbers[:num])
+            us, how = cuda_us(lambda fresh=fresh, given=given: draw(fresh, *given))  # type: ignore[misc]
+            log("sampling", kind=name, rows=num, us=us, how=how)
+    for num in (1, 64):
+        us, how = cuda_us(lambda num=num: on_device[:num].sort(dim=-1, descending=True, stable=True))  # type: ignore[misc]
+        log("sampling", kind="a sort alone", rows=num, us=us, how=how)
+
+
+def gemm(log: Log) -> None:
+    """Dense layers of few rows: against the weights' bytes."""
+    for n, k in ((5120, 2048), (2048, 4096), (151936, 2048)):
+        _time_dense(log, n, k)
+
+
+def _time_dense(log: Log, n: int, k: int) -> None:
+    import torch
+    from torch.nn import functional
+
+    w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+    for rows in (1, 16, 64):
+        x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+        us, _ = cuda_us(lambda x=x: functional.linear(x, w))  # type: ignore[misc]
+        log("gemm", dense=(n, k), rows=rows, us=us, TB_s=w.nbytes / us / 1e6)

@@ -1,0 +1,49 @@
+"""What every part of the first run on a GPU uses: the log, and times on the device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Log:
+    """Records of a run: lines of truth.jsonl in a folder, shown as they come."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, part: str, **record: Any) -> None:
+        line = json.dumps({"part": part, **record}, default=str)
+        print(line[:600], flush=True)
+        with (self.folder / "truth.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+
+def cuda_us(call: Callable[[], Any], repeat: int = 20, graph: bool = True) -> tuple[float, str]:
+    """Median microseconds of call(), captured into a CUDA graph if that works, and which it was."""
+    import torch
+
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    run, how = call, "eager"
+    if graph:
+        try:
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                call()
+            run, how = captured.replay, "graph"
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            how = f"eager: {str(error)[:80]}"
+    times = []
+    for _ in range(repeat):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return sorted(times)[len(times) // 2], how

@@ -1,0 +1,147 @@
+"""What one rank of an instance holds of a model, and which sums it has only a part of.
+
+With tensor parallelism T each rank has 1/T of the attention heads, of the inner width of a dense MLP, and of
+the vocabulary head: the outputs of qkv and gate_up (column-parallel), the inputs of o and down
+(row-parallel), whose outputs are then summed over the ranks (Megatron-LM, arXiv 1909.08053, section 3).  KV
+heads fewer than ranks are held by several.  Experts are either divided as a dense MLP is, or (expert
+parallelism) dealt out whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from .errors import ConfigError
+from .shape import ModelShape, Site, experts_of_rank
+
+ROW_PARALLEL = ("o", "down")
+"""Sites whose inputs are divided."""
+
+
+@dataclass(frozen=True)
+class ModelShard:
+    """One of max(tensor_parallel, expert_parallel) ranks; without numbers, all of the model.
+
+    Raises ConfigError for numbers that don't divide the model.
+    """
+
+    whole: ModelShape
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    dist_rank: int = 0
+
+    def __post_init__(self) -> None:
+        size, shape = self.tensor_parallel, self.whole
+        parts = {"num_heads": shape.num_heads}
+        if self.divides_inner:
+            parts["intermediate_size"] = shape.intermediate_size
+        for name, number in parts.items():
+            if number % size:
+                raise ConfigError(
+                    f"tensor_parallel={size} does not divide {name}={number}; choose one that does"
+                )
+        if shape.num_kv_heads % size and size % shape.num_kv_heads:
+            raise ConfigError(
+                f"tensor_parallel={size} neither divides num_kv_heads={shape.num_kv_heads} nor is a multiple "
+                "of it; choose one that is"
+            )
+
+    @property
+    def divides_inner(self) -> bool:
+        """The inner width of the MLP, or of each expert, is divided."""
+        return self.tensor_parallel > 1 and self.expert_parallel == 1
+
+    @cached_property
+    def experts(self) -> range:
+        """Those of each layer."""
+        return experts_of_rank(self.whole.num_experts, self.expert_parallel, self._of_experts)
+
+    @property
+    def _of_experts(self) -> int:
+        return self.dist_rank if self.expert_parallel > 1 else 0
+
+    @property
+    def _of_heads(self) -> int:
+        return self.dist_rank if self.tensor_parallel > 1 else 0
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The model's sizes here; num_experts and vocab_size stay those of the whole."""
+        inner = self.whole.intermediate_size
+        return replace(
+            self.whole,
+            num_heads=len(self.heads),
+            num_kv_heads=len(self._kv_heads),
+            intermediate_size=inner // self.tensor_parallel if self.divides_inner else inner,
+        )
+
+    @property
+    def heads(self) -> range:
+        """Query heads."""
+        return _share(self.whole.num_heads, self.tensor_parallel, self._of_heads)
+
+    @property
+    def _kv_heads(self) -> range:
+        total = self.whole.num_kv_heads
+        if total >= self.tensor_parallel:
+            return _share(total, self.tensor_parallel, self._of_heads)
+        first = self._of_heads * total // self.tensor_parallel
+        return range(first, first + 1)
+
+    @property
+    def vocabulary(self) -> range:
+        """Rows of the head; those of the last ranks are fewer where the number doesn't divide it."""
+        share = -(-self.whole.vocab_size // self.tensor_parallel)
+        first = self._of_heads * share
+        return range(min(first, self.whole.vocab_size), min(first + share, self.whole.vocab_size))
+
+    def is_summed(self, site: Site) -> bool:
+        """This rank's output of the site is one summand of T."""
+        return site.name in ROW_PARALLEL and (
+            self.tensor_parallel > 1 if site.name == "o" else self.divides_inner
+        )
+
+    def inputs(self, site: Site) -> range:
+        """Of a site of the whole model: the inputs that are held."""
+        match site.name:
+            case "o":
+                return _wide(self.heads, self.whole.head_dim)
+            case "down":
+                return self._inner
+        return range(site.in_features)
+
+    def outputs(self, site: Site) -> tuple[tuple[range, ...], ...]:
+        """Of each module of a site of the whole model: the outputs that are held, in their order here."""
+        match site.name:
+            case "qkv":
+                return self._qkv(len(site.modules))
+            case "gate_up":
+                return ((self._inner,),) * 2
+        return tuple((range(width),) for width in site.out_features)
+
+    @property
+    def _inner(self) -> range:
+        size = self.whole.intermediate_size
+        return _share(size, self.tensor_parallel, self.dist_rank) if self.divides_inner else range(size)
+
+    def _qkv(self, num_modules: int) -> tuple[tuple[range, ...], ...]:
+        """DBRX has one module for all three."""
+        shape = self.whole
+        q, kv = (_wide(heads, shape.head_dim) for heads in (self.heads, self._kv_heads))
+        if num_modules == 3:
+            return (q,), (kv,), (kv,)
+        sizes = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        return ((q, _moved(kv, sizes[0]), _moved(kv, sum(sizes))),)
+
+
+def _share(total: int, size: int, number: int) -> range:
+    return range(number * (total // size), (number + 1) * (total // size))
+
+
+def _wide(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _moved(part: range, by: int) -> range:
+    return range(part.start + by, part.stop + by)

@@ -1,0 +1,131 @@
+"""One host worker as a device's stream has it: what was asked is answered, whatever becomes of the worker.
+
+A wait of a stream has no time limit.  So the thread that keeps the worker looks after what it owes: where the
+worker has ended, refuses or is late, and also while the engine ends, the thread answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.dist.lora_server.protocol.session import DONE, DeltaRequest, FrameLayout
+from moe_lora.dist.transport.shm import ShmTransport
+
+from .slots import FIRST_SLEEP_S, FrameSlots
+from .stream_backend import Stream, StreamSession
+from .worker import StoreDeltas
+from .worker_link import DEPTH, START_TIMEOUT_S, WorkerLink
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S, _SERVING_LOOK_S = 0.02, 10 * FIRST_SLEEP_S
+
+
+class StreamWorkerLink(WorkerLink):
+    """Keeps one worker process and the slots that a stream asks it by; the slots stay when processes change.
+
+    One serves at a time: the worker from when it is told to until it has ended, and this thread otherwise.
+    serving: the worker does.  num_fallback_rows, problem: see `stream_backend.StreamLink`.
+    """
+
+    _end_s = 0.0
+
+    def __init__(
+        self,
+        stream: Stream,
+        number: int,
+        transport: ShmTransport,
+        layout: FrameLayout,
+        store: HostStore,
+        *options: Any,
+    ) -> None:
+        self._requests = transport.alloc(f"requests-{number}", DEPTH * layout.request_bytes, DEPTH)
+        self._answers = transport.alloc(f"answers-{number}", DEPTH * layout.answer_bytes, 2 * DEPTH)
+        self._slots = FrameSlots(self._requests, self._answers, layout, DEPTH)
+        windows = (self._requests, self._answers)
+        self._registered = [
+            stream.register(memory) for window in windows for memory in (window.words.memory, window.bytes)
+        ]
+        self._ended = threading.Event()
+        self.serving = threading.Event()
+        self.num_fallback_rows = 0
+        self.problem: Exception | None = None
+        self.stream_session = StreamSession(self._slots, stream)
+        self._deltas = StoreDeltas(layout.shape, store)
+        super().__init__(number, transport, layout, store, *options)
+
+    def end(self) -> None:
+        """The stream has ended: nothing is owed any more."""
+        self._ended.set()
+
+    def run(self) -> None:
+        super().run()
+        self._serve_until(self._ended.is_set)
+        for undo in self._registered:
+            undo()
+
+    def _pause(self, seconds: float) -> bool:
+        until_s = time.monotonic() + seconds
+        self._serve_until(lambda: self._closing.is_set() or time.monotonic() > until_s)
+        return self._closing.is_set()
+
+    def _let_go(self) -> None:
+        """The slots stay."""
+
+    def _live(self, held: contextlib.ExitStack) -> None:
+        """Start a process and stay with it until it ends or is late."""
+        with self._process() as (process, connection):
+            connection.send(self._set_up(self.name, self._answers.descriptor(), self._requests.descriptor()))
+            until_s = time.monotonic() + START_TIMEOUT_S
+            self._serve_until(
+                lambda: connection.poll() or self._closing.is_set() or time.monotonic() > until_s
+            )
+            if not connection.poll():
+                raise EOFError("it says nothing")
+            connection.recv()
+            connection.send(None)
+            self.serving.set()
+            self._ready.set()
+            held.callback(self.serving.clear)
+            asked: list[tuple[int, float]] = [(0, 0.0)] * DEPTH
+            while process.poll() is None and not self._is_late(asked):
+                if not self._serve(self._slots.refused) and self._closing.wait(_LOOK_S):
+                    break
+
+    def _is_late(self, asked: list[tuple[int, float]]) -> bool:
+        """asked: of each slot the use that is owed, and since when; brought up to date."""
+        now_s = time.monotonic()
+        for slot, use in enumerate(self._slots.uses()):
+            if asked[slot][0] != use:
+                asked[slot] = (use, now_s)
+        return any(use and now_s - since_s > self._answer_timeout_s for use, since_s in asked)
+
+    def _serve_until(self, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            if not self._serve(self._slots.unanswered):
+                time.sleep(_SERVING_LOOK_S)
+
+    def _serve(self, owed: Callable[[], int | None]) -> bool:
+        """Answer a slot, if one is owed."""
+        slot = owed()
+        if slot is not None:
+            self._slots.serve(slot, self._compute)
+        return slot is not None
+
+    def _compute(self, request: DeltaRequest, out: torch.Tensor) -> int:
+        """Always an answer."""
+        self.num_fallback_rows += request.num_rows
+        try:
+            self._deltas.fill(request, out)
+        except Exception as error:  # the stream must go on; the engine's thread raises it
+            self.problem = error
+            out.zero_()
+        return DONE

@@ -1,0 +1,184 @@
+"""Whole decode steps as CUDA graphs: captured once for each shape, replayed as one launch.
+
+Legend: T token rows, S sequences, B blocks of the longest sequence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from moe_lora.kernels.operands import StepBounds, StepTables
+from moe_lora.lora.row_routing import RowRouting, Source
+
+from .step_buffer import StepBuffer
+
+if TYPE_CHECKING:
+    from .runner import StepBatch
+
+logger = logging.getLogger(__name__)
+
+FIRST_CONTEXT, CONTEXT_FACTOR = 1024, 4
+"""Bounds of the longest sequence's tokens: attention's programs beyond a step's own lengths end at once."""
+RANK_STEP = 64
+"""Bounds of ranks are multiples of it, as workspaces are."""
+
+Place: TypeAlias = tuple[int, int]
+"""Source and group of sites (see `RowRouting.slots_here`)."""
+Compute: TypeAlias = "Callable[[StepBatch], torch.Tensor]"
+Capture: TypeAlias = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+"""Runs what it is given, and notes what that launches: what launches it again, and its result's memory."""
+
+
+class CudaCapture:
+    """`Capture` into CUDA graphs that share one pool of memory: no two of them run at once."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            compute()  # kernels are compiled now: a capture can't
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads copy meanwhile, on streams of their own.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            out = compute()
+        return graph.replay, out
+
+
+class GraphShape(NamedTuple):
+    """What a graph is captured for.  rows: T = S, a decode bucket.  context: bound of tokens of a sequence.
+    places: where its rows' deltas come from; none where they have none."""
+
+    rows: int
+    context: int
+    places: tuple[Place, ...]
+
+
+class _Graph(NamedTuple):
+    replay: Callable[[], None]
+    logits: torch.Tensor
+    memory: torch.Tensor
+
+
+class StepGraphs:
+    """Computes decode steps whose deltas, if any, this device computes; others are left to the caller.
+
+    rows: decode buckets.  places: of this device's deltas.  site_ranks: largest rank of these slots at each
+    site.  A step is padded to its shape and copied to where the graph reads it; what a launch depends on
+    besides is bounded: lengths by the context, ranks by those of adapters seen so far.  An adapter beyond
+    them has the graphs with deltas captured anew, each when it is next needed.  Arena and slot tables never
+    move.
+    """
+
+    def __init__(
+        self,
+        buffer: StepBuffer,
+        capture: Capture,
+        site_ranks: Callable[[np.ndarray], list[int]],
+        *,
+        rows: Sequence[int],
+        max_tokens: int,
+        block_size: int,
+        places: tuple[Place, ...],
+    ) -> None:
+        self.num_captured = self.num_replayed = 0
+        self._buffer = buffer
+        self._capture = capture
+        self._site_ranks = site_ranks
+        self._rows = sorted(rows)
+        self._block_size = block_size
+        self._places = places
+        self._contexts = [max_tokens]
+        while self._contexts[-1] > FIRST_CONTEXT:
+            self._contexts.append(max(FIRST_CONTEXT, self._contexts[-1] // CONTEXT_FACTOR))
+        self._contexts.reverse()
+        self._ranks = site_ranks(np.array([-1]))
+        self._graphs: dict[GraphShape, _Graph] = {}
+
+    def shape_of(self, batch: StepBatch) -> GraphShape | None:
+        """The graph that computes this step; None: none does."""
+        routing, tables, num_rows = batch.routing, batch.tables, len(batch.tokens)
+        wanted = batch.logit_rows.numpy()
+        if not tables.decode or num_rows not in self._rows or (wanted != np.arange(len(wanted))).any():
+            return None
+        if set().union(*routing.sources) - {Source.LOCAL}:
+            return None
+        longest = int(tables.seq_lens.max())
+        context = next((bound for bound in self._contexts if bound >= longest), None)
+        if context is None:
+            return None
+        return GraphShape(num_rows, context, tuple(routing.slots_here()))
+
+    def run(self, shape: GraphShape, batch: StepBatch, compute: Compute) -> torch.Tensor:
+        """The batch's logits, valid until the next step.  compute: launches a step on the device."""
+        for slots in batch.routing.slots_here().values():
+            self._admit(self._site_ranks(slots))
+        inputs = self._padded(shape, batch).through(self._buffer, self._bounds(shape))
+        graph = self._graphs.get(shape)
+        if graph is None or graph.memory is not self._buffer.memory:
+            graph = self._captured(shape, inputs, compute)
+        graph.replay()
+        self.num_replayed += 1
+        return graph.logits[: len(batch.logit_rows)]
+
+    def warm_up(self, empty: Callable[[int], StepBatch], compute: Compute, ranks: Sequence[int]) -> None:
+        """Capture all shapes.  empty: a batch of so many padding rows.  ranks: of adapters to come, the
+        largest at each site."""
+        self._admit(ranks)
+        kinds: list[tuple[Place, ...]] = [(), self._places] if any(self._ranks) else [()]
+        shapes = [GraphShape(r, c, p) for r in self._rows for c in self._contexts for p in kinds]
+        for shape in reversed(shapes):  # the largest first: the buffer stays where it then is
+            batch = empty(shape.rows)
+            if shape.places:
+                batch = replace(batch, routing=_with_places(batch, shape.places))
+            inputs = self._padded(shape, batch).through(self._buffer, self._bounds(shape))
+            self._captured(shape, inputs, compute)
+        logger.info("captured %d graphs of decode steps", len(shapes))
+
+    def _admit(self, ranks: Sequence[int]) -> None:
+        """Have graphs serve adapters of these ranks."""
+        bounds = [max(b, -(-r // RANK_STEP) * RANK_STEP) for b, r in zip(self._ranks, ranks, strict=True)]
+        if bounds != self._ranks:
+            self._ranks = bounds
+            self._graphs = {shape: graph for shape, graph in self._graphs.items() if not shape.places}
+
+    def _bounds(self, shape: GraphShape) -> StepBounds:
+        return StepBounds(has_single=True, has_several=False, longest_single=shape.context)
+
+    def _padded(self, shape: GraphShape, batch: StepBatch) -> StepBatch:
+        """The step as the graph takes it: logits of all rows, blocks up to its context."""
+        tables = batch.tables
+        blocks = torch.zeros(shape.rows, -(-shape.context // self._block_size), dtype=torch.int32)
+        known = tables.block_tables[:, : blocks.shape[1]]
+        blocks[:, : known.shape[1]] = known
+        return replace(
+            batch,
+            logit_rows=torch.arange(shape.rows),
+            tables=StepTables(
+                query_start=tables.query_start, seq_lens=tables.seq_lens, block_tables=blocks, decode=True
+            ),
+            routing=replace(batch.routing, site_ranks=self._ranks if shape.places else None),
+        )
+
+    def _captured(self, shape: GraphShape, inputs: StepBatch, compute: Compute) -> _Graph:
+        replay, logits = self._capture(lambda: compute(inputs))
+        graph = self._graphs[shape] = _Graph(replay, logits, self._buffer.memory)
+        self.num_captured += 1
+        return graph
+
+
+def _with_places(batch: StepBatch, places: Sequence[Place]) -> RowRouting:
+    """The batch's routing, as if a row had terms at these places: one more route, which no row has."""
+    terms = np.concatenate([batch.routing.terms[-1:], batch.routing.terms])
+    for source, group in places:
+        terms["source"][0, group, 0] = source
+    return replace(batch.routing, terms=terms)

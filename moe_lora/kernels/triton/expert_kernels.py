@@ -1,0 +1,216 @@
+"""Triton kernels of experts: rows grouped by expert, their linear layers, what lies between and after them.
+
+Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.
+
+Operands are swapped as in `wgmma_shrink`: wgmma's 64 rows are rows of a weight and its N the rows of a tile,
+16 to 128, so that an expert with few rows wastes little.  All tiles, those of one row too, add along H in the
+same steps of the same instruction: the bits of a row don't depend on what else is in the batch.
+
+Loads go by pointer: x is gathered as it is read, and a tile's end is a number, not a descriptor.  Bytes in
+flight: 4.3 TB/s at about 0.8 us of latency asks for 26 KB per SM; 3 programs per SM keep 3 of 4 stages of 128
+rows of weights by 64 on the way, 144 KB.  These are reckonings; nothing has been measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .entries import dot, rounded
+
+
+@triton.jit
+def _expert_of(ids, row, num_rows, num_experts):
+    """Expert of each row, E for one without, E + 1 past the last row."""
+    expert = tl.load(ids + row, mask=row < num_rows, other=-1)
+    expert = tl.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+    return tl.where(row < num_rows, expert, num_experts + 1)
+
+
+@triton.jit(do_not_specialize=("num_rows",))
+def order_rows(ids, order, num_rows, num_experts, BLOCK: tl.constexpr):
+    """order: the first position of each expert's rows, of rows without one, and R; then the row at each
+    position.  [E + 2 + R].
+
+    A program per expert counts the rows that come before its own, then writes these; stable.
+    """
+    mine = tl.program_id(0)
+    place = 0
+    for first in tl.range(0, num_rows, BLOCK):
+        expert = _expert_of(ids, first + tl.arange(0, BLOCK), num_rows, num_experts)
+        place += tl.sum((expert < mine).to(tl.int32), axis=0)
+    tl.store(order + mine, place)
+    if mine == num_experts:
+        tl.store(order + num_experts + 1, num_rows)
+    rows = order + num_experts + 2
+    for first in tl.range(0, num_rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        here = _expert_of(ids, row, num_rows, num_experts) == mine
+        tl.store(rows + place + tl.cumsum(here.to(tl.int32), axis=0) - 1, row, mask=here)
+        place += tl.sum(here.to(tl.int32), axis=0)
+
+
+@triton.jit
+def gated(gate, up, limit, CLAMPED: tl.constexpr):
+    """silu(gate) * up, or GPT-OSS's clamped form; fp32."""
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.maximum(tl.minimum(up, limit), -limit)
+        return (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def ends_of_tiles(order, num_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Where each expert's rows begin and end, and how many tiles there are up to its last; rows without
+    an expert are expert E's."""
+    e = tl.arange(0, EXPERTS)
+    begin_E = tl.load(order + e, mask=e <= num_experts, other=0)
+    end_E = tl.load(order + e + 1, mask=e <= num_experts, other=0)
+    return begin_E, end_E, tl.cumsum(tl.cdiv(end_E - begin_E, BLOCK_T), axis=0)
+
+
+@triton.jit
+def tile_and_block(item, num_tiles, blocks, GROUP: tl.constexpr):
+    """GROUP tiles side by side walk the blocks of columns, so that tiles of one expert share its weights."""
+    group = item // (GROUP * blocks)
+    size = tl.minimum(num_tiles - group * GROUP, GROUP)
+    within = item - group * GROUP * blocks
+    return group * GROUP + within % size, within // size
+
+
+@triton.jit
+def rows_of_tile(
+    tile,
+    ids,
+    order,
+    begin_E,
+    end_E,
+    tiles_E,
+    num_rows,
+    num_experts,
+    SORTED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """(expert, rows [BLOCK_T], which of them are its own).  Not SORTED: a tile is one row as it comes."""
+    t = tl.arange(0, BLOCK_T)
+    if SORTED:
+        e = tl.arange(0, EXPERTS)
+        expert = tl.sum((tiles_E <= tile).to(tl.int32), axis=0)
+        tiles_before = tl.max(tl.where(e < expert, tiles_E, 0), axis=0)
+        position = tl.sum(tl.where(e == expert, begin_E, 0), axis=0) + (tile - tiles_before) * BLOCK_T + t
+        inside = position < tl.sum(tl.where(e == expert, end_E, 0), axis=0)
+        row = tl.load(order + num_experts + 2 + position, mask=inside, other=0)
+    else:
+        expert = _expert_of(ids, tile, num_rows, num_experts)
+        inside = t == 0
+        row = tile + tl.zeros_like(t)
+    return expert, row, inside
+
+
+@triton.jit(do_not_specialize=("num_rows", "limit"))
+def expert_linear(
+    x,
+    weight,
+    bias,
+    ids,
+    order,
+    y,
+    num_rows,
+    num_experts,
+    out_width,
+    width,
+    limit,
+    ROWS_PER_INPUT: tl.constexpr,
+    SORTED: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """y[row] = x[row / ROWS_PER_INPUT] @ weight[expert].T + bias[expert], zero where there is no expert.
+
+    GATED: then `gated` of the two halves of N, each rounded before.  x: [R / ROWS_PER_INPUT, H].  weight:
+    [E, N, H].  y: [R, N], or [R, N / 2] if GATED.  EVEN: BLOCK_K divides H.  EXPERTS: a power of 2 above E.
+    """
+    columns = out_width // 2 if GATED else out_width
+    blocks = tl.cdiv(columns, BLOCK_N)
+    begin_E, end_E, tiles_E = 0, 0, 0
+    num_tiles = num_rows
+    if SORTED:
+        begin_E, end_E, tiles_E = ends_of_tiles(order, num_experts, EXPERTS, BLOCK_T)
+        num_tiles = tl.max(tiles_E, axis=0)
+    for item in tl.range(tl.program_id(0), num_tiles * blocks, tl.num_programs(0)):
+        tile, block = tile_and_block(item, num_tiles, blocks, GROUP)
+        expert, row, inside = rows_of_tile(
+            tile, ids, order, begin_E, end_E, tiles_E, num_rows, num_experts, SORTED, EXPERTS, BLOCK_T
+        )
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        y_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+        if expert < num_experts:
+            # Past the last row of the weight or the tile there is another one: loads need no mask.
+            first = (expert.to(tl.int64) * out_width).to(tl.int64) * width
+            w_rows = weight + first + tl.minimum(n, columns - 1)[:, None].to(tl.int64) * width
+            x_rows = x + (row // ROWS_PER_INPUT)[:, None].to(tl.int64) * width
+            up_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+            for k0 in tl.range(0, width, BLOCK_K, num_stages=STAGES):
+                k = k0 + tl.arange(0, BLOCK_K)[None, :]
+                if EVEN:
+                    x_TK = tl.load(x_rows + k)
+                    w_NK = tl.load(w_rows + k)
+                else:
+                    x_TK = tl.load(x_rows + k, mask=k < width, other=0.0)
+                    w_NK = tl.load(w_rows + k, mask=k < width, other=0.0)
+                y_NT = dot(w_NK, tl.trans(x_TK), y_NT, INTERPRETED)
+                if GATED:
+                    u_rows = w_rows + columns * width
+                    u_NK = tl.load(u_rows + k) if EVEN else tl.load(u_rows + k, mask=k < width, other=0.0)
+                    up_NT = dot(u_NK, tl.trans(x_TK), up_NT, INTERPRETED)
+            if HAS_BIAS:
+                bias_n = bias + expert * out_width + tl.minimum(n, columns - 1)
+                y_NT += tl.load(bias_n).to(tl.float32)[:, None]
+                if GATED:
+                    up_NT += tl.load(bias_n + columns).to(tl.float32)[:, None]
+            if GATED:
+                gate_NT = rounded(y_NT, y.dtype.element_ty, INTERPRETED).to(tl.float32)
+                up_NT = rounded(up_NT, y.dtype.element_ty, INTERPRETED).to(tl.float32)
+                y_NT = gated(gate_NT, up_NT, limit, CLAMPED)
+        pointers = y + row[None, :].to(tl.int64) * columns + n[:, None]
+        mask_NT = inside[None, :] & (n < columns)[:, None]
+        tl.store(pointers, rounded(y_NT, y.dtype.element_ty, INTERPRETED), mask=mask_NT)
+
+
+@triton.jit(do_not_specialize=("limit",))
+def gate_rows(y, out, columns, limit, CLAMPED: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr):
+    """out[row] = `gated` of the two halves of y[row].  y: [R, 2 * columns], out: [R, columns]."""
+    blocks = tl.cdiv(columns, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    n = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(y + row * 2 * columns + n, mask=n < columns, other=0.0).to(tl.float32)
+    up = tl.load(y + (row * 2 + 1) * columns + n, mask=n < columns, other=0.0).to(tl.float32)
+    value = rounded(gated(gate, up, limit, CLAMPED), out.dtype.element_ty, INTERPRETED)
+    tl.store(out + row * columns + n, value, mask=n < columns)
+
+
+@triton.jit
+def sum_experts(
+    y, weights, out, columns, TOP_K: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[t] = sum over k, in this order, of weights[t, k] * y[t*K + k].  y: [R, columns], weights: [T, K]
+    fp32."""
+    blocks = tl.cdiv(columns, BLOCK)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    n = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        value = tl.load(y + (token * TOP_K + k) * columns + n, mask=n < columns, other=0.0)
+        total += value.to(tl.float32) * tl.load(weights + token * TOP_K + k)
+    tl.store(out + token * columns + n, rounded(total, out.dtype.element_ty, INTERPRETED), mask=n < columns)

@@ -1,0 +1,231 @@
+"""Experts on a GPU: linear layers as grouped GEMMs, the gated activation, the sum over a token's experts.
+
+Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.
+
+    order          rows by expert, made once for the layers of a step's experts
+    linear         y = x_row @ weight[expert].T + bias; with a gate, the activation too
+    gate           the activation alone, where deltas were added before it
+    weighted_sum   sum over k of weights[t, k] * y[t*K + k]
+
+Sums are in fp32, in an order that depends on H and dtype alone, without atomics; a gated `linear` rounds
+what it gates as `linear` and `gate` do.  So a row has the same bits whatever else is in the batch, and
+whether others in it have deltas.  Launches never wait for the device: grids are bounded by host numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from . import configs
+
+ROW_MAX_TOKENS = 8
+"""Up to as many tokens, if they have no more rows than there are experts, each row is a tile of its own."""
+_SORT_BLOCK, _COLUMN_BLOCK, _BLOCK_K = 1024, 1024, 64
+
+
+class Gate(NamedTuple):
+    """How the halves of gate_up's output become down's input; see `models.causal_lm.glu`."""
+
+    clamped: bool
+    limit: float
+
+
+class TileConfig(NamedTuple):
+    """Blocks of one launch.  block_t: rows; block_n: of N; group: tiles that walk N side by side."""
+
+    block_t: int
+    block_n: int
+    block_k: int
+    group: int
+    num_stages: int
+    num_warps: int
+    programs_per_sm: int
+
+
+def tile_config(dtype: torch.dtype, width: int, block_t: int, gated: bool) -> TileConfig:
+    """Tiles of so many rows, or fewer.  block_k follows from dtype and width alone: it fixes the order of
+    sums."""
+    if dtype == torch.float32:  # threads multiply
+        return TileConfig(min(block_t, 32), 32, 32, 8, 2, 4, 2)
+    if width % _BLOCK_K:  # loads need masks, and perhaps go element by element, which takes registers
+        return TileConfig(min(block_t, 32), 64, 32, 8, 2, 4, 2)
+    if block_t < 128:
+        per_sm = 3 if block_t == 16 else 2
+        return TileConfig(block_t, 64 if gated else 128, _BLOCK_K, 8, 4, 4, per_sm)
+    return TileConfig(128, 128, _BLOCK_K, 8, 3, 8, 1)
+
+
+def row_config(dtype: torch.dtype, width: int, gated: bool) -> TileConfig:
+    """Where each row is a tile of its own: narrow blocks, since there are few rows to fill the device."""
+    config = tile_config(dtype, width, 16, gated)
+    return config._replace(block_n=min(64, config.block_n), group=64)
+
+
+def rows_of_tiles(num_rows: int, num_experts: int) -> int:
+    """block_t where rows are sorted: one and a half times the rows that an expert has on average."""
+    block_t = 16
+    while block_t < 128 and 2 * block_t * num_experts < 3 * num_rows:
+        block_t *= 2
+    return block_t
+
+
+def by_rows(ids: torch.Tensor, num_experts: int) -> bool:
+    """Whether rows are taken one by one, without an order."""
+    return ids.shape[0] <= ROW_MAX_TOKENS and ids.numel() <= num_experts
+
+
+def order(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[E + 2 + R] int32: see `expert_kernels.order_rows`; left empty where rows are taken one by one.
+
+    ids: [T, K] int32; what is no expert's number counts as none.
+    """
+    if ids.dtype != torch.int32 or ids.dim() != 2:
+        raise ValueError(f"ids is {tuple(ids.shape)} {ids.dtype}; it must be [T, K] int32")
+    found = torch.empty(num_experts + 2 + ids.numel(), dtype=torch.int32, device=ids.device)
+    if not by_rows(ids, num_experts):
+        kernel = configs.kernels("expert_kernels").order_rows
+        operands = (ids.contiguous(), found, ids.numel(), num_experts)
+        configs.start(kernel, num_experts + 1, *operands, BLOCK=_SORT_BLOCK, num_warps=8)
+    return found
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor,
+    order: torch.Tensor,
+    gate: Gate | None = None,
+) -> torch.Tensor:
+    """As `reference.expert_linear`, [R, N]; with a gate its activation, [R, N / 2].
+
+    x: [T, H] or [R, H], bf16, fp16 or fp32.  order: `order` of the same ids.  Raises ValueError for operands
+    that don't fit.
+    """
+    num_experts, out_width, width = weight.shape
+    _check(x, weight, bias, ids, order)
+    num_rows = ids.numel()
+    y = x.new_empty(num_rows, out_width if gate is None else out_width // 2)
+    if num_rows == 0:
+        return y
+    alone = by_rows(ids, num_experts)
+    if alone:
+        config = row_config(x.dtype, width, gate is not None)
+    else:
+        block_t = rows_of_tiles(num_rows, num_experts)
+        config = tile_config(x.dtype, width, block_t, gate is not None)
+    most_tiles = num_rows if alone else min(num_rows, num_rows // config.block_t + num_experts + 1)
+    items = most_tiles * -(-y.shape[1] // config.block_n)
+    configs.start(
+        configs.kernels("expert_kernels").expert_linear,
+        configs.num_programs(x.device, config._asdict(), items),
+        *(x.contiguous(), weight, weight if bias is None else bias, ids.contiguous(), order, y),
+        *(num_rows, num_experts, out_width, width, 0.0 if gate is None else gate.limit),
+        ROWS_PER_INPUT=num_rows // x.shape[0],
+        SORTED=not alone,
+        GATED=gate is not None,
+        CLAMPED=gate is not None and gate.clamped,
+        HAS_BIAS=bias is not None,
+        EVEN=width % config.block_k == 0,
+        INTERPRETED=configs.interpreted(),
+        EXPERTS=1 << num_experts.bit_length(),
+        **launch_constants(config),
+    )
+    return y
+
+
+def launch_constants(config: TileConfig) -> dict[str, Any]:
+    """The configuration as a kernel's constants and compile options."""
+    return {
+        "BLOCK_T": config.block_t,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP": config.group,
+        "STAGES": config.num_stages,
+        "num_stages": config.num_stages,
+        "num_warps": config.num_warps,
+    }
+
+
+def gate(y: torch.Tensor, how: Gate) -> torch.Tensor:
+    """The activation of the halves of each row: [R, 2F] -> [R, F]."""
+    out = y.new_empty(y.shape[0], y.shape[1] // 2)
+    if out.numel():
+        programs = out.shape[0] * -(-out.shape[1] // _COLUMN_BLOCK)
+        configs.start(
+            configs.kernels("expert_kernels").gate_rows,
+            programs,
+            *(y.contiguous(), out, out.shape[1], how.limit),
+            CLAMPED=how.clamped,
+            INTERPRETED=configs.interpreted(),
+            BLOCK=_COLUMN_BLOCK,
+        )
+    return out
+
+
+def weighted_sum(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """out[t] = sum over k, in this order, of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
+
+    y: [R, N].  weights: [T, K] fp32.
+    """
+    num_tokens, top_k = weights.shape
+    out = y.new_empty(num_tokens, y.shape[1])
+    if out.numel():
+        configs.start(
+            configs.kernels("expert_kernels").sum_experts,
+            num_tokens * -(-y.shape[1] // _COLUMN_BLOCK),
+            *(y.contiguous(), weights.contiguous(), out, y.shape[1]),
+            TOP_K=top_k,
+            INTERPRETED=configs.interpreted(),
+            BLOCK=_COLUMN_BLOCK,
+        )
+    return out
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor,
+    order: torch.Tensor,
+) -> None:
+    num_experts, out_width, width = weight.shape
+    if x.dtype not in configs.DTYPE_NAMES or weight.dtype != x.dtype:
+        raise ValueError(f"x is {x.dtype}, weight {weight.dtype}; both are bfloat16, float16 or float32")
+    if x.dim() != 2 or x.shape[1] != width or x.shape[0] not in (ids.shape[0], ids.numel()):
+        raise ValueError(
+            f"x is {tuple(x.shape)}; rows of {width} are needed, one for each of {ids.shape[0]} tokens or "
+            f"{ids.numel()} rows"
+        )
+    if bias is not None and bias.shape != (num_experts, out_width):
+        raise ValueError(f"bias is {tuple(bias.shape)}; it must be {(num_experts, out_width)}")
+    if order.shape != (num_experts + 2 + ids.numel(),):
+        raise ValueError(f"order has {order.numel()} elements; it must be made of the same ids and experts")
+    if not weight.is_contiguous():
+        raise ValueError(f"weight has strides {weight.stride()}; it must be contiguous")
+
+
+_SHAPES = (128, 8, 2048, 768, False), (32, 4, 2880, 2880, True), (8, 2, 1001, 517, True)
+"""Experts, experts per token, hidden and inner size, bias: Qwen3-30B-A3B's, GPT-OSS-20B's, no model's."""
+
+
+def launch_all(dtype: torch.dtype) -> None:
+    """Launch every kernel as a model and a batch of each kind do, on empty tensors: for `aot` to record."""
+    for num_experts, top_k, hidden, inner, biased in _SHAPES:
+        weights = [
+            torch.empty(num_experts, *shape, dtype=dtype) for shape in ((2 * inner, hidden), (hidden, inner))
+        ]
+        biases = [weight.new_empty(weight.shape[:2]) if biased else None for weight in weights]
+        tiled = dtype == torch.bfloat16 and inner % _BLOCK_K == 0
+        for rows_per_expert in (0, 2, 20, 40, 80) if tiled else (0, 2):
+            num_tokens = max(1, rows_per_expert * num_experts // top_k)
+            ids = torch.empty(num_tokens, top_k, dtype=torch.int32)
+            rows = order(ids, num_experts)
+            x = torch.empty(num_tokens, hidden, dtype=dtype)
+            inner_rows = linear(x, weights[0], biases[0], ids, rows, Gate(biased, 7.0))
+            linear(x, weights[0], biases[0], ids, rows)
+            y = linear(inner_rows, weights[1], biases[1], ids, rows)
+            gate(inner_rows, Gate(biased, 7.0))
+            weighted_sum(y, torch.empty(num_tokens, top_k))

@@ -1,0 +1,87 @@
+"""Engines whose ranks divide heads and inner widths answer as transformers and peft do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from moe_lora import LLM, SamplingParams
+from moe_lora.config import EngineConfig, LoraServerConfig, PoolConfig
+from moe_lora.core.errors import ConfigError
+from tests.families import FAMILIES, MOE_FAMILIES, NUM_LAYERS
+from tests.models.conftest import served  # noqa: F401  (the fixture)
+from tests.oracle import greedy_reference
+
+from .test_expert_parallel import SLOW, TIGHT, settings
+
+NUM_TOKENS = 12
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def traffic(model) -> tuple[list[list[int]], list]:
+    """A prompt of 1 to 45 tokens for the base model and for each adapter."""
+    rng, adapters = random.Random(6), [None, *model.adapters]
+    return [[rng.randrange(3, 96) for _ in range(rng.randint(1, 45))] for _ in adapters], adapters
+
+
+def assert_answers_are_peft_s(llm: LLM, model) -> None:
+    prompts, adapters = traffic(model)
+    found = llm.generate(prompts, [path and path.name for path in adapters], GREEDY)
+    for prompt, adapter, completion in zip(prompts, adapters, found, strict=True):
+        expected = greedy_reference(model.model_dir, adapter, [prompt], NUM_TOKENS)
+        expected.check_margins()
+        assert completion.token_ids == expected.tokens[0], adapter
+
+
+CASES = [
+    *((family, 2, 1) for family in FAMILIES),
+    ("mixtral", 2, 2),
+    *(pytest.param(family, 2, 2, marks=SLOW) for family in MOE_FAMILIES[1:]),
+    *(pytest.param(family, 4, 1, marks=SLOW) for family in FAMILIES),  # more than KV heads
+    pytest.param("qwen3_moe", 4, 4, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("family", "tensor", "expert"), CASES)
+def test_tokens_are_those_of_transformers_and_peft(family, tensor, expert, served):  # noqa: F811
+    model = served(family)
+    numbers = {"tensor_parallel": tensor, "expert_parallel": expert}
+    with LLM(model.model_dir, **settings(model, **numbers, **TIGHT)) as llm:
+        assert_answers_are_peft_s(llm, model)
+        runner = llm.client.core._runner
+        assert runner._model.spec.shape.num_heads == 4 // tensor
+        assert (runner._context.exchange is not None) == (expert > 1)
+        stats, num_sums = llm.stats(), NUM_LAYERS * (1 if expert > 1 else 2)
+        assert runner._context.sums.num_messages == stats.num_steps * num_sums * (tensor - 1)
+        assert stats.adapter_evictions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("buckets", [None, (4,)])
+@pytest.mark.parametrize(("family", "expert"), [("llama", 1), ("gpt_oss", 1), ("mixtral", 2)])
+def test_compiled_ranks_give_the_same_tokens(family, expert, buckets, served):  # noqa: F811
+    model = served(family)
+    numbers = {"tensor_parallel": 2, "expert_parallel": expert}
+    with LLM(model.model_dir, **settings(model, eager=False, decode_buckets=buckets, **numbers)) as llm:
+        assert_answers_are_peft_s(llm, model)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"expert_parallel": 4}, "tensor_parallel=2 and expert_parallel=4 are of other ranks"),
+        ({"pool": PoolConfig(replicas=1)}, "pool and tensor_parallel=2 .* use tensor_parallel=1"),
+        ({"host_workers": 1}, "use expert_parallel alone"),
+        ({"lora_server": LoraServerConfig()}, "give expert_parallel=2 too and lora_server.sites='experts'"),
+        ({"expert_parallel": 2, "lora_server": LoraServerConfig(sites="all")}, "computes whole sites"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(given, problem):
+    with pytest.raises(ConfigError, match=problem):
+        EngineConfig(model_dir="m", tensor_parallel=2, **given)
+
+
+def test_number_that_does_not_divide_the_model_is_refused(served):  # noqa: F811
+    with pytest.raises(ConfigError, match="tensor_parallel=3 does not divide num_heads=4"):
+        LLM(served("llama").model_dir, tensor_parallel=3)

@@ -1,0 +1,48 @@
+"""How many kernels a layer of a decode step launches on CUDA: the package's own, seen on a stand-in for it.
+
+(Started by `tests/kernels/triton/test_in_interpreter.py`.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from moe_lora.kernels.triton.configs import interpreted
+from tests.models.harness import Harness
+from tests.stand_in_device import Launch, launches, stand_in_device
+
+from .on_device import FAMILIES, QUICK, OnDevice, checkpoint_and_adapter
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="in a process of its own, with TRITON_INTERPRET=1")
+FOR_LORA = {"llama": 8, "mixtral": 12, "qwen3_moe": 12, "gpt_oss": 12, "dbrx": 12}
+"""Launches of a layer by which a step with adapters exceeds one without; 6 are wanted."""
+OF_BASE = {"llama": 2, "mixtral": 6, "qwen3_moe": 6, "gpt_oss": 6, "dbrx": 6}
+"""The package's other launches of a layer.  What the compiler makes of torch's operations comes to it."""
+
+
+def launches_of_a_layer(harness: Harness, slots: tuple[int, ...]) -> list[Launch]:
+    """Of a decode step of rows of these adapters, from one layer's attention to the next one's."""
+    device = OnDevice(harness, [(slot, [7]) for slot in slots])
+    with launches() as noted:
+        device.step()
+    ours = [one for one in noted if one.operation]
+    first, second = (i for i, one in enumerate(ours) if one.name == "write_kv")
+    return ours[first:second]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=() if one == QUICK else pytest.mark.slow) for one in FAMILIES]
+)
+def test_a_layer_launches_as_many_as_the_docs_say(family, tmp_path):
+    harness = Harness(*checkpoint_and_adapter(family, tmp_path), dtype=torch.bfloat16, max_sequences=8)
+    with stand_in_device():
+        base = launches_of_a_layer(harness, (-1, -1))
+        lora = launches_of_a_layer(harness, (0, -1, 0))
+    assert Counter(one.name for one in base)["attend"] == 1
+    assert any("shrink" in one.name for one in lora)
+    for_lora = Counter(one.name for one in lora) - Counter(one.name for one in base)
+    assert for_lora.total() == FOR_LORA[family], for_lora
+    assert len(base) == OF_BASE[family], Counter(one.name for one in base)

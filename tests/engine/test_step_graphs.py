@@ -1,0 +1,109 @@
+"""Steps by graphs are those launched one by one, bit for bit: on the stand-in for a CUDA device, which does
+again what it noted, as a replay does.
+
+(Started by `tests/kernels/triton/test_in_interpreter.py`.)
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_lora.engine import step_graphs
+from moe_lora.kernels.triton.configs import interpreted
+from tests.families import ALL_TARGETS, make_adapter, make_checkpoint
+from tests.models.harness import MAX_TOKENS, Harness
+from tests.stand_in_device import DeviceTensor, stand_in_device
+
+from .on_device import OnDevice, capture
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="in a process of its own, with TRITON_INTERPRET=1")
+PROMPTS = [(0, [3]), (-1, [11]), (-1, [13]), (1, [5])]
+"""Adapters of rank 4 and of rank 9."""
+
+
+@pytest.fixture(scope="module", params=["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def harness(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    base = make_checkpoint(request.param, folder / "base", seed=0)
+    adapters = [
+        make_adapter(request.param, base, folder / str(r), r, ALL_TARGETS, seed=r, scale=0.5) for r in (4, 9)
+    ]
+    return Harness(base, adapters, max_sequences=48)
+
+
+def test_replayed_steps_are_those_launched_one_by_one(harness, monkeypatch):
+    monkeypatch.setattr(step_graphs, "RANK_STEP", 8)
+    monkeypatch.setattr(step_graphs, "FIRST_CONTEXT", 2)
+    monkeypatch.setattr(step_graphs, "CONTEXT_FACTOR", MAX_TOKENS // 2)
+    steps = [(slice(0, 3), 1), (slice(0, 2), 1), (slice(0, 4), 2), (slice(1, 3), 3)]
+    """Whose turn it is, and how many graphs there were: for up to two tokens, for more and rank 9, for the
+    base."""
+    with stand_in_device():
+        plain = OnDevice(harness, PROMPTS)
+        launched, replayed = (OnDevice(harness, PROMPTS, rows=(4,), max_tokens=MAX_TOKENS) for _ in range(2))
+        for turn, num_captured in steps:
+            launched.graphs._graphs.clear()
+            found = replayed.step(turn, drawn=num_captured > 1)
+            assert replayed.graphs.num_captured == num_captured
+            assert torch.equal(found, launched.step(turn))
+            # Logits of fewer rows are another product of the host's BLAS.
+            torch.testing.assert_close(found, plain.step(turn), rtol=1e-5, atol=1e-5)
+    assert replayed.graphs.num_replayed == len(steps)
+
+
+@pytest.mark.slow
+def test_graphs_are_captured_before_the_first_step(harness):
+    with stand_in_device():
+        device = OnDevice(harness, PROMPTS, rows=(4,), max_tokens=MAX_TOKENS)
+        ranks = harness.slots.site_ranks(torch.tensor([0, 1]).numpy(), harness.model.spec.shape.sites)
+        device.runner.warm_up(ranks)
+        assert device.graphs.num_captured == 2
+        expected = OnDevice(harness, PROMPTS).step()
+        torch.testing.assert_close(device.step(), expected, rtol=1e-5, atol=1e-5)
+        assert device.graphs.num_captured == 2
+        assert device.graphs.num_replayed == 1
+
+
+@pytest.mark.slow
+def test_steps_that_no_graph_holds_are_launched_one_by_one(harness):
+    """A prompt; more rows than any bucket has; a graph's own buffer is not touched by them."""
+    with stand_in_device():
+        device = OnDevice(harness, [(0, [3, 4]), (-1, [5])], rows=(4,), max_tokens=MAX_TOKENS)
+        device.step()
+        assert device.graphs.num_replayed == 0
+        device.step()
+        assert device.graphs.num_replayed == 1
+        device.graphs._rows = [1]
+        device.step()
+        assert device.graphs.num_replayed == 1
+
+
+@pytest.mark.slow
+def test_a_buffer_that_moved_has_graphs_captured_anew(harness, monkeypatch):
+    monkeypatch.setattr(step_graphs, "RANK_STEP", 8)
+    monkeypatch.setattr(step_graphs, "FIRST_CONTEXT", 2)
+    monkeypatch.setattr(step_graphs, "CONTEXT_FACTOR", MAX_TOKENS // 2)
+    turns = [slice(1, 2), slice(1, 3), slice(1, 3), slice(0, 1)]
+    with stand_in_device():
+        expected = OnDevice(harness, PROMPTS)
+        device = OnDevice(harness, PROMPTS, rows=(4,), max_tokens=MAX_TOKENS)
+        found = [device.step(turn).clone() for turn in turns[:2]]
+        assert device.graphs.num_captured == 1
+        device.graphs._buffer.memory = device.graphs._buffer.memory.clone()
+        found += [device.step(turn).clone() for turn in turns[2:]]
+        for one, turn in zip(found, turns, strict=True):
+            torch.testing.assert_close(one, expected.step(turn), rtol=1e-5, atol=1e-5)
+    assert device.graphs.num_captured == 3
+
+
+def test_what_a_capture_freezes_shows():
+    """The check itself: memory is read anew, numbers are those of the capture."""
+    numbers = [2.0]
+    with stand_in_device():
+        x = DeviceTensor(torch.ones(3))
+        replay, out = capture(lambda: (x + 1) * numbers[0])
+        x.add_(1)
+        numbers[0] = 5.0
+        replay()
+    assert out.held.tolist() == [6.0] * 3

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moe_lora.core.shard import ModelShard
+from moe_lora.kernels import ops, reference
+from moe_lora.kernels.triton import experts
+from moe_lora.models.causal_lm import MoeMlp, glu
+from moe_lora.models.spec import model_spec
+from tests.kernels.kernel_cases import popularity, random
+
+from .gpu_cases import TOLERANCE
+
+KINDS = ["distinct", "uniform", "zipf", "identical"]
+# Experts, experts per token, hidden and inner size, activation, bias: the families' kinds of experts.
+MIXTRAL, QWEN3 = (8, 2, 64, 112, "silu", False), (16, 4, 128, 24, "silu", False)
+GPT_OSS, DBRX = (4, 3, 96, 45, "gpt_oss", True), (8, 4, 37, 80, "silu", False)
+FAMILIES = {"mixtral": MIXTRAL, "qwen3_moe": QWEN3, "gpt_oss": GPT_OSS, "dbrx": DBRX}
+SILU, CLAMPED = experts.Gate(False, 0.0), experts.Gate(True, 0.7)
+
+
+def chosen_experts(generator, kind, tokens, num_experts, top_k):
+    """[T, K] int32; some rows have none, the last one among them."""
+    ids = torch.stack([popularity(generator, kind, tokens, num_experts).roll(k) for k in range(top_k)], 1)
+    ids[-1, -1] = -1
+    return ids.contiguous()
+
+
+class Layer:
+    """Random experts of a family and rows for them, on a device."""
+
+    def __init__(self, family, dtype, kind, tokens, device, seed=3):
+        self.num_experts, top_k, hidden, inner, self.activation, biased = FAMILIES[family]
+        g = torch.Generator().manual_seed(seed)
+        self.gate = CLAMPED if self.activation == "gpt_oss" else SILU
+
+        def made(*shape, scale=1.0):
+            return (random(g, *shape) * scale).to(dtype).to(device)
+
+        self.x = made(tokens, hidden)
+        self.up = made(self.num_experts, 2 * inner, hidden, scale=hidden**-0.5)
+        self.down = made(self.num_experts, hidden, inner, scale=inner**-0.5)
+        self.up_bias = made(self.num_experts, 2 * inner) if biased else None
+        self.down_bias = made(self.num_experts, hidden) if biased else None
+        self.ids = chosen_experts(g, kind, tokens, self.num_experts, top_k).to(device)
+        self.weights = torch.rand(tokens, top_k, generator=g).to(device)
+
+    def outputs(self, pick=None):
+        """gate_up, its activation, down and the sum of the tokens picked; per token."""
+        index = torch.tensor(range(len(self.x)) if pick is None else pick, dtype=torch.long)
+        x, ids, weights = (t[index.to(t.device)] for t in (self.x, self.ids, self.weights))
+        order = experts.order(ids, self.num_experts)
+        gate_up = experts.linear(x, self.up, self.up_bias, ids, order)
+        inner = experts.linear(x, self.up, self.up_bias, ids, order, self.gate)
+        down = experts.linear(inner, self.down, self.down_bias, ids, order)
+        total = experts.weighted_sum(down, weights)
+        return [one.unflatten(0, (len(index), -1)) for one in (gate_up, inner, down, total)]
+
+    def exact(self, inner):
+        """The same in fp64; down of the inner rows given."""
+        wide = [None if one is None else one.double() for one in (self.up_bias, self.down_bias)]
+        gate_up = reference.expert_linear(self.x.double(), self.up.double(), wide[0], self.ids)
+        down = reference.expert_linear(inner.flatten(0, 1).double(), self.down.double(), wide[1], self.ids)
+        return gate_up.unflatten(0, self.ids.shape), down.unflatten(0, self.ids.shape)
+
+
+def assert_near(actual, expected, dtype):
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+GRID = [(BF16, kind) for kind in KINDS] + [(FP32, "uniform"), (FP16, "uniform")]
+QUICK = {
+    *(("qwen3_moe", BF16, "zipf", tokens) for tokens in (2, 23)),
+    ("gpt_oss", BF16, "zipf", 23),
+    ("mixtral", FP32, "uniform", 2),
+    ("dbrx", FP32, "uniform", 23),
+}
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    for case in ((family, *one, tokens) for family in FAMILIES for one in GRID for tokens in (2, 23))
+]
+"""Tokens that are few, and that are sorted."""
+
+
+@pytest.mark.parametrize(("family", "dtype", "kind", "tokens"), CASES)
+def test_experts_agree_with_fp64(device, family, dtype, kind, tokens):
+    layer = Layer(family, dtype, kind, tokens, device)
+    assert experts.by_rows(layer.ids, layer.num_experts) == (tokens == 2 and family != "gpt_oss")
+    gate_up, inner, down, total = layer.outputs()
+    exact_gate_up, exact_down = layer.exact(inner)
+    assert_near(gate_up, exact_gate_up, dtype)
+    assert_near(inner, glu(gate_up.double(), layer.activation, layer.gate.limit), dtype)
+    assert_near(down, exact_down, dtype)
+    assert (layer.ids < 0).any()
+    assert all((one[layer.ids < 0] == 0).all() for one in (gate_up, inner, down))
+    assert_near(total[:, 0], (down.double() * layer.weights[..., None]).sum(1), dtype)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_row_has_the_same_bits_alone_as_in_a_sorted_batch(device, family):
+    layer = Layer(family, BF16, "zipf", 24, device)
+    together = layer.outputs()
+    for pick in ([7], [23, 0, 0, 12], list(range(23, 8, -1))):
+        for one, whole in zip(layer.outputs(pick), together, strict=True):
+            assert torch.equal(one, whole[pick])
+
+
+@pytest.mark.parametrize("gate", [SILU, CLAMPED])
+def test_activation_in_the_epilogue_has_the_bits_of_one_after_it(device, gate):
+    for tokens in (1, 30):
+        layer = Layer("gpt_oss", BF16, "uniform", tokens, device)
+        order = experts.order(layer.ids, layer.num_experts)
+        operands = (layer.x, layer.up, layer.up_bias, layer.ids, order)
+        assert torch.equal(experts.linear(*operands, gate), experts.gate(experts.linear(*operands), gate))
+
+
+def test_tiles_of_every_size(device):
+    """Many rows of few experts; the last tile of each is not full."""
+    for block_t, rows in ((16, 30), (32, 50), (64, 90), (128, 190)):
+        ids = torch.tensor([0, 2, 2, 2], dtype=torch.int32, device=device).repeat(-(-rows // 4))[:rows, None]
+        assert experts.rows_of_tiles(rows, 3) == block_t
+        g = torch.Generator().manual_seed(1)
+        x = random(g, rows, 64, dtype=BF16).to(device)
+        weight = (random(g, 3, 33, 64) / 8).to(BF16).to(device)
+        y = experts.linear(x, weight, None, ids, experts.order(ids, 3))
+        assert_near(y, reference.expert_linear(x.double(), weight.double(), None, ids), BF16)
+
+
+@pytest.mark.parametrize("num_experts", [1, 6])
+def test_rows_are_ordered_by_expert_and_as_they_come(device, num_experts):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(-2, num_experts + 1, (1500, 2), generator=generator).int().to(device)
+    order = experts.order(ids, num_experts)
+    inside = (ids >= 0) & (ids < num_experts)
+    expert = torch.where(inside, ids, num_experts).flatten()
+    assert torch.equal(order[num_experts + 2 :], expert.argsort(stable=True).int())
+    counts = torch.bincount(expert, minlength=num_experts + 1).cumsum(0)
+    assert torch.equal(order[1 : num_experts + 2], counts.int())
+    assert order[0] == 0
+
+
+def test_no_rows(device):
+    layer = Layer("mixtral", BF16, "uniform", 30, device)
+    x, ids = layer.x[:0], layer.ids[:0]
+    y = experts.linear(x, layer.up, None, ids, experts.order(ids, 8), SILU)
+    assert y.shape == (0, layer.up.shape[1] // 2)
+    assert experts.weighted_sum(y, layer.weights[:0]).shape == y.shape
+    layer.ids.fill_(-1)
+    assert all((one == 0).all() for one in layer.outputs())
+
+
+def test_operands_that_do_not_fit_are_refused(device):
+    layer = Layer("gpt_oss", BF16, "uniform", 10, device)
+    order = experts.order(layer.ids, 4)
+    good = {"x": layer.x, "weight": layer.up, "bias": layer.up_bias, "ids": layer.ids, "order": order}
+    experts.linear(**good)
+    for wrong in (
+        {"x": layer.x.float()},
+        {"x": layer.x[:, :90]},
+        {"x": layer.x[:9]},
+        {"bias": layer.down_bias},
+        {"order": order[1:]},
+        {"weight": layer.up.transpose(1, 2)},
+    ):
+        with pytest.raises(ValueError):
+            experts.linear(**{**good, **wrong})
+    with pytest.raises(ValueError, match="int32"):
+        experts.order(layer.ids.long(), 4)
+
+
+class Deltas:
+    """Answers a layer's LoRA operations: adds `value` to the first rows of a site, if to any."""
+
+    def __init__(self, rows):
+        self.rows, self.added = rows, 0
+
+    def lora_begin(self, layer, site, x, ids):
+        pass
+
+    def has_deltas(self, layer, site):
+        return bool(self.rows)
+
+    def lora_add_to(self, layer, site, y):
+        self.added += bool(self.rows)
+        y[: self.rows] += 0.5
+
+
+@torch.no_grad()
+def moe(family, device):
+    num_experts, top_k, hidden, inner, *_ = FAMILIES[family]
+    config = {
+        "model_type": family,
+        "vocab_size": 8,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "moe_intermediate_size": inner,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "num_local_experts": num_experts,
+        "num_experts": num_experts,
+        "num_experts_per_tok": top_k,
+        "max_position_embeddings": 64,
+        "norm_topk_prob": True,
+    }
+    if family == "dbrx":
+        config |= {"d_model": hidden, "n_heads": 1, "n_layers": 1, "max_seq_len": 64}
+        config["ffn_config"] = {"ffn_hidden_size": inner, "moe_num_experts": num_experts, "moe_top_k": top_k}
+        config["attn_config"] = {"kv_n_heads": 1}
+    spec = model_spec(config)
+    made = MoeMlp(spec, ModelShard(spec.shape)).bfloat16()
+    generator = torch.Generator().manual_seed(5)
+    for one in made.parameters():
+        one.copy_(random(generator, *one.shape) / one.shape[-1] ** 0.5)
+    return made.to(device), random(generator, 20, hidden, dtype=BF16).to(device)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", "gpt_oss", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_moe", "dbrx"))],
+)
+@torch.inference_mode()
+def test_layer_computes_its_experts_by_these_kernels(device, family, monkeypatch):
+    """As the CPU library does, with deltas or not; rows without one have the bits of a step without any."""
+    layer, x = moe(family, device)
+    live = torch.arange(20, device=device) < 18
+    monkeypatch.setattr(ops, "fuses_sites", lambda x: False)  # as off the CPU
+    outs = []
+    for rows in (0, 4):
+        handler = Deltas(rows)
+        [channel] = ops.open_channels(handler, 1)
+        monkeypatch.setattr(MoeMlp, "order", lambda self, ids: None)
+        expected = layer(x, channel, live)
+        added = handler.added
+        monkeypatch.setattr(MoeMlp, "order", lambda self, ids: ops.expert_order(ids, len(self.experts)))
+        outs.append(layer(x, channel, live))
+        assert handler.added == 2 * added == (6 if rows else 0)
+        assert (expected[18:] == 0).all()
+        torch.testing.assert_close(outs[-1], expected, rtol=2e-2, atol=2e-2)
+    assert not torch.equal(outs[0][:4], outs[1][:4])
+    assert torch.equal(outs[0][4:], outs[1][4:])
+
+
+def test_layer_on_cuda_orders_its_rows_for_these_kernels():
+    """Seen on tensors without memory; where there is an order, the test above says what follows."""
+    layer, _ = moe("mixtral", torch.device("cpu"))
+    with FakeTensorMode():
+        ids = torch.empty(9, 2, dtype=torch.int32, device="cuda")
+        assert layer.order(ids).shape == (8 + 2 + 18,)
+        assert layer.order(torch.empty(9, 2, dtype=torch.int32)) is None
