@@ -13,12 +13,12 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
-from torchao.quantization import Int8Tensor, IntxUnpackedToInt8Tensor
+from torchao.quantization import Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor
 from torchao.quantization.granularity import PerRow
 from torchao.quantization.quantize_.workflows.int8.int8_tensor import QuantizeTensorToInt8Kwargs
 
 from moe_lora.core.hf_config import read_config
-from moe_lora.models.loader import SINGLE_NAME
+from moe_lora.models.checkpoint import SINGLE_NAME
 from moe_lora.models.quantised_weight import Quantisation
 from moe_lora.models.spec import model_spec
 from moe_lora.models.weights import weight_map
@@ -46,6 +46,8 @@ def dequantised_checkpoint(model_dir: Path, quantisation: Quantisation, folder: 
 def dequantised(weight: torch.Tensor, quantisation: Quantisation) -> torch.Tensor:
     """What torchao makes of a matrix, or of each of several."""
     form = quantisation.form
+    if form.name == "fp8":
+        return Float8Tensor.from_hp(weight, granularity=PerRow()).dequantize()
     if form.bits == 8:
         return Int8Tensor.from_hp(weight, PerRow()).dequantize()
     group = (*[1] * (weight.dim() - 1), form.group_size)

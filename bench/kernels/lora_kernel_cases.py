@@ -199,7 +199,7 @@ class Case:
                 table.lora_rank[pairs[:, 0], copy, entry] = ranks[pairs[:, 0]].int()
                 table.a_offset[pairs[:, 0], copy, entry] = a_offset[:, module] + copy * copy_bytes
                 table.b_offset[pairs[:, 0], copy, entry] = b_offset[:, module] + copy * copy_bytes
-        table.max_lora_ranks = [(rank,) * site.num_entries for rank in ranks.tolist()]
+        table.ranks[:] = ranks[:, None]
         for name in ("a_offset", "b_offset", "lora_rank", "scale"):
             setattr(table, name, getattr(table, name).to(self.device))
         self.slots = table

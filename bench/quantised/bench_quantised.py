@@ -1,4 +1,4 @@
-"""Decode speed of a base in int8 and int4, with and without inputs in int8, beside the same base in bf16.
+"""Decode speed of a base in int8, int4 and fp8, some with inputs in int8, beside the same base in bf16.
 
     python -m bench.quantised.bench_quantised --model llama --out bench/results/quantised.jsonl [--quick]
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ LLAMA = ModelSize(
 )
 MODELS = {"llama": LLAMA, "mixtral": FULL}
 """443 and 440 million weights."""
-FORMATS = ("none", "int8", "int4", "int8-dynamic", "int4-dynamic")
+FORMATS = ("none", "int8", "int4", "fp8", "int8-dynamic", "int4-dynamic")
 NUM_STEPS = {1: 16, 4: 10, 8: 8, 16: 6, 64: 3}
 WITH_ADAPTERS = (8, 16, 64)
 NUM_ADAPTERS, LORA_RANK, PROMPT_LEN, NUM_ROUNDS, NUM_THREADS = 8, 16, 32, 7, 2
@@ -68,8 +68,18 @@ class Int8Rate:
         return 2 * self._x.numel() * self._w.shape[1] / min(times)
 
 
-def runs_of(folder: Path, size: ModelSize, requests: dict[int, int]) -> dict[Cell, EngineRun]:
-    """Every cell on an engine of its format."""
+def runs_of(
+    folder: Path,
+    size: ModelSize,
+    requests: dict[int, int],
+    formats: Sequence[str] = FORMATS,
+    *,
+    head: bool = False,
+) -> dict[Cell, EngineRun]:
+    """Every cell on an engine of its format; the checkpoint is at folder / "model".
+
+    head: quantised too, where anything is.
+    """
     model = write_model(folder / "model", size)
     adapters = tuple(
         (
@@ -81,7 +91,7 @@ def runs_of(folder: Path, size: ModelSize, requests: dict[int, int]) -> dict[Cel
         for n in range(NUM_ADAPTERS)
     )
     runs: dict[Cell, EngineRun] = {}
-    for quantize in FORMATS:
+    for quantize in formats:
         core = start_engine(
             *(model, adapters, "bfloat16"),
             max_num_seqs=max(requests),
@@ -89,6 +99,7 @@ def runs_of(folder: Path, size: ModelSize, requests: dict[int, int]) -> dict[Cel
             num_threads=torch.get_num_threads(),
             eager=False,
             quantize=quantize,
+            quantize_head=head and quantize != "none",
         )
         for num in requests:
             prompts = [
@@ -183,8 +194,9 @@ def lines(records: list[Record]) -> list[dict[str, str]]:
 @click.option("--model", "name", type=click.Choice(list(MODELS)), default="llama", show_default=True)
 @click.option("--out", type=click.Path(), help="Append records to this file.")
 @click.option("--threads", default=NUM_THREADS, show_default=True)
+@click.option("--quantize-head", "head", is_flag=True, help="The vocabulary head in the format too.")
 @click.option("--quick", is_flag=True, help="A tiny model, one round, to see that it runs.")
-def main(name: str, out: str | None, threads: int, quick: bool) -> None:
+def main(name: str, out: str | None, threads: int, head: bool, quick: bool) -> None:
     torch.set_num_threads(threads)
     size, requests, num_rounds = MODELS[name], NUM_STEPS, NUM_ROUNDS
     if quick:
@@ -192,7 +204,7 @@ def main(name: str, out: str | None, threads: int, quick: bool) -> None:
         requests, num_rounds = {1: 2, 8: 2}, 1
     recorder = Recorder(out)
     with tempfile.TemporaryDirectory() as folder:
-        runs = runs_of(Path(folder), size, requests)
+        runs = runs_of(Path(folder), size, requests, head=head)
         shape = ModelShape.from_hf_config(read_config_of(runs))
         read = {cell: step_bytes(run, shape, 2) for cell, run in runs.items()}
         times, bandwidth, rate = measured(runs, requests, num_rounds)
@@ -203,6 +215,7 @@ def main(name: str, out: str | None, threads: int, quick: bool) -> None:
                 "model": name,
                 "size": size.describe(),
                 "quantize": quantize,
+                "quantize_head": head and quantize != "none",
                 "num_requests": num_requests,
                 "num_adapters": num_adapters,
                 "threads": threads,

@@ -81,7 +81,7 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> N
     """y[row] = round(y[row] + delta), or y[row] - delta.
 
     y: [T, N] or [T*K, N] in the dtype of the shrink's x; or in fp32, for corrections that are summed before
-    they are rounded.  There the CPU kernels add the delta as it is, all others rounded to the dtype of x.
+    they are rounded.  There kernels add the delta as it is, the reference rounded to the dtype of x.
     """
     if isinstance(shrunk, cpu.CpuShrunk):
         cpu.lora_expand(shrunk, y, subtract=subtract)
@@ -90,12 +90,7 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> N
     else:
         from .triton import triton_lora
 
-        if subtract or y.dtype != shrunk.problem.x.dtype:
-            delta = torch.zeros_like(y, dtype=shrunk.problem.x.dtype)
-            triton_lora.lora_expand(shrunk, delta)
-            y.add_(delta, alpha=-1 if subtract else 1)
-        else:
-            triton_lora.lora_expand(shrunk, y)
+        triton_lora.lora_expand(shrunk, y, subtract=subtract)
 
 
 def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv") -> None:

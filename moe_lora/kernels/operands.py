@@ -7,6 +7,7 @@ These tensors never enter a compiled graph: operations reach them through a chan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,8 +51,9 @@ class SlotTable:
 
     a_offset, b_offset: [N, L, X] int64, bytes from the start of the arena (A: `lora_rank` rows of d_in,
     B transposed: `lora_rank` rows of d_out, in the model's dtype).  lora_rank: [N, L, X] int32, 0 = no delta.
-    scale: [N, L, X] fp32.  All on the arena's device.  max_lora_ranks: per slot, the largest rank
-    of each entry over the layers (empty = no adapter), on the host.  present: [N, L] bool, on the host: the
+    scale: [N, L, X] fp32.  All on the arena's device, checked when they are written and never read back.
+    ranks: [N, X] int32, on the host: the largest rank of each entry over the layers, also of those on their
+    way.  end_bytes: no matrix was ever written that ends behind it.  present: [N, L] bool, on the host: the
     layer's bytes are there, kept by who copies them.
     """
 
@@ -61,9 +63,9 @@ class SlotTable:
         self.b_offset = torch.zeros(shape, dtype=torch.int64, device=device)
         self.lora_rank = torch.zeros(shape, dtype=torch.int32, device=device)
         self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.max_lora_ranks: list[tuple[int, ...]] = [()] * num_slots
+        self.ranks = np.zeros((num_slots, num_entries), dtype=np.int32)
+        self.end_bytes = 0
         self.present = np.zeros((num_slots, num_layers), dtype=bool)
-        self._checked: dict[tuple[int, int, int], tuple[tuple[int, ...], int]] = {}
 
     @property
     def num_slots(self) -> int:
@@ -75,72 +77,61 @@ class SlotTable:
         table = SlotTable(num_slots, num_layers, num_entries, self.lora_rank.device)
         for name in ("a_offset", "b_offset", "lora_rank", "scale"):
             getattr(table, name)[: self.num_slots].copy_(getattr(self, name))
-        table.max_lora_ranks[: self.num_slots] = self.max_lora_ranks
+        table.ranks[: self.num_slots] = self.ranks
+        table.end_bytes = self.end_bytes
         table.present[: self.num_slots] = self.present
         return table
 
     def write_layer(
-        self, slot: int, layer: int, table: torch.Tensor, scale: torch.Tensor, itemsize: int, start_bytes: int
+        self, slot: int, layer: int, table: torch.Tensor, scale: torch.Tensor, itemsize: int, where: range
     ) -> None:
-        """Point the slot's entries of one layer at matrices that lie from start_bytes on in the arena.
+        """Point the slot's entries of one layer at matrices that lie in these bytes of the arena.
 
-        table: [X, 3] int64 (offset of A, offset of B, rank), offsets in elements of itemsize bytes.
-        scale: [X] fp32.  The matrices must be there: ranks are written last, and a rank of 0 hides the rest.
+        table: [X, 3] int64 on the host (offset of A, offset of B, rank), offsets in elements of itemsize
+        bytes from the first byte.  scale: [X] fp32.  The matrices must be there: ranks are written last, and
+        a rank of 0 hides the rest.  Raises ValueError for offsets and ranks that can't be.
         """
-        starts = table[:, :2] * itemsize + start_bytes
+        starts = table[:, :2] * itemsize + where.start
+        ranks = table[:, 2].numpy()
+        used = starts.numpy()[ranks > 0]
+        # A matrix has at least as many elements as rows.
+        ends = used + ranks[ranks > 0, None] * itemsize
+        if (used % MATRIX_ALIGN_BYTES).any() or (used < where.start).any() or (ends > where.stop).any():
+            raise ValueError(
+                f"matrices of slot {slot}, layer {layer} begin at bytes {used.min()} to {used.max()}; they "
+                f"must lie in {where.start}..{where.stop} and begin at multiples of {MATRIX_ALIGN_BYTES}"
+            )
+        if (ranks < 0).any() or (ranks > MAX_LORA_RANK).any():
+            raise ValueError(
+                f"slot {slot}, layer {layer} has ranks {ranks.min()}..{ranks.max()}; 0 to {MAX_LORA_RANK} fit"
+            )
+        np.maximum(self.ranks[slot], ranks, out=self.ranks[slot])
+        self.end_bytes = max(self.end_bytes, where.stop)
         self.a_offset[slot, layer].copy_(starts[:, 0])
         self.b_offset[slot, layer].copy_(starts[:, 1])
         self.scale[slot, layer].copy_(scale)
         self.lora_rank[slot, layer].copy_(table[:, 2])
 
-    def checked_rank(self, site: Site, itemsize: int, arena_bytes: int) -> int:
-        """Largest rank of any adapter at `site`, having checked that its matrices lie within the arena.
-
-        itemsize: bytes of an element.  Looks at the tables, and so waits for the device, only if one was
-        written since the last call.  Raises ValueError for an offset or a rank outside what is allowed, and
-        for a site whose entries the tables don't have.
-        """
-        key = (site.entry_base, itemsize, arena_bytes)
-        tables = (self.a_offset, self.b_offset, self.lora_rank)
-        versions = tuple(table._version for table in tables)
-        if self._checked.get(key, ((), 0))[0] != versions:
-            self._checked[key] = (versions, self._check_site(site, itemsize, arena_bytes))
-        return self._checked[key][1]
-
-    def _check_site(self, site: Site, itemsize: int, arena_bytes: int) -> int:
-        modules = len(site.modules)
-        entries = slice(site.entry_base, site.entry(0, max(1, site.num_experts)))
-        num_entries = self.lora_rank.shape[2]
-        if not 0 <= entries.start <= entries.stop <= num_entries:
+    def largest_rank(self, site: Site) -> int:
+        """Of any adapter at the site.  Raises ValueError for a site whose entries the table doesn't have."""
+        first, end = site.entry_base, site.entry(0, max(1, site.num_experts))
+        if not 0 <= first <= end <= self.ranks.shape[1]:
             raise ValueError(
-                f"site {site.name!r} has entries {entries.start}..{entries.stop - 1}, the slot table has "
-                f"{num_entries} per layer; make it with the shape that the site belongs to"
+                f"site {site.name!r} has entries {first}..{end - 1}, the slot table has "
+                f"{self.ranks.shape[1]} per layer; make it with the shape that the site belongs to"
             )
-        ranks = self.lora_rank[:, :, entries].cpu().long()
-        out = torch.tensor(site.out_features).repeat(ranks.shape[2] // modules)
-        bad = (ranks < 0) | (ranks > MAX_LORA_RANK)
-        for name, offsets, width in (
-            ("a_offset", self.a_offset, torch.full_like(out, site.in_features)),
-            ("b_offset", self.b_offset, out),
-        ):
-            start = offsets[:, :, entries].cpu()
-            end = start + ranks * width * itemsize
-            bad |= (ranks > 0) & ((start < 0) | (start % MATRIX_ALIGN_BYTES != 0) | (end > arena_bytes))
-            if bad.any():
-                index = tuple(bad.nonzero()[0].tolist())
-                raise ValueError(
-                    f"{name} {int(start[index])} with rank {int(ranks[index])} at slot {index[0]}, layer "
-                    f"{index[1]}, entry {index[2]} of site {site.name!r} does not fit: offsets are multiples "
-                    f"of {MATRIX_ALIGN_BYTES}, matrices end within the arena's {arena_bytes} bytes, ranks "
-                    f"lie between 0 and {MAX_LORA_RANK}"
-                )
-        return int(ranks.max()) if ranks.numel() else 0
+        return int(self.ranks[:, first:end].max(initial=0))
+
+    def site_ranks(self, slots: np.ndarray, sites: Sequence[Site]) -> list[int]:
+        """The largest rank that one of these slots (-1: none) has at each site."""
+        ranks = self.ranks[sorted(set(slots.tolist()) - {-1})].max(0, initial=0)
+        return [int(ranks[s.entry_base : s.entry_base + s.num_entries].max(initial=0)) for s in sites]
 
     def clear(self, slot: int) -> None:
         """Make `slot` mean "no delta anywhere"."""
         self.present[slot] = False
         self.lora_rank[slot].zero_()
-        self.max_lora_ranks[slot] = ()
+        self.ranks[slot] = 0
 
 
 class LoraOperands(NamedTuple):
@@ -161,6 +152,27 @@ class LoraOperands(NamedTuple):
     arena: torch.Tensor
 
 
+class StepBounds(NamedTuple):
+    """What launches must know of a step's lengths on the host, where reading them costs nothing.
+
+    has_single, has_several: whether some sequence has one row, more than one.  longest_single: no sequence of
+    one row has more tokens.  single_tokens: they don't have more in all (None: each may be the longest).
+    """
+
+    has_single: bool
+    has_several: bool
+    longest_single: int
+    single_tokens: int | None = None
+
+    @classmethod
+    def of(cls, query_start: torch.Tensor, seq_lens: torch.Tensor) -> StepBounds:
+        """Those of lengths that lie on the host.  Raises TypeError for lengths on a device."""
+        num_rows, lens = np.diff(query_start.numpy()), seq_lens.numpy()
+        single = num_rows == 1
+        longest, tokens = int(lens[single].max(initial=0)), int(lens[single].sum())
+        return cls(bool(single.any()), bool((num_rows > 1).any()), longest, tokens)
+
+
 @dataclass(kw_only=True)
 class StepTables:
     """One step's batch, all int32; operations want it on the arena's device.
@@ -169,21 +181,23 @@ class StepTables:
     seq_lens: [S] tokens of the sequence including this step's rows; 0 marks a padding sequence.
     block_tables: [S, B] page of each block.
     decode: every sequence computes one token; kernels may launch otherwise then, but add in the same order.
+    bounds: of lengths that lie on a device.
     """
 
     query_start: torch.Tensor
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
     decode: bool = False
+    bounds: StepBounds | None = None
 
     def to(self, device: torch.device) -> StepTables:
-        """The same tables with every tensor on `device`."""
+        """The same tables, which lie on the host, with every tensor on `device`."""
         moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, bounds=StepBounds.of(self.query_start, self.seq_lens), **moved)
 
 
 class AttentionOperands(NamedTuple):

@@ -3,7 +3,8 @@
 Operations that touch the arena or the LoRA tables take a channel: a small int64 tensor [handle, layer].
 It is declared mutated, which keeps their executed order (begin < base GEMM < add_to, KV writes in place)
 under torch.compile, and the arena itself never enters a graph.  `begin` also declares x mutated, so that
-the base GEMM, which reads x, can't be moved before it.
+the base GEMM, which reads x, can't be moved before it.  On CPU one operation is all three (`lora_linear`):
+within it nothing can be moved, and it leaves x alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from . import reference
 from .cpu import cpu
-from .quantised import QuantisedOperand, format_of
+from .quantised import QuantisedOperand, format_named
 
 _handlers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _next_handle = itertools.count(1)
@@ -33,13 +34,14 @@ def open_channels(handler: Any, num_layers: int) -> list[torch.Tensor]:
     return [torch.tensor([handle, layer], dtype=torch.int64) for layer in range(num_layers)]
 
 
-def _lora_begin(channel: torch.Tensor, x: torch.Tensor, ids: torch.Tensor | None, site: int) -> torch.Tensor:
+def _lora_begin(channel: torch.Tensor, x: torch.Tensor, ids: torch.Tensor | None, site: int) -> None:
     handle, layer = channel.tolist()
-    return _handlers[handle].lora_begin(layer, site, x, ids)
+    _handlers[handle].lora_begin(layer, site, x, ids)
 
 
-def _lora_add_to(channel: torch.Tensor, ticket: torch.Tensor, y: torch.Tensor) -> None:
-    _handlers[channel.tolist()[0]].lora_add_to(ticket, y)
+def _lora_add_to(channel: torch.Tensor, y: torch.Tensor, site: int) -> None:
+    handle, layer = channel.tolist()
+    _handlers[handle].lora_add_to(layer, site, y)
 
 
 def _paged_attention(channel: torch.Tensor, *operands: Any) -> torch.Tensor:
@@ -51,31 +53,145 @@ def _exchange_experts(channel: torch.Tensor, y: torch.Tensor, ids: torch.Tensor)
     _handlers[channel.tolist()[0]].exchange_experts(y, ids)
 
 
+def _sum_over_ranks(channel: torch.Tensor, y: torch.Tensor) -> None:
+    _handlers[channel.tolist()[0]].sum_over_ranks(y)
+
+
+def _gather_logits(channel: torch.Tensor, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    return _handlers[channel.tolist()[0]].gather_logits(logits, vocab_size)
+
+
+def fuses_sites(x: torch.Tensor) -> bool:
+    """Whether a LoRA site is one operation, `lora_linear`; else begin, the linear layer, and add_to.
+
+    On CPU, where what lies between kernels would cost as much as they do, and the compiler has nothing to
+    fuse with a linear layer.
+    """
+    return x.is_cpu
+
+
+def _lora_linear(
+    channel: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    site: int,
+    first_expert: int,
+    form: str,
+    num_out: int,
+) -> torch.Tensor:
+    handle, layer = channel.tolist()
+    held = weight if scale is None else QuantisedOperand(format_named(form), weight, scale, zero)
+    return _handlers[handle].lora_linear(layer, site, x, ids, held, bias, first_expert, num_out)
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantisedOperand,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    num_out: int,
+) -> torch.Tensor:
+    """The linear layer of a site, dense or (with ids) of experts, whichever way its weights are held."""
+    if isinstance(weight, QuantisedOperand):
+        return _multiply_quantised(x, weight, bias, ids, num_out)
+    return _linear(x, weight, bias) if ids is None else _expert_linear(x, weight, bias, ids)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ weight.T + bias; see `reference.linear`.
+
+    On CPU an operation of ours: a graph serves any number of rows, and that number decides whether our kernel
+    computes, whose sums don't depend on it, or torch.  Elsewhere torch's, which a compiler sees as it is.
+    """
+    multiply = torch.ops.moe_lora.linear if x.is_cpu else reference.linear
+    return multiply(x, weight, bias)
+
+
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if x.is_cpu and x.shape[0] <= cpu.LINEAR_MAX_ROWS[x.dtype]:
+    if x.shape[0] <= cpu.LINEAR_MAX_ROWS[x.dtype]:
         return cpu.linear(x, weight, bias)
     return reference.linear(x, weight, bias)
 
 
 def _expert_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if order is not None:
+        return _experts().linear(x, weight, bias, ids, order)
     if x.is_cpu:
         return cpu.expert_linear(x, weight, bias, ids)
     return reference.expert_linear(x, weight, bias, ids)
+
+
+def _experts() -> Any:
+    """What a GPU computes experts with."""
+    from .triton import experts
+
+    return experts
+
+
+def _expert_order(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return _experts().order(ids, num_experts)
+
+
+def _gated_expert_linear(
+    channel: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor,
+    order: torch.Tensor,
+    clamped: bool,
+    limit: float,
+    site: int,
+) -> torch.Tensor:
+    handle, layer = channel.tolist()
+    handler, experts = _handlers[handle], _experts()
+    gate = experts.Gate(clamped, limit)
+    if not handler.has_deltas(layer, site):
+        return experts.linear(x, weight, bias, ids, order, gate)
+    y = experts.linear(x, weight, bias, ids, order)
+    handler.lora_add_to(layer, site, y)
+    return experts.gate(y, gate)
+
+
+def _sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return _experts().weighted_sum(y, weights)
 
 
 def _quantised_linear(
     x: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
+    zero: torch.Tensor | None,
     bias: torch.Tensor | None,
     ids: torch.Tensor | None,
     form: str,
-    group_size: int,
     num_out: int,
 ) -> torch.Tensor:
-    weight = QuantisedOperand(format_of(form, group_size), data, scale)
+    weight = QuantisedOperand(format_named(form), data, scale, zero)
+    return _multiply_quantised(x, weight, bias, ids, num_out)
+
+
+def _multiply_quantised(
+    x: torch.Tensor,
+    weight: QuantisedOperand,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    num_out: int,
+) -> torch.Tensor:
+    if x.is_cuda:
+        from .triton import quantised_linear
+
+        return quantised_linear.quantised_linear(x, weight, bias, ids, num_out)
     if ids is None and not weight.form.dynamic and x.shape[0] > cpu.LINEAR_MAX_ROWS[x.dtype]:
         return reference.quantised_linear(x, weight, bias, ids, num_out)
     return cpu.quantised_linear(x, weight, bias, ids, num_out)
@@ -83,11 +199,18 @@ def _quantised_linear(
 
 _library = torch.library.Library("moe_lora", "FRAGMENT")
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "lora_begin(Tensor(a!) channel, Tensor(b!) x, Tensor? ids, int site) -> Tensor": (
+    "lora_begin(Tensor(a!) channel, Tensor(b!) x, Tensor? ids, int site) -> ()": (
         _lora_begin,
-        lambda channel, x, ids, site: torch.empty(1, dtype=torch.int64),
+        lambda *_: None,
     ),
-    "lora_add_to(Tensor(a!) channel, Tensor ticket, Tensor(b!) y) -> ()": (_lora_add_to, lambda *_: None),
+    "lora_linear(Tensor(a!) channel, Tensor x, Tensor weight, Tensor? scale, Tensor? zero, Tensor? bias, "
+    "Tensor? ids, int site, int first_expert, str form, int num_out) -> Tensor": (
+        _lora_linear,
+        lambda channel, x, weight, scale, zero, bias, ids, site, first_expert, form, num_out: x.new_empty(
+            x.shape[0] if ids is None else ids.numel(), num_out
+        ),
+    ),
+    "lora_add_to(Tensor(a!) channel, Tensor(b!) y, int site) -> ()": (_lora_add_to, lambda *_: None),
     "paged_attention(Tensor(a!) channel, Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, "
     "int window) -> Tensor": (
         _paged_attention,
@@ -97,18 +220,36 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         _exchange_experts,
         lambda *_: None,
     ),
+    "sum_over_ranks(Tensor(a!) channel, Tensor(b!) y) -> ()": (_sum_over_ranks, lambda *_: None),
+    "gather_logits(Tensor(a!) channel, Tensor logits, int vocab_size) -> Tensor": (
+        _gather_logits,
+        lambda channel, logits, vocab_size: logits.new_empty(logits.shape[0], vocab_size),
+    ),
     "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor": (
         _linear,
         lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
     ),
-    "expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor ids) -> Tensor": (
+    "expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor ids, Tensor? order=None) -> Tensor": (
         _expert_linear,
-        lambda x, weight, bias, ids: x.new_empty(ids.numel(), weight.shape[1]),
+        lambda x, weight, bias, ids, order=None: x.new_empty(ids.numel(), weight.shape[1]),
     ),
-    "quantised_linear(Tensor x, Tensor data, Tensor scale, Tensor? bias, Tensor? ids, str form, "
-    "int group_size, int num_out) -> Tensor": (
+    "expert_order(Tensor ids, int num_experts) -> Tensor": (
+        _expert_order,
+        lambda ids, num_experts: ids.new_empty(num_experts + 2 + ids.numel()),
+    ),
+    "gated_expert_linear(Tensor(a!) channel, Tensor x, Tensor weight, Tensor? bias, Tensor ids, "
+    "Tensor order, bool clamped, float limit, int site) -> Tensor": (
+        _gated_expert_linear,
+        lambda channel, x, weight, bias, ids, *_: x.new_empty(ids.numel(), weight.shape[1] // 2),
+    ),
+    "sum_experts(Tensor y, Tensor weights) -> Tensor": (
+        _sum_experts,
+        lambda y, weights: y.new_empty(weights.shape[0], y.shape[1]),
+    ),
+    "quantised_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, Tensor? ids, "
+    "str form, int num_out) -> Tensor": (
         _quantised_linear,
-        lambda x, data, scale, bias, ids, form, group_size, num_out: x.new_empty(
+        lambda x, data, scale, zero, bias, ids, form, num_out: x.new_empty(
             x.shape[0] if ids is None else ids.numel(), num_out
         ),
     ),
@@ -122,8 +263,13 @@ for _schema, (_does, _fake) in _OPS.items():
 
 lora_begin = torch.ops.moe_lora.lora_begin
 lora_add_to = torch.ops.moe_lora.lora_add_to
+lora_linear = torch.ops.moe_lora.lora_linear
 paged_attention = torch.ops.moe_lora.paged_attention
 exchange_experts = torch.ops.moe_lora.exchange_experts
-linear = torch.ops.moe_lora.linear
+sum_over_ranks = torch.ops.moe_lora.sum_over_ranks
+gather_logits = torch.ops.moe_lora.gather_logits
 expert_linear = torch.ops.moe_lora.expert_linear
+expert_order = torch.ops.moe_lora.expert_order
+gated_expert_linear = torch.ops.moe_lora.gated_expert_linear
+sum_experts = torch.ops.moe_lora.sum_experts
 quantised_linear = torch.ops.moe_lora.quantised_linear

@@ -17,71 +17,121 @@ from typing import Any, NamedTuple
 
 import torch
 
-_BLOCK = 64  # int4 values that share 32 bytes
+from moe_lora.core.weight_format import group_refusal
+
+_BLOCK = 64  # 4-bit values that share 32 bytes
 _BLOCK_OUT = 16  # outputs whose dynamic weights lie together
 _MAX_DYNAMIC_WIDTH = 1 << 16  # 255 * 128 times that is just below 2**31
 
 
 @dataclass(frozen=True)
 class Format:
-    """How weights are held.  bits: 8 or 4.  group_size: inputs that share a scale, 0: all of an output's.
+    """How weights are held.
 
-    dynamic: inputs are quantised too, row by row, to 8 bits.
+    name: int8, int4, fp8 (E4M3) or mxfp4; with -dynamic inputs are quantised too, row by row, to 8 bits.
+    group_size: inputs that share a scale, 0: all of an output's.  row_group: outputs that share it (fp8).
     """
 
     name: str
-    bits: int
-    group_size: int
-    dynamic: bool = False
+    group_size: int = 0
+    row_group: int = 1
+
+    @property
+    def text(self) -> str:
+        """All of it, as operations take it; see `format_named`."""
+        return f"{self.name}/{self.group_size}/{self.row_group}"
+
+    @property
+    def bits(self) -> int:
+        """Of a value."""
+        return 4 if "4" in self.name else 8
+
+    @property
+    def dynamic(self) -> bool:
+        """Inputs are quantised too."""
+        return self.name.endswith("-dynamic")
 
     def refusal(self, width: int) -> str | None:
         """Why a matrix with this many inputs can't be held; None: it can."""
-        if self.group_size and width % self.group_size:
-            return f"its {width} inputs are no multiple of quantize_group_size={self.group_size}"
+        if self.group_size and self.name != "fp8" and (refusal := group_refusal(width, self.group_size)):
+            return refusal
         if self.dynamic and width > _MAX_DYNAMIC_WIDTH:
             return f"integer sums over its {width} inputs don't fit 32 bits; up to {_MAX_DYNAMIC_WIDTH} do"
         return None
 
+    def num_groups(self, width: int) -> int:
+        """Scales of an output."""
+        return -(-width // self.group_size) if self.group_size else 1
+
     def sizes(self, num_out: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of one matrix's values and scales as they are held."""
+        groups = self.num_groups(width)
         if self.dynamic:
             blocks = -(-num_out // _BLOCK_OUT)
             if self.bits == 8:
                 return (blocks, -(-width // 4), _BLOCK_OUT, 4), (blocks, _BLOCK_OUT)
-            return (blocks, width // 8, _BLOCK_OUT, 4), (blocks, width // self.group_size, _BLOCK_OUT)
+            return (blocks, width // 8, _BLOCK_OUT, 4), (blocks, groups, _BLOCK_OUT)
         if self.bits == 8:
-            return (num_out, width), (num_out,)
-        return (num_out, -(-width // _BLOCK) * _BLOCK // 2), (num_out, width // self.group_size)
+            per_output = self.name == "int8" and not self.group_size
+            scales = (num_out,) if per_output else (-(-num_out // self.row_group), groups)
+            return (num_out, width), scales
+        return (num_out, -(-width // _BLOCK) * _BLOCK // 2), (num_out, groups)
 
     def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Of values and of scales, for a model of `dtype`."""
+        match self.name:
+            case "fp8":
+                return torch.float8_e4m3fn, torch.float32
+            case "mxfp4":
+                return torch.uint8, torch.uint8
         return (torch.int8, torch.float32) if self.bits == 8 else (torch.uint8, dtype)
 
 
 @functools.cache
-def format_of(name: str, group_size: int) -> Format:
-    """The format of this name.  group_size: for int4 only, 0 elsewhere."""
-    return Format(name, 8 if name.startswith("int8") else 4, group_size, name.endswith("-dynamic"))
+def format_named(text: str) -> Format:
+    """That of `Format.text`, which operations take."""
+    name, group_size, row_group = text.split("/")
+    return format_of(name, int(group_size), int(row_group))
+
+
+@functools.cache
+def format_of(name: str, group_size: int = 0, row_group: int = 1) -> Format:
+    """The format of this name, one object of each."""
+    return Format(name, group_size, row_group)
 
 
 Unpacked = tuple[torch.Tensor, torch.Tensor]
 
 
 class QuantisedOperand(NamedTuple):
-    """Weights as operations take them: values and scales of one matrix, or of E, as `put` writes them."""
+    """Weights as operations take them: values and scales of one matrix, or of E, as `put` writes them.
+
+    scale: of `Format.dtypes`, or fp32 where a checkpoint's would lose bits in the model's dtype.  zero: int8
+    [..., N, G], the value that stands for zero, where it is another than 0.
+    """
 
     form: Format
     data: torch.Tensor
     scale: torch.Tensor
+    zero: torch.Tensor | None = None
 
 
 def quantise(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """torchao's symmetric values and scales of a matrix [N, K]: int8 [N, K], and [N, G].
+    """torchao's symmetric values and scales of a matrix [N, K]: [N, K], and [N / row_group, G].
 
-    Scales are fp32 for int8 and of the weight's dtype for int4, as torchao has them.
+    Scales are fp32 for int8 and fp8, and of the weight's dtype for int4, as torchao has them.
     """
     made: Any
-    if form.bits == 8:
+    if form.name == "fp8":
+        block = (form.row_group, form.group_size or weight.shape[1])
+        if block == (1, weight.shape[1]):
+            made = _torchao().Float8Tensor.from_hp(weight, granularity=_torchao().PerRow())
+        else:  # torchao takes whole blocks only
+            num_out, width = weight.shape
+            whole = torch.nn.functional.pad(weight, (0, -width % block[1], 0, -num_out % block[0]))
+            made = _torchao().Float8Tensor.from_hp(whole, granularity=_per_block(block))
+            return made.qdata[:num_out, :width], made.scale
+    elif form.bits == 8:
         made = _torchao().Int8Tensor.from_hp(weight, _torchao().PerRow())
     else:
         int4 = torch.int4  # type: ignore[attr-defined]
@@ -89,24 +139,35 @@ def quantise(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Te
     return made.qdata, made.scale
 
 
+def _per_block(block: tuple[int, int]) -> Any:
+    return _torchao().granularity.PerBlock(block)
+
+
 def put(
     form: Format, q: torch.Tensor, scale: torch.Tensor, data: torch.Tensor, scales: torch.Tensor, first: int
 ) -> None:
-    """Write what `quantise` gives for some rows, [R, K] and [R, G], to a matrix held from row `first` on.
+    """Write what `quantise` gives for some rows, [R, K] and [R / row_group, G], to a matrix held from row
+    `first` on.
 
-    data, scales: shapes as in `Format.sizes`; layouts: csrc/unpack.inl and csrc/dynamic.inl.
+    first: a multiple of row_group.  q of mxfp4: the codes, uint8.  data, scales: shapes as in `Format.sizes`;
+    layouts: csrc/unpack.inl and csrc/dynamic.inl.
     """
-    rows = torch.arange(first, first + q.shape[0], device=q.device)
+    rows = slice(first, first + q.shape[0])
     if form.dynamic:
-        in_blocks = (rows // _BLOCK_OUT, rows % _BLOCK_OUT)
+        numbers = torch.arange(rows.start, rows.stop, device=q.device)
+        in_blocks = (numbers // _BLOCK_OUT, numbers % _BLOCK_OUT)
         data.transpose(1, 2)[in_blocks] = _fours(form, q)
         scales.view(data.shape[0], -1, _BLOCK_OUT).transpose(1, 2)[in_blocks] = scale
-    elif form.bits == 8:
-        data[rows], scales[rows] = q, scale[:, 0]
-    else:
-        nibbles = torch.nn.functional.pad((q + 8).to(torch.uint8), (0, -q.shape[1] % _BLOCK))
-        low, high = nibbles.unflatten(1, (-1, 2, _BLOCK // 2)).unbind(2)
-        data[rows], scales[rows] = (low | high << 4).flatten(1), scale
+        return
+    first_scale = first // form.row_group
+    scales[first_scale : first_scale + scale.shape[0]] = scale[:, 0] if scales.dim() == 1 else scale
+    if form.bits == 8:
+        data[rows] = q
+        return
+    codes = q if form.name == "mxfp4" else (q + 8).to(torch.uint8)
+    nibbles = torch.nn.functional.pad(codes, (0, -q.shape[1] % _BLOCK))
+    low, high = nibbles.unflatten(1, (-1, 2, _BLOCK // 2)).unbind(2)
+    data[rows] = (low | high << 4).flatten(1)
 
 
 def _fours(form: Format, q: torch.Tensor) -> torch.Tensor:
@@ -117,8 +178,13 @@ def _fours(form: Format, q: torch.Tensor) -> torch.Tensor:
     return low | high << 4
 
 
-def unpack(form: Format, data: torch.Tensor, scale: torch.Tensor, num_out: int, width: int) -> Unpacked:
-    """What `put` wrote: values int8 [..., N, K] and scales [..., N, G]."""
+def unpack(weight: QuantisedOperand, num_out: int, width: int) -> Unpacked:
+    """What `put` wrote: values [..., N, K] and scales [..., N, G], whose product is the weights.
+
+    int8 values (less the zeros, int16, where there are any), float8 of fp8.  MXFP4: twice the values, beside
+    half the scales, so that they are integers.
+    """
+    form, data, scale, zero = weight
     if form.dynamic:
         data = data.transpose(-3, -2).flatten(-4, -3)[..., :num_out, :, :]
         scale = scale.unflatten(-2, (-1, 1)) if form.bits == 8 else scale
@@ -127,17 +193,38 @@ def unpack(form: Format, data: torch.Tensor, scale: torch.Tensor, num_out: int, 
             data = torch.stack([data & 15, data >> 4], dim=-2).to(torch.int8) - 8
         return data.flatten(scale.dim() - 1)[..., :width], scale
     if form.bits == 8:
-        return data, scale[..., None]
+        sizes = form.sizes(num_out, width)[1]
+        scale = scale[..., None] if len(sizes) == 1 else scale
+        scale = scale if form.row_group == 1 else scale.repeat_interleave(form.row_group, -2)
+        return data if zero is None else _less(data, zero), scale[..., :num_out, :]
     blocks = data.unflatten(-1, (-1, _BLOCK // 2))
-    q = torch.stack([blocks & 15, blocks >> 4], dim=-2).flatten(-3)[..., :width]
-    return q.to(torch.int8) - 8, scale
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-2).flatten(-3)[..., :width]
+    if form.name == "mxfp4":
+        one = torch.ones(scale.shape, device=scale.device)
+        return _TWICE_E2M1.to(codes.device)[codes.int()], torch.ldexp(one, scale.int() - E8M0_BIAS - 1)
+    q = codes.to(torch.int8) - 8
+    return q if zero is None else _less(q, zero), scale
 
 
-def dequantise(
-    form: Format, data: torch.Tensor, scale: torch.Tensor, num_out: int, width: int, dtype: torch.dtype
-) -> torch.Tensor:
+E8M0_BIAS = 127
+_TWICE_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+"""Twice the values of the FP4 codes of OCP Microscaling Formats v1.0, E2M1: sign, two exponent bits, one of
+mantissa."""
+
+
+def _less(q: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """q - zero of its group, which 8 bits don't hold."""
+    grouped = q.short().unflatten(-1, (zero.shape[-1], -1))
+    return (grouped - zero[..., None]).flatten(-2)
+
+
+def dequantise(weight: QuantisedOperand, num_out: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     """round(scale * q), [..., K] of dtype: what torchao's `dequantize` gives."""
-    q, scales = unpack(form, data, scale, num_out, width)
+    q, scales = unpack(weight, num_out, width)
+    group_size = weight.form.group_size
+    if group_size and width % group_size:  # the last group of an output is a part
+        scales = scales.repeat_interleave(group_size, -1)[..., :width]
+        return (q.float() * scales.float()).to(dtype)
     grouped = q.unflatten(-1, (scales.shape[-1], -1)).float()
     return (grouped * scales[..., None].float()).to(dtype).flatten(-2)
 

@@ -51,10 +51,10 @@ def quantised_linear(
     exact value of what the CPU library rounds once or twice.
     """
     if not weight.form.dynamic:
-        plain = quantised.dequantise(*weight, num_out, x.shape[1], x.dtype)
+        plain = quantised.dequantise(weight, num_out, x.shape[1], x.dtype)
         return linear(x, plain, bias) if ids is None else expert_linear(x, plain, bias, ids)
     q, scale, zero = quantised.quantise_rows(x, weight.form)
-    values, scales = quantised.unpack(*weight, num_out, x.shape[1])
+    values, scales = quantised.unpack(weight, num_out, x.shape[1])
     exact = scale.double() * (q.double() - zero)
     plain = (values.unflatten(-1, (scales.shape[-1], -1)).double() * scales[..., None]).flatten(-2)
     wide = None if bias is None else bias.double()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.shard import ModelShard
 from moe_lora.kernels import ops
 
 from .quantised_weight import QuantisedWeight
@@ -18,8 +20,8 @@ from .spec import ModelSpec
 #
 # Legend: T token rows, H hidden size, E experts, K experts per token.
 #
-# A LoRA site is always the same three lines: begin, base GEMM, add_to.  Site numbers index
-# `ModelShape.sites`.
+# A LoRA site is always the same three lines: begin, base GEMM, add_to; on CPU one operation does them.  Site
+# numbers index `ModelShape.sites`.
 
 
 def site_index(shape: ModelShape, name: str) -> int:
@@ -41,6 +43,23 @@ def linear(
     return ops.linear(x, weight, bias)
 
 
+def site_linear(
+    channel: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantisedWeight,
+    bias: torch.Tensor | None,
+    ids_TK: torch.Tensor | None,
+    site: int,
+    first_expert: int,
+) -> torch.Tensor:
+    """Base layer and deltas of a site in one operation."""
+    rest = (bias, ids_TK, site, first_expert)
+    if isinstance(weight, QuantisedWeight):
+        held = (weight.data, weight.scale, weight.zero)
+        return ops.lora_linear(channel, x, *held, *rest, weight.form_text, weight.num_out)
+    return ops.lora_linear(channel, x, weight, None, None, *rest, "", weight.shape[-2])
+
+
 class LoraLinear(nn.Module):
     """y = x @ weight.T + bias + deltas, for all modules of one dense site at once."""
 
@@ -54,9 +73,11 @@ class LoraLinear(nn.Module):
         self.bias = parameter(site.total_out_features) if bias else None
 
     def forward(self, x: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
-        ticket = ops.lora_begin(channel, x, None, self.site)
+        if ops.fuses_sites(x):
+            return site_linear(channel, x, self.weight, self.bias, None, self.site, 0)
+        ops.lora_begin(channel, x, None, self.site)
         y = linear(x, self.weight, self.bias)
-        ops.lora_add_to(channel, ticket, y)
+        ops.lora_add_to(channel, y, self.site)
         return y
 
 
@@ -76,17 +97,47 @@ class ExpertLinear(nn.Module):
         self.weight = parameter(len(experts), site.total_out_features, site.in_features)
         self.bias = parameter(len(experts), site.total_out_features) if bias else None
 
-    def forward(self, x: torch.Tensor, ids_TK: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
-        """ids: experts held here, -1 for rows without one, whose output is zero."""
-        ticket = ops.lora_begin(channel, x, ids_TK, self.site)
-        first = self.experts.start
-        rows_TK = torch.where(ids_TK < 0, ids_TK, ids_TK - first) if first else ids_TK
+    def forward(
+        self, x: torch.Tensor, ids_TK: torch.Tensor, channel: torch.Tensor, order: torch.Tensor | None
+    ) -> torch.Tensor:
+        """ids: experts held here, -1 for rows without one, whose output is zero.  order: `MoeMlp.order`'s."""
+        if ops.fuses_sites(x):
+            return site_linear(channel, x, self.weight, self.bias, ids_TK, self.site, self.experts.start)
+        ops.lora_begin(channel, x, ids_TK, self.site)
+        rows_TK = numbered_from(self.experts.start, ids_TK)
         if isinstance(self.weight, QuantisedWeight):
             y = self.weight.multiply(x, self.bias, rows_TK)
         else:
-            y = ops.expert_linear(x, self.weight, self.bias, rows_TK)
-        ops.lora_add_to(channel, ticket, y)
+            y = ops.expert_linear(x, self.weight, self.bias, rows_TK, order)
+        ops.lora_add_to(channel, y, self.site)
         return y
+
+    def gated(
+        self,
+        x: torch.Tensor,
+        ids_TK: torch.Tensor,
+        channel: torch.Tensor,
+        order: torch.Tensor | None,
+        activation: str,
+        limit: float,
+    ) -> torch.Tensor:
+        """`glu` of `forward`; where there is an order and no delta to add before it, in one operation."""
+        if order is None or isinstance(self.weight, QuantisedWeight):
+            return glu(self(x, ids_TK, channel, order), activation, limit)
+        ops.lora_begin(channel, x, ids_TK, self.site)
+        rows_TK = numbered_from(self.experts.start, ids_TK)
+        weights = (self.weight, self.bias, rows_TK, order)
+        return ops.gated_expert_linear(channel, x, *weights, activation != "silu", limit, self.site)
+
+
+def numbered_from(first: int, ids_TK: torch.Tensor) -> torch.Tensor:
+    """The ids with `first` as number 0; -1 stays."""
+    return torch.where(ids_TK < 0, ids_TK, ids_TK - first) if first else ids_TK
+
+
+def has_bias(shard: ModelShard, site_name: str) -> bool:
+    """Of a sum over ranks the first one adds the bias."""
+    return shard.dist_rank == 0 or not shard.is_summed(shard.whole.site(site_name))
 
 
 # The second half of a decoder layer: a dense MLP, or a choice of experts.
@@ -104,30 +155,35 @@ def glu(y: torch.Tensor, activation: str, limit: float) -> torch.Tensor:
 
 
 class DenseMlp(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)).  spec: with the sizes of the shard."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
         super().__init__()
+        self.is_summed = shard.divides_inner
         self.gate_up = LoraLinear(spec.shape, "gate_up", bias=spec.mlp_bias)
-        self.down = LoraLinear(spec.shape, "down", bias=spec.mlp_bias)
+        self.down = LoraLinear(spec.shape, "down", bias=spec.mlp_bias and has_bias(shard, "down"))
         self.activation, self.limit = spec.activation, spec.activation_limit
 
     def forward(self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor) -> torch.Tensor:
-        return self.down(glu(self.gate_up(x, channel), self.activation, self.limit), channel)
+        y = self.down(glu(self.gate_up(x, channel), self.activation, self.limit), channel)
+        if self.is_summed:
+            ops.sum_over_ranks(channel, y)
+        return y
 
 
 class MoeMlp(nn.Module):
     """Weighted sum of the chosen experts' outputs, in expert order.
 
-    experts: those held here.  Outputs of the others come from the ranks that hold them.
+    spec: with the sizes of the shard.  Outputs of experts that are not held come from the ranks that do.
     """
 
-    def __init__(self, spec: ModelSpec, experts: range) -> None:
+    def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
         super().__init__()
-        shape = spec.shape
+        shape, experts = spec.shape, shard.experts
+        self.is_summed = shard.divides_inner
         self.gate = LoraLinear(shape, "router", bias=spec.gate_bias)
         self.gate_up = ExpertLinear(shape, "gate_up", experts, bias=spec.mlp_bias)
-        self.down = ExpertLinear(shape, "down", experts, bias=spec.mlp_bias)
+        self.down = ExpertLinear(shape, "down", experts, bias=spec.mlp_bias and has_bias(shard, "down"))
         self.experts = experts
         self.holds_all = len(experts) == shape.num_experts
         self.top_k = shape.num_experts_per_token
@@ -149,14 +205,29 @@ class MoeMlp(nn.Module):
 
     def forward(self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor) -> torch.Tensor:
         weights_TK, ids_TK = self.choose(self.gate(x, channel))
-        ids_TK = torch.where(live_T[:, None], ids_TK, -1)
+        ids_TK = torch.where(live_T.unsqueeze(1), ids_TK, -1)
         own_TK = ids_TK if self.holds_all else self.held(ids_TK)
-        inner = glu(self.gate_up(x, own_TK, channel), self.activation, self.limit)
-        out = self.down(inner, own_TK, channel)
+        order = self.order(own_TK)
+        inner = self.gate_up.gated(x, own_TK, channel, order, self.activation, self.limit)
+        out = self.down(inner, own_TK, channel, order)
         if not self.holds_all:
             ops.exchange_experts(channel, out, ids_TK)
-        out = out.view(x.shape[0], self.top_k, -1)
-        return (out.float() * weights_TK[..., None]).sum(1).to(x.dtype)
+        if x.is_cuda:
+            y = ops.sum_experts(out, weights_TK)
+        else:
+            out = out.view(x.shape[0], self.top_k, -1)
+            y = (out.float() * weights_TK[..., None]).sum(1).to(x.dtype)
+        if self.is_summed:
+            ops.sum_over_ranks(channel, y)
+        return y
+
+    def order(self, ids_TK: torch.Tensor) -> torch.Tensor | None:
+        """Rows by expert, for a GPU's kernels; None: another device's, and those of quantised weights, take
+        them as they come."""
+        experts = (self.gate_up, self.down)
+        if not ids_TK.is_cuda or all(isinstance(one.weight, QuantisedWeight) for one in experts):
+            return None
+        return ops.expert_order(numbered_from(self.experts.start, ids_TK), len(self.experts))
 
     def held(self, ids_TK: torch.Tensor) -> torch.Tensor:
         """The ids, -1 in place of experts that are not held here."""
@@ -188,18 +259,19 @@ class Norm(nn.Module):
 def rotate(x_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of the two halves of head_dim.  cos, sin: [T, D / 2] fp32."""
     first, second = x_TND.float().chunk(2, dim=-1)
-    cos, sin = cos_TD[:, None], sin_TD[:, None]
+    cos, sin = cos_TD.unsqueeze(1), sin_TD.unsqueeze(1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_TND.dtype)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the paged KV behind the channel."""
+    """Grouped-query attention over the paged KV behind the channel.  spec: with the sizes of the shard."""
 
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
         super().__init__()
         shape = spec.shape
         self.qkv = LoraLinear(shape, "qkv", bias=spec.attention_bias)
-        self.o = LoraLinear(shape, "o", bias=spec.attention_bias)
+        self.o = LoraLinear(shape, "o", bias=spec.attention_bias and has_bias(shard, "o"))
+        self.is_summed = shard.tensor_parallel > 1
         self.q_norm = Norm(shape.head_dim, spec, kind="rms") if spec.qk_norm else None
         self.k_norm = Norm(shape.head_dim, spec, kind="rms") if spec.qk_norm else None
         self.sinks = parameter(shape.num_heads) if spec.sinks else None
@@ -220,18 +292,21 @@ class Attention(nn.Module):
             q_TND, k_TMD = self.q_norm(q_TND), self.k_norm(k_TMD)
         q_TND, k_TMD = rotate(q_TND, cos, sin), rotate(k_TMD, cos, sin)
         out_TND = ops.paged_attention(channel, q_TND, k_TMD, v_TMD, self.sinks, self.scale, self.window)
-        return self.o(out_TND.flatten(1), channel)
+        y = self.o(out_TND.flatten(1), channel)
+        if self.is_summed:
+            ops.sum_over_ranks(channel, y)
+        return y
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).  experts: those whose weights are held here."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).  spec: with the sizes of the shard."""
 
-    def __init__(self, spec: ModelSpec, layer: int, experts: range) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
         super().__init__()
         self.attention_norm = Norm(spec.shape.hidden_size, spec)
-        self.attention = Attention(spec, layer)
+        self.attention = Attention(spec, layer, shard)
         self.mlp_norm = Norm(spec.shape.hidden_size, spec)
-        self.mlp = MoeMlp(spec, experts) if spec.shape.num_experts else DenseMlp(spec)
+        self.mlp = MoeMlp(spec, shard) if spec.shape.num_experts else DenseMlp(spec, shard)
 
     def forward(
         self,
@@ -252,27 +327,36 @@ LayerForward = Callable[..., torch.Tensor]
 class CausalLM(nn.Module):
     """Token ids in, logits of chosen rows out; attention state lies behind the channels.
 
-    experts: those of each layer whose weights are held here, None = all.
+    spec: of the whole model; `self.spec` has the sizes of what is held.  shard: what is held, None = all.
     """
 
     inverse_frequencies: torch.Tensor
     head: nn.Parameter | QuantisedWeight
 
-    def __init__(self, spec: ModelSpec, experts: range | None = None) -> None:
+    def __init__(self, spec: ModelSpec, shard: ModelShard | None = None) -> None:
         super().__init__()
-        shape = spec.shape
-        self.spec = spec
-        self.experts = range(shape.num_experts) if experts is None else experts
+        self.shard = shard = ModelShard(spec.shape) if shard is None else shard
+        self.spec = spec = replace(spec, shape=shard.shape)
+        shape, self.experts = spec.shape, shard.experts
         self.embedding = parameter(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(spec, i, self.experts) for i in range(shape.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(spec, i, shard) for i in range(shape.num_layers))
         self.norm = Norm(shape.hidden_size, spec)
         self.head = (
-            self.embedding if spec.tie_word_embeddings else parameter(shape.vocab_size, shape.hidden_size)
+            self.own_head(self.embedding)
+            if spec.tie_word_embeddings
+            else parameter(len(shard.vocabulary), shape.hidden_size)
         )
+
+    def own_head(self, embedding: nn.Parameter) -> nn.Parameter:
+        """The rows of a tied embedding that are this shard's head, in its memory."""
+        rows = self.shard.vocabulary
+        if len(rows) == len(embedding):
+            return embedding
+        return nn.Parameter(embedding[rows.start : rows.stop], requires_grad=False)
 
     def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of each row's rotation: [T, head_dim / 2] fp32."""
-        angle = positions.float()[:, None] * self.inverse_frequencies
+        angle = positions.float().unsqueeze(1) * self.inverse_frequencies
         factor = self.spec.rope.attention_factor
         return angle.cos() * factor, angle.sin() * factor
 
@@ -285,7 +369,7 @@ class CausalLM(nn.Module):
         channels: Sequence[torch.Tensor],
         layer_forward: LayerForward = DecoderLayer.__call__,
     ) -> torch.Tensor:
-        """Logits [len(logit_rows), vocab] fp32.
+        """Logits [len(logit_rows), vocab] fp32; with a divided head at rank 0 only, elsewhere zeros.
 
         tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: rows that need logits.
         layer_forward: how a layer is run (compiled or not).
@@ -294,4 +378,7 @@ class CausalLM(nn.Module):
         x = F.embedding(tokens, self.embedding)
         for layer, channel in zip(self.layers, channels, strict=True):
             x = layer_forward(layer, x, channel, cos, sin, live)
-        return linear(self.norm(x[logit_rows]), self.head, None).float()
+        logits = linear(self.norm(x.index_select(0, logit_rows)), self.head, None)
+        if self.shard.tensor_parallel > 1:
+            logits = ops.gather_logits(channels[0], logits, self.spec.shape.vocab_size)
+        return logits.float()

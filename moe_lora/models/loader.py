@@ -2,232 +2,301 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import replace
+import logging
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_config
+from moe_lora.core.progress import Show, silent
+from moe_lora.core.shard import ModelShard
 from moe_lora.kernels.cpu.library import advise_huge_pages
+from moe_lora.kernels.quantised import Format, format_of
 
 from .causal_lm import CausalLM, ExpertLinear, LoraLinear
-from .quantised_weight import Quantisation, QuantisedWeight
+from .checkpoint import Checkpoint
+from .divided_weights import Cut, HeldRanges, held_ranges
+from .quantised_weight import Quantisation, QuantisedWeight, WeightLayout, common_layout
+from .random_weights import RandomCheckpoint
 from .spec import ModelSpec, model_spec
-from .weights import Piece, WeightMap, weight_map
+from .stored_weight import StoredWeight
+from .weights import Piece, WeightMap, stored_pieces, weight_map
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
+logger = logging.getLogger(__name__)
+
 RECOMPUTED = "rotary_emb.inv_freq"  # buffers that old checkpoints keep; config.json says the same
 NUM_NAMED = 5  # unexpected tensors that an error message names
+Source = Checkpoint | RandomCheckpoint
 Target = torch.Tensor | QuantisedWeight
+Stored = dict[str, dict[int, "torch.Tensor | StoredWeight"]]
+"""Tensors that were opened, by parameter and number of its piece among those that are loaded."""
 
 
 def load_model(
     model_dir: Path,
     dtype: torch.dtype,
     device: torch.device,
-    experts: range | None = None,
+    shard: ModelShard | None = None,
     quantisation: Quantisation | None = None,
+    show: Show = silent,
 ) -> CausalLM:
     """Build the model of a checkpoint directory and load its weights.
 
-    experts: those of each layer to load, None = all; the others' weights are neither allocated nor read.
-    quantisation: what is quantised as it is read, a few rows at a time; None = nothing.
+    shard: what is held, None = all; other weights are neither allocated nor read.
+    quantisation: what is quantised as it is read, a few rows at a time; None = what the checkpoint keeps
+    quantised is held as it is.  show: called after each parameter, with bytes.
     """
-    spec = model_spec(read_config(model_dir))
-    model = _empty_model(spec, dtype, device, experts, quantisation)
-    checkpoint = Checkpoint(model_dir)
-    _fill(model, checkpoint, weight_map(spec, checkpoint))
+    config = read_config(model_dir)
+    spec, checkpoint = model_spec(config), Checkpoint(model_dir, config)
+    weights = weight_map(spec, checkpoint)
+    if checkpoint.scheme is not None:
+        weights = stored_pieces(weights, checkpoint.scheme, checkpoint.file_of, spec.shape.num_experts)
+    return _loaded(spec, checkpoint, weights, dtype, device, shard, quantisation, show)
+
+
+def random_model(
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: ModelShard | None = None,
+    quantisation: Quantisation | None = None,
+    show: Show = silent,
+) -> CausalLM:
+    """As `load_model`, of a model with this config.json and the weights of a `RandomCheckpoint`."""
+    spec = model_spec(config)
+    checkpoint = RandomCheckpoint(spec, config, device)
+    return _loaded(spec, checkpoint, checkpoint.weights, dtype, device, shard, quantisation, show)
+
+
+def _loaded(
+    spec: ModelSpec,
+    checkpoint: Source,
+    weights: WeightMap,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: ModelShard | None,
+    quantisation: Quantisation | None,
+    show: Show,
+) -> CausalLM:
+    with torch.device("meta"):
+        model = CausalLM(spec, shard).to(dtype)
+    stored = _hold_quantised(model, checkpoint, weights, quantisation, device)
+    model = _allocated(model, device)
+    _fill(model, checkpoint, weights, stored, show)
     return model
 
 
-def _empty_model(
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    experts: range | None,
-    quantisation: Quantisation | None,
-) -> CausalLM:
-    """A model whose weights are allocated but not filled."""
-    with torch.device("meta"):
-        model = CausalLM(spec, experts).to(dtype)
-        if quantisation is not None:
-            _quantise_weights(model, quantisation, device)
-    model = model.to_empty(device=device)
+def _allocated(model: CausalLM, device: torch.device) -> CausalLM:
+    """A model without storage with weights that are allocated but not filled."""
+    spec = model.spec
+    # `to_empty` would import sympy, over half a second: torch asks in Python how a meta tensor's copy lies.
+    model._apply(lambda held: torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=device))
     for weight in (*model.parameters(), *model.buffers()):
         advise_huge_pages(weight)
     frequencies = torch.tensor(spec.rope.inverse_frequencies, dtype=torch.float32, device=device)
     model.register_buffer("inverse_frequencies", frequencies, persistent=False)
     if spec.tie_word_embeddings and not isinstance(model.head, QuantisedWeight):
-        model.head = model.embedding
+        model.head = model.own_head(model.embedding)
     return model.eval()
 
 
-def _quantise_weights(model: CausalLM, quantisation: Quantisation, device: torch.device) -> None:
+def _hold_quantised(
+    model: CausalLM,
+    checkpoint: Source,
+    weights: WeightMap,
+    quantisation: Quantisation | None,
+    device: torch.device,
+) -> Stored:
     """Put a `QuantisedWeight` in the place of each parameter of a model without storage that gets one.
 
-    Raises ConfigError for a device without kernels, and for a shape that the format can't hold.
+    Returns what was opened to see how it is stored.  Raises ConfigError for a dynamic format on a GPU, and
+    for a shape that the format can't hold.
     """
-    form = quantisation.form
-    if device.type != "cpu":
-        raise ConfigError(
-            f"quantize={form.name!r} runs on CPU only so far, not on {device.type}; use device='cpu' or "
-            "quantize='none'"
-        )
-
-    def replace_weight(owner: nn.Module, attribute: str, name: str) -> None:
-        weight = getattr(owner, attribute)
-        try:
-            held = QuantisedWeight(weight, form)
-        except ValueError as error:
+    layers = linear_layers(model)
+    head: list[tuple[nn.Module, str, str]] = [(model, "head", "head")]
+    divided = held_ranges(model)
+    stored: Stored = {}
+    if quantisation is None:
+        held, stored = _as_stored(model, checkpoint, weights, layers + head * ("head" in weights))
+        in_fp8 = {name for name, one in held.items() if one.form.name == "fp8"}
+        if in_fp8 and not _multiplies_fp8(device):
+            held = {name: one for name, one in held.items() if name not in in_fp8}
+    elif quantisation.form is None:
+        held = {}
+    else:
+        if device.type != "cpu" and quantisation.form.dynamic:
+            name = quantisation.form.name
             raise ConfigError(
-                f"quantize={form.name!r} can't hold {name} of shape {tuple(weight.shape)}: {error}; choose "
-                "a group size that divides it, or int8"
-            ) from error
-        delattr(owner, attribute)  # a parameter's name takes no module
-        setattr(owner, attribute, held)
-
-    for name, module in list(model.named_modules()):
-        if isinstance(module, (LoraLinear, ExpertLinear)) and not name.endswith("mlp.gate"):
-            replace_weight(module, "weight", f"{name}.weight")
-    if quantisation.head:
-        replace_weight(model, "head", "head")
-
-
-class Checkpoint:
-    """Memory-mapped tensors of a checkpoint: one safetensors file or several with an index.
-
-    Raises ConfigError for a missing or damaged file.
-    """
-
-    def __init__(self, model_dir: Path) -> None:
-        self.model_dir = model_dir
-        self._files: dict[Path, Any] = {}
-        index = model_dir / INDEX_NAME
-        if index.exists():
-            self._file_of = {key: model_dir / name for key, name in _read_index(index).items()}
-        else:
-            self._file_of = {key: path for path in self._without_index() for key in _names(self._open(path))}
-
-    def _without_index(self) -> list[Path]:
-        single = self.model_dir / SINGLE_NAME
-        paths = [single] if single.exists() else sorted(self.model_dir.glob("*.safetensors"))
-        if not paths:
-            raise ConfigError(
-                f"{self.model_dir} has no *.safetensors; convert the checkpoint with save_pretrained "
-                "(pickled weights are not read)"
+                f"quantize={name!r} runs on CPU only so far, not on {device.type}; use device='cpu' or "
+                f"quantize={name.removesuffix('-dynamic')!r}"
             )
-        return paths
-
-    def _open(self, path: Path) -> Any:
-        if path not in self._files:
-            if not path.exists():
-                raise ConfigError(f"{path} is named by {INDEX_NAME} but does not exist")
+        if quantisation.form.name == "fp8" and not _multiplies_fp8(device):
+            raise ConfigError(
+                "quantize='fp8' needs a GPU of compute capability 8.9 or more; choose int8, or a newer GPU"
+            )
+        held = {
+            name: _chosen(quantisation.form, weights.get(name, []), divided[name])
+            for _, _, name in layers + head * quantisation.head
+        }
+    for owner, attribute, name in layers + head:
+        if name in held:
+            weight = getattr(owner, attribute)
             try:
-                self._files[path] = safe_open(path, framework="pt")
-            except SafetensorError as error:
-                raise ConfigError(f"{path} is not a readable safetensors file: {error}") from error
-        return self._files[path]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._file_of
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        if key not in self._file_of:
-            raise ConfigError(f"the checkpoint in {self.model_dir} has no tensor {key!r}")
-        path = self._file_of[key]
-        try:
-            return self._open(path).get_tensor(key)
-        except SafetensorError as error:
-            raise ConfigError(f"{path} does not hold {key!r}, which {INDEX_NAME} places there") from error
-
-    def __iter__(self) -> Iterator[str]:
-        """Names of all tensors."""
-        return iter(self._file_of)
+                quantised = QuantisedWeight(weight, held[name])
+            except ValueError as error:
+                raise ConfigError(
+                    f"quantize={held[name].form.name!r} can't hold {name} of shape {tuple(weight.shape)}: "
+                    f"{error}; choose a group size that divides it, or int8"
+                ) from error
+            delattr(owner, attribute)  # a parameter's name takes no module
+            setattr(owner, attribute, quantised)
+    return stored
 
 
-def _names(file: Any) -> list[str]:
-    return list(file.keys())
+def _multiplies_fp8(device: torch.device) -> bool:
+    """Whether the device's kernels take weights in fp8."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        return json.loads(path.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not an index with a weight_map: {error!r}") from error
+def linear_layers(model: CausalLM) -> list[tuple[nn.Module, str, str]]:
+    """Layers whose weights a format holds: each with its weight's attribute and parameter name."""
+    return [
+        (module, "weight", f"{name}.weight")
+        for name, module in model.named_modules()
+        if isinstance(module, (LoraLinear, ExpertLinear)) and not name.endswith("mlp.gate")
+    ]
 
 
-def _fill(model: CausalLM, checkpoint: Checkpoint, weights: WeightMap) -> None:
+def _chosen(form: Format, pieces: list[Piece], ranges: HeldRanges) -> WeightLayout:
+    """In the format that was asked for.  Blocks of rows are smaller where parts of the weight end in one."""
+    if form.row_group == 1:
+        return WeightLayout(form)
+    row_group = math.gcd(form.row_group, *_first_rows(pieces, ranges))
+    return WeightLayout(format_of(form.name, form.group_size, row_group))
+
+
+def _first_rows(pieces: list[Piece], ranges: HeldRanges) -> list[int]:
+    """Where each part begins in its matrix of this rank."""
+    return [cut.target[-2].start for piece in pieces for cut in ranges.cuts(piece.index)]
+
+
+def _as_stored(
+    model: CausalLM, checkpoint: Source, weights: WeightMap, layers: list[tuple[nn.Module, str, str]]
+) -> tuple[dict[str, WeightLayout], Stored]:
+    """The layers' weights that the checkpoint keeps quantised, all their parts alike; and what it keeps."""
+    held: dict[str, WeightLayout] = {}
+    opened: Stored = {}
+    divided = held_ranges(model)
+    for _, _, name in layers:
+        own = [
+            (i, one, cuts) for i, one in enumerate(weights[name]) if (cuts := divided[name].cuts(one.index))
+        ]
+        kept = {i: checkpoint.tensor(piece) for i, piece, _ in own if piece.extra_keys}
+        parts = [_part(kept[i], cut, piece) for i, piece, cuts in own if i in kept for cut in cuts]
+        stored = [part for part in parts if isinstance(part, StoredWeight)]
+        if not stored:
+            continue
+        opened[name] = kept
+        found = common_layout(stored, _first_rows(weights[name], divided[name]), model.embedding.dtype)
+        if found is not None and len(stored) == sum(len(cuts) for _, _, cuts in own):
+            held[name] = found
+    if opened:
+        kinds = ", ".join(sorted({layout.form.name for layout in held.values()}))
+        num_mixed = len(opened) - len(held)
+        logger.info(
+            "%d weights are held as stored (%s), %d dequantised: their parts differ",
+            *(len(held), kinds, num_mixed),
+        )
+    return held, opened
+
+
+def _fill(model: CausalLM, checkpoint: Source, weights: WeightMap, stored: Stored, show: Show) -> None:
     """Copy the checkpoint into the model's parameters, converting to their dtype.
 
     Each value is copied once, from the mapped file into place; experts that the model does not hold are not
-    read.  Raises ConfigError naming the tensor if one is missing, has another shape than the model needs, or
-    has no place in the model.
+    read.  stored: is emptied.  Raises ConfigError naming the tensor if one is missing, has another shape than
+    the model needs, or has no place in the model.
     """
     targets: dict[str, Target] = {name: weight.data for name, weight in model.named_parameters()}
     targets |= {name: module for name, module in model.named_modules() if isinstance(module, QuantisedWeight)}
     if model.spec.tie_word_embeddings and "head" in targets:
         weights = weights | {"head": weights["embedding"]}
-    assert targets.keys() == weights.keys(), targets.keys() ^ weights.keys()
-    _refuse_unexpected(model, checkpoint, weights)
-    per_expert = _per_expert_parameters(model)
+    missing = weights.keys() ^ targets.keys()
+    assert all(name.endswith(".bias") and name in weights for name in missing), missing
+    refuse_unexpected(model, checkpoint, weights)
+    divided = held_ranges(model)
+    sizes = {name: _num_bytes(target) for name, target in targets.items()}
+    done, total = 0, sum(sizes.values())
     for name, target in targets.items():
-        for piece in weights[name]:
-            if name not in per_expert:
-                _fill_piece(target, piece, checkpoint)
-            elif piece.index and isinstance(piece.index[0], int):
-                if piece.index[0] in model.experts:
-                    index = (piece.index[0] - model.experts.start, *piece.index[1:])
-                    _fill_piece(target, replace(piece, index=index), checkpoint)
-            else:
-                _fill_piece(target, piece, checkpoint, model.experts, model.spec.shape.num_experts)
+        opened = stored.pop(name, {})
+        for i, piece in enumerate(weights[name]):
+            cuts = divided[name].cuts(piece.index)
+            if cuts:
+                tensor = opened.pop(i) if i in opened else checkpoint.tensor(piece)
+                _check_shape(piece, tensor, divided[name], checkpoint)
+                for cut in cuts:
+                    _fill_part(target, cut, _part(tensor, cut, piece), piece, checkpoint)
+        done += sizes[name]
+        show(f"{done / 1e9:.3g} of {total / 1e9:.3g} GB of weights loaded", done, total)
 
 
-def _per_expert_parameters(model: CausalLM) -> set[str]:
-    """Names of the parameters whose first dim counts experts."""
-    return {
-        f"{name}.{kind}"
-        for name, module in model.named_modules()
-        if isinstance(module, ExpertLinear)
-        for kind in ("weight", "bias")
-    }
+def _num_bytes(target: Target) -> int:
+    held = [target] if isinstance(target, torch.Tensor) else list(target.buffers())
+    return sum(tensor.nbytes for tensor in held)
 
 
-def _fill_piece(
-    into: Target,
-    piece: Piece,
-    checkpoint: Checkpoint,
-    experts: range | None = None,
-    num_experts: int = 0,
+def _check_shape(
+    piece: Piece, tensor: torch.Tensor | StoredWeight, ranges: HeldRanges, checkpoint: Source
 ) -> None:
-    """Copy one piece; of a tensor over all experts, the part of those in `experts`."""
-    tensors = [checkpoint[key] for key in piece.keys]
-    tensor = piece.transform(*tensors) if piece.transform else tensors[0]
-    part = torch.empty(into.shape, device="meta")[piece.index].shape
-    wanted = part if experts is None else (num_experts, *part[1:])
-    if tensor.shape != wanted:
+    wanted = torch.empty(ranges.whole, device="meta")[piece.index].shape
+    if tuple(tensor.shape) != tuple(wanted):
         raise ConfigError(
-            f"{piece.key} in {checkpoint.model_dir} has shape {tuple(tensors[0].shape)}, "
+            f"{piece.key} in {checkpoint.model_dir} has shape {tuple(checkpoint[piece.key].shape)}, "
             f"giving {tuple(tensor.shape)} where config.json asks for {tuple(wanted)}"
         )
-    if experts is not None:
-        tensor = tensor[experts.start : experts.stop]
+
+
+def _part(tensor: torch.Tensor | StoredWeight, cut: Cut, piece: Piece) -> torch.Tensor | StoredWeight:
+    """What a rank takes of a piece's tensor."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor[cut.source]
+    try:
+        return tensor.part(*cut.source)
+    except ValueError as error:
+        raise ConfigError(
+            f"{piece.key} can't be divided over the ranks: {error}; choose another tensor_parallel, give "
+            "expert_parallel as many too, which leaves experts whole, or quantize='none'"
+        ) from error
+
+
+def _fill_part(
+    into: Target, cut: Cut, tensor: torch.Tensor | StoredWeight, piece: Piece, checkpoint: Source
+) -> None:
     if isinstance(into, torch.Tensor):
-        into[piece.index].copy_(tensor)
+        if isinstance(tensor, torch.Tensor):
+            into[cut.target].copy_(tensor)
+        else:
+            _dequantise_into(into[cut.target], tensor)
         return
     try:
-        into.fill(piece.index, tensor)
+        into.fill(cut.target, tensor)
     except ValueError as error:
         raise ConfigError(f"{piece.key} in {checkpoint.model_dir} can't be quantised: {error}") from error
 
 
-def _refuse_unexpected(model: CausalLM, checkpoint: Checkpoint, weights: WeightMap) -> None:
+def _dequantise_into(target: torch.Tensor, stored: StoredWeight, num_rows: int = 128) -> None:
+    for row in range(0, len(target), num_rows):
+        rows = slice(row, min(row + num_rows, len(target)))
+        target[rows].copy_(stored.dequantised(rows, target.dtype))
+
+
+def refuse_unexpected(model: CausalLM, checkpoint: Source, weights: WeightMap) -> None:
+    """Raise ConfigError if the checkpoint has tensors that no part of the model is made of."""
     used = {key for pieces in weights.values() for piece in pieces for key in piece.keys}
     if model.spec.tie_word_embeddings:
         used.add("lm_head.weight")

@@ -5,94 +5,174 @@ Legend: T token rows, E experts, N output width, K input width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from moe_lora.core.weight_format import DEFAULT_GROUP_SIZE
 from moe_lora.kernels import ops, quantised
 from moe_lora.kernels.quantised import Format, format_of
 
-DEFAULT_GROUP_SIZE = 64
+from .stored_weight import StoredWeight
+
 _AT_ONCE = 1 << 18  # weights; the quantiser's temporaries are several times as large as what it is given
+
+
+def rows_at_once(width: int, row_group: int) -> int:
+    """Rows of a matrix that are quantised together, a multiple of row_group."""
+    return max(1, _AT_ONCE // width // row_group) * row_group
 
 
 @dataclass(frozen=True)
 class Quantisation:
     """Linear layers of attention, MLP and experts in a format; router, norms and embeddings stay as they are.
 
-    head: the vocabulary head too; a tied embedding stays beside it.
+    form: None: in the model's dtype, whatever the checkpoint holds.  head: the vocabulary head too; a tied
+    embedding stays beside it.
     """
 
-    form: Format
+    form: Format | None
     head: bool = False
 
 
 def quantisation_of(quantize: str, group_size: int | None, head: bool) -> Quantisation | None:
-    """What the settings of these names ask for; None: nothing."""
-    if quantize == "none":
+    """What the settings of these names ask for; None: what the checkpoint holds."""
+    if quantize == "checkpoint":
         return None
-    group_size = (group_size or DEFAULT_GROUP_SIZE) if quantize.startswith("int4") else 0
-    return Quantisation(format_of(quantize, group_size), head)
+    if quantize == "none":
+        return Quantisation(None)
+    if quantize.startswith("int4"):
+        group_size = group_size or DEFAULT_GROUP_SIZE
+    in_blocks = quantize == "fp8" and group_size
+    return Quantisation(format_of(quantize, group_size or 0, group_size if in_blocks else 1), head)
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How a weight is held.
+
+    wide: its scales in fp32, where the model's dtype would lose bits.  zeros: zero is not always the value 0.
+    """
+
+    form: Format
+    wide: bool = False
+    zeros: bool = False
+
+
+def common_layout(
+    stored: Sequence[StoredWeight], first_rows: Iterable[int], dtype: torch.dtype
+) -> WeightLayout | None:
+    """What holds these parts of a weight as they are; None if they are of several formats.
+
+    first_rows: where each begins in its matrix: parts of blocks of rows must not meet inside a block.
+    """
+    forms = {replace(one.form, row_group=1) for one in stored}
+    if len(forms) != 1:
+        return None
+    row_group = math.gcd(*(one.form.row_group for one in stored), *first_rows)
+    form = replace(forms.pop(), row_group=max(1, row_group))
+    wide = form.name == "int4" and any(one.scale.dtype != dtype and dtype != torch.float32 for one in stored)
+    return WeightLayout(
+        format_of(form.name, form.group_size, form.row_group),
+        wide,
+        any(one.zero is not None for one in stored),
+    )
 
 
 class QuantisedWeight(nn.Module):
     """A matrix [N, K], or one per expert, in a format of `kernels.quantised`; stands where a parameter would.
 
-    data, scale: as `Format.sizes` says, after the experts' dim.
+    data, scale, zero: as `QuantisedOperand` says, after the experts' dim.
     """
 
     data: torch.Tensor
     scale: torch.Tensor
+    zero: torch.Tensor | None
 
-    def __init__(self, weight: torch.Tensor, form: Format) -> None:
+    def __init__(self, weight: torch.Tensor, layout: WeightLayout) -> None:
         """weight: gives shape, dtype and device.  Raises ValueError if the format can't hold the shape."""
         super().__init__()
-        self.shape, self.dtype, self.form = weight.shape, weight.dtype, form
+        self.shape, self.dtype, self.form = weight.shape, weight.dtype, layout.form
+        self.form_text = self.form.text
         *experts, self.num_out, width = weight.shape
-        refusal = form.refusal(width)
+        refusal = self.form.refusal(width)
         if refusal is not None:
             raise ValueError(refusal)
-        sizes, dtypes = form.sizes(self.num_out, width), form.dtypes(weight.dtype)
-        for name, size, dtype in zip(("data", "scale"), sizes, dtypes, strict=True):
-            self.register_buffer(name, torch.empty(*experts, *size, dtype=dtype, device=weight.device))
+        sizes, dtypes = self.form.sizes(self.num_out, width), self.form.dtypes(weight.dtype)
+        if layout.wide:
+            dtypes = dtypes[0], torch.float32
+        parts = dict(zip(("data", "scale"), zip(sizes, dtypes, strict=True), strict=True))
+        if layout.zeros:
+            parts["zero"] = (self.num_out, self.form.num_groups(width)), torch.int8
+        for name in ("data", "scale", "zero"):
+            held = None
+            if name in parts:
+                size, dtype = parts[name]
+                held = torch.empty(*experts, *size, dtype=dtype, device=weight.device)
+            self.register_buffer(name, held)
 
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         """As `ops.linear`, or with ids as `ops.expert_linear`."""
-        form = self.form
         return ops.quantised_linear(
-            x, self.data, self.scale, bias, ids, form.name, form.group_size, self.num_out
+            x, self.data, self.scale, self.zero, bias, ids, self.form_text, self.num_out
         )
 
-    def fill(self, index: tuple[Any, ...], weight: torch.Tensor) -> None:
-        """Quantise `weight` into the part of the matrices that index, of expert and rows, names.
+    def fill(self, index: tuple[Any, ...], weight: torch.Tensor | StoredWeight) -> None:
+        """Put `weight` into the part of the matrices that index, of expert and rows, names.
 
-        A few rows at a time, so that no matrix is there twice.  Raises ValueError for weights without finite
-        scale.
+        What is stored in this format is taken as it is, all else quantised; a few rows at a time, so that no
+        matrix is there twice.  Raises ValueError for weights without finite scale.
         """
         if len(self.shape) == 2:
             self._fill_rows((), index[0] if index else slice(None), weight)
         elif index and isinstance(index[0], int):
             self._fill_rows(index[0], index[1] if index[1:] else slice(None), weight)
         else:
+            assert isinstance(weight, torch.Tensor)
             for expert, matrix in enumerate(weight):
                 self._fill_rows(expert, index[1] if index[1:] else slice(None), matrix)
 
-    def _fill_rows(self, expert: Any, rows: slice, weight: torch.Tensor) -> None:
+    def _fill_rows(self, expert: Any, rows: slice, weight: torch.Tensor | StoredWeight) -> None:
         first, data, scale = rows.indices(self.num_out)[0], self.data[expert], self.scale[expert]
-        step = max(1, _AT_ONCE // weight.shape[1])
+        group = self.form.row_group
+        step = rows_at_once(weight.shape[1], group)
+        as_it_is = isinstance(weight, StoredWeight) and self._takes(weight)
         for row in range(0, weight.shape[0], step):
-            some = weight[row : row + step].to(device=data.device, dtype=self.dtype).contiguous()
-            q, scales = quantised.quantise(some, self.form)
-            if not scales.isfinite().all():
-                raise ValueError("it holds values that are not finite")
+            some = slice(row, min(row + step, weight.shape[0]))
+            if isinstance(weight, torch.Tensor):
+                plain = weight[some].to(device=data.device, dtype=self.dtype).contiguous()
+            elif not as_it_is:
+                plain = weight.dequantised(some, self.dtype)
+            if as_it_is:
+                assert isinstance(weight, StoredWeight)
+                q, scales = weight.values(some), weight.scales(group)[row // group : -(-some.stop // group)]
+            else:
+                q, scales = quantised.quantise(plain, self.form)
+                if not scales.isfinite().all():
+                    raise ValueError("it holds values that are not finite")
             quantised.put(self.form, q, scales, data, scale, first + row)
+        if self.zero is not None:
+            stored = weight.zero if isinstance(weight, StoredWeight) else None
+            self.zero[expert][first : first + weight.shape[0]] = 0 if stored is None else stored
+
+    def _takes(self, stored: StoredWeight) -> bool:
+        """Values and scales of a file can be held as they are."""
+        form, kept = self.form, stored.form
+        return (
+            form.name.removesuffix("-dynamic") == kept.name
+            and form.group_size == kept.group_size
+            and kept.row_group % form.row_group == 0
+            and (stored.zero is None or self.zero is not None)
+            and (form.name != "int4-dynamic" or stored.scale.dtype == self.scale.dtype)
+        )
 
     def dequantised(self) -> torch.Tensor:
         """The weights that the values and scales stand for: [N, K] or [E, N, K] of the model's dtype."""
-        return quantised.dequantise(
-            self.form, self.data, self.scale, self.num_out, self.shape[-1], self.dtype
-        )
+        held = quantised.QuantisedOperand(self.form, self.data, self.scale, self.zero)
+        return quantised.dequantise(held, self.num_out, self.shape[-1], self.dtype)

@@ -14,9 +14,9 @@ The unit is one site of one layer, so that a step folds in or takes out a bounde
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -30,29 +30,53 @@ from .causal_lm import CausalLM, ExpertLinear, LoraLinear
 NEVER_MERGED = ("router",)
 """Sites whose deltas are computed beside the weights always."""
 
+_SCRATCH = 1 << 21
+"""fp32 numbers (8 MB) in which products are added to weights, so that a merge needs no memory by the weights'
+size, and on a CPU stays in its caches."""
+
 
 @dataclass(frozen=True)
 class HeldAdapter:
-    """Where A and B of an adapter lie on this device: slot `slot` of a table that points into arena."""
+    """Where A and B of an adapter lie on this device: slot `slot` of a table that points into arena.
+
+    Reads its part of the table once, and waits for the device then; not for use after the slot has changed.
+    """
 
     arena: torch.Tensor
     slots: SlotTable
     slot: int
 
+    @cached_property
     def lora_ranks(self) -> np.ndarray:
-        """[L, X] rank of each entry; waits for the device."""
-        return self.slots.lora_rank[self.slot].cpu().numpy()
+        """[L, X] rank of each entry."""
+        return self._column(self.slots.lora_rank)
+
+    @cached_property
+    def _places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[L, X] each: offsets of A and B, and the scale."""
+        slots = self.slots
+        return self._column(slots.a_offset), self._column(slots.b_offset), self._column(slots.scale)
+
+    def _column(self, column: torch.Tensor) -> np.ndarray:
+        return column[self.slot].to("cpu", copy=True).numpy()
 
     def delta_operands(
         self, layer: int, site: Site, entry: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, float]:
         """B [N, R] and A [R, H], both fp32, and the scale of one entry of a layer's offset table."""
-        place = (self.slot, layer, entry)
+        a_offset, b_offset, scale = (column[layer, entry].item() for column in self._places)
         width = site.out_features[(entry - site.entry_base) % len(site.modules)]
-        lora_rank = int(self.slots.lora_rank[place])
-        a = arena_rows(self.arena, int(self.slots.a_offset[place]), lora_rank, site.in_features, dtype)
-        b = arena_rows(self.arena, int(self.slots.b_offset[place]), lora_rank, width, dtype)
-        return b.float().T, a.float(), float(self.slots.scale[place])
+        lora_rank = int(self.lora_ranks[layer, entry])
+        a = arena_rows(self.arena, a_offset, lora_rank, site.in_features, dtype)
+        b = arena_rows(self.arena, b_offset, lora_rank, width, dtype)
+        return b.float().T, a.float(), scale
+
+
+def can_be_merged(model: CausalLM) -> bool:
+    """Whether adapters can be folded into this model's weights: none is quantised."""
+    sites = (module for layer in model.layers for module in layer.modules())
+    weights = (module.weight for module in sites if isinstance(module, LoraLinear | ExpertLinear))
+    return all(isinstance(weight, torch.nn.Parameter) for weight in weights)
 
 
 class WeightMerge:
@@ -76,10 +100,11 @@ class WeightMerge:
                 del self._weights[key]
         self._originals: dict[tuple[tuple[int, int], int], torch.Tensor] = {}
         """By piece and entry."""
+        self._scratch: torch.Tensor | None = None
 
     def pieces(self, held: HeldAdapter, sites: frozenset[int]) -> list[tuple[int, int]]:
         """(layer, site) of everything that the adapter changes at these sites, in the order of a step."""
-        ranks = held.lora_ranks()
+        ranks = held.lora_ranks
         return [
             (layer, number)
             for layer, number in sorted(self._weights)
@@ -110,10 +135,19 @@ class WeightMerge:
         for entry, _, rows in self._parts(piece, held):
             key = piece, entry
             if key not in self._originals:
-                self._originals[key] = rows.detach().to("cpu", copy=True)
-            b, a, scale = self._operands(piece, entry, held)
-            rows.copy_(torch.addmm(rows.float(), b, a, alpha=scale))
+                kept = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
+                self._originals[key] = kept.copy_(rows)
+            self._add_product(rows, *self._operands(piece, entry, held))
         self.merged[piece] = True
+
+    def _add_product(self, rows: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scale: float) -> None:
+        """rows = round(rows + scale * b a), some rows at a time."""
+        if self._scratch is None:
+            self._scratch = torch.empty(_SCRATCH, dtype=torch.float32, device=rows.device)
+        num_rows = max(1, _SCRATCH // rows.shape[1])
+        for some, b_some in zip(rows.split(num_rows), b.split(num_rows), strict=True):
+            total = self._scratch[: some.numel()].view(some.shape)
+            some.copy_(total.copy_(some).addmm_(b_some, a, alpha=scale))
 
     @torch.inference_mode()
     def take_out(self, piece: tuple[int, int], held: HeldAdapter) -> None:
@@ -124,29 +158,25 @@ class WeightMerge:
         self.merged[piece] = False
 
     @torch.inference_mode()
-    def rounding_error(self, held: HeldAdapter, sites: frozenset[int], num_rows: int = 32) -> float:
-        """The largest over modules of |W_a - W - delta| / |delta|, norms over a module's sampled weights in
-        all layers: what merging in this dtype changes of the adapter itself.
-
-        num_rows: about so many rows of each module and layer are looked at, of one expert.  0 for an adapter
-        without deltas at these sites.
+    def rounding(
+        self, piece: tuple[int, int], held: HeldAdapter, num_rows: int = 32
+    ) -> Iterator[tuple[int, float, float]]:
+        """Of each module that the adapter changes there: its number, |W_a - W - delta|^2 and |delta|^2, norms
+        over about num_rows rows of one expert: what merging in this dtype changes of the adapter itself.
         """
-        squares: dict[tuple[int, int], np.ndarray] = {}
-        for piece in self.pieces(held, sites):
-            first_of = {
-                module: (entry, rows) for entry, module, rows in reversed([*self._parts(piece, held)])
-            }
-            for module, (entry, rows) in first_of.items():
-                chosen = slice(None, None, max(1, len(rows) // num_rows))
-                original = self._originals[piece, entry] if self.merged[piece] else rows
-                before = original[chosen].to(rows.device).float()
-                b, a, scale = self._operands(piece, entry, held)
-                delta = (scale * (b[chosen] @ a)).double()
-                after = torch.addmm(before, b[chosen], a, alpha=scale).to(rows.dtype).double()
-                lost = (after - before.double() - delta).square().sum()
-                known = squares.get((piece[1], module), 0)
-                squares[piece[1], module] = known + np.array([float(lost), float(delta.square().sum())])
-        return max((math.sqrt(lost / delta) for lost, delta in squares.values() if delta), default=0.0)
+        seen: set[int] = set()
+        for entry, module, rows in self._parts(piece, held):
+            if module in seen:
+                continue
+            seen.add(module)
+            chosen = slice(None, None, max(1, len(rows) // num_rows))
+            original = self._originals[piece, entry] if self.merged[piece] else rows
+            before = original[chosen].to(rows.device).float()
+            b, a, scale = self._operands(piece, entry, held)
+            delta = (scale * (b[chosen] @ a)).double()
+            after = torch.addmm(before, b[chosen], a, alpha=scale).to(rows.dtype).double()
+            lost = (after - before.double() - delta).square().sum()
+            yield module, float(lost), float(delta.square().sum())
 
     def checksum(self) -> str:
         """Of all weights that an adapter may be folded into; reads them once."""
@@ -165,7 +195,7 @@ class WeightMerge:
         """The entries that the adapter has here: number, module, and its rows of the weight."""
         layer, number = piece
         site, weight = self.shape.sites[number], self._weights[piece]
-        ranks = held.slots.lora_rank[held.slot, layer].cpu().numpy()
+        ranks = held.lora_ranks[layer]
         for expert in self.experts if site.num_experts else (0,):
             matrix = weight[expert - self.experts.start] if site.num_experts else weight
             for module, (column, width) in enumerate(zip(site.columns, site.out_features, strict=True)):

@@ -5,6 +5,7 @@ Legend: E experts, F inner size of an expert or a dense MLP, H hidden size.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,10 @@ from typing import Any
 
 import torch
 
+from moe_lora.core.errors import ConfigError
+
 from .spec import ModelSpec
+from .stored_weight import Scheme, StoredWeight, mxfp4
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Piece:
 
     key: str
     index: tuple[Any, ...] = ()
-    transform: Callable[..., torch.Tensor] | None = None
+    transform: Callable[..., torch.Tensor | StoredWeight] | None = None
     extra_keys: tuple[str, ...] = ()
 
     @property
@@ -51,6 +55,49 @@ def weight_map(spec: ModelSpec, checkpoint: Container[str]) -> WeightMap:
         for name, pieces in layer_map(spec, checkpoint, f"{layers}.{layer}").items():
             weights[f"layers.{layer}.{name}"] = pieces
     return weights
+
+
+class _LinearExperts:
+    """Names of a checkpoint in which each linear layer of an expert has a tensor of its own."""
+
+    def __contains__(self, key: object) -> bool:
+        return re.search(r"\.0\.(down_proj|w2)\.weight$", str(key)) is not None
+
+
+def linear_weight_map(spec: ModelSpec) -> WeightMap:
+    """As `weight_map`, of the form in which quantisers of linear layers write checkpoints."""
+    return weight_map(spec, _LinearExperts())
+
+
+def stored_pieces(weights: WeightMap, scheme: Scheme, tensors: Container[str], num_experts: int) -> WeightMap:
+    """The same with what the scheme keeps quantised read as it says, a matrix of all experts as one each.
+
+    tensors: names of the checkpoint's.  Raises ConfigError for a weight kept transposed or interleaved.
+    """
+    return {
+        name: [made for piece in pieces for made in _stored(name, piece, scheme, tensors, num_experts)]
+        for name, pieces in weights.items()
+    }
+
+
+def _stored(
+    name: str, piece: Piece, scheme: Scheme, tensors: Container[str], num_experts: int
+) -> Iterable[Piece]:
+    if not scheme.present(piece.key, tensors):
+        return [piece]
+    if piece.transform is not None:
+        raise ConfigError(
+            f"{piece.key} is quantised by {scheme.name}, but its scales do not lie along the inputs of a "
+            "layer; leave these experts unquantised, or save the checkpoint in bfloat16 and give quantize=..."
+        )
+    (key, *others), make = scheme.read(piece.key, tensors)
+    if name.rpartition(".")[0].endswith(("mlp.gate_up", "mlp.down")) and num_experts and not piece.index:
+
+        def of_expert(expert: int, *stacked: torch.Tensor) -> StoredWeight:
+            return make(*(tensor[expert] for tensor in stacked))
+
+        return [Piece(key, (e,), partial(of_expert, e), tuple(others)) for e in range(num_experts)]
+    return [Piece(key, piece.index, make, tuple(others))]
 
 
 def _layer(spec: ModelSpec, checkpoint: Container[str], source: str) -> WeightMap:
@@ -96,8 +143,8 @@ def _mlp(spec: ModelSpec, checkpoint: Container[str], source: str) -> WeightMap:
 
 def _matrices(spec: ModelSpec, sources: Iterable[tuple[str, tuple[int, ...]]]) -> WeightMap:
     """Gate, up and down as matrices of their own under each (prefix, index into the parameter)."""
-    is_mixtral = spec.shape.family == "mixtral"
-    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    names = {"mixtral": ("w1", "w3", "w2"), "dbrx": ("w1", "v1", "w2")}
+    gate, up, down = names.get(spec.shape.family, ("gate_proj", "up_proj", "down_proj"))
     weights: WeightMap = {}
     for kind in _kinds(spec.mlp_bias):
         weights[f"mlp.gate_up.{kind}"] = [
@@ -110,7 +157,10 @@ def _matrices(spec: ModelSpec, sources: Iterable[tuple[str, tuple[int, ...]]]) -
 
 
 def _dbrx_layer(spec: ModelSpec, checkpoint: Container[str], source: str) -> WeightMap:
-    """w1, v1 and w2 are gate, up and (untransposed) down of all experts, one below the other."""
+    """w1, v1 and w2 are gate, up and (untransposed) down of all experts, one below the other.
+
+    Or layers of each expert, as quantisers write them.
+    """
     experts, inner = spec.shape.num_experts, spec.shape.intermediate_size
     attention, mlp = f"{source}.norm_attn_norm", f"{source}.ffn.experts.mlp"
 
@@ -118,12 +168,16 @@ def _dbrx_layer(spec: ModelSpec, checkpoint: Container[str], source: str) -> Wei
         """[E*F, H] -> [E, F, H]; another number of rows stays as it is, for the loader to report."""
         return stacked.view(experts, inner, -1) if stacked.shape[0] == experts * inner else stacked
 
-    return {
+    weights = {
         "attention_norm.weight": [Piece(f"{attention}.norm_1.weight")],
         "mlp_norm.weight": [Piece(f"{attention}.norm_2.weight")],
         "attention.qkv.weight": [Piece(f"{attention}.attn.Wqkv.weight")],
         "attention.o.weight": [Piece(f"{attention}.attn.out_proj.weight")],
         "mlp.gate.weight": [Piece(f"{source}.ffn.router.layer.weight")],
+    }
+    if f"{mlp}.0.w2.weight" in checkpoint:
+        return weights | _matrices(spec, [(f"{mlp}.{e}", (e,)) for e in range(experts)])
+    return weights | {
         "mlp.gate_up.weight": [
             Piece(f"{mlp}.{name}", (slice(None), rows), per_expert)
             for name, rows in zip(("w1", "v1"), _halves(spec), strict=True)
@@ -135,14 +189,22 @@ def _dbrx_layer(spec: ModelSpec, checkpoint: Container[str], source: str) -> Wei
 def _gpt_oss_mlp(spec: ModelSpec, checkpoint: Container[str], mlp: str) -> WeightMap:
     """Gate (even) and up (odd) interleaved; experts in floating point, [E, H, 2F] and [E, F, H], or in MXFP4.
 
-    Those are blocks and scales of [E, 2F, H] and [E, H, F], dequantised one expert at a time.
+    Those are blocks and scales of [E, 2F, H] and [E, H, F], of which each piece is a part of one expert's.
+    Or layers of each expert, gate and up apart, as quantisers write them.
     """
+    gate = {
+        "mlp.gate.weight": [Piece(f"{mlp}.router.weight")],
+        "mlp.gate.bias": [Piece(f"{mlp}.router.bias")],
+    }
+    if f"{mlp}.experts.0.down_proj.weight" in checkpoint:
+        experts = range(spec.shape.num_experts)
+        return gate | _matrices(spec, [(f"{mlp}.experts.{e}", (e,)) for e in experts])
     every = slice(None)
     halves = [(slice(first, None, 2), rows) for first, rows in enumerate(_halves(spec))]
 
     def quantised(key: str, expert: int, stored: slice, index: tuple[slice, ...]) -> Piece:
-        def transform(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-            return dequantise(blocks[expert, stored], scales[expert, stored])
+        def transform(blocks: torch.Tensor, scales: torch.Tensor) -> StoredWeight:
+            return mxfp4(blocks[expert, stored], scales[expert, stored])
 
         return Piece(f"{key}_blocks", (expert, *index), transform, extra_keys=(f"{key}_scales",))
 
@@ -160,9 +222,7 @@ def _gpt_oss_mlp(spec: ModelSpec, checkpoint: Container[str], mlp: str) -> Weigh
     else:
         up_pieces = [Piece(gate_up, (every, rows), partial(transposed, stored)) for stored, rows in halves]
         down_pieces = [Piece(down, (), partial(transposed, every))]
-    return {
-        "mlp.gate.weight": [Piece(f"{mlp}.router.weight")],
-        "mlp.gate.bias": [Piece(f"{mlp}.router.bias")],
+    return gate | {
         "mlp.gate_up.weight": up_pieces,
         "mlp.down.weight": down_pieces,
         "mlp.gate_up.bias": [
@@ -180,25 +240,3 @@ def _halves(spec: ModelSpec) -> tuple[slice, slice]:
     """Rows of gate and of up in the fused parameter."""
     inner = spec.shape.intermediate_size
     return slice(0, inner), slice(inner, 2 * inner)
-
-
-# MXFP4 weights (OCP Microscaling Formats v1.0): FP4 E2M1 values with one E8M0 scale per 32 of them.
-
-
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-E8M0_BIAS = 127
-
-
-def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """out[..., 32 * g + i] = E2M1(nibble i of block g) * 2 ** (scales[..., g] - 127).
-
-    blocks: [..., G, 16] uint8, two values per byte, low nibble first.  scales: [..., G] uint8.
-    Returns [..., 32 * G] fp32, exact for scale bytes of 2 and more (E2M1 has two significant bits, so bf16
-    holds the values too).
-    """
-    assert blocks.dtype == scales.dtype == torch.uint8
-    assert blocks.shape == (*scales.shape, 16)
-    values = torch.tensor(E2M1_VALUES, dtype=torch.float32)
-    nibbles = torch.stack([blocks & 0xF, blocks >> 4], dim=-1).flatten(-2)
-    exponents = scales.to(torch.int32) - E8M0_BIAS
-    return torch.ldexp(values[nibbles.int()], exponents[..., None]).flatten(-2)

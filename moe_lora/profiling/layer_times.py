@@ -160,22 +160,21 @@ class LayerClock:
         arena = layer.data.repeat(num_adapters).to(self.device).view(torch.uint8)
         slots = SlotTable(num_adapters, self.shape.num_layers, self.shape.num_entries, self.device)
         for slot in range(num_adapters):
-            slots.write_layer(
-                slot, _LAYER, layer.table, layer.scale, self.dtype.itemsize, slot * layer.nbytes
-            )
-            slots.max_lora_ranks[slot] = tuple(layer.table[:, 2].tolist())
+            where = range(slot * layer.nbytes, (slot + 1) * layer.nbytes)
+            slots.write_layer(slot, _LAYER, layer.table, layer.scale, self.dtype.itemsize, where)
         return slots, arena
 
     def _tables(self, batch: int, blocks: int) -> StepTables:
         def counting(count: int) -> torch.Tensor:
-            return torch.arange(count, dtype=torch.int32, device=self.device)
+            return torch.arange(count, dtype=torch.int32)
 
-        return StepTables(
+        tables = StepTables(
             query_start=counting(batch + 1),
-            seq_lens=torch.full((batch,), self._context_tokens, dtype=torch.int32, device=self.device),
+            seq_lens=torch.full((batch,), self._context_tokens, dtype=torch.int32),
             block_tables=counting(batch * blocks).view(batch, blocks),
             decode=True,
         )
+        return tables.to(self.device)
 
     def _random(self, *size: int) -> torch.Tensor:
         return (torch.randn(*size, generator=self._generator) * 0.02).to(self.device, self.dtype)

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -14,7 +13,6 @@ import torch
 from moe_lora.adapters.packed import PackedAdapter, Pair, assemble, pack_layer
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError
-from moe_lora.core.hf_config import read_config
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.core.shape import DEFAULT_TARGETS, MAX_LORA_RANK, ModelShape, Site
 from moe_lora.engine.build import build_engine
@@ -98,10 +96,10 @@ class StepClock:
         *,
         processor_time: bool = False,
     ) -> None:
-        hf_config = read_config(Path(config.model_dir))
+        hf_config = config.hf_config()
         self.device = torch.device(resolved(config, hf_config).device)
         on_cpu = self.device.type == "cpu"
-        if processor_time and not (on_cpu and config.num_threads == 1 and config.expert_parallel == 1):
+        if processor_time and not (on_cpu and config.num_threads == 1 and config.num_ranks == 1):
             raise ConfigError(
                 "processor time is that of a step only on one CPU thread; give --device cpu --threads 1, or "
                 "leave out --processor-time"
@@ -170,7 +168,7 @@ def engine_with_adapters(config: EngineConfig, adapters: Mapping[str, int]) -> E
 
     There is room for all of them below the share from which on the cache swaps out, and no history is kept.
     """
-    hf_config = read_config(Path(config.model_dir))
+    hf_config = config.hf_config()
     dtype = DTYPES[resolved(config, hf_config).dtype]
     shape = replace(ModelShape.from_hf_config(hf_config), dtype_bytes=dtype.itemsize)
     slack = shape.num_layers * kv_layout(config, shape, dtype).page_bytes
@@ -178,7 +176,13 @@ def engine_with_adapters(config: EngineConfig, adapters: Mapping[str, int]) -> E
     needed = max(least, sum(shape.adapter_bytes(rank) + slack for rank in adapters.values()))
     room_gb = math.ceil(needed / config.swap_out_above / 1e3) / 1e6
     core = build_engine(
-        replace(config, max_loras=max(1, len(adapters)), lora_memory_gb=room_gb, prefix_caching=False)
+        replace(
+            config,
+            max_loras=max(1, len(adapters)),
+            lora_memory_gb=room_gb,
+            prefix_caching=False,
+            async_scheduling="off",
+        )
     )
     for seed, (name, rank) in enumerate(adapters.items()):
         core.add_adapter(random_adapter(shape, dtype, name, rank, seed=seed), None)

@@ -93,7 +93,10 @@ class RatedGpu(Gpu):
 
 
 class Sizes(FileContent):
-    """What of a model the stage times of one layer depend on; a dense MLP is one expert, chosen always."""
+    """What of a model the stage times of one layer depend on; a dense MLP is one expert, chosen always.
+
+    weights: name of the format that they are held in (`core.weight_format`).
+    """
 
     model: str = ""
     hidden_size: Count
@@ -103,6 +106,7 @@ class Sizes(FileContent):
     lora_rank: Positive
     instance_gpus: Count
     value_bytes: Count
+    weights: str = "none"
 
     @property
     def row_inputs(self) -> float:

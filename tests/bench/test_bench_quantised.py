@@ -4,6 +4,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from bench.quantised import bench_layers
 from bench.quantised.bench_quantised import FORMATS, LLAMA, main
 from moe_lora.report.results import read_results
 
@@ -24,9 +25,21 @@ def test_each_format_has_a_record_with_fewer_bytes_than_bf16(model, tmp_path):
     assert set(weights) == {(f, *cell) for f in FORMATS for cell in ((1, 0), (8, 0), (8, 8))}
     for form in FORMATS[1:]:
         assert weights[form, 1, 0] < weights["none", 1, 0]
-        assert weights[form.replace("8", "4"), 8, 8] <= weights[form, 8, 8]
+        assert weights[form.replace("fp8", "int4").replace("8", "4"), 8, 8] <= weights[form, 8, 8]
     assert all(r["result"]["over_bf16"]["num_pairs"] == 1 for r in records)
 
 
 def test_llama_has_the_size_of_the_peers_comparison():
     assert 440e6 < LLAMA.num_parameters < 446e6
+
+
+def test_each_layer_has_a_record_beside_bf16(tmp_path):
+    out, threads = tmp_path / "out.jsonl", torch.get_num_threads()
+    done = CliRunner().invoke(bench_layers.main, ["--quick", "--threads", "1", "--out", str(out)])
+    torch.set_num_threads(threads)
+    assert done.exit_code == 0, done.output
+    records = read_results(out)
+    assert len(records) == (len(bench_layers.FORMATS) + 1) * len(bench_layers.ROWS)
+    read = {r["config"]["format"]: r["result"]["read_bytes"] for r in records}
+    assert 2 * read["bf16"] > 3 * read["int8"] > 4 * read["mxfp4/32"]
+    assert all(r["result"]["over_bf16"]["median"] == 1 for r in records if r["config"]["format"] == "bf16")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from demo.tasks import prompt_for
 from moe_lora import LLM, SamplingParams
+from moe_lora.models.compiled_layers import CompiledLayers
 
 DEMO = Path(__file__).parents[2] / "demo"
 NAMES = [None, *list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:6]]
@@ -28,6 +30,25 @@ def eager() -> list[tuple[int, ...]]:
     return answers(eager=True)
 
 
-@pytest.mark.parametrize("settings", [{}, {"decode_buckets": (4,)}], ids=["any_size", "bucket_of_4"])
-def test_compiled_steps_give_the_tokens_of_eager_ones(eager, settings):
+@pytest.mark.parametrize(
+    ("settings", "num_codes"), [({}, 2), ({"decode_buckets": (4,)}, 1)], ids=["any_size", "bucket_of_4"]
+)
+def test_compiled_steps_give_the_tokens_of_eager_ones(eager, settings, num_codes, monkeypatch):
+    """num_codes: for one row and for any number of rows above; for four."""
+    through_compiler, calls = Counter(), Counter()
+
+    def noted(name, counter):
+        method = getattr(CompiledLayers, name)
+
+        def note(self, layer, *operands):
+            counter[layer] += 1
+            return method(self, layer, *operands)
+
+        monkeypatch.setattr(CompiledLayers, name, note)
+
+    noted("_first", through_compiler)
+    noted("__call__", calls)
     assert answers(**settings) == eager
+    assert set(through_compiler.values()) == {num_codes}, "at the start alone"
+    assert set(through_compiler) == set(calls)
+    assert min(calls.values()) > 10

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from moe_lora import LLM, SamplingParams
 from moe_lora.config import EngineConfig
 from moe_lora.config.engine import EmulationConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.progress import silent
+from moe_lora.models.quantised_checkpoint import quantise_checkpoint
 from moe_lora.models.quantised_weight import quantisation_of
+from tests.families import make_adapter
 from tests.models.test_oracle import make_prompts
 from tests.models.test_quantised import SLOTS, base  # noqa: F401  (the fixture)
 from tests.oracle import greedy_reference
 from tests.quantised import dequantised_checkpoint
+from tests.stored_checkpoints import mxfp4_pair, stored_pair
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -21,6 +26,7 @@ WAYS = {
     "compiled": {},
     "padded": {"decode_buckets": (4,)},
     "expert_parallel": {"eager": True, "expert_parallel": 2},
+    "tensor_parallel": {"eager": True, "tensor_parallel": 2},
     "host_workers": {
         "eager": True,
         "host_workers": 1,
@@ -57,6 +63,67 @@ def test_mixed_batch_continues_as_peft_does(family, quantize, way, base, tmp_pat
     assert (stats.lora_rows_host > 0) == (way == "host_workers")
 
 
+STORED = [
+    ("mixtral", "w4a16", "expert_parallel"),
+    ("llama", "w8a16", "tensor_parallel"),
+    pytest.param("mixtral", "w8a16", "tensor_parallel", marks=pytest.mark.slow),
+    pytest.param("dbrx", "torchao-int8", "tensor_parallel", marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", "fp8", "expert_parallel", marks=pytest.mark.slow),
+    pytest.param("llama", "torchao-fp8", "compiled", marks=pytest.mark.slow),
+    pytest.param("mixtral", "torchao-int8", "host_workers", marks=pytest.mark.slow),
+    pytest.param("dbrx", "w8a16", "padded", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "way"), STORED)
+def test_checkpoint_that_comes_quantised_is_served_as_it_is(family, kind, way, base, tmp_path):  # noqa: F811
+    model_dir, adapters = base(family)
+    stored, plain = stored_pair(model_dir, kind, tmp_path)
+    assert_served_as_peft_does(stored, plain, adapters, way)
+
+
+def assert_served_as_peft_does(stored, plain, adapters, way):
+    """Mixed batch and greedy tokens in fp32; plain: the weights that are meant."""
+    prompts, names = make_prompts(), [None if slot < 0 else adapters[slot].name for slot in SLOTS]
+    given = {path.name: str(path) for path in adapters}
+    with LLM(stored, adapters=given, dtype="float32", num_threads=1, **WAYS[way]) as llm:
+        found = llm.generate(prompts, names, GREEDY)
+        stats = llm.stats()
+    for slot, prompt, completion in zip(SLOTS, prompts, found, strict=True):
+        expected = greedy_reference(plain, None if slot < 0 else adapters[slot], [prompt], NUM_TOKENS)
+        expected.check_margins()
+        assert completion.token_ids == expected.tokens[0], (slot, len(prompt))
+    assert stats.lora_rows_local > 0
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["mxfp4", pytest.param("int4", marks=pytest.mark.slow), pytest.param("fp8", marks=pytest.mark.slow)],
+)
+def test_experts_of_gpt_oss_are_divided_between_ranks_as_stored(kind, base, tmp_path):  # noqa: F811
+    """As they are published, and as `moe-lora quantize` writes them."""
+    if kind == "mxfp4":
+        plain, stored = mxfp4_pair(tmp_path)
+        adapters = [make_adapter("gpt_oss", plain, tmp_path / str(n), n, seed=n) for n in (4, 8)]
+    else:
+        model_dir, adapters = base("gpt_oss")
+        stored, quantisation = (
+            tmp_path / "stored",
+            quantisation_of(kind, 32 if kind == "int4" else None, False),
+        )
+        quantise_checkpoint(model_dir, stored, quantisation, torch.float32, silent)
+        plain = dequantised_checkpoint(model_dir, quantisation, tmp_path / "plain")
+    assert_served_as_peft_does(stored, plain, adapters, "expert_parallel")
+
+
+def test_merging_into_a_checkpoint_that_comes_quantised_is_refused(base, tmp_path):  # noqa: F811
+    stored, _ = stored_pair(base("llama")[0], "w8a16", tmp_path)
+    with pytest.raises(ConfigError, match="batching='merged' and a checkpoint with quantised weights"):
+        LLM(stored, dtype="float32", batching="merged")
+    with LLM(stored, dtype="float32", batching="merged", quantize="none", eager=True) as llm:
+        assert len(llm.generate([[3, 4, 5]], [None], GREEDY)[0].token_ids) == NUM_TOKENS
+
+
 @pytest.mark.parametrize(
     ("quantize", "ways"),
     [("int8-dynamic", ("expert_parallel", "host_workers")), ("int4-dynamic", ("expert_parallel",))],
@@ -82,8 +149,9 @@ def test_dynamic_answers_are_the_same_alone_and_however_the_work_is_divided(quan
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantize": "fp8"}, "quantize='fp8' is not known; choose one of none, int8"),
-        ({"quantize_group_size": 32}, "quantize_group_size=32 is for int4, not for quantize='none'"),
+        ({"quantize": "fp9"}, "quantize='fp9' is not known; choose one of checkpoint, none, int8"),
+        ({"quantize_group_size": 32}, "quantize_group_size=32 is for int4 and fp8, not for quantize='check"),
+        ({"quantize": "fp8", "quantize_group_size": 64}, "quantize_group_size=64 must be 128 with fp8"),
         ({"quantize": "int8", "quantize_group_size": 32}, "is for int4"),
         ({"quantize": "int4", "quantize_group_size": 48}, "quantize_group_size=48 must be 32, 64 or 128"),
         ({"quantize_head": True}, "quantize_head=True needs a format"),

@@ -76,8 +76,9 @@ def packed_adapters(
                 first = slots.a_offset[slot, 1, site.entry(0, expert)]
                 slots.a_offset[index] = first if share_a and module else pack(lora_rank, site.in_features)
                 slots.b_offset[index] = pack(lora_rank, width)
-                slots.lora_rank[index] = lora_rank
+                slots.lora_rank[index] = slots.ranks[slot, index[2]] = lora_rank
                 slots.scale[index] = 0.5 + 0.25 * slot
+    slots.end_bytes = offset
     return slots, torch.cat(pieces) if pieces else torch.zeros(64, dtype=torch.uint8)
 
 

@@ -16,7 +16,7 @@ from moe_lora.kernels.quantised import Format, QuantisedOperand, format_of
 
 from .kernel_cases import popularity, random, strided
 
-ROWS = [1, 2, 3, 5, 16, 17, 64]
+ROWS = [1, 2, 3, 5, 8, 12, 16, 17, 64]
 FORMS = [format_of("int8", 0), *(format_of("int4", group) for group in (32, 64, 128))]
 WIDTHS = {0: [(64, 32), (77, 13), (33, 1), (256, 70), (7, 5)], 32: [(32, 5), (96, 70)]}
 WIDTHS |= {64: [(64, 13), (192, 1)], 128: [(128, 7), (384, 33)]}
@@ -30,6 +30,82 @@ the weights' scale and once after."""
 
 def ident(case: object) -> str:
     return f"{case.name}-{case.group_size}" if isinstance(case, Format) else str(case)
+
+
+PACKED = [
+    *((Format("fp8"), *size, False) for size in [(70, 13), (33, 1), (7, 5), (256, 70)]),
+    *((Format("fp8", 128, 128), *size, False) for size in [(300, 150), (128, 64)]),
+    (Format("fp8", 16, 16), 70, 37, False),  # groups that no vector fits
+    *((Format("int8", *group), 96, 37, zeros) for group in [(), (16,), (32,)] for zeros in (False, True)),
+    *((Format("int4", group), 192, 37, zeros) for group in (8, 32, 64) for zeros in (False, True)),
+    *((Format("int4", width), width, 13, zeros) for width in (40, 48, 100) for zeros in (False, True)),
+    *((Format("mxfp4", 32), *size, False) for size in [(96, 13), (192, 70), (32, 1)]),
+]
+
+
+def random_held(form, experts, width, num_out, generator, *, zero=False, wide=False, dtype=torch.float32):
+    """Any values and scales of a format, of E matrices.  wide: scales in fp32 whatever the dtype."""
+    sizes, kinds = form.sizes(num_out, width), form.dtypes(torch.float32 if wide else dtype)
+    data = torch.randint(0, 256, (experts, *sizes[0]), generator=generator).to(torch.uint8)
+    if form.name == "fp8":
+        data[data % 128 == 127] = 126  # not a number
+    scale = torch.rand(experts, *sizes[1], generator=generator)
+    if form.name == "mxfp4":
+        scale = torch.randint(120, 130, scale.shape, generator=generator)
+    zeros = torch.randint(-8, 8, (experts, num_out, form.num_groups(width)), generator=generator)
+    return QuantisedOperand(
+        form, data.view(kinds[0]), scale.to(kinds[1]), zeros.to(torch.int8) if zero else None
+    )
+
+
+@pytest.mark.parametrize(("form", "width", "num_out", "with_zeros"), PACKED, ids=ident)
+def test_formats_of_checkpoints_have_the_bits_of_the_dequantised_weights(
+    isa, dtype, generator, form, width, num_out, with_zeros
+):
+    """Dense and experts, rows alone and together, scales of the model's dtype and wider."""
+    weight = random_held(form, 3, width, num_out, generator, zero=with_zeros, wide=with_zeros, dtype=dtype)
+    plain = quantised.dequantise(weight, num_out, width, dtype)
+    bias = random(generator, 3, num_out, dtype=dtype)
+    matrix = weight._replace(
+        data=weight.data[1], scale=weight.scale[1], zero=weight.zero[1] if with_zeros else None
+    )
+    for rows in (1, 2, 5, 7, 8, 12, 13, 17):
+        x = strided(random(generator, rows, width, dtype=dtype))
+        ids = torch.randint(-1, 3, (rows, 2), generator=generator).int()
+        found = cpu.quantised_linear(x, weight, bias, ids, num_out)
+        assert torch.equal(found, cpu.expert_linear(x, plain, bias, ids)), rows
+        dense = cpu.quantised_linear(x, matrix, bias[1], None, num_out)
+        assert torch.equal(dense, cpu.linear(x, plain[1], bias[1])), rows
+        alone = cpu.quantised_linear(x[:1], matrix, bias[1], None, num_out)
+        assert torch.equal(alone, dense[:1])
+
+
+def test_every_code_and_exponent_means_what_torch_says(isa, dtype):
+    """Inputs of one 1 each give the weights themselves."""
+    codes = torch.arange(256).to(torch.uint8).view(8, 32)
+    weights = [
+        QuantisedOperand(Format("fp8"), codes.view(torch.float8_e4m3fn), torch.full((8, 1), 0.3)),
+        QuantisedOperand(Format("int8"), codes.view(torch.int8), torch.full((8,), 0.3)),
+        QuantisedOperand(
+            Format("mxfp4", 32),
+            torch.arange(32).mul(7).to(torch.uint8).expand(250, 32).contiguous(),
+            torch.arange(250).to(torch.uint8)[:, None],
+        ),
+    ]
+    for weight in weights:
+        num_out = weight.data.shape[0]
+        plain = quantised.dequantise(weight, num_out, 32, dtype)
+        for rows in (range(32), range(3), range(17, 29)):
+            x = torch.eye(32, dtype=dtype)[rows.start : rows.stop]
+            found = cpu.quantised_linear(x, weight, None, None, num_out)
+            assert torch.equal(found.nan_to_num(-1), cpu.linear(x, plain, None).nan_to_num(-1))
+        assert found.isnan().any() == (weight.form.name == "fp8")
+
+
+def test_expert_that_is_not_there_is_refused_in_every_format(generator):
+    weight = random_held(Format("fp8"), 3, 8, 4, generator)
+    with pytest.raises(ValueError, match=r"outside -1 \.\. 2"):
+        cpu.quantised_linear(torch.zeros(1, 8), weight, None, torch.tensor([[3]]).int(), 4)
 
 
 def held(form: Format, weight: torch.Tensor) -> QuantisedOperand:
@@ -54,17 +130,17 @@ def test_what_is_held_is_what_torchao_holds(dtype, generator, form, width, num_o
         expected = Int8Tensor.from_hp(weight, PerRow())
     else:
         expected = IntxUnpackedToInt8Tensor.from_hp(weight, (1, form.group_size), torch.int4)
-    q, scale = quantised.unpack(*operand, num_out, width)
+    q, scale = quantised.unpack(operand, num_out, width)
     assert torch.equal(q, expected.qdata)
     assert torch.equal(scale, expected.scale)
-    assert torch.equal(quantised.dequantise(*operand, num_out, width, dtype), expected.dequantize())
+    assert torch.equal(quantised.dequantise(operand, num_out, width, dtype), expected.dequantize())
 
 
 @pytest.mark.parametrize(("form", "width", "num_out"), CASES, ids=ident)
 def test_linear_has_the_bits_of_the_dequantised_weights(isa, dtype, generator, form, width, num_out):
     weight = random(generator, num_out, width, dtype=dtype)
     operand = held(form, weight)
-    plain = quantised.dequantise(*operand, num_out, width, dtype)
+    plain = quantised.dequantise(operand, num_out, width, dtype)
     for rows, bias in itertools.product(ROWS, [None, random(generator, num_out, dtype=dtype)]):
         x = strided(random(generator, rows, width, dtype=dtype))
         found = cpu.quantised_linear(x, operand, bias, None, num_out)
@@ -79,7 +155,7 @@ def test_experts_have_the_bits_of_the_dequantised_weights(isa, dtype, generator,
     experts, width, num_out = 6, 96, 37
     weight = random(generator, experts, num_out, width, dtype=dtype)
     operand = held(form, weight)
-    plain = quantised.dequantise(*operand, num_out, width, dtype)
+    plain = quantised.dequantise(operand, num_out, width, dtype)
     for rows, bias in itertools.product(ROWS, [None, random(generator, experts, num_out, dtype=dtype)]):
         ids = popularity(generator, kind, rows * 2, experts).view(rows, 2)
         x = strided(random(generator, rows * (2 if row_per_output else 1), width, dtype=dtype))
@@ -104,7 +180,7 @@ def test_more_rows_than_the_library_takes_are_computed_over_dequantised_weights(
     weight = random(generator, 40, 64)
     x = random(generator, cpu.LINEAR_MAX_ROWS[torch.float32] + 1, 64)
     operand = held(form, weight)
-    found = ops.quantised_linear(x, *operand[1:], None, None, form.name, form.group_size, 40)
+    found = ops.quantised_linear(x, *operand[1:], None, None, form.text, 40)
     assert torch.equal(found, reference.quantised_linear(x, operand, None, None, 40))
 
 
@@ -120,6 +196,8 @@ def test_operands_that_do_not_fit_are_refused(generator):
         lambda: cpu.quantised_linear(x, operand._replace(scale=torch.zeros(5)), None, None, 4),
         lambda: cpu.quantised_linear(x, operand._replace(data=operand.data.T), None, None, 4),
         lambda: cpu.quantised_linear(x, operand._replace(data=operand.data.short()), None, None, 4),
+        lambda: cpu.quantised_linear(x, operand._replace(zero=torch.zeros(4, 2).char()), None, None, 4),
+        lambda: cpu.quantised_linear(x, operand._replace(scale=operand.scale.bfloat16()), None, None, 4),
         lambda: cpu.quantised_linear(x, bank, None, ids + 3, 4),
         lambda: cpu.quantised_linear(x, bank, None, ids.long(), 4),
         lambda: cpu.quantised_linear(torch.zeros(3, 8), bank, None, ids, 4),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 _CALL = re.compile(r"^\s+(?:(\w+) = )?torch\.ops\.moe_lora\.(\w+)\.default\((.*)\)$")
+_GEMM = re.compile(r"^\s+extern_kernels\.(mm|addmm)\((.*), out=(\w+)\)$")
 _ALIAS = re.compile(r"^\s+(\w+) = (?:reinterpret_tensor\()?(\w+)(?:[,;]|$)")
 _BUFFER = re.compile(r"\b(?:buf\d+|arg\d+_\d+)\b")
 _ALLOCATION = re.compile(r"empty_strided\w*\(\(([^()]*)\)")
@@ -36,6 +38,13 @@ def operations(code: str) -> list[Call]:
             # A name that is used again for other content is another buffer.
             root[result] = f"{result}@{position}"
             calls.append(Call(position, name, root[result], operands, arguments))
+        elif gemm := _GEMM.match(line):
+            name, arguments, out = gemm.groups()
+            operands = [root.get(buffer, buffer) for buffer in _BUFFER.findall(arguments)]
+            if name == "addmm":  # the bias comes first
+                operands = [*operands[1:], operands[0]]
+            result = root[out] = f"{out}@{position}"
+            calls.append(Call(position, f"{name}_linear", result, tuple(operands), arguments))
         elif alias := _ALIAS.match(line):
             name, source = alias.groups()
             if _BUFFER.fullmatch(source):
@@ -51,15 +60,29 @@ def largest_allocation(code: str, rows: int) -> int:
     return max(prod(int(factor) for factor in re.findall(r"\d+", size)) for size in sizes)
 
 
+def assert_one_operation_a_site(code: str, num_sites: int) -> None:
+    """Every LoRA site is computed once, in order, KV written once, between the first site and the second."""
+    calls = [call for call in operations(code) if call.name in ("lora_linear", "paged_attention")]
+    names = ["lora_linear", "paged_attention", *["lora_linear"] * (num_sites - 1)]
+    assert [call.name for call in calls] == names
+    sites = [int(call.arguments.rsplit(",", 4)[1]) for call in calls if call.name == "lora_linear"]
+    assert sites == list(range(num_sites))
+    for before, after in pairwise(calls):
+        assert before.operands[0] == after.operands[0], "one channel"
+
+
 def assert_sites_in_order(code: str, num_sites: int) -> None:
     """begin < base GEMM < add_to at every LoRA site, on one x and one y, KV written once."""
     calls = operations(code)
     begins = [call for call in calls if call.name == "lora_begin"]
-    sites = sorted(int(call.arguments.rsplit(",", 1)[1]) for call in begins)
-    assert sites == list(range(num_sites))
+    assert sorted(map(_site, begins)) == list(range(num_sites))
     assert [call.name for call in calls].count("paged_attention") == 1
     for begin in begins:
-        (add,) = [call for call in calls if call.name == "lora_add_to" and call.operands[1] == begin.result]
-        (gemm,) = [call for call in calls if call.name.endswith("linear") and call.result == add.operands[2]]
+        (add,) = [call for call in calls if call.name == "lora_add_to" and _site(call) == _site(begin)]
+        (gemm,) = [call for call in calls if call.name.endswith("linear") and call.result == add.operands[1]]
         assert gemm.operands[0] == begin.operands[1], "the base GEMM reads another x than begin"
         assert begin.position < gemm.position < add.position
+
+
+def _site(call: Call) -> int:
+    return int(call.arguments.rsplit(",", 1)[1])

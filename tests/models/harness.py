@@ -83,7 +83,9 @@ class Harness:
 
         num_padding: rows without a sequence at the end of the batch.
         """
-        tokens, positions, token_slots, starts, lengths = [], [], [], [0], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        token_slots, starts, lengths = [], [0], []
         for sequence, new in batch:
             tokens += list(new)
             positions += range(sequence.length, sequence.length + len(new))

@@ -1,18 +1,26 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_lora.models.causal_lm import DecoderLayer
+from moe_lora.core.hf_config import read_config
+from moe_lora.kernels import ops, reference
+from moe_lora.models.causal_lm import CausalLM, DecoderLayer, LoraLinear
+from moe_lora.models.quantised_weight import QuantisedWeight, WeightLayout, quantisation_of
+from moe_lora.models.spec import model_spec
 from tests.families import FAMILIES
 
-from .generated_code import assert_sites_in_order, largest_allocation
+from .generated_code import assert_one_operation_a_site, assert_sites_in_order, largest_allocation
 from .harness import Harness
 
 # Token rows of a step, and whether the graph is for this number alone or for any above one.
 BUCKETS = ((1, False), (2, False), (8, False), (2, True))
-QUICK = (("mixtral", 2, False), ("mixtral", 2, True))  # a compilation takes 10 s and more
+INT8 = quantisation_of("int8", None, False)
+QUICK = (("mixtral", 2, True),)  # a compilation takes 10 s and more
 CASES = [
     pytest.param(family, rows, any_rows, marks=() if (family, rows, any_rows) in QUICK else pytest.mark.slow)
     for family in FAMILIES
@@ -72,6 +80,56 @@ def test_layers_share_one_graph_without_breaks(family, served):
     assert len(graphs) == num_graphs(family)
 
 
+@pytest.mark.parametrize("quantisation", [None, INT8], ids=["plain", "int8"])
+def test_dense_layers_are_plain_to_the_compiler_where_torch_computes_them(quantisation, served):
+    """On any device but the CPU; meta stands for it.  Quantised ones are one operation each."""
+    spec = model_spec(read_config(served("llama").model_dir))
+    with torch.device("meta"):
+        layer = CausalLM(spec).layers[0]
+        if quantisation is not None:
+            for module in layer.modules():
+                if isinstance(module, LoraLinear):
+                    held = QuantisedWeight(module.weight, WeightLayout(quantisation.form))
+                    del module.weight
+                    module.weight = held
+        x, cos = (
+            torch.empty(2, layer.attention.qkv.weight.shape[1]),
+            torch.empty(2, layer.attention.head_dim // 2),
+        )
+        live = torch.ones(2, dtype=torch.bool)
+    graphs = []
+
+    def record(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    forward = torch.compile(DecoderLayer.forward, fullgraph=True, dynamic=False, backend=record)
+    found = forward(layer, x, torch.zeros(2, dtype=torch.int64, device="meta"), cos, cos, live)
+    assert found.shape == x.shape
+    (graph,) = graphs
+    targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    called = Counter(map(str, targets))
+    plain = targets.count(torch.nn.functional.linear)
+    begins = called["moe_lora.lora_begin"]
+    assert begins == called["moe_lora.lora_add_to"] == 4
+    assert (plain, called["moe_lora.quantised_linear"]) == ((4, 0) if quantisation is None else (0, 4))
+    assert not called["moe_lora.linear"]
+
+
+def test_plain_dense_layers_stay_between_begin_and_add_to(served, monkeypatch):
+    """Compiled as for a GPU: the base GEMM is torch's."""
+    monkeypatch.setattr(ops, "linear", reference.linear)
+    monkeypatch.setattr(ops, "fuses_sites", lambda x: False)
+    model = served("mixtral")
+    forward = torch.compile(DecoderLayer.forward, fullgraph=True, dynamic=False)
+    (found, harness), codes = run_and_get_code(decode, model, 2, forward)
+    (code,) = codes
+    assert "extern_kernels" in code
+    assert "moe_lora.linear" not in code
+    assert_sites_in_order(code, len(harness.model.spec.shape.sites))
+    assert_as_eager(model, 2, found)
+
+
 @pytest.mark.parametrize(("family", "rows", "any_rows"), CASES)
 def test_compiled_code_keeps_the_order_of_operations_and_the_arena_out(family, rows, any_rows, served):
     model = served(family)
@@ -81,7 +139,7 @@ def test_compiled_code_keeps_the_order_of_operations_and_the_arena_out(family, r
     (found, harness), codes = run_and_get_code(decode, model, rows, forward)
     assert len(codes) == num_graphs(family)
     for code in codes:
-        assert_sites_in_order(code, len(harness.model.spec.shape.sites))
+        assert_one_operation_a_site(code, len(harness.model.spec.shape.sites))
         assert largest_allocation(code, rows) < harness.arena.numel() // 16
         assert "uint8" not in code, "the arena's dtype has no business in a graph"
     assert_as_eager(model, rows, found)
@@ -92,9 +150,9 @@ def test_compiled_code_keeps_the_order_of_operations_and_the_arena_out(family, r
 
 def test_a_gemm_before_its_begin_is_noticed():
     """The check itself: the right order passes, each wrong one does not."""
-    begin = "    buf1 = torch.ops.moe_lora.lora_begin.default(arg2_1, buf0, None, 0)\n    buf2 = buf1"
+    begin = "    torch.ops.moe_lora.lora_begin.default(arg2_1, buf0, None, 0)"
     gemm = "    buf3 = torch.ops.moe_lora.linear.default(buf0, arg3_1, None)\n    buf4 = buf3"
-    add = "    torch.ops.moe_lora.lora_add_to.default(arg2_1, buf2, buf4)"
+    add = "    torch.ops.moe_lora.lora_add_to.default(arg2_1, buf4, 0)"
     attention = (
         "    buf9 = torch.ops.moe_lora.paged_attention.default(arg2_1, buf6, buf7, buf8, None, 0.25, 0)"
     )
@@ -107,3 +165,61 @@ def test_a_gemm_before_its_begin_is_noticed():
     ):
         with pytest.raises((AssertionError, ValueError)):
             assert_sites_in_order("\n".join([*wrong, attention]), 1)
+
+
+VIEWS = {"getattr", "getitem", "view", "split", "chunk", "flatten", "unsqueeze"}
+ONE_EACH = {"linear", "topk", "sort"}
+AT_LEAST = {"llama": 8, "mixtral": 11, "qwen3_moe": 11, "gpt_oss": 11, "dbrx": 11}
+"""Launches of a layer that torch's operations are: GEMMs, topk and sort; and one for each run of others."""
+
+
+def launches_of_torch(graph) -> int:
+    """In a layer, if the compiler makes one kernel of all that lies between two operations of other kinds."""
+    names = [
+        getattr(node.target, "__name__", str(node.target)).removesuffix(".default") for node in graph.nodes
+    ]
+    starts = [
+        i for i, node in enumerate(graph.nodes) if "lora_begin" in str(node.target) and node.args[3] == 0
+    ]
+    total, in_run = 0, False
+    for node, name in list(zip(graph.nodes, names, strict=True))[starts[0] : starts[1]]:
+        if "moe_lora" in str(node.target):
+            in_run = False
+        elif name in ONE_EACH:
+            total, in_run = total + 1, False
+        elif name not in VIEWS and not in_run:
+            total, in_run = total + 1, True
+    return total
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_on_cuda_is_one_graph_without_breaks(family, served):
+    """All layers, head and embedding, on tensors that say they are on CUDA and have no memory."""
+    spec = model_spec(read_config(served(family).model_dir))
+    graphs = []
+
+    def record(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    forward = torch.compile(CausalLM.forward, fullgraph=True, dynamic=False, backend=record)
+    with FakeTensorMode(), torch.no_grad():
+        with torch.device("cuda"):
+            model = CausalLM(spec)
+            model.inverse_frequencies = torch.empty(spec.shape.head_dim // 2)
+            tokens, rows = torch.empty(4, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
+            live = torch.empty(4, dtype=torch.bool)
+        channels = [torch.empty(2, dtype=torch.int64) for _ in model.layers]
+        logits = forward(model, tokens, tokens, live, rows, channels, DecoderLayer.forward)
+    assert logits.is_cuda
+    assert logits.shape == (3, spec.shape.vocab_size)
+    (graph,) = graphs
+    called = Counter(str(node.target).removesuffix(".default") for node in graph.graph.nodes)
+    num_layers = spec.shape.num_layers
+    assert called["moe_lora.paged_attention"] == num_layers
+    assert called["moe_lora.lora_begin"] == num_layers * len(spec.shape.sites)
+    experts = ("expert_order", "gated_expert_linear", "expert_linear", "sum_experts")
+    assert all(
+        called[f"moe_lora.{name}"] == (num_layers if spec.shape.num_experts else 0) for name in experts
+    )
+    assert launches_of_torch(graph.graph) == AT_LEAST[family]

@@ -23,7 +23,7 @@ from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import local_routing
 from moe_lora.models.loader import load_model
-from tests.families import MOE_FAMILIES, NUM_EXPERTS, NUM_LAYERS
+from tests.families import MOE_FAMILIES, NUM_EXPERTS, NUM_LAYERS, shard_of
 
 from .generated_code import operations
 
@@ -38,7 +38,8 @@ class RankOfLayers:
 
     def __init__(self, served, dtype, size, dist_rank, exchange=None):
         experts = experts_of_rank(NUM_EXPERTS, size, dist_rank)
-        self.model = load_model(served.model_dir, dtype, CPU, experts)
+        shard = shard_of(served.model_dir, expert_parallel=size, dist_rank=dist_rank)
+        self.model = load_model(served.model_dir, dtype, CPU, shard)
         shape = self.model.spec.shape
         packed = [read_adapter(path, shape, dtype) for path in served.adapters]
         by_rank = [experts_of_rank(NUM_EXPERTS, size, other) for other in range(size)]
@@ -66,7 +67,7 @@ class RankOfLayers:
         """Each layer's MoE half on the rows x; the last row is padding."""
         empty = torch.zeros(1, 1, dtype=torch.int32)
         self.context.begin_step(
-            StepTables(query_start=empty[0], seq_lens=empty[0], block_tables=empty),
+            StepTables(query_start=torch.zeros(2, dtype=torch.int32), seq_lens=empty[0], block_tables=empty),
             local_routing(self.model.spec.shape, SLOTS),
         )
         live = torch.arange(len(x)) < len(x) - 1
@@ -113,10 +114,10 @@ def test_compiled_code_exchanges_rows_once_their_deltas_are_added(family, served
     for code in codes:
         calls = operations(code)
         [exchange] = [call for call in calls if call.name == "exchange_experts"]
-        adds = [call for call in calls if call.name == "lora_add_to"]
-        assert len(adds) == 3
-        assert adds[-1].operands[2] == exchange.operands[1]
-        assert adds[-1].position < exchange.position
+        sites = [call for call in calls if call.name == "lora_linear"]
+        assert len(sites) == 3
+        assert sites[-1].result == exchange.operands[1]
+        assert sites[-1].position < exchange.position
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
@@ -124,7 +125,8 @@ def test_rank_holds_its_experts_and_all_of_the_rest(family, served):
     full = dict(load_model(served(family).model_dir, torch.float32, CPU).named_parameters())
     for dist_rank in range(2):
         experts = experts_of_rank(NUM_EXPERTS, 2, dist_rank)
-        part = dict(load_model(served(family).model_dir, torch.float32, CPU, experts).named_parameters())
+        shard = shard_of(served(family).model_dir, expert_parallel=2, dist_rank=dist_rank)
+        part = dict(load_model(served(family).model_dir, torch.float32, CPU, shard).named_parameters())
         assert part.keys() == full.keys()
         for name, weight in part.items():
             per_expert = ".mlp.gate_up." in name or ".mlp.down." in name
@@ -138,7 +140,7 @@ def test_checkpoint_with_another_number_of_experts_is_refused_by_ranks_too(serve
     config["ffn_config"]["moe_num_experts"] = 8
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="asks for"):
-        load_model(folder, torch.float32, CPU, experts_of_rank(8, 2, 0))
+        load_model(folder, torch.float32, CPU, shard_of(folder, expert_parallel=2))
 
 
 def test_experts_that_cannot_be_dealt_out_are_refused_with_what_can():

@@ -72,7 +72,6 @@ def config_of(family, **changes):
 
 REFUSED = [
     *((family, {"hidden_act": "gelu"}, "hidden_act='gelu'") for family in FAMILIES),
-    *((family, {"quantization_config": {"quant_method": "gptq"}}, "gptq") for family in FAMILIES),
     ("mixtral", {"attention_bias": True}, "attention_bias=True"),
     ("llama", {"rope_parameters": {**YARN, "rope_type": "dynamic"}}, "rope_type='dynamic'"),
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor=None"),

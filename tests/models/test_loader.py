@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.models.loader import INDEX_NAME, SINGLE_NAME, Checkpoint, load_model
+from moe_lora.models.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from moe_lora.models.loader import load_model
 from tests.families import FAMILIES, make_checkpoint
 from tests.families import load_model as load_transformers
 
@@ -55,6 +57,13 @@ def test_fused_experts_on_disk_load_the_same_weights(family, served, tmp_path):
     load_transformers(model_dir).save_pretrained(tmp_path, save_original_format=False)
     assert "model.layers.0.mlp.experts.gate_up_proj" in Checkpoint(tmp_path)
     assert_same_parameters(load(tmp_path), load(model_dir))
+
+
+def test_loading_imports_no_symbolic_shapes(llama, monkeypatch):
+    """And with them sympy: over half a second of each process of an engine."""
+    for name in ("sympy", "torch.fx.experimental.symbolic_shapes"):
+        monkeypatch.setitem(sys.modules, name, None)
+    load(llama)
 
 
 def test_weights_are_converted_to_the_asked_dtype(llama):

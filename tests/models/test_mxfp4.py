@@ -1,15 +1,25 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.models.loader import SINGLE_NAME, load_model
-from moe_lora.models.weights import dequantise
-from tests.families import make_checkpoint
+from moe_lora.models.checkpoint import SINGLE_NAME
+from moe_lora.models.loader import load_model
+from moe_lora.models.quantised_weight import QuantisedWeight
+from moe_lora.models.stored_weight import mxfp4
+from tests.families import make_adapter
+from tests.oracle import greedy_reference
+from tests.stored_checkpoints import dequantised_blocks, mxfp4_pair, random_blocks
+
+from .harness import Harness
+from .test_oracle import make_prompts
+
+
+def dequantise(blocks, scales):
+    """What blocks [G, 16] of one output stand for: [32 * G]."""
+    return mxfp4(blocks[None], scales[None]).dequantised(slice(0, 1), torch.float32)[0]
 
 
 def test_hand_worked_block():
@@ -31,51 +41,49 @@ def test_every_value_code():
     assert out[::2].tolist() == out[1::2].tolist() == positive + [-value for value in positive]
 
 
-def random_quantised(*shape, seed):
-    """Blocks [*shape, 16] and scales near 1 [*shape]."""
-    generator = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (*shape, 16), generator=generator).byte()
-    return blocks, torch.randint(122, 126, shape, generator=generator).byte()
-
-
-def transformers_dequantise():
-    return pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
-
-
 def test_equals_transformers():
-    blocks, scales = random_quantised(3, 8, 2, seed=0)
-    expected = transformers_dequantise()(blocks, scales, dtype=torch.float32)  # transposed
-    assert torch.equal(dequantise(blocks, scales).mT, expected)
+    blocks, scales = random_blocks(3, 8, 2, seed=0)
+    expected = dequantised_blocks(blocks, scales, dtype=torch.float32)  # transposed
+    for weight, scale, matrix in zip(blocks, scales, expected, strict=True):
+        assert torch.equal(mxfp4(weight, scale).dequantised(slice(0, 8), torch.float32).T, matrix)
 
 
 @pytest.fixture
 def pair(tmp_path):
-    """A GPT-OSS checkpoint with MXFP4 experts, and the same one as transformers dequantises it."""
-    plain, quantised = tmp_path / "plain", tmp_path / "quantised"
-    make_checkpoint("gpt_oss", plain, intermediate_size=64, num_hidden_layers=1)
-    tensors = load_file(plain / SINGLE_NAME)
-    packed = dict(tensors)
-    for seed, name in enumerate(("gate_up_proj", "down_proj")):
-        key = f"model.layers.0.mlp.experts.{name}"
-        _, width, out = packed.pop(key).shape  # stored as [E, in, out]
-        blocks, scales = random_quantised(4, out, width // 32, seed=seed)
-        packed |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
-        tensors[key] = transformers_dequantise()(blocks, scales, dtype=torch.float32)
-    save_file(tensors, plain / SINGLE_NAME)
-    quantised.mkdir()
-    save_file(packed, quantised / SINGLE_NAME)
-    config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (quantised / "config.json").write_text(json.dumps(config))
-    return plain, quantised
+    return mxfp4_pair(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantised_checkpoint_loads_as_its_dequantised_twin(pair, dtype):
-    plain, quantised = (load_model(path, dtype, torch.device("cpu")) for path in pair)
+def test_packed_experts_stay_packed_and_stand_for_the_dequantised(pair, dtype):
+    plain, packed = (load_model(path, dtype, torch.device("cpu")) for path in pair)
     expected = dict(plain.named_parameters())
-    for name, parameter in quantised.named_parameters():
-        assert torch.equal(parameter, expected[name]), name
+    held = {name: m for name, m in packed.named_modules() if isinstance(m, QuantisedWeight)}
+    assert held.keys() == {"layers.0.mlp.gate_up.weight", "layers.0.mlp.down.weight"}
+    for name, weight in held.items():
+        assert (weight.form.name, weight.data.dtype) == ("mxfp4", torch.uint8)
+        assert weight.scale.nbytes * 32 == expected[name].numel()
+        assert torch.equal(weight.dequantised(), expected.pop(name))
+    for name, parameter in packed.named_parameters():
+        assert torch.equal(parameter, expected.pop(name)), name
+    assert not expected
+
+
+def test_mixed_batch_over_packed_experts_continues_as_over_the_dequantised(pair, tmp_path):
+    adapters = [make_adapter("gpt_oss", pair[0], tmp_path / str(n), n, seed=n) for n in (4, 8)]
+    slots, prompts = (-1, 0, 1, -1, 0, 1, -1), make_prompts()
+    found = Harness(pair[1], adapters).greedy(prompts, slots, 24)
+    for slot, prompt, tokens in zip(slots, prompts, found, strict=True):
+        expected = greedy_reference(pair[0], None if slot < 0 else adapters[slot], [prompt], 24)
+        expected.check_margins()
+        assert tuple(tokens) == expected.tokens[0], (slot, len(prompt))
+
+
+def test_scale_that_is_no_number_is_named(pair):
+    tensors = load_file(pair[1] / SINGLE_NAME)
+    tensors["model.layers.0.mlp.experts.down_proj_scales"][2, 1, 0] = 255
+    save_file(tensors, pair[1] / SINGLE_NAME)
+    with pytest.raises(ConfigError, match=r"down_proj_blocks in .* can't be read: a scale is not a number"):
+        load_model(pair[1], torch.float32, torch.device("cpu"))
 
 
 def test_missing_scales_are_named(pair):

@@ -8,13 +8,19 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torchao.quantization import Float8Tensor
+from torchao.quantization.granularity import PerBlock, PerRow
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.models.loader import SINGLE_NAME, load_model
+from moe_lora.kernels import quantised
+from moe_lora.models import loader
+from moe_lora.models.checkpoint import SINGLE_NAME
+from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of
-from tests.families import FAMILIES, make_adapter, make_checkpoint
+from tests.families import FAMILIES, make_adapter, make_checkpoint, shard_of
 from tests.oracle import greedy_reference, reference_logits
 from tests.quantised import dequantised, dequantised_checkpoint, torchao_logits
+from tests.stored_checkpoints import stored_pair
 
 from .harness import Harness
 from .test_oracle import MAX_LOGIT_DIFFERENCE, make_prompts
@@ -22,6 +28,7 @@ from .test_oracle import MAX_LOGIT_DIFFERENCE, make_prompts
 CPU = torch.device("cpu")
 INT8 = quantisation_of("int8", None, False)
 INT4 = quantisation_of("int4", 32, False)
+FP8 = quantisation_of("fp8", None, False)
 SLOTS = (-1, 0, 1, -1, 0, 1, -1)
 NUM_TOKENS = 32
 SEEDS = {"llama": 2, "mixtral": 1, "qwen3_moe": 3, "gpt_oss": 0, "dbrx": 0}
@@ -34,24 +41,36 @@ def base(tmp_path_factory):
     """family → a tiny checkpoint with two adapters, on attention and experts, one on the gate too."""
     made = {}
 
-    def make(family):
-        if family not in made:
+    def make(family, seed=None):
+        if (family, seed) not in made:
             folder = tmp_path_factory.mktemp(family)
             changes = SIZES.get(family, {"intermediate_size": 32})
             if family == "qwen3_moe":
                 changes = {"moe_intermediate_size": 32}
-            model = make_checkpoint(family, folder / "base", seed=SEEDS[family], **changes)
+            model = make_checkpoint(
+                family, folder / "base", seed=SEEDS[family] if seed is None else seed, **changes
+            )
             gate = ("router",) if family != "llama" else ()
             first = make_adapter(family, model, folder / "first", 4, seed=4)
             targets = ("qkv", "o", "gate_up", "down", *gate)
-            made[family] = model, (first, make_adapter(family, model, folder / "second", 8, targets, seed=8))
-        return made[family]
+            made[family, seed] = (
+                model,
+                (first, make_adapter(family, model, folder / "second", 8, targets, seed=8)),
+            )
+        return made[family, seed]
 
     return make
 
 
-@pytest.mark.parametrize("quantisation", [INT8, INT4], ids=lambda q: q.form.name)
-@pytest.mark.parametrize("family", FAMILIES)
+FORMATS = [
+    pytest.param(family, q, id=f"{family}-{q.form.name}", marks=marks)
+    for q in (INT8, INT4, FP8)
+    for family in FAMILIES
+    for marks in [pytest.mark.slow if q is FP8 and family != "mixtral" else ()]
+]
+
+
+@pytest.mark.parametrize(("family", "quantisation"), FORMATS)
 def test_mixed_batch_continues_as_peft_does_over_the_dequantised_weights(
     family, quantisation, base, tmp_path
 ):
@@ -70,6 +89,39 @@ def test_mixed_batch_continues_as_peft_does_over_the_dequantised_weights(
         greedy = greedy_reference(oracle, adapter, [prompt], NUM_TOKENS)
         greedy.check_margins()
         assert tuple(tokens) == greedy.tokens[0], (slot, len(prompt))
+
+
+@pytest.mark.parametrize("group_size", [None, 128])
+def test_fp8_is_what_torchao_makes_and_takes_half_the_memory(group_size, tmp_path):
+    """Heads of 64 rows: blocks of a fused qkv are as high as its parts allow."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+    model_dir = make_checkpoint("llama", tmp_path, num_key_value_heads=1, **sizes)
+    quantisation = quantisation_of("fp8", group_size, False)
+    plain = dict(load_model(model_dir, torch.bfloat16, CPU).named_parameters())
+    model = load_model(model_dir, torch.bfloat16, CPU, quantisation=quantisation)
+    for name, weight in model.named_modules():
+        if isinstance(weight, QuantisedWeight):
+            height = 1 if group_size is None else 64 if "qkv" in name else 128
+            block = PerRow() if group_size is None else PerBlock((height, 128))
+            expected = Float8Tensor.from_hp(plain[name], granularity=block)
+            assert torch.equal(weight.dequantised(), expected.dequantize()), name
+            taken = weight.data.nbytes + weight.scale.nbytes
+            assert taken <= 0.51 * plain[name].nbytes, name
+
+
+def test_blocks_at_the_ends_of_a_matrix_may_be_parts(tmp_path):
+    sizes = {"hidden_size": 96, "intermediate_size": 200, "num_attention_heads": 3, "head_dim": 64}
+    model_dir = make_checkpoint("llama", tmp_path, num_key_value_heads=1, **sizes)
+    model = load_model(model_dir, torch.float32, CPU, quantisation=quantisation_of("fp8", 128, True))
+    plain = load_model(model_dir, torch.float32, CPU)
+    assert tuple(model.layers[0].mlp.down.weight.scale.shape) == (1, 2)
+    for held, weight in (
+        (model.layers[0].mlp.down.weight, plain.layers[0].mlp.down.weight),
+        (model.head, plain.head),
+    ):
+        found = held.dequantised()
+        for part, block in zip(found.split(128, 1), weight.split(128, 1), strict=True):
+            assert (part - block).abs().max() <= block.abs().max() / 16
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -98,16 +150,60 @@ def test_router_norms_embedding_and_head_stay_as_they_are(base):
 def test_a_rank_holds_its_experts_quantised(base):
     model_dir, _ = base("gpt_oss")
     whole = load_model(model_dir, torch.float32, CPU, quantisation=INT8).layers[1].mlp
-    part = load_model(model_dir, torch.float32, CPU, range(1, 3), INT8).layers[1].mlp
+    shard = shard_of(model_dir, expert_parallel=2, dist_rank=1)
+    part = load_model(model_dir, torch.float32, CPU, shard, INT8).layers[1].mlp
     for name in ("gate_up", "down"):
         held, all_ = getattr(part, name).weight, getattr(whole, name).weight
-        assert torch.equal(held.data, all_.data[1:3])
-        assert torch.equal(held.scale, all_.scale[1:3])
+        assert torch.equal(held.data, all_.data[2:])
+        assert torch.equal(held.scale, all_.scale[2:])
+
+
+MEASURED = """
+import sys
+import threading
+import torch
+from pathlib import Path
+from moe_lora.core.progress import silent
+from moe_lora.kernels import quantised
+from moe_lora.models import quantised_checkpoint
+from moe_lora.models.loader import load_model
+from moe_lora.models.quantised_weight import quantisation_of
+
+def anonymous():
+    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon")) * 1024
+
+def peak(work):
+    most, done, before = [0], threading.Event(), anonymous()
+    def watch():
+        while not done.wait(0.0005):
+            most[0] = max(most[0], anonymous())
+    thread = threading.Thread(target=watch)
+    thread.start()
+    made = work()
+    done.set()
+    thread.join()
+    return most[0] - before, made
+
+def told(most, model):
+    stays = sum(w.nbytes for w in (*model.parameters(), *model.buffers()))
+    print(most, stays, max(w.shape.numel() * 2 for w in model.modules() if hasattr(w, "form")))
+
+folder, quantisation = Path(sys.argv[1]), quantisation_of("int4", 32, False)
+bf16, cpu = torch.bfloat16, torch.device("cpu")
+quantised.quantise(torch.randn(64, 1024), quantisation.form)
+told(*peak(lambda: load_model(folder / "base", bf16, cpu, quantisation=quantisation)))
+quantised_checkpoint.SHARD_BYTES = 20 << 20
+write = quantised_checkpoint.quantise_checkpoint
+print(peak(lambda: write(folder / "base", folder / "out", quantisation, bf16, silent))[0])
+told(*peak(lambda: load_model(folder / "out", bf16, cpu)))
+"""
 
 
 def test_loading_takes_little_more_than_what_stays(tmp_path):
-    """One matrix of this model in floating point is larger than what may be there beside the rest."""
-    model_dir = make_checkpoint(
+    """Quantised on the way, and as stored.  One matrix of this model in floating point is larger than what
+    may be there beside the rest; of writing the bound is two files.
+    """
+    make_checkpoint(
         "llama",
         tmp_path / "base",
         dtype=torch.bfloat16,
@@ -116,34 +212,13 @@ def test_loading_takes_little_more_than_what_stays(tmp_path):
         vocab_size=128,
         num_hidden_layers=4,
     )
-    program = f"""
-import torch
-from pathlib import Path
-from moe_lora.models.loader import SINGLE_NAME, load_model
-from moe_lora.models.quantised_weight import quantisation_of
-from moe_lora.kernels import quantised
-
-quantisation = quantisation_of("int4", 32, False)
-quantised.quantise(torch.randn(64, 1024), quantisation.form)
-def anonymous(field):
-    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(field)) * 1024
-import threading
-peak, done, before = [0], threading.Event(), anonymous("RssAnon")
-def watch():
-    while not done.wait(0.0005):
-        peak[0] = max(peak[0], anonymous("RssAnon"))
-thread = threading.Thread(target=watch)
-thread.start()
-model = load_model(Path({str(model_dir)!r}), torch.bfloat16, torch.device("cpu"), quantisation=quantisation)
-done.set()
-thread.join()
-stays = sum(w.nbytes for w in (*model.parameters(), *model.buffers()))
-print(peak[0] - before, stays, max(w.shape.numel() * 2 for w in model.modules() if hasattr(w, "form")))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    peak, stays, largest = map(int, done.stdout.split())
-    assert largest > stays / 3, "the test is of no use with small matrices"
-    assert peak <= 1.1 * stays
+    given = [sys.executable, "-c", MEASURED, str(tmp_path)]
+    done = subprocess.run(given, capture_output=True, text=True, check=True)
+    at_load, writing, stored = ([int(n) for n in line.split()] for line in done.stdout.splitlines())
+    for peak, stays, largest in (at_load, stored):
+        assert largest > stays / 3, "the test is of no use with small matrices"
+        assert peak <= 1.1 * stays
+    assert writing[0] <= 2 * (20 << 20) + at_load[1] / 10
 
 
 @pytest.mark.parametrize(
@@ -157,7 +232,7 @@ print(peak[0] - before, stays, max(w.shape.numel() * 2 for w in model.modules() 
         (
             "int4",
             32,
-            r"layers\.0\.mlp\.down\.weight of shape \(32, 24\): its 24 inputs are no multiple of .*=32",
+            r"layers\.0\.mlp\.down\.weight of shape \(32, 24\): its 24 inputs are no multiple of .* 32",
         ),
     ],
 )
@@ -171,9 +246,52 @@ def test_shape_that_a_format_can_not_hold_is_named(quantize, group, message, ser
         )
 
 
-def test_device_without_kernels_is_refused(served):
-    with pytest.raises(ConfigError, match="runs on CPU only so far, not on cuda"):
-        load_model(served("llama").model_dir, torch.float32, torch.device("cuda"), quantisation=INT8)
+def test_dynamic_format_is_refused_on_a_gpu(served):
+    quantisation = quantisation_of("int8-dynamic", None, False)
+    with pytest.raises(ConfigError, match=r"runs on CPU only so far, not on cuda; .* quantize='int8'"):
+        load_model(served("llama").model_dir, torch.float32, torch.device("cuda"), quantisation=quantisation)
+
+
+@pytest.mark.parametrize(
+    ("kind", "new", "held"),
+    [
+        (None, True, ["int8"] * 8),
+        ("w4a16", True, ["int4"] * 8),
+        ("fp8", True, ["fp8"] * 8),
+        ("fp8", False, []),
+    ],
+)
+def test_formats_are_held_on_a_gpu(kind, new, held, base, tmp_path, monkeypatch):
+    """Asked for, and as stored; on the way to a device that need not be there.  new: it has fp8."""
+
+    class Found(Exception):
+        pass
+
+    def allocated(model, device):
+        raise Found([one.form.name for one in model.modules() if isinstance(one, QuantisedWeight)])
+
+    monkeypatch.setattr(loader, "_allocated", allocated)
+    monkeypatch.setattr(loader, "_multiplies_fp8", lambda device: new)
+    model_dir, _ = base("llama")
+    quantisation = INT8 if kind is None else None
+    folder = model_dir if kind is None else stored_pair(model_dir, kind, tmp_path)[0]
+    with pytest.raises(Found) as found:
+        load_model(folder, torch.float32, torch.device("cuda"), quantisation=quantisation)
+    assert found.value.args[0] == held
+
+
+def test_fp8_is_refused_on_a_gpu_that_has_none(served, monkeypatch):
+    monkeypatch.setattr(loader, "_multiplies_fp8", lambda device: False)
+    quantisation = quantisation_of("fp8", None, False)
+    with pytest.raises(ConfigError, match=r"needs a GPU of compute capability 8\.9 or more; choose int8"):
+        load_model(served("llama").model_dir, torch.float32, torch.device("cuda"), quantisation=quantisation)
+
+
+def test_mxfp4_means_the_same_on_any_device():
+    form = quantised.format_of("mxfp4", 32)
+    data, scale = torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8)
+    held = quantised.QuantisedOperand(form, data.to("meta"), scale.to("meta"))
+    assert quantised.dequantise(held, 4, 64, torch.bfloat16).device.type == "meta"
 
 
 def test_weights_that_are_not_finite_are_named(tmp_path):

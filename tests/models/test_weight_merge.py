@@ -52,6 +52,13 @@ class MergingHarness(Harness):
             self.merge.take_out(piece, held)
         self.slot = -1
 
+    def rounding_errors(self, slot: int) -> np.ndarray:
+        """Of each piece and module that the adapter changes."""
+        held = HeldAdapter(self.arena, self.slots, slot)
+        pieces = self.merge.pieces(held, frozenset(range(9)))
+        found = [one for piece in pieces for one in self.merge.rounding(piece, held)]
+        return np.sqrt([lost / delta for _, lost, delta in found])
+
     def routing(self, token_slots: np.ndarray) -> RowRouting:
         if not self.merge.merged.any():
             return super().routing(token_slots)
@@ -133,13 +140,14 @@ def test_merged_weights_are_those_of_peft(family, served):
 def test_small_adapters_lose_more_in_bf16(served):
     model = served("mixtral")
     harness = MergingHarness(model.model_dir, model.adapters, dtype=torch.bfloat16)
-    held, sites = HeldAdapter(harness.arena, harness.slots, 0), frozenset(range(9))
-    large = harness.merge.rounding_error(held, sites)
+    large = harness.rounding_errors(0)
     harness.slots.scale[0] /= 200
-    small = harness.merge.rounding_error(held, sites)
-    assert 0 < large < 0.02 < 0.1 < small
-    exact = MergingHarness(model.model_dir, model.adapters)
-    assert exact.merge.rounding_error(HeldAdapter(exact.arena, exact.slots, 0), sites) < 1e-5
+    small = harness.rounding_errors(0)
+    assert 0 < large.max() < 0.02 < 0.1 < small.max()
+    assert MergingHarness(model.model_dir, model.adapters).rounding_errors(0).max() < 1e-5
+    harness.slots.scale[0] *= 200
+    harness.fold_in(1)
+    np.testing.assert_array_equal(harness.rounding_errors(0), large, "on weights that carry another")
 
 
 class FixedChoices:

@@ -8,12 +8,13 @@ result does not depend on the other rows of the call, nor on the number of threa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_lora.kernels.operands import AttentionOperands, LoraOperands
-from moe_lora.kernels.quantised import QuantisedOperand
+from moe_lora.kernels.operands import AttentionOperands, KvLayout, LoraOperands, StepTables
+from moe_lora.kernels.quantised import Format, QuantisedOperand
 
 from . import library
 from .library import check_rows, checked, dtype_code, kv_pages, lib, lora_site, lora_slots, row_stride
@@ -239,80 +240,127 @@ def quantised_linear(
     Same bits as over the dequantised weights; with a dynamic format those of torchao's arithmetic with exact
     integer sums.  Raises ValueError as they do.
     """
-    form, data, scale = weight
+    form, data = weight.form, weight.data
     code = dtype_code(x)
     rows, width = x.shape
     tokens, top_k = (rows, 1) if ids is None else ids.shape
-    experts = 1 if ids is None else data.shape[0]
-    shapes = (
-        tuple(form.sizes(num_out, width))
-        if ids is None
-        else [(experts, *s) for s in form.sizes(num_out, width)]
-    )
-    if (data.shape, scale.shape) != tuple(shapes) or (data.dtype, scale.dtype) != form.dtypes(x.dtype):
-        raise ValueError(library.quantised_error(x, weight, num_out))
+    matrices = () if ids is None else (data.shape[0],)
+    if not fits(weight, x.dtype, width, matrices, num_out):
+        raise ValueError(library.quantised_error(x.dtype, width, weight, num_out))
     check_rows(x, tokens, top_k)
     out = torch.empty((tokens * top_k, num_out), dtype=x.dtype)
-    refusal = (lib.moe_lora_dynamic_linear if form.dynamic else lib.moe_lora_unpacked_linear)(
-        *(form.bits, code, _threads(), x.data_ptr(), row_stride(x), rows),
-        checked(data, "data", data.dtype, data.numel()),
-        checked(scale, "scale", scale.dtype, scale.numel()),
-        form.group_size,
+    experts = 1 if ids is None else data.shape[0]
+    packed = packed_weights(weight)
+    rest = (
         None if bias is None else checked(bias, "bias", x.dtype, experts * num_out),
         None if ids is None else checked(ids, "ids", torch.int32, tokens * top_k),
         *(tokens, top_k, experts, out.data_ptr(), num_out, width),
     )
+    inputs = code, _threads(), x.data_ptr(), row_stride(x), rows
+    if form.dynamic:
+        values = packed.data, packed.scale, form.group_size
+        refusal = lib.moe_lora_dynamic_linear(form.bits, *inputs, *values, *rest)
+    else:
+        refusal = lib.moe_lora_packed_linear(*inputs, packed, *rest)
     if refusal:
         raise ValueError(f"ids hold an expert outside -1 .. {experts - 1}")
     return out
 
 
-def paged_attention(operands: AttentionOperands) -> torch.Tensor:
-    """Write this step's K and V to their pages, then causal attention; see `reference.paged_attention`.
+_FORMATS = {"int8": 0, "fp8": 1, "int4": 2, "mxfp4": 3}
 
-    Rows of q, k and v may be strided (parts of one fused qkv buffer).  Returns [T, heads, head_dim].  Raises
-    ValueError for what doesn't fit.
-    """
-    q, k, v, sinks, scale, window, layer, step, layout, arena = operands
-    code = dtype_code(q)
-    rows, heads, dim = q.shape
-    kv_shape = (rows, layout.num_kv_heads, layout.head_dim)
-    if (
-        not (q.dtype == k.dtype == v.dtype == layout.dtype and dim == layout.head_dim and scale > 0)
-        or not (k.shape == v.shape == kv_shape)
-        or heads % layout.num_kv_heads
-    ):
-        raise ValueError(library.attention_error(operands))
-    num_seqs, table_stride = step.block_tables.shape
-    if sinks is not None and sinks.dtype != torch.float32:
-        sinks = sinks.float()
-    out = torch.empty((rows, heads, dim), dtype=q.dtype)
-    refusal = lib.moe_lora_paged_attention(
-        *(
-            code,
-            _threads(),
-            q.data_ptr(),
-            row_stride(q),
-            k.data_ptr(),
-            row_stride(k),
-            v.data_ptr(),
-            row_stride(v),
-        ),
-        *(None if sinks is None else checked(sinks, "sinks", torch.float32, heads), scale, window, layer),
-        checked(step.query_start, "query_start", torch.int32, num_seqs + 1),
-        checked(step.seq_lens, "seq_lens", torch.int32, num_seqs),
-        checked(step.block_tables, "block_tables", torch.int32, num_seqs * table_stride),
-        *(
-            num_seqs,
-            table_stride,
-            kv_pages(layout),
-            arena.data_ptr(),
-            arena.numel(),
-            rows,
-            heads,
-            out.data_ptr(),
-        ),
+
+def packed_weights(weight: QuantisedOperand) -> library.PackedWeights:
+    """The library's view of them.  Raises ValueError unless they lie together on the CPU."""
+    form, data, scale, zero = weight
+    return library.PackedWeights(
+        checked(data, "data", data.dtype, data.numel()),
+        checked(scale, "scale", scale.dtype, scale.numel()),
+        None if zero is None else checked(zero, "zero", torch.int8, zero.numel()),
+        *(form.group_size, form.row_group, _FORMATS.get(form.name, 0)),
+        int(scale.dtype == torch.bfloat16),
     )
-    if refusal:
-        raise ValueError(library.step_error(refusal))
-    return out
+
+
+@functools.cache
+def _parts(form: Format, matrices: tuple[int, ...], num_out: int, width: int, dtype: torch.dtype) -> Any:
+    """Shapes of values, scales and zeros, and dtypes of values and scales, of operands beside x of dtype."""
+    data, scale = ((*matrices, *size) for size in form.sizes(num_out, width))
+    return data, scale, (*matrices, num_out, form.num_groups(width)), *form.dtypes(dtype)
+
+
+def fits(
+    weight: QuantisedOperand, dtype: torch.dtype, width: int, matrices: tuple[int, ...], num_out: int
+) -> bool:
+    """Shapes and dtypes are those of `Format` beside x of dtype; int4's scales may be fp32 beside bf16."""
+    form, data, scale, zero = weight
+    data_shape, scale_shape, zero_shape, kind, scale_kind = _parts(form, matrices, num_out, width, dtype)
+    return (
+        data.shape == data_shape
+        and scale.shape == scale_shape
+        and data.dtype == kind
+        and (scale.dtype == scale_kind or (scale.dtype == torch.float32 and form.name == "int4"))
+        and (zero is None or (zero.shape == zero_shape and form.name in ("int4", "int8")))
+    )
+
+
+class StepAttention:
+    """`paged_attention` of one step: its tables and the arena are looked at once, not in each layer.
+
+    Raises ValueError for tables that don't fit.
+    """
+
+    def __init__(self, step: StepTables, layout: KvLayout, arena: torch.Tensor) -> None:
+        self._step, self._layout, self._arena = step, layout, arena
+        num_seqs, table_stride = step.block_tables.shape
+        self._tables = (
+            checked(step.query_start, "query_start", torch.int32, num_seqs + 1),
+            checked(step.seq_lens, "seq_lens", torch.int32, num_seqs),
+            checked(step.block_tables, "block_tables", torch.int32, num_seqs * table_stride),
+            *(num_seqs, table_stride, kv_pages(layout), arena.data_ptr(), arena.numel()),
+        )
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scale: float,
+        window: int,
+    ) -> torch.Tensor:
+        """Write this step's K and V to their pages, then causal attention; see `reference.paged_attention`.
+
+        Rows of q, k and v may be strided (parts of one fused qkv buffer).  Returns [T, heads, head_dim].
+        Raises ValueError for what doesn't fit.
+        """
+        layout = self._layout
+        code = dtype_code(q)
+        rows, heads, dim = q.shape
+        kv_shape = (rows, layout.num_kv_heads, layout.head_dim)
+        if (
+            not (q.dtype == k.dtype == v.dtype == layout.dtype and dim == layout.head_dim and scale > 0)
+            or not (k.shape == v.shape == kv_shape)
+            or heads % layout.num_kv_heads
+        ):
+            operands = (q, k, v, sinks, scale, window, layer, self._step, layout, self._arena)
+            raise ValueError(library.attention_error(AttentionOperands._make(operands)))
+        if sinks is not None and sinks.dtype != torch.float32:
+            sinks = sinks.float()
+        out = torch.empty((rows, heads, dim), dtype=q.dtype)
+        refusal = lib.moe_lora_paged_attention(
+            *(code, _threads(), q.data_ptr(), row_stride(q), k.data_ptr(), row_stride(k)),
+            *(v.data_ptr(), row_stride(v)),
+            *(None if sinks is None else checked(sinks, "sinks", torch.float32, heads), scale, window, layer),
+            *(*self._tables, rows, heads, out.data_ptr()),
+        )
+        if refusal:
+            raise ValueError(library.step_error(refusal))
+        return out
+
+
+def paged_attention(operands: AttentionOperands) -> torch.Tensor:
+    """`StepAttention` of one layer alone."""
+    q, k, v, sinks, scale, window, layer, step, layout, arena = operands
+    return StepAttention(step, layout, arena)(layer, q, k, v, sinks, scale, window)

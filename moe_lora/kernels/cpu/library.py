@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moe_lora.core.shape import Site
 
 _MAX_MODULES = 8
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class _Site(ctypes.Structure):
@@ -45,6 +45,40 @@ class _Pages(ctypes.Structure):
     ]
 
 
+class PackedWeights(ctypes.Structure):
+    """PackedWeights of csrc/kernels.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("data", "scale", "zero")),
+        *((name, c_int64) for name in ("group", "row_group")),
+        *((name, c_int32) for name in ("format", "scale_dtype")),
+    ]
+
+
+class SiteWeights(ctypes.Structure):
+    """SiteWeights of csrc/kernels.h."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("dtype", "kind", "dynamic_bits")),
+        ("packed", PackedWeights),
+        ("bias", c_void_p),
+        *((name, c_int64) for name in ("num_experts", "first_expert", "num_out", "width")),
+    ]
+
+
+class SiteRows(ctypes.Structure):
+    """SiteRows of csrc/kernels.h."""
+
+    _fields_ = [
+        ("site", POINTER(_Site)),
+        ("token_slots", c_void_p),
+        ("slots", POINTER(_Slots)),
+        ("arena", c_void_p),
+        ("arena_bytes", c_int64),
+        ("kernel", c_int32),
+    ]
+
+
 def _load() -> ctypes.CDLL:
     spec = importlib.util.find_spec("moe_lora.kernels.cpu._cpu")
     if spec is None or spec.origin is None:
@@ -54,17 +88,18 @@ def _load() -> ctypes.CDLL:
         )
     library = ctypes.CDLL(spec.origin)
     p, n, i = c_void_p, c_int64, c_int32
-    site, slots, pages = POINTER(_Site), POINTER(_Slots), POINTER(_Pages)
+    site, slots, pages, weights = POINTER(_Site), POINTER(_Slots), POINTER(_Pages), POINTER(PackedWeights)
     library.moe_lora_isa.restype = c_char_p
     library.moe_lora_set_isa.argtypes = [c_char_p]
     library.moe_lora_linear.argtypes = [i, i, p, n, p, p, p, n, n, n]
     library.moe_lora_expert_linear.argtypes = [i, i, p, n, n, p, p, p, n, n, n, p, n, n]
-    for quantised in (library.moe_lora_unpacked_linear, library.moe_lora_dynamic_linear):
-        quantised.argtypes = [i, i, i, p, n, n, p, p, n, p, p, n, n, n, p, n, n]
+    library.moe_lora_packed_linear.argtypes = [i, i, p, n, n, weights, p, p, n, n, n, p, n, n]
+    library.moe_lora_dynamic_linear.argtypes = [i, i, i, p, n, n, p, p, n, p, p, n, n, n, p, n, n]
     library.moe_lora_shrink.argtypes = [i, i, i, p, n, n, p, n, n, site, n, p, slots, p, n]
     library.moe_lora_shrink.restype = n
     library.moe_lora_expand.argtypes = [i, p, i, c_float, p, n]
     library.moe_lora_expand.restype = None
+    library.moe_lora_site_linear.argtypes = [i, p, p, n, p, n, n, p, n, n, p]
     library.moe_lora_release.argtypes = [p]
     library.moe_lora_release.restype = None
     library.moe_lora_paged_attention.argtypes = [
@@ -90,7 +125,7 @@ def set_isa(name: str) -> None:
 
 def dtype_code(x: torch.Tensor) -> int:
     """The library's code of a tensor's dtype. Raises ValueError if it has none."""
-    code = _DTYPE_CODES.get(x.dtype)
+    code = DTYPE_CODES.get(x.dtype)
     if code is None or not x.is_cpu:
         raise ValueError(
             f"the CPU kernels take fp32 and bf16 tensors on the CPU, not {x.dtype} on {x.device}"
@@ -214,13 +249,14 @@ def weight_error(x: torch.Tensor, weight: torch.Tensor) -> str:
     )
 
 
-def quantised_error(x: torch.Tensor, weight: QuantisedOperand, num_out: int) -> str:
+def quantised_error(dtype: torch.dtype, width: int, weight: QuantisedOperand, num_out: int) -> str:
     """What is wrong with the operands of a quantised linear layer."""
-    form, data, scale = weight
+    form, data, scale, zero = weight
+    zeros = "no zeros" if zero is None else f"zeros {zero.dtype} of {tuple(zero.shape)}"
     return (
-        f"{form.name} weights of {num_out} outputs and {x.shape[-1]} inputs are {form.dtypes(x.dtype)} of "
-        f"shapes {form.sizes(num_out, x.shape[-1])} per matrix, not {data.dtype} of {tuple(data.shape)} and "
-        f"{scale.dtype} of {tuple(scale.shape)}"
+        f"{form.name} weights of {num_out} outputs and {width} inputs are {form.dtypes(dtype)} of "
+        f"shapes {form.sizes(num_out, width)} per matrix, not {data.dtype} of {tuple(data.shape)}, "
+        f"{scale.dtype} of {tuple(scale.shape)} and {zeros}"
     )
 
 

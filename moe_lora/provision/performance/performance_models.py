@@ -129,12 +129,15 @@ def file_content(
     model: str,
     settings: Mapping[str, Any],
     env: Mapping[str, Any],
+    weights: str = "none",
 ) -> dict[str, Any]:
-    """The file's fields.  steps: by kernel; settings, env: what it was measured with and on."""
+    """The file's fields.  steps: by kernel; settings, env: what it was measured with and on; weights: name of
+    the format that held the base model's."""
     return {
         "format": FORMAT,
         "kind": "measured",
         "model": model,
+        "weights": weights,
         "settings": dict(settings),
         "env": dict(env),
         "models": [
@@ -158,15 +161,24 @@ def file_content(
     }
 
 
-def read_step_model(path: str | Path, *, kernel: str | None = None, form: str = "full") -> StepModel:
+def read_step_model(
+    path: str | Path, *, kernel: str | None = None, form: str = "full", weights: str | None = None
+) -> StepModel:
     """The model of this kernel and form in a file of `moe-lora profile-steps`.
 
-    kernel: None = the file's only one.  form: "full", or "toppings" for equation 2 alone.  Raises ConfigError
-    naming the file and what is wrong with it.
+    kernel: None = the file's only one.  form: "full", or "toppings" for equation 2 alone.  weights: name of
+    the format that must have held the base model's; None: any.  Raises ConfigError naming the file and what
+    is wrong with it.
     """
     content = read_object(path, "moe-lora profile-steps MODEL_DIR --out FILE")
     if content.get("format") != FORMAT:
         raise ConfigError(f"{path}: format is not {FORMAT!r}; give a file of `moe-lora profile-steps`")
+    found = content.get("weights", "none")
+    if weights not in (None, found):
+        raise ConfigError(
+            f"{path} was measured with weights held as {found!r}, and this engine holds them as {weights!r}; "
+            "measure again with the same --quantize"
+        )
     listed: list[_Listed] = checked(path, _File, content).models
     try:
         return _choose([StepModel(**one.model_dump(exclude={"quality"})) for one in listed], kernel, form)

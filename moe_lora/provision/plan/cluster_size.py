@@ -23,7 +23,7 @@ from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
 from moe_lora.provision.admission.admitted import NeededCapacity, largest
 
 from .inputs import PlanInputs
-from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, base_parameters, miss_share, server_bytes
+from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, base_bytes, miss_share, server_bytes
 from .stages import StageTimes
 
 MEMORY, FIRST_TOKEN, LOADS = "ttft: cache capacity", "ttft: first token", "ttft: loads"
@@ -53,6 +53,7 @@ class Cluster:
             inputs.instance_gpus,
             inputs.context_tokens,
             inputs.probabilities,
+            inputs.weights,
         )
         self.capacity_of = {
             name: NeededCapacity(name, inputs.probabilities, inputs.target_iar, inputs.adapter_share)
@@ -88,11 +89,12 @@ class Cluster:
         """Requests whose KV fits beside an instance's weights.  Raises ConfigError if those don't fit."""
         shape, gpu, gpus = self.inputs.shape, self.inputs.profile.gpu, self.inputs.instance_gpus
         usable = gpus * gpu.memory_bytes * gpu.instance_memory_share
-        weights = base_parameters(shape) * shape.dtype_bytes
+        weights = base_bytes(shape, self.inputs.weights)
         if weights >= usable:
             raise ConfigError(
                 f"the base model's {weights / 1e9:.1f} GB exceed what {gpus} GPUs give an instance "
-                f"({usable / 1e9:.1f} GB) by {(weights - usable) / 1e9:.1f} GB; raise --instance-gpus"
+                f"({usable / 1e9:.1f} GB) by {(weights - usable) / 1e9:.1f} GB; raise --instance-gpus, "
+                "or give --quantize"
             )
         return (usable - weights) / (shape.kv_bytes_per_token() * self.inputs.context_tokens)
 

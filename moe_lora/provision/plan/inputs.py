@@ -13,6 +13,7 @@ from moe_lora.config.plan import PlanGoals
 from moe_lora.config.settings import settings_of
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.weight_format import UNQUANTISED, WeightFormat
 from moe_lora.provision.device_profile import Profile
 
 from .memory import AdapterMix
@@ -29,6 +30,7 @@ class PlanInputs(PlanGoals):
     """A model, its adapters, a load, a device and two SLOs.
 
     model: name or folder, as given.  mix: of the adapters.  probabilities: [N], of each adapter.
+    weights: how an instance holds the base model's.
     rate_per_s, output_tokens, context_tokens: of the load, means.
     trace_rate_per_s: the trace's mean where rate_per_s is that, or the trace's peak; else None.
     adapters_are_traces: probabilities are those of the adapters that the trace names.  adapter_share: of the
@@ -44,6 +46,7 @@ class PlanInputs(PlanGoals):
     probabilities: NDArray[np.float64] = field(repr=False)
     output_tokens: float
     context_tokens: float
+    weights: WeightFormat = UNQUANTISED
     rate_per_s: float | None = None
     popularity_source: str = ""
     trace_rate_per_s: float | None = None
@@ -80,4 +83,5 @@ class PlanInputs(PlanGoals):
             "lora_ranks": [list(pair) for pair in self.mix.ranks],
             "adapter_form": self.mix.form,
             "hardware": self.profile.name,
+            "weights": self.weights.name,
         }

@@ -13,6 +13,7 @@ from scipy.special import lambertw
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import DEFAULT_TARGETS, MAX_LORA_RANK, ModelShape
+from moe_lora.core.weight_format import WeightFormat
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.provision.device_profile import Gpu
 
@@ -47,6 +48,18 @@ def base_parameters(shape: ModelShape) -> int:
     layer += max(1, shape.num_experts) * 3 * shape.hidden_size * shape.intermediate_size
     layer += shape.num_experts * shape.hidden_size
     return shape.num_layers * layer + 2 * shape.vocab_size * shape.hidden_size
+
+
+def base_bytes(shape: ModelShape, weights: WeightFormat) -> float:
+    """What an instance takes for the base model; what `weights` does not hold is in the model's dtype."""
+    plain = 8.0 * shape.dtype_bytes
+    heads = shape.num_heads + shape.num_kv_heads
+    attention = shape.num_layers * 2 * shape.hidden_size * shape.head_dim * heads
+    experts = shape.num_layers * max(1, shape.num_experts) * 3 * shape.hidden_size * shape.intermediate_size
+    head = shape.vocab_size * shape.hidden_size if weights.head else 0
+    in_format = (attention + head) * (weights.attention_bits or plain)
+    in_format += experts * (weights.expert_bits or plain)
+    return (in_format + (base_parameters(shape) - attention - head - experts) * plain) / 8
 
 
 def known_model(name: str) -> KnownModel:

@@ -109,6 +109,11 @@ def assumptions(inputs: PlanInputs, global_batch: float) -> tuple[str, ...]:
             "adapters of mean size stand for the mix of ranks: in memory the mean over requests or over "
             "adapters, whichever is larger; in computation the one over requests"
         )
+    if inputs.weights.name != "none":
+        said.append(
+            f"weights held as {inputs.weights.name}: their bytes, at the rates that the profile reaches with "
+            "unquantised ones"
+        )
     if known is not None and known.note:
         said.append(f"{known.name}: {known.note}")
     return tuple(said)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import yaml
 
@@ -23,7 +25,8 @@ def _deployed(plan: Plan) -> Iterator[tuple[str, str]]:
     for number, one in enumerate(plan.checked):
         yield "" if number else "Simulated", _replay(one)
     source = given["popularity_source"] or "popularity as given"
-    yield "Model", f"{given['model']}, {given['num_adapters']} adapters ({source})"
+    held = "" if given["weights"] == "none" else f" held as {given['weights']}"
+    yield "Model", f"{given['model']}{held}, {given['num_adapters']} adapters ({source})"
     size = bytes_text(plan.bytes_per_adapter)
     yield "Adapter", f"LoRA rank {ranks_text(plan)}: {size}, {given['adapter_form']} A for gate and up"
 
@@ -105,11 +108,16 @@ def _gpus(number: int) -> str:
 PLACEHOLDER_DIR = "MODEL_DIR"
 
 
-def plan_yaml(plan: Plan, model_dir: str | None, adapters: Sequence[tuple[str, str]] = ()) -> str:
+def plan_yaml(
+    plan: Plan,
+    model_dir: str | None,
+    adapters: Sequence[tuple[str, str]] = (),
+    engine: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
     """cluster.yaml for the plan (fields: docs/reference/cluster_file.md).
 
     model_dir: None writes a placeholder, and a comment that says so.  adapters: (name, directory) pairs;
-    others come over HTTP or from --lora-dir.
+    others come over HTTP or from --lora-dir.  engine: further settings of instances.
     """
     content = {
         "model_dir": model_dir or PLACEHOLDER_DIR,
@@ -118,6 +126,7 @@ def plan_yaml(plan: Plan, model_dir: str | None, adapters: Sequence[tuple[str, s
             "max_num_seqs": plan.max_num_seqs,
             "expert_parallel": plan.instance_gpus,
             "num_instances": plan.instances,
+            **engine,
         },
         "lora_server": {
             "layout": plan.layout,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from moe_lora.config.engine import StageTime
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.weight_format import UNQUANTISED, WeightFormat
 from moe_lora.provision.device_profile import (
     Efficiency,
     MeasuredProfile,
@@ -48,7 +49,7 @@ class ServerRound:
         )
 
 
-def sizes_of(shape: ModelShape, lora_rank: float, instance_gpus: int) -> Sizes:
+def sizes_of(shape: ModelShape, lora_rank: float, instance_gpus: int, weights: str = "none") -> Sizes:
     """What stage times depend on, of a model; a dense MLP counts as one expert."""
     return Sizes(
         hidden_size=shape.hidden_size,
@@ -58,6 +59,7 @@ def sizes_of(shape: ModelShape, lora_rank: float, instance_gpus: int) -> Sizes:
         lora_rank=lora_rank,
         instance_gpus=instance_gpus,
         value_bytes=shape.dtype_bytes,
+        weights=weights,
     )
 
 
@@ -65,8 +67,9 @@ class StageTimes:
     """Times of one layer of a model on a profile's device, in seconds.
 
     lora_rank: mean over requests.  context_tokens: mean tokens of KV that a decode row reads.
-    probabilities: of the adapters, for a roofline's distinct adapters in a batch.  Raises ConfigError where
-    the profile has no rates and is of another model.
+    probabilities: of the adapters, for a roofline's distinct adapters in a batch.  weights: how they are
+    held; their bytes are read at the rates that the profile reaches.  Raises ConfigError where the profile
+    has no rates and is of another model or format.
     Rules (docs/reference/profiles.md): a row here counts as row_inputs, row_outputs or row_pair_values
     here / there rows of the profiled model; activations also by NICs of the instance, there / here.
     """
@@ -79,9 +82,10 @@ class StageTimes:
         instance_gpus: int,
         context_tokens: float,
         probabilities: NDArray[np.float64],
+        weights: WeightFormat = UNQUANTISED,
     ) -> None:
-        self._profile, self._shape = profile, shape
-        self._sizes = sizes_of(shape, lora_rank, instance_gpus)
+        self._profile, self._shape, self._weights = profile, shape, weights
+        self._sizes = sizes_of(shape, lora_rank, instance_gpus, weights.name)
         self._context_tokens, self._probabilities = context_tokens, probabilities
         own = isinstance(profile, MeasuredProfile) and _base(profile.taken_at) == _base(self._sizes)
         self._own = profile.tables if isinstance(profile, MeasuredProfile) and own else {}
@@ -127,7 +131,8 @@ class StageTimes:
         """Every GPU holds E/p experts and reads them all in each step."""
         sizes, reached, (bytes_per_s, flop_per_s) = self._sizes, self._needed(), self._rates()
         return StageTime(
-            least_s=sizes.expert_bytes / (sizes.instance_gpus * bytes_per_s) / reached.memory,
+            least_s=self._share(self._weights.expert_bits)
+            * (sizes.expert_bytes / (sizes.instance_gpus * bytes_per_s) / reached.memory),
             per_row_s=sizes.row_flop / (sizes.instance_gpus * flop_per_s) / reached.flop,
         )
 
@@ -135,12 +140,17 @@ class StageTimes:
         """Every GPU reads all attention weights (data-parallel), and the KV of its own rows."""
         shape, reached, (bytes_per_s, _) = self._shape, self._needed(), self._rates()
         heads = shape.num_heads + shape.num_kv_heads
-        weight_bytes = 2 * shape.dtype_bytes * shape.hidden_size * shape.head_dim * heads
+        share = self._share(self._weights.attention_bits)
+        weight_bytes = 2 * share * shape.dtype_bytes * shape.hidden_size * shape.head_dim * heads
         kv_bytes = 2 * shape.dtype_bytes * shape.num_kv_heads * shape.head_dim * self._context_tokens
         return StageTime(
             fixed_s=weight_bytes / bytes_per_s / reached.memory + US * self._profile.fixed_us.attention,
             per_row_s=kv_bytes / (self._sizes.instance_gpus * bytes_per_s) / reached.memory,
         )
+
+    def _share(self, bits: float | None) -> float:
+        """What a weight of so many bits takes, of the dtype's."""
+        return 1.0 if bits is None else bits / (8 * self._shape.dtype_bytes)
 
     def _server_roofline(self, profile: RooflineProfile, ep: int, batch: float) -> ServerRound:
         """Bytes over the busiest NIC; distinct (adapter, expert) pairs read, or operations, on x ranks."""
@@ -165,7 +175,8 @@ class StageTimes:
             if "base_us.attention" in self._own:
                 return None
             raise ConfigError(
-                f"profile {profile.name!r} was taken at another model and names no bytes_per_s and "
+                f"profile {profile.name!r} was taken at another model, or format of its weights than "
+                f"{self._weights.name!r}, and names no bytes_per_s and "
                 "flop_per_s to carry it over; take one of this model with `moe-lora profile`"
             )
         return table_efficiency(profile, gpu.bytes_per_s, gpu.flop_per_s)

@@ -179,12 +179,16 @@ def written(path: Path, *kernels: str) -> Path:
 
 def test_a_file_gives_back_the_models(tmp_path: Path) -> None:
     path = written(tmp_path / "p.json", "sgmv", "bgmv")
-    read = read_step_model(path, kernel="bgmv")
+    read = read_step_model(path, kernel="bgmv", weights="none")
+    with pytest.raises(ConfigError, match=r"measured with weights held as 'none', and this engine .* 'int8'"):
+        read_step_model(path, kernel="bgmv", weights="int8")
     assert (read.kernel, read.form) == ("bgmv", "full")
     assert read.decode_s == pytest.approx(truth("bgmv", "full").decode_s, rel=1e-5)
     assert read_step_model(path, kernel="sgmv", form="toppings").form == "toppings"
     content = json.loads(path.read_text())
     assert content["kind"] == "measured"
+    path.write_text(json.dumps(content | {"weights": "int8"}))
+    assert read_step_model(path, kernel="bgmv", weights="int8") == read
     assert len(content["steps"]) == 2 * 2 * len(batches())
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError, SloError
+from moe_lora.core.weight_format import UNQUANTISED, WeightFormat, weight_format
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.provision.admission.admitted import largest
 from moe_lora.provision.admission.iar import immediate_admissibility_rate
 from moe_lora.provision.plan.cluster_size import CONSTRAINTS, EQ5, EQ6, MEMORY, Cluster
-from moe_lora.provision.plan.memory import AdapterMix, base_parameters, known_model
+from moe_lora.provision.plan.memory import AdapterMix, base_bytes, base_parameters, known_model
 from moe_lora.provision.plan.sizing import (
     Candidate,
     ServerSize,
@@ -158,3 +160,29 @@ def test_split_of_a_budget_beats_every_other_number_of_server_ranks(model: str) 
             continue
         held = immediate_admissibility_rate(probabilities, more, cluster.slots(layout)) >= 0.95
         assert not (held and candidate(cluster, layout, 1, instances, more / instances).feasible)
+
+
+@pytest.mark.parametrize(("name", "fewest"), [("Scaled-MoE", (4, 1)), ("Mixtral-8x7B", (2, 1))])
+def test_an_int4_base_needs_fewer_gpus(name: str, fewest: tuple[int, int]) -> None:
+    """Where the weights in bf16 do not fit beside a request's KV."""
+    int4 = weight_format({}, "int4", 64)
+    found = []
+    for weights in (UNQUANTISED, int4):
+        for gpus in (1, 2, 4):
+            cluster = Cluster(inputs(name, instance_gpus=gpus, weights=weights, slo_tpot_s=1.0))
+            with suppress(ConfigError):
+                assert cluster.max_batch[0] >= 1
+                found.append(gpus)
+                break
+    assert tuple(found) == fewest
+
+
+def test_bytes_of_a_quantised_base_are_those_of_its_formats() -> None:
+    shape = known_model("Mixtral-8x7B").shape
+    plain = base_bytes(shape, UNQUANTISED)
+    assert plain == base_parameters(shape) * 2
+    experts = 32 * 8 * 3 * 4096 * 14336
+    packed = base_bytes(shape, WeightFormat("mxfp4", None, 4.25))
+    assert plain - packed == pytest.approx(experts * (16 - 4.25) / 8)
+    with_head = base_bytes(shape, weight_format({}, "int8", None, True))
+    assert base_bytes(shape, weight_format({}, "int8")) - with_head == 32000 * 4096

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.weight_format import weight_format
 from moe_lora.provision.device_profile import read_profile
 from moe_lora.provision.plan.memory import KNOWN_MODELS, known_model
 from moe_lora.provision.plan.stages import StageTimes
@@ -76,6 +77,17 @@ def test_base_times_of_other_models_follow_weights_and_operations() -> None:
     assert dbrx.experts_s(1) / mixtral.experts_stage().seconds(1) == pytest.approx(ratio)
 
 
+def test_quantised_weights_are_read_at_the_rate_of_unquantised_ones() -> None:
+    known, plain = known_model("Mixtral-8x7B"), times()
+    int4 = weight_format({}, "int4", 64)
+    stages = StageTimes(read_profile("hopper96"), known.shape, 64, known.instance_gpus, 900.0, zipf(), int4)
+    assert stages.experts_stage().least_s == pytest.approx(plain.experts_stage().least_s * 4.25 / 16)
+    assert stages.experts_stage().per_row_s == plain.experts_stage().per_row_s
+    assert stages.experts_s(1) < plain.experts_s(1) / 3
+    assert stages.attention_stage().fixed_s < plain.attention_stage().fixed_s
+    assert stages.server(4, 64) == plain.server(4, 64)
+
+
 def test_profile_without_rates_holds_for_its_own_model_only(tmp_path: Path) -> None:
     content = changed("base_us.attention", [100, 150])
     del content["gpu"]["bytes_per_s"], content["gpu"]["flop_per_s"]
@@ -83,6 +95,9 @@ def test_profile_without_rates_holds_for_its_own_model_only(tmp_path: Path) -> N
     assert times(profile=path).attention_s(128) == pytest.approx(100e-6)
     with pytest.raises(ConfigError, match="take one of this model with `moe-lora profile`"):
         times("DBRX", profile=path)
+    known, int8 = known_model("Mixtral-8x7B"), weight_format({}, "int8")
+    with pytest.raises(ConfigError, match="format of its weights than 'int8', and names no bytes_per_s"):
+        StageTimes(read_profile(path), known.shape, 64, known.instance_gpus, 900.0, zipf(), int8)
 
 
 @pytest.mark.parametrize("model", [known.name for known in KNOWN_MODELS])

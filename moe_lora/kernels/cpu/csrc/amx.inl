@@ -121,5 +121,6 @@ static IsaTable with_tile_dots(const char* name, IsaTable base) {
     base.name = name;
     base.dot_bf16 = tile_dot<Tiles, bf16>;
     base.dot_bf16_to_f32 = tile_dot<Tiles, float>;
+    for (auto& of_codes : base.dot_packed) of_codes[kBf16] = nullptr;
     return base;
 }

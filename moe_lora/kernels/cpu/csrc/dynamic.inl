@@ -3,9 +3,15 @@
 //
 // Weights lie in blocks of 16 outputs, the unit of the processor's dots of four bytes: int8 [block][k / 4][16][4];
 // int4 [block][k / 8][16][4], q + 8 of k + j in the low and of k + 4 + j in the high bits; scales [block][group][16].
-// int8: one fp32 scale per output. int4: scales of T.
+// int8: one fp32 scale per output. int4: scales of T. x lies in groups of as many rows as are computed together: [group]
+// [k / 4][row][4].
 
 constexpr int64_t kBlockOut = 16;
+
+// The first numbers of a vector, cut to 0 .. 255.
+static inline void store_bytes_plainly(uint8_t* to, const float* from, int count) {
+    for (int i = 0; i < count; i++) to[i] = from[i] < 0 ? 0 : from[i] > 255 ? 255 : uint8_t(int32_t(from[i]));
+}
 
 static inline float rounded(float value, const float*) { return value; }
 static inline float rounded(float value, const bf16*) {
@@ -58,12 +64,7 @@ static void quantise_row(const void* from, int64_t width, bool asymmetric, uint8
         typename I::V v = I::mul(count == I::kLanes ? I::load(x + k) : I::load_part(x + k, count), by);
         if constexpr (sizeof(T) == 2)
             if (asymmetric) v = I::round_bf16(v);
-        float q[I::kLanes];
-        I::store(q, I::round(v));
-        for (int i = 0; i < count; i++) {
-            const int32_t value = int32_t(q[i]) + *zero;
-            u[k + i] = uint8_t(value < 0 ? 0 : value > 255 ? 255 : value);
-        }
+        I::store_bytes(u + k, I::add(I::round(v), I::set1(float(*zero))), count);
     }
 }
 
@@ -76,9 +77,7 @@ static inline void dynamic_block(const DynamicTile& t, int64_t row, int64_t bloc
     const int64_t steps = kInt4 ? t.group / 8 : (t.width + 3) / 4, groups = kInt4 ? t.width / t.group : 1;
     const int64_t block_bytes = steps * groups * 64;
     const char* w = static_cast<const char*>(t.data) + block * block_bytes;
-    const uint8_t* x[M];
-    MOE_LORA_UNROLL
-    for (int i = 0; i < M; i++) x[i] = t.u + t.x[row + i] * t.padded;
+    const uint8_t* const x = t.u + row * t.padded;
     for (int64_t g = 0; g < groups; g++) {
         Int acc[M][kVectors], total[kVectors];
         MOE_LORA_UNROLL
@@ -97,7 +96,7 @@ static inline void dynamic_block(const DynamicTile& t, int64_t row, int64_t bloc
             }
             MOE_LORA_UNROLL
             for (int i = 0; i < M; i++) {
-                const Int four = I::four_bytes(x[i] + k);
+                const Int four = I::four_bytes(x + k * M + i * 4);
                 MOE_LORA_UNROLL
                 for (int v = 0; v < kVectors; v++) acc[i][v] = I::dot_bytes(four, weights[v], acc[i][v]);
             }
@@ -165,7 +164,7 @@ static void dynamic_tile(const DynamicTile& t) {
     using S = T;
     constexpr int B = I::kDynamicBlocks;
     const int64_t blocks = (t.num_w + kBlockOut - 1) / kBlockOut;
-    const int64_t groups = (t.rows + I::kDynamicRows - 1) / I::kDynamicRows;
+    const int64_t groups = num_row_groups(t.rows, I::kDynamicRows);
     alignas(64) float sums[I::kDynamicRows * B * kBlockOut];
     for (int64_t block = 0; block < blocks; block += B) {
         const int num = int(blocks - block < B ? blocks - block : B);

@@ -65,9 +65,14 @@ struct Portable {
     static inline Int int_sub_product(Int a, Int b, Int c) { return a - b * c; }
     static inline V to_float(Int value) { return __builtin_convertvector(value, Quad); }
     static inline V load_int8(const int8_t* p) { return Quad{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
-    template <class T>
-    static inline void look_up(const uint8_t* bytes, int shift, const T* table, T* out) {
-        look_up_plainly(bytes, shift, table, out);
+    static inline void store_bytes(uint8_t* to, V value, int count) {
+        float lanes[kLanes];
+        store(lanes, value);
+        store_bytes_plainly(to, lanes, count);
+    }
+    static inline V load_fp8(const uint8_t* p) {
+        const float* of = kFp8Values.of;
+        return Quad{of[p[0]], of[p[1]], of[p[2]], of[p[3]]};
     }
     template <class T>
     static inline V load(const T* p) {
@@ -100,6 +105,17 @@ struct Portable {
         static constexpr int kStep = 4;
         static inline Raw load(const T* p) { return load_quad(p); }
         static inline Raw load_part(const T* p, int count) { return Portable::load_part(p, count); }
+        static inline void store(T* p, Raw raw) { store_quad(p, raw); }
+        static inline Raw pack(const V* v) { return sizeof(T) == 2 ? round_bf16(v[0]) : v[0]; }
+        using Table = CodeTable<T>;
+        static inline void fill(Table& table, const V* v) {
+            for (int i = 0; i < 4; i++) store_quad(table.of + 4 * i, v[i]);
+        }
+        static inline Raw look_up(const uint8_t* bytes, int shift, const Table& table) {
+            T out[kStep];
+            table.look_up(bytes, shift, out, kStep);
+            return load(out);
+        }
         static inline V dot(Raw x, Raw w, V acc) { return fma(x, w, acc); }
     };
 };

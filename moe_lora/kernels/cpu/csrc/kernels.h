@@ -47,14 +47,23 @@ MOE_LORA_API int32_t moe_lora_expert_linear(int32_t dtype, int32_t threads, cons
                                             int64_t tokens, int64_t top_k, int64_t num_experts, void* out,
                                             int64_t num_out, int64_t width);
 
-// As moe_lora_expert_linear (ids null: a dense layer), over weights of 8 or 4 bits; layouts: unpack.inl.
-MOE_LORA_API int32_t moe_lora_unpacked_linear(int32_t bits, int32_t dtype, int32_t threads, const void* x,
-                                              int64_t x_stride, int64_t x_rows, const void* data, const void* scale,
-                                              int64_t group, const void* bias, const int32_t* ids, int64_t tokens,
-                                              int64_t top_k, int64_t num_experts, void* out, int64_t num_out,
-                                              int64_t width);
+// Weights of 8 or 4 bits; layouts: unpack.inl.
+struct PackedWeights {
+    const void* data;
+    const void* scale;  // [experts][num_out / row_group][width / group], both rounded up
+    const void* zero;   // int8 [experts][num_out][width / group], or null
+    int64_t group, row_group;  // inputs, and outputs, that share a scale; group 0: all inputs
+    int32_t format;            // 0 int8, 1 fp8, 2 int4, 3 mxfp4, whose scales are exponents in bytes
+    int32_t scale_dtype;       // 0 fp32, 1 bf16
+};
 
-// The same with x in bytes, quantised row by row, and integer sums; layouts: dynamic.inl. int8: group is unused.
+// As moe_lora_expert_linear (ids null: a dense layer).
+MOE_LORA_API int32_t moe_lora_packed_linear(int32_t dtype, int32_t threads, const void* x, int64_t x_stride,
+                                            int64_t x_rows, const PackedWeights* weights, const void* bias,
+                                            const int32_t* ids, int64_t tokens, int64_t top_k, int64_t num_experts,
+                                            void* out, int64_t num_out, int64_t width);
+
+// The same over int8 or int4 with x in bytes, quantised row by row, and integer sums; layouts: dynamic.inl. int8: group is unused.
 MOE_LORA_API int32_t moe_lora_dynamic_linear(int32_t bits, int32_t dtype, int32_t threads, const void* x,
                                              int64_t x_stride, int64_t x_rows, const void* data, const void* scale,
                                              int64_t group, const void* bias, const int32_t* ids, int64_t tokens,
@@ -75,6 +84,32 @@ MOE_LORA_API int64_t moe_lora_shrink(int32_t kernel, int32_t dtype, int32_t thre
 MOE_LORA_API void moe_lora_expand(int32_t threads, LoraShrunk* shrunk, int32_t y_dtype, float sign, void* y,
                                   int64_t y_stride);
 MOE_LORA_API void moe_lora_release(LoraShrunk* shrunk);
+
+// A linear layer's weights as a LoRA site multiplies by them in every step.
+struct SiteWeights {
+    int32_t dtype, kind;       // of x, bias and output; 0 plain, 1 packed, 2 dynamic
+    int32_t dynamic_bits;      // 8 or 4
+    PackedWeights packed;      // plain: only its data
+    const void* bias;          // or null
+    int64_t num_experts;       // 0: dense
+    int64_t first_expert;      // ids number the whole model's experts
+    int64_t num_out, width;
+};
+
+// Where the adapters of a step's rows are at a site; the operands of moe_lora_shrink.
+struct SiteRows {
+    const LoraSite* site;
+    const int32_t* token_slots;  // null: no row has a delta
+    const LoraSlots* slots;
+    const void* arena;
+    int64_t arena_bytes;
+    int32_t kernel;
+};
+
+// out = x W^T + bias + deltas: shrink, linear layer and expand in one call. A refusal is one of shrink.
+MOE_LORA_API int32_t moe_lora_site_linear(int32_t threads, const SiteWeights* weights, const SiteRows* rows,
+                                          int64_t layer, const void* x, int64_t x_stride, int64_t x_rows,
+                                          const int32_t* ids, int64_t tokens, int64_t top_k, void* out);
 
 // out: [rows, num_heads, head_dim] contiguous. sinks: fp32 or null.
 MOE_LORA_API int32_t moe_lora_paged_attention(int32_t dtype, int32_t threads, const void* q, int64_t q_stride,

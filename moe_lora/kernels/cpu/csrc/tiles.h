@@ -11,6 +11,21 @@ struct bf16 {
     uint16_t bits;
 };
 
+// Values of the 256 codes of E4M3 (OCP 8-bit floating point, its finite kind), divided by 256.
+struct Fp8Values {
+    float of[256];
+    constexpr Fp8Values() : of() {
+        for (int code = 0; code < 256; code++) {
+            const int exponent = code >> 3 & 15, mantissa = code & 7;
+            float value = exponent ? 8 + mantissa : mantissa;  // times 2 ** (max(exponent, 1) - 18)
+            for (int e = exponent ? exponent : 1; e < 18; e++) value /= 2;
+            if ((code & 127) == 127) value = __builtin_nanf("");
+            of[code] = code & 128 ? -value : value;
+        }
+    }
+};
+constexpr float kFp8Scale = 256;
+
 // A cut of a "dot" product: out[i][column + n] = dot(x[i], w[n]) (+ bias[n]) for i < rows, n < num_w.
 struct DotTile {
     const void* const* x;  // row pointers
@@ -33,19 +48,21 @@ struct SumTile {
     int64_t next_stride;
 };
 
-// Rows of quantised weights to unpack; see unpack.inl.
-struct UnpackRows {
-    const void* data;
-    const void* scale;
-    void* out;  // [rows][width]
-    int64_t rows, width, group;
-    int64_t ahead;  // bytes of data from here to what is unpacked next (prefetched)
+// A cut of a "dot" product over quantised weights; see unpack.inl.
+struct PackedTile : DotTile {  // w: num_w rows of codes, row_bytes apart
+    const float* scale;        // [num_w][groups]
+    int64_t zero;              // from a scale to the value that stands for zero, or 0: none
+    const float* values;       // of the 16 codes of 4 bits
+    int64_t group, groups, row_bytes;
 };
+
+// What the codes of a PackedTile are; int8 with and without zeros.
+enum Codes : int32_t { kInt8, kInt8Zero, kFp8, kNibbles, kNumCodes };
 
 // Rows of x in bytes against weight blocks [0, num_w / 16); see dynamic.inl.
 struct DynamicTile {
     const int64_t* x;      // number of the quantised row at each place
-    const uint8_t* u;      // [numbers][padded]
+    const uint8_t* u;      // of the rows at all places; see dynamic.inl
     const float* x_scale;  // by number
     const int32_t* zero;   // by number
     const void* data;
@@ -72,12 +89,11 @@ struct IsaTable {
     void (*scale_row)(float* row, int64_t count, float scale);
     void (*store_f32)(const float* row, int64_t count, float scale, void* out);
     void (*store_bf16)(const float* row, int64_t count, float scale, void* out);
-    void (*unpack_int8_f32)(const UnpackRows&);
-    void (*unpack_int8_bf16)(const UnpackRows&);
-    void (*unpack_int4_f32)(const UnpackRows&);
-    void (*unpack_int4_bf16)(const UnpackRows&);
+    void (*unpack[kNumCodes][2])(const PackedTile&, void* out);  // by codes and data type: rows of the tile, unpacked
+    void (*dot_packed[kNumCodes][2])(const PackedTile&);         // for up to kPackedRows rows of x; null: unpack first
     void (*quantise_f32)(const void* x, int64_t width, bool asymmetric, uint8_t* u, float* scale, int32_t* zero);
     void (*quantise_bf16)(const void* x, int64_t width, bool asymmetric, uint8_t* u, float* scale, int32_t* zero);
+    int64_t dynamic_rows;  // that are computed together
     void (*dynamic_int8_f32)(const DynamicTile&);
     void (*dynamic_int8_bf16)(const DynamicTile&);
     void (*dynamic_int4_f32)(const DynamicTile&);
@@ -101,5 +117,10 @@ const IsaTable* portable_table();
 const IsaTable& isa();
 
 enum DataType : int32_t { kF32 = 0, kBf16 = 1 };
+
+constexpr int64_t kPackedRows = 12;
+
+// Rows in balanced groups of up to `most`: group g is [rows * g / groups, rows * (g + 1) / groups).
+inline int64_t num_row_groups(int64_t rows, int64_t most) { return (rows + most - 1) / most; }
 
 inline int64_t item_size(int32_t dtype) { return dtype == kF32 ? 4 : 2; }

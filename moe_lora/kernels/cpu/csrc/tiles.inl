@@ -3,6 +3,7 @@
 
 // Loops over registers must vanish before the arrays of accumulators are looked at, or these live in memory.
 #define MOE_LORA_UNROLL _Pragma("GCC unroll 16")
+#define MOE_LORA_INLINE inline __attribute__((always_inline))
 
 typedef float Quad __attribute__((vector_size(16)));
 typedef uint32_t QuadBits __attribute__((vector_size(16)));
@@ -31,6 +32,17 @@ static inline void store_quad(bf16* p, Quad value) {
     QuadHalf half = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0u), QuadHalf);
     memcpy(p, &half, 8);
 }
+
+constexpr Fp8Values kFp8Values;
+
+// What 16 codes mean, for processors without permutations of as many.
+template <class T>
+struct CodeTable {
+    T of[16];
+    inline void look_up(const uint8_t* bytes, int shift, T* out, int count) const {
+        for (int i = 0; i < count; i++) out[i] = of[bytes[i] >> shift & 15];
+    }
+};
 
 // 48 KiB of data cache, slightly overdrawn (x is read more often than weights); a share of the second level.
 constexpr int64_t kFirstCacheBytes = 52 << 10, kBlockBytes = 128 << 10;
@@ -66,11 +78,62 @@ static inline void store_sums(Quad sums, Out* out, const Out* bias) {
     memcpy(out, four, Count * sizeof(Out));
 }
 
-// M rows of x against N (4, 2 or 1) rows of w; four sums are reduced together, those of two rows if N is 2.
-template <class I, class T, class Out, int M, int N>
-static inline void dot_block(const DotTile& t, int64_t row, int64_t n, Prefetch& prefetch) {
+// Weights of T as they lie in memory; the other sources of weights are in unpack.inl. kSpan: elements of k that one
+// turn of the loop takes, one or two steps.
+template <class I_, class T_>
+struct PlainWeights {
+    using I = I_;
+    using T = T_;
     using D = typename I::template Dot<T>;
-    const T* w = static_cast<const T*>(t.w) + n * t.width;
+    using Tile = DotTile;
+    static constexpr int kSpan = D::kStep;
+
+    // N rows from n on.
+    template <int N>
+    struct Rows {
+        const T* w;
+        int64_t width;
+        static MOE_LORA_INLINE const char* fetch(const char* ahead, int lines) {
+            return fetch_ahead<sizeof(typename D::Raw)>(ahead, lines);
+        }
+        MOE_LORA_INLINE Rows(const Tile& t, int64_t n) : w(static_cast<const T*>(t.w) + n * t.width), width(t.width) {}
+        MOE_LORA_INLINE void open(int64_t) {}
+        template <int Step>
+        MOE_LORA_INLINE typename D::Raw load(int j, int64_t k) const {
+            return D::load(w + j * width + k);
+        }
+        MOE_LORA_INLINE typename D::Raw load_part(int j, int64_t k, int count) const {
+            return D::load_part(w + j * width + k, count);
+        }
+    };
+};
+
+template <int Value>
+struct Constant {
+    static constexpr int value = Value;
+};
+
+// step(k, Constant<number of the step in its span>) for each whole step of the width; the k where the rest begins.
+template <class W, class Step>
+static MOE_LORA_INLINE int64_t for_each_step(int64_t width, const Step& step) {
+    constexpr int kStep = W::D::kStep;
+    static_assert(W::kSpan == kStep || W::kSpan == 2 * kStep, "one step or two");
+    const int64_t whole = width / kStep * kStep;
+    for (int64_t k = 0; k < whole; k += W::kSpan) {
+        step(k, Constant<0>());
+        if constexpr (W::kSpan > kStep)
+            if (k + kStep < whole) step(k + kStep, Constant<1>());
+    }
+    return whole;
+}
+
+// M rows of x against N rows of w; sums are reduced by fours, those of two rows of x together if N is 2.
+template <class W, class Out, int M, int N>
+static inline void dot_block(const typename W::Tile& t, int64_t row, int64_t n, Prefetch& prefetch) {
+    using I = typename W::I;
+    using T = typename W::T;
+    using D = typename W::D;
+    typename W::template Rows<N> w(t, n);
     const T* x[M];
     MOE_LORA_UNROLL
     for (int i = 0; i < M; i++) x[i] = static_cast<const T*>(t.x[row + i]);
@@ -79,36 +142,37 @@ static inline void dot_block(const DotTile& t, int64_t row, int64_t n, Prefetch&
     for (int i = 0; i < M; i++)
         MOE_LORA_UNROLL
         for (int j = 0; j < N; j++) acc[i][j] = I::zero();
-    const int64_t width = t.width;
     const int lines = prefetch.at < prefetch.end ? prefetch.lines : 0;
     const char* ahead = prefetch.at;
-    int64_t k = 0;
-    for (; k + D::kStep <= width; k += D::kStep) {
+    const auto step = [&](int64_t k, auto number) __attribute__((always_inline)) {
+        w.open(k);
         typename D::Raw wv[N];
         MOE_LORA_UNROLL
-        for (int j = 0; j < N; j++) wv[j] = D::load(w + j * width + k);
-        ahead = fetch_ahead<sizeof(typename D::Raw)>(ahead, lines);
+        for (int j = 0; j < N; j++) wv[j] = w.template load<decltype(number)::value>(j, k);
+        ahead = w.fetch(ahead, lines);
         MOE_LORA_UNROLL
         for (int i = 0; i < M; i++) {
             typename D::Raw xv = D::load(x[i] + k);
             MOE_LORA_UNROLL
             for (int j = 0; j < N; j++) acc[i][j] = D::dot(xv, wv[j], acc[i][j]);
         }
-    }
-    if (k < width) {
+    };
+    const int64_t k = for_each_step<W>(t.width, step);
+    if (k < t.width) {
+        w.open(k);
+        const int count = int(t.width - k);
         typename D::Raw wv[N];
         MOE_LORA_UNROLL
-        for (int j = 0; j < N; j++) wv[j] = D::load_part(w + j * width + k, int(width - k));
+        for (int j = 0; j < N; j++) wv[j] = w.load_part(j, k, count);
         MOE_LORA_UNROLL
         for (int i = 0; i < M; i++) {
-            typename D::Raw xv = D::load_part(x[i] + k, int(width - k));
+            typename D::Raw xv = D::load_part(x[i] + k, count);
             MOE_LORA_UNROLL
             for (int j = 0; j < N; j++) acc[i][j] = D::dot(xv, wv[j], acc[i][j]);
         }
     }
     prefetch.at = ahead;
     const Out* bias = t.bias ? static_cast<const Out*>(t.bias) + n : nullptr;
-    static_assert(N == 4 || N == 2 || N == 1, "a row of four sums, two rows of two, or one");
     const auto out = [&](int i) { return static_cast<Out*>(t.out[row + i]) + t.column + n; };
     if constexpr (N == 2) {
         MOE_LORA_UNROLL
@@ -120,33 +184,35 @@ static inline void dot_block(const DotTile& t, int64_t row, int64_t n, Prefetch&
             if (second > i) store_sums<Out, 2>(Quad{sums[2], sums[3], 0, 0}, out(second), bias);
         }
     } else {
+        static_assert(N <= 4, "a row of up to four sums");
         MOE_LORA_UNROLL
         for (int i = 0; i < M; i++)
             store_sums<Out, N>(I::sum4(acc[i][0], acc[i][N > 1], acc[i][N > 2 ? 2 : 0], acc[i][N > 3 ? 3 : 0]), out(i), bias);
     }
 }
 
-template <class I, class T, class Out, int N, int M = I::kMaxRows>
-static inline void dot_rows(const DotTile& t, int64_t row, int rows, int64_t n, Prefetch& prefetch) {
+// Up to M rows of x.
+template <class W, class Out, int N, int M>
+static inline void dot_rows(const typename W::Tile& t, int64_t row, int rows, int64_t n, Prefetch& prefetch) {
     if constexpr (M > 1)
-        if (rows < M) return dot_rows<I, T, Out, N, M - 1>(t, row, rows, n, prefetch);
-    dot_block<I, T, Out, M, N>(t, row, n, prefetch);
+        if (rows < M) return dot_rows<W, Out, N, M - 1>(t, row, rows, n, prefetch);
+    dot_block<W, Out, M, N>(t, row, n, prefetch);
 }
 
 // More rows than a group of four weights has registers for, but few enough for two weights: one pass over w, if
 // x, which each pair of weights reads anew, stays in the first-level cache.
-template <class I, class T, class Out>
+template <class W, class Out>
 static void dot_pairs(const DotTile& t) {
-    const int64_t row_bytes = t.width * int64_t(sizeof(T));
+    const int64_t row_bytes = t.width * int64_t(sizeof(typename W::T));
     const char* w = static_cast<const char*>(t.w);
     for (int64_t n = 0; n < t.num_w; n += 2) {
         const bool pair = n + 2 <= t.num_w;
         const char* ahead = n + 4 < t.num_w ? w + (n + 4) * row_bytes : static_cast<const char*>(t.next);
         Prefetch prefetch{ahead, ahead ? ahead + 2 * row_bytes : ahead, 2};
         if (pair)
-            dot_rows<I, T, Out, 2, I::kTallRows>(t, 0, int(t.rows), n, prefetch);
+            dot_rows<W, Out, 2, W::I::kTallRows>(t, 0, int(t.rows), n, prefetch);
         else
-            for (int64_t row = 0; row < t.rows; row++) dot_block<I, T, Out, 1, 1>(t, row, n, prefetch);
+            for (int64_t row = 0; row < t.rows; row++) dot_block<W, Out, 1, 1>(t, row, n, prefetch);
     }
 }
 
@@ -155,10 +221,11 @@ static void dot_pairs(const DotTile& t) {
 // cache while all groups pass over it. The following weights are fetched meanwhile.
 template <class I, class T, class Out>
 static void dot_tile(const DotTile& t) {
+    using W = PlainWeights<I, T>;
     const int64_t row_bytes = t.width > 0 ? t.width * int64_t(sizeof(T)) : 1;
     if constexpr (I::kTallRows > I::kMaxRows)
         if (t.rows > I::kMaxRows && t.rows <= I::kTallRows && t.rows * row_bytes <= kFirstCacheBytes / 2)
-            return dot_pairs<I, T, Out>(t);
+            return dot_pairs<W, Out>(t);
     const int64_t groups = (t.rows + I::kMaxRows - 1) / I::kMaxRows;
     int64_t block = 4;
     if (groups > 1 && (t.rows + 8) * row_bytes > kFirstCacheBytes) block = kBlockBytes / row_bytes / 4 * 4;
@@ -172,8 +239,8 @@ static void dot_tile(const DotTile& t) {
             const int64_t row = t.rows * g / groups;
             const int rows = int(t.rows * (g + 1) / groups - row);
             int64_t n = n0;
-            for (; n + 4 <= n1; n += 4) dot_rows<I, T, Out, 4>(t, row, rows, n, prefetch);
-            for (; n < n1; n++) dot_rows<I, T, Out, 1>(t, row, rows, n, prefetch);
+            for (; n + 4 <= n1; n += 4) dot_rows<W, Out, 4, I::kMaxRows>(t, row, rows, n, prefetch);
+            for (; n < n1; n++) dot_rows<W, Out, 1, I::kMaxRows>(t, row, rows, n, prefetch);
         }
     }
 }
@@ -196,12 +263,17 @@ static IsaTable make_table(const char* name) {
                     scale_row<I>,
                     store_row<I, float>,
                     store_row<I, bf16>,
-                    unpack_int8<I, float>,
-                    unpack_int8<I, bf16>,
-                    unpack_int4<I, float>,
-                    unpack_int4<I, bf16>,
+                    {{unpack_rows<ByteWeights<I, float, kInt8>>, unpack_rows<ByteWeights<I, bf16, kInt8>>},
+                     {unpack_rows<ByteWeights<I, float, kInt8Zero>>, unpack_rows<ByteWeights<I, bf16, kInt8Zero>>},
+                     {unpack_rows<ByteWeights<I, float, kFp8>>, unpack_rows<ByteWeights<I, bf16, kFp8>>},
+                     {unpack_rows<NibbleWeights<I, float>>, unpack_rows<NibbleWeights<I, bf16>>}},
+                    {{packed<ByteWeights<I, float, kInt8>>(), packed<ByteWeights<I, bf16, kInt8>>()},
+                     {nullptr, nullptr},
+                     {packed<ByteWeights<I, float, kFp8>>(), packed<ByteWeights<I, bf16, kFp8>>()},
+                     {packed<NibbleWeights<I, float>>(), packed<NibbleWeights<I, bf16>>()}},
                     quantise_row<I, float>,
                     quantise_row<I, bf16>,
+                    I::kDynamicRows,
                     dynamic_tile<I, float, false>,
                     dynamic_tile<I, bf16, false>,
                     dynamic_tile<I, float, true>,

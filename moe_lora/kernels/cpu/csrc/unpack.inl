@@ -1,54 +1,195 @@
-// Rows of quantised weights to rows of T, out = round(scale * q): what torchao's `dequantize` gives, bit for bit.
-// Included after tiles.inl.
+// Quantised weights as a source of weights for the dots of tiles.inl: round((code's value - zero) * scale) of T, what
+// torchao's `dequantize` gives, bit for bit. Included after tiles.inl.
 //
-// int8: q [rows][width], one fp32 scale per row. int4: q + 8 in four bits, 64 of them in 32 bytes (byte i: element
-// i low, element 32 + i high; where width ends at a half, its bytes' high bits are 0), a scale of T per group.
+// Bytes: [rows][width], int8 or E4M3. Four bits: 64 codes in 32 bytes (byte i: element i low, element 32 + i high;
+// where width ends at a half, its bytes' high bits are 0). Scales: per row and group; a group is a multiple of 32.
 
-template <class I, class T>
-static void unpack_int8(const UnpackRows& u) {
-    for (int64_t row = 0; row < u.rows; row++) {
-        const int8_t* q = static_cast<const int8_t*>(u.data) + row * u.width;
-        const typename I::V scale = I::set1(static_cast<const float*>(u.scale)[row]);
-        T* out = static_cast<T*>(u.out) + row * u.width;
-        int64_t k = 0;
-        for (; k + I::kLanes <= u.width; k += I::kLanes) {
-            if (k % 64 == 0) __builtin_prefetch(q + k + u.ahead, 0, 2);
-            I::store(out + k, I::mul(I::load_int8(q + k), scale));
+// Up to so many rows of x weights are unpacked once, by twos.
+constexpr int kPackedPairs = 8;
+
+// Bytes of codes that are on their way from memory, at least, and at most for the first-level cache: rows of 4 KiB
+// would push each other out of its sets.
+constexpr int64_t kFetchAhead = 4 << 10, kFetchFirst = 8 << 10;
+
+// N rows of a tile from n on; what both kinds of codes share.
+template <class W, int N>
+struct PackedRows {
+    const uint8_t* w;
+    const int64_t row_bytes, group, groups, zero;
+    const float* scale;
+    int64_t next = 0;
+
+    MOE_LORA_INLINE PackedRows(const PackedTile& t, int64_t n)
+        : w(static_cast<const uint8_t*>(t.w) + n * t.row_bytes),
+          row_bytes(t.row_bytes),
+          group(t.group),
+          groups(t.groups),
+          zero(t.zero),
+          scale(t.scale + n * t.groups) {}
+    // The bytes of a step of N rows, to the first-level cache if `first`, else to the second; lines that two steps
+    // share are asked for twice.
+    static MOE_LORA_INLINE const char* fetch(const char* ahead, int first) {
+        constexpr int kBytes = N * W::D::kStep * W::kBits / 8;
+        MOE_LORA_UNROLL
+        for (int b = 0; b < kBytes; b += 64)
+            if (first)
+                __builtin_prefetch(ahead + b, 0, 3);
+            else
+                __builtin_prefetch(ahead + b, 0, 2);
+        return ahead + kBytes;
+    }
+};
+
+template <class I_, class T_, Codes kCodes>
+struct ByteWeights {
+    using I = I_;
+    using T = T_;
+    using D = typename I::template Dot<T>;
+    using Tile = PackedTile;
+    static constexpr int kSpan = D::kStep, kBits = 8;
+
+    template <int N>
+    struct Rows : PackedRows<ByteWeights, N> {
+        typename I::V by[N], less[N];
+
+        MOE_LORA_INLINE Rows(const PackedTile& t, int64_t n) : PackedRows<ByteWeights, N>(t, n) { open(0); }
+        MOE_LORA_INLINE void open(int64_t k) {
+            if (k < this->next) return;
+            MOE_LORA_UNROLL
+            for (int j = 0; j < N; j++) {
+                by[j] = I::set1(this->scale[j * this->groups]);
+                if (kCodes == kInt8Zero) less[j] = I::set1(this->scale[j * this->groups + this->zero]);
+            }
+            this->scale++;
+            this->next += this->group;
         }
-        if (k < u.width) {
-            int8_t padded[I::kLanes] = {};
-            memcpy(padded, q + k, u.width - k);
-            I::store_part(out + k, I::mul(I::load_int8(padded), scale), int(u.width - k));
+        MOE_LORA_INLINE typename D::Raw values(const uint8_t* codes, int j) const {
+            typename I::V v[D::kStep / I::kLanes];
+            MOE_LORA_UNROLL
+            for (int i = 0; i < D::kStep / I::kLanes; i++) {
+                const uint8_t* const p = codes + i * I::kLanes;
+                v[i] = kCodes == kFp8 ? I::load_fp8(p) : I::load_int8(reinterpret_cast<const int8_t*>(p));
+                if (kCodes == kInt8Zero) v[i] = I::sub(v[i], less[j]);
+                v[i] = I::mul(v[i], by[j]);
+            }
+            return D::pack(v);
         }
+        template <int Step>
+        MOE_LORA_INLINE typename D::Raw load(int j, int64_t k) const {
+            return values(this->w + j * this->row_bytes + k, j);
+        }
+        MOE_LORA_INLINE typename D::Raw load_part(int j, int64_t k, int count) const {
+            uint8_t padded[D::kStep] = {};
+            memcpy(padded, this->w + j * this->row_bytes + k, count);
+            return values(padded, j);  // what lies behind the row meets an x of zero
+        }
+    };
+};
+
+template <class I_, class T_>
+struct NibbleWeights {
+    using I = I_;
+    using T = T_;
+    using D = typename I::template Dot<T>;
+    using Tile = PackedTile;
+    static constexpr int kSpan = D::kStep == 32 ? 64 : D::kStep, kBits = 4;
+
+    template <int N>
+    struct Rows : PackedRows<NibbleWeights, N> {
+        const float* values;
+        typename D::Table table[N];  // what the 16 codes mean
+
+        MOE_LORA_INLINE Rows(const PackedTile& t, int64_t n) : PackedRows<NibbleWeights, N>(t, n), values(t.values) {
+            open(0);
+        }
+        MOE_LORA_INLINE void open(int64_t k) {
+            if (k < this->next) return;
+            MOE_LORA_UNROLL
+            for (int j = 0; j < N; j++) {
+                const float* const at = this->scale + j * this->groups;
+                typename I::V v[16 / I::kLanes];
+                MOE_LORA_UNROLL
+                for (int i = 0; i < 16 / I::kLanes; i++) {
+                    v[i] = I::load(values + i * I::kLanes);
+                    if (this->zero) v[i] = I::sub(v[i], I::set1(at[this->zero]));
+                    v[i] = I::mul(v[i], I::set1(*at));
+                }
+                D::fill(table[j], v);
+            }
+            this->scale++;
+            this->next += this->group;
+        }
+        template <int Step>
+        MOE_LORA_INLINE typename D::Raw load(int j, int64_t k) const {
+            const uint8_t* const row = this->w + j * this->row_bytes;
+            if constexpr (kSpan == 64) return D::look_up(row + (k - 32 * Step) / 2, 4 * Step, table[j]);
+            return load_part(j, k, 0);
+        }
+        // The end of a row of one group, whose bytes go on to the next 64 codes.
+        MOE_LORA_INLINE typename D::Raw load_part(int j, int64_t k, int) const {
+            const uint8_t* const row = this->w + j * this->row_bytes;
+            return D::look_up(row + k / 64 * 32 + k % 32, k % 64 < 32 ? 0 : 4, table[j]);
+        }
+    };
+};
+
+template <class W>
+static void unpack_rows(const PackedTile& t, void* to) {
+    using T = typename W::T;
+    for (int64_t n = 0; n < t.num_w; n++) {
+        T* const out = static_cast<T*>(to) + n * t.width;
+        typename W::template Rows<1> w(t, n);
+        const char* const ahead = static_cast<const char*>(t.w) + (t.num_w + n) * t.row_bytes;
+        const auto step = [&](int64_t k, auto number) __attribute__((always_inline)) {
+            w.open(k);
+            if (k % 64 == 0) __builtin_prefetch(ahead + k * W::kBits / 8, 0, 2);
+            W::D::store(out + k, w.template load<decltype(number)::value>(0, k));
+        };
+        const int64_t k = for_each_step<W>(t.width, step);
+        if (k == t.width) continue;
+        w.open(k);
+        T part[W::D::kStep];
+        W::D::store(part, w.load_part(0, k, int(t.width - k)));
+        memcpy(out + k, part, (t.width - k) * sizeof(T));
     }
 }
 
-// What the 16 nibbles mean at this scale.
-template <class I, class T>
-static inline void fill_table(float scale, T* table) {
-    static const float values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-    for (int i = 0; i < 16; i += I::kLanes) I::store(table + i, I::mul(I::load(values + i), I::set1(scale)));
-}
-
-template <class I, class T>
-static void unpack_int4(const UnpackRows& u) {
-    const int64_t row_bytes = (u.width + 63) / 64 * 32, groups = u.width / u.group;
-    for (int64_t row = 0; row < u.rows; row++) {
-        const uint8_t* data = static_cast<const uint8_t*>(u.data) + row * row_bytes;
-        const T* scale = static_cast<const T*>(u.scale) + row * groups;
-        T* out = static_cast<T*>(u.out) + row * u.width;
-        alignas(64) T table[16];
-        for (int64_t k = 0; k < u.width; k += 32) {
-            if (k % u.group == 0) fill_table<I, T>(widen(scale[k / u.group]), table);
-            const uint8_t* bytes = data + k / 64 * 32;
-            if (k % 128 == 0) __builtin_prefetch(bytes + u.ahead, 0, 2);
-            I::look_up(bytes, k % 64 ? 4 : 0, table, out + k);
+// N weights at a time against balanced groups of up to M rows of x.
+template <class W, int N, int M>
+static void packed_columns(const PackedTile& t) {
+    const int64_t groups = (t.rows + M - 1) / M;
+    const int64_t distance = N * t.row_bytes < kFetchAhead ? kFetchAhead : N * t.row_bytes;
+    const char* const from = static_cast<const char*>(t.w) + distance;
+    Prefetch prefetch{from, from + t.num_w * t.row_bytes, distance <= kFetchFirst};
+    for (int64_t n = 0; n < t.num_w;) {
+        const bool whole = n + N <= t.num_w;
+        const char* const ahead = prefetch.at;
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t row = t.rows * g / groups;
+            const int rows = int(t.rows * (g + 1) / groups - row);
+            prefetch.at = ahead;
+            if (whole)
+                dot_rows<W, typename W::T, N, M>(t, row, rows, n, prefetch);
+            else
+                dot_rows<W, typename W::T, 1, M>(t, row, rows, n, prefetch);
         }
+        n += whole ? N : 1;
     }
 }
 
-// 32 nibbles, in the bits from `shift` on of 32 bytes, by the table.
-template <class T>
-static inline void look_up_plainly(const uint8_t* bytes, int shift, const T* table, T* out) {
-    for (int i = 0; i < 32; i++) out[i] = table[bytes[i] >> shift & 15];
+// A few rows of x: weights are unpacked in registers, once if the sums of all rows fit there too.
+template <class W>
+static void packed_tile(const PackedTile& t) {
+    if (t.rows > W::I::kMaxRows && t.rows <= kPackedPairs)
+        packed_columns<W, 2, kPackedPairs>(t);
+    else
+        packed_columns<W, 4, W::I::kMaxRows>(t);
+}
+
+template <class W>
+constexpr auto packed() -> void (*)(const PackedTile&) {
+    if constexpr (W::I::kTallRows >= kPackedPairs)
+        return packed_tile<W>;
+    else
+        return nullptr;
 }

@@ -72,9 +72,13 @@ struct Avx2 {
     static inline V load_int8(const int8_t* p) {
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
     }
-    template <class T>
-    static inline void look_up(const uint8_t* bytes, int shift, const T* table, T* out) {
-        look_up_plainly(bytes, shift, table, out);
+    static inline void store_bytes(uint8_t* to, V value, int count) {
+        float lanes[kLanes];
+        store(lanes, value);
+        store_bytes_plainly(to, lanes, count);
+    }
+    static inline V load_fp8(const uint8_t* p) {
+        return _mm256_i32gather_ps(kFp8Values.of, _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 4);
     }
     static inline V load(const float* p) { return _mm256_loadu_ps(p); }
     static inline V load(const bf16* p) { return from_half(_mm_loadu_si128((const __m128i*)p)); }
@@ -96,6 +100,15 @@ struct Avx2 {
         static constexpr int kStep = 8;
         static inline Raw load(const float* p) { return _mm256_loadu_ps(p); }
         static inline Raw load_part(const float* p, int count) { return load_part_of(p, count); }
+        static inline void store(float* p, Raw raw) { _mm256_storeu_ps(p, raw); }
+        static inline Raw pack(const V* v) { return v[0]; }
+        using Table = CodeTable<float>;
+        static inline void fill(Table& table, const V* v) { store(table.of, v[0]), store(table.of + 8, v[1]); }
+        static inline Raw look_up(const uint8_t* bytes, int shift, const Table& table) {
+            const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)bytes));
+            const __m256i code = _mm256_and_si256(_mm256_srli_epi32(wide, shift), _mm256_set1_epi32(15));
+            return _mm256_i32gather_ps(table.of, code, 4);
+        }
         static inline V dot(Raw x, Raw w, V acc) { return _mm256_fmadd_ps(x, w, acc); }
     };
     template <class Unused>
@@ -107,6 +120,15 @@ struct Avx2 {
             bf16 padded[kStep] = {};
             memcpy(padded, p, count * sizeof(bf16));
             return load(padded);
+        }
+        static inline void store(bf16* p, Raw raw) { _mm256_storeu_si256((__m256i*)p, raw); }
+        static inline Raw pack(const V* v) { return _mm256_setr_m128i(to_half(v[0]), to_half(v[1])); }
+        using Table = CodeTable<bf16>;
+        static inline void fill(Table& table, const V* v) { store(table.of, pack(v)); }
+        static inline Raw look_up(const uint8_t* bytes, int shift, const Table& table) {
+            bf16 out[kStep];
+            table.look_up(bytes, shift, out, kStep);
+            return load(out);
         }
         static inline V even(Raw a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
         static inline V odd(Raw a) {

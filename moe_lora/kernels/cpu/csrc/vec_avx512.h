@@ -33,7 +33,7 @@ struct Avx512 {
     }
     static inline V round_bf16(V value) { return from_half(to_half(value)); }
     using Int = __m512i;
-    static constexpr int kDynamicRows = 12, kDynamicBlocks = 2;
+    static constexpr int kDynamicRows = 8, kDynamicBlocks = 2;
     static inline Int int_zero() { return _mm512_setzero_si512(); }
     static inline Int int_set1(int32_t value) { return _mm512_set1_epi32(value); }
     static inline Int load_bytes(const void* p) { return _mm512_loadu_si512(p); }
@@ -59,18 +59,18 @@ struct Avx512 {
     static inline V load_int8(const int8_t* p) {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
     }
-    // Permutations look at the low bits of an index only, so the other nibble may stay where it is.
-    static inline void look_up(const uint8_t* bytes, int shift, const float* table, float* out) {
-        const V values = _mm512_load_ps(table);
-        for (int i = 0; i < 32; i += 16) {
-            const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(bytes + i)));
-            _mm512_storeu_ps(out + i, _mm512_permutexvar_ps(_mm512_srli_epi32(wide, shift), values));
-        }
+    static inline void store_bytes(uint8_t* to, V value, int count) {
+        const Int positive = _mm512_max_epi32(_mm512_cvtps_epi32(value), _mm512_setzero_si512());
+        _mm512_mask_cvtusepi32_storeu_epi8(to, mask(count), positive);
     }
-    static inline void look_up(const uint8_t* bytes, int shift, const bf16* table, bf16* out) {
-        const __m512i values = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i*)table));  // twice 16 of 32
-        const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)bytes));
-        _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_srli_epi16(wide, shift), values));
+    // By way of fp16, whose exponent has four bits more than enough and is larger by 8.
+    static inline V load_fp8(const uint8_t* p) {
+        const __m128i codes = _mm_loadu_si128((const __m128i*)p);
+        const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
+        const __m256i half = _mm256_and_si256(wide, _mm256_set1_epi16(short(0xbfff)));
+        const __m128i size = _mm_and_si128(codes, _mm_set1_epi8(127));
+        const __mmask16 is_nan = _mm_cmpeq_epi8_mask(size, _mm_set1_epi8(127));
+        return _mm512_cvtph_ps(_mm256_mask_mov_epi16(half, is_nan, _mm256_set1_epi16(0x7e00)));
     }
     static inline V load(const float* p) { return _mm512_loadu_ps(p); }
     static inline V load(const bf16* p) { return from_half(_mm256_loadu_si256((const __m256i*)p)); }
@@ -98,6 +98,15 @@ struct Avx512 {
         static constexpr int kStep = 16;
         static inline Raw load(const float* p) { return _mm512_loadu_ps(p); }
         static inline Raw load_part(const float* p, int count) { return _mm512_maskz_loadu_ps(mask(count), p); }
+        static inline void store(float* p, Raw raw) { _mm512_storeu_ps(p, raw); }
+        static inline Raw pack(const V* v) { return v[0]; }
+        // Permutations look at the low bits of an index only, so the other nibble may stay where it is.
+        using Table = V;
+        static inline void fill(Table& table, const V* v) { table = v[0]; }
+        static inline Raw look_up(const uint8_t* bytes, int shift, Table table) {
+            const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)bytes));
+            return _mm512_permutexvar_ps(_mm512_srli_epi32(wide, shift), table);
+        }
         static inline V dot(Raw x, Raw w, V acc) { return _mm512_fmadd_ps(x, w, acc); }
     };
     template <class Unused>
@@ -107,6 +116,16 @@ struct Avx512 {
         static inline Raw load(const bf16* p) { return _mm512_loadu_si512(p); }
         static inline Raw load_part(const bf16* p, int count) {
             return _mm512_maskz_loadu_epi16(__mmask32((1ull << count) - 1), p);
+        }
+        static inline void store(bf16* p, Raw raw) { _mm512_storeu_si512(p, raw); }
+        static inline Raw pack(const V* v) {
+            return _mm512_inserti64x4(_mm512_castsi256_si512(to_half(v[0])), to_half(v[1]), 1);
+        }
+        using Table = __m512i;  // 16 values, twice
+        static inline void fill(Table& table, const V* v) { table = _mm512_broadcast_i64x4(to_half(v[0])); }
+        static inline Raw look_up(const uint8_t* bytes, int shift, Table table) {
+            const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)bytes));
+            return _mm512_permutexvar_epi16(_mm512_srli_epi16(wide, shift), table);
         }
         static inline V even(Raw a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)); }
         static inline V odd(Raw a) {

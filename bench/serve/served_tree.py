@@ -1,0 +1,40 @@
+"""A `moe-lora serve` of some tree, as a contestant of benches that compare two."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+from urllib.request import urlopen
+
+Served = TypeVar("Served", bound="ServedTree")
+
+
+class ServedTree:
+    """A server of one tree with these words behind `serve`, while the context lasts."""
+
+    def __init__(self, tree: Path, python: str, *words: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port: int = free.getsockname()[1]
+        command = [python, "-m", "moe_lora.cli.main", "serve", *words, "--port", str(self.port)]
+        environ = {**os.environ, "PYTHONPATH": str(tree)}
+        self.process = subprocess.Popen(command, cwd=tree, env=environ, stderr=subprocess.DEVNULL)
+
+    def __enter__(self: Served) -> Served:
+        while self.process.poll() is None:
+            try:
+                urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10).close()
+            except OSError:
+                time.sleep(0.5)
+            else:
+                return self
+        raise RuntimeError(f"the server ended: {self.process.args!r}")
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.process.terminate()
+        self.process.wait(60)

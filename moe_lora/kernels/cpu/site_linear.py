@@ -1,0 +1,156 @@
+"""A LoRA site of a step in one call of the library: base weights and deltas.
+
+Legend: T token rows, H input width, N output width, E experts, K experts per token.
+
+In a decode step the time between kernels counts as much as theirs. So what is the same in every step is
+looked at once, when a site's weights are first seen, and what is the same in every layer once a step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from moe_lora.core.shape import Site
+from moe_lora.kernels.operands import SlotTable
+from moe_lora.kernels.quantised import QuantisedOperand
+
+from . import library
+from .cpu import KERNELS, LINEAR_MAX_ROWS, fits, packed_weights
+from .library import PackedWeights, checked, lib, lora_site, lora_slots
+
+_threads = torch.get_num_threads
+_site_linear = lib.moe_lora_site_linear
+_PLAIN, _PACKED, _DYNAMIC = range(3)
+
+
+@dataclass(frozen=True, eq=False)
+class LoraRows:
+    """The rows of a step that have deltas at a site, all from this device's arena.
+
+    site: None: no row has.  num_layers: of the slot table.  keeps: what the library reads.
+    """
+
+    table: library.SiteRows
+    address: int
+    site: Site | None = None
+    num_rows: int = 0
+    num_layers: int = 0
+    keeps: object = None
+
+
+def lora_rows(
+    site: Site, token_slots: torch.Tensor, slots: SlotTable, arena: torch.Tensor, kernel: str = "sgmv"
+) -> LoraRows:
+    """`LoraRows` of operands as in `LoraOperands`.  Raises ValueError for such that don't fit."""
+    constants, tables, num_rows = lora_site(site), lora_slots(slots), len(token_slots)
+    if constants.last_entry > tables.num_entries:
+        raise ValueError(
+            f"site {site.name!r} needs more entries than the {tables.num_entries} of the slot table"
+        )
+    table = library.SiteRows(
+        ctypes.pointer(constants),
+        checked(token_slots, "token_slots", torch.int32, num_rows),
+        ctypes.pointer(tables),
+        *(checked(arena, "arena", torch.uint8, arena.numel()), arena.numel(), KERNELS[kernel]),
+    )
+    keeps = token_slots, slots, arena
+    return LoraRows(table, ctypes.addressof(table), site, num_rows, tables.num_layers, keeps)
+
+
+_NO_TABLE = library.SiteRows()
+NO_ROWS = LoraRows(_NO_TABLE, ctypes.addressof(_NO_TABLE))
+
+
+class SiteLinear:
+    """x @ weight.T + bias + deltas of one site in one layer, for x of one dtype on the CPU.
+
+    weight: [N, H] or [E, N, H] of that dtype, or a quantised operand, whose parts stay together.  bias: [N]
+    or [E, N].  first_expert: number that the first of E has in the whole model, None: a dense site.
+    Raises ValueError for what doesn't fit.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        dtype: torch.dtype,
+        weight: torch.Tensor | QuantisedOperand,
+        bias: torch.Tensor | None,
+        width: int,
+        num_out: int,
+        first_expert: int | None,
+    ) -> None:
+        self._keeps = weight, bias
+        self._layer, self._dtype, self._width, self._num_out = layer, dtype, width, num_out
+        self._has_experts = first_expert is not None
+        data = weight.data if isinstance(weight, QuantisedOperand) else weight
+        self.address_of_data = data.data_ptr()
+        experts = (data.shape[0],) if self._has_experts else ()
+        if isinstance(weight, QuantisedOperand):
+            if not fits(weight, dtype, width, experts, num_out):
+                raise ValueError(library.quantised_error(dtype, width, weight, num_out))
+            kind, packed = (_DYNAMIC if weight.form.dynamic else _PACKED), packed_weights(weight)
+        else:
+            num_weights = (*experts, 1)[0] * num_out * width
+            kind, packed = _PLAIN, PackedWeights(data=checked(weight, "weight", dtype, num_weights))
+        self._max_rows = None if self._has_experts or kind == _DYNAMIC else LINEAR_MAX_ROWS[dtype]
+        bias_ptr = None
+        if bias is not None:
+            bias_ptr = checked(bias, "bias", dtype, (*experts, 1)[0] * num_out)
+        bits = weight.form.bits if isinstance(weight, QuantisedOperand) else 0
+        self._table = library.SiteWeights(
+            *(library.DTYPE_CODES[dtype], kind, bits, packed, bias_ptr),
+            *((*experts, 0)[0], first_expert or 0, num_out, width),
+        )
+        self._address = ctypes.addressof(self._table)
+        self._site: Site | None = None
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor | None, rows: LoraRows) -> torch.Tensor | None:
+        """[T, N], or [T*K, N] with ids; None for operands that this is not made for, or that don't fit.
+
+        x: [T, H] or [T*K, H].  ids: [T, K] int32, numbered in the whole model, -1: none.
+        """
+        num_rows, width = x.shape
+        if ids is None:
+            tokens, top_k, ids_ptr = num_rows, 1, None
+        else:
+            tokens, top_k = ids.shape
+            if (
+                num_rows not in (tokens, tokens * top_k)
+                or ids.dtype != torch.int32
+                or not ids.is_contiguous()
+            ):
+                return None
+            ids_ptr = ids.data_ptr()
+        stride = x.stride()
+        if (
+            x.dtype != self._dtype
+            or width != self._width
+            or stride[1] != 1
+            or self._has_experts == (ids is None)
+            or (self._max_rows is not None and num_rows > self._max_rows)
+            or (rows.site is not None and not self._takes(rows, tokens))
+        ):
+            return None
+        out = torch.empty((tokens * top_k, self._num_out), dtype=self._dtype)
+        refusal = _site_linear(
+            *(_threads(), self._address, rows.address, self._layer),
+            *(x.data_ptr(), stride[0], num_rows, ids_ptr, tokens, top_k, out.data_ptr()),
+        )
+        return None if refusal else out
+
+    def _takes(self, rows: LoraRows, tokens: int) -> bool:
+        """The rows are as many as x has, and of a site of these sizes."""
+        site = rows.site
+        if rows.num_rows != tokens or not self._layer < rows.num_layers:
+            return False
+        if site is not self._site:
+            assert site is not None
+            end = site.columns[-1] + site.out_features[-1]
+            fits_in = site.in_features == self._width and end <= self._num_out
+            if not fits_in or self._has_experts != (site.num_experts > 0):
+                return False
+            self._site = site
+        return True

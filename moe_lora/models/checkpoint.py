@@ -1,0 +1,109 @@
+"""Tensors of a checkpoint directory by name: safetensors files, and how what is quantised in them is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from moe_lora.core.errors import ConfigError
+
+from .stored_weight import StoredWeight, scheme_of
+from .weights import Piece
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """Memory-mapped tensors of a checkpoint: one safetensors file or several with an index.
+
+    config: its config.json, which says what is quantised.
+
+    Raises ConfigError for a missing or damaged file.
+    """
+
+    def __init__(self, model_dir: Path, config: Mapping[str, Any] | None = None) -> None:
+        self.model_dir = model_dir
+        self._files: dict[Path, Any] = {}
+        index = model_dir / INDEX_NAME
+        if index.exists():
+            self.file_of = {key: model_dir / name for key, name in _read_index(index).items()}
+        else:
+            self.file_of = {key: path for path in self._without_index() for key in _names(self._open(path))}
+        self.scheme = scheme_of(config or {}, self._metadata)
+
+    def _metadata(self) -> dict[str, str]:
+        """What the files' heads say beside the tensors; lists of names are joined."""
+        joined: dict[str, str] = {}
+        names: list[str] = []
+        for path in sorted(set(self.file_of.values())):
+            metadata = self._open(path).metadata() or {}
+            joined |= metadata
+            names += json.loads(metadata.get("tensor_names", "[]"))
+        return joined | ({"tensor_names": json.dumps(names)} if names else {})
+
+    def tensor(self, piece: Piece) -> torch.Tensor | StoredWeight:
+        """What the piece makes of its tensors; reads nothing yet where it is stored quantised."""
+        tensors = [self[key] for key in piece.keys]
+        if piece.transform is None:
+            return tensors[0]
+        try:
+            made = piece.transform(*tensors)
+            if isinstance(made, StoredWeight):
+                made.check()
+        except ValueError as error:
+            raise ConfigError(f"{piece.key} in {self.model_dir} can't be read: {error}") from error
+        return made
+
+    def _without_index(self) -> list[Path]:
+        single = self.model_dir / SINGLE_NAME
+        paths = [single] if single.exists() else sorted(self.model_dir.glob("*.safetensors"))
+        if not paths:
+            raise ConfigError(
+                f"{self.model_dir} has no *.safetensors; convert the checkpoint with save_pretrained "
+                "(pickled weights are not read)"
+            )
+        return paths
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            if not path.exists():
+                raise ConfigError(f"{path} is named by {INDEX_NAME} but does not exist")
+            try:
+                self._files[path] = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise ConfigError(f"{path} is not a readable safetensors file: {error}") from error
+        return self._files[path]
+
+    def __contains__(self, key: object) -> bool:
+        stored = self.scheme is not None and self.scheme.present(str(key), self.file_of)
+        return stored or key in self.file_of
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key not in self.file_of:
+            raise ConfigError(f"the checkpoint in {self.model_dir} has no tensor {key!r}")
+        path = self.file_of[key]
+        try:
+            return self._open(path).get_tensor(key)
+        except SafetensorError as error:
+            raise ConfigError(f"{path} does not hold {key!r}, which {INDEX_NAME} places there") from error
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of all tensors."""
+        return iter(self.file_of)
+
+
+def _names(file: Any) -> list[str]:
+    return list(file.keys())
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        return json.loads(path.read_text())["weight_map"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not an index with a weight_map: {error!r}") from error

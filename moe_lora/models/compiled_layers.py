@@ -1,0 +1,107 @@
+"""A decoder layer's compiled code, called without the compiler's checks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._dynamo import lookup_backend
+
+from .causal_lm import DecoderLayer
+
+_Code = Callable[..., Sequence[torch.Tensor]]
+_noted = (
+    threading.local()
+)  # call: what compiled code was called last in this thread, with what, and its result
+
+
+def _noting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> _Code:
+    """The usual code of a graph; notes its calls.
+
+    Compiled code outlives engines and is shared by them, so it must not hold one.
+    """
+    code = lookup_backend("inductor")(graph, inputs)
+
+    def noted(*operands: Any) -> Sequence[torch.Tensor]:
+        found = code(*operands)
+        _noted.call = code, operands, found
+        return found
+
+    return noted
+
+
+class _Call(NamedTuple):
+    """What compiled code was called with for one layer.
+
+    held: operands, in place those that are the layer's weights.  given: place among the operands, number of
+    the tensor that a step gives there.  num_rows: places of the number of rows.
+    """
+
+    code: _Code
+    held: list[torch.Tensor | None]
+    given: list[tuple[int, int]]
+    num_rows: list[int]
+
+
+class CompiledLayers:
+    """`DecoderLayer.forward` compiled; same arguments, same result.
+
+    Before each call the compiler looks whether its code still fits: whether layer, weights and rows are such
+    as it was compiled for. In a decode step on CPU that is a quarter of the time outside kernels. An engine's
+    steps have rows of one dtype and device, and its layers keep their weights, so only the number of rows can
+    differ: the compiler is asked once for each layer and number of rows (once for any above one, where the
+    code is for any), and what it called is called again.
+
+    Weights may change in place only. Code keeps the number of threads that it was compiled for.
+    """
+
+    def __init__(self, num_buckets: int) -> None:
+        """num_buckets: numbers of rows that code is compiled for."""
+        self._recompile_limit = max(64, 4 * num_buckets)
+        self._compiled = torch.compile(DecoderLayer.forward, fullgraph=True, dynamic=False, backend=_noting)
+        self._calls: dict[tuple[DecoderLayer, int | None], _Call] = {}
+
+    def __call__(
+        self,
+        layer: DecoderLayer,
+        x: torch.Tensor,
+        channel: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        live: torch.Tensor,
+    ) -> torch.Tensor:
+        num_rows = x.shape[0]
+        call = self._calls.get((layer, num_rows))
+        if call is None and num_rows > 1:
+            call = self._calls.get((layer, None))
+        step = (x, channel, cos, sin, live)
+        if call is None:
+            return self._first(layer, step)
+        code, held, given, rows = call
+        operands: list[Any] = held.copy()  # held for good, a step's tensors would fill the memory
+        for place, number in given:
+            operands[place] = step[number]
+        for place in rows:
+            operands[place] = num_rows
+        return code(*operands)[0]
+
+    def _first(self, layer: DecoderLayer, step: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Through the compiler; notes what it called, if that is known to be all that it did."""
+        torch._dynamo.config.recompile_limit = self._recompile_limit  # each thread has its own
+        _noted.call = None
+        y = self._compiled(layer, *step)
+        noted, _noted.call = _noted.call, None
+        if noted is None:
+            return y
+        code, operands, found = noted
+        num_rows, weights = step[0].shape[0], {id(one) for one in (*layer.parameters(), *layer.buffers())}
+        held: list[torch.Tensor | None] = [one if id(one) in weights else None for one in operands]
+        given = [(i, n) for i, one in enumerate(operands) for n, tensor in enumerate(step) if one is tensor]
+        places = {i for i, _ in given} | {i for i, one in enumerate(held) if one is not None}
+        rows = [i for i in range(len(operands)) if i not in places]
+        known = all(isinstance(operands[i], int) and operands[i] == num_rows for i in rows)
+        if known and len(found) == 1 and found[0] is y:
+            self._calls[layer, None if rows else num_rows] = _Call(code, held, given, rows)
+        return y

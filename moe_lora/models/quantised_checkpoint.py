@@ -1,0 +1,255 @@
+"""From a checkpoint to one whose linear layers are quantised, in the format of compressed-tensors.
+
+Legend: N output width, K input width.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.hf_config import read_config
+from moe_lora.core.progress import Show
+from moe_lora.kernels import quantised
+from moe_lora.kernels.quantised import Format
+
+from .causal_lm import CausalLM
+from .checkpoint import INDEX_NAME, Checkpoint
+from .loader import linear_layers, refuse_unexpected
+from .quantised_weight import Quantisation, rows_at_once
+from .spec import ModelSpec, model_spec
+from .stored_weight import packed_fields
+from .weights import Piece, linear_weight_map, weight_map
+
+SHARD_BYTES = 1 << 30
+"""Of a file, if a single tensor is not larger: what is kept in memory before it is written."""
+_WEIGHTS = (
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"),
+    *(".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"),
+)
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of the new checkpoint: a matrix that a format holds, or (form None) what is left as it is.
+
+    source: what it is made of; whole: the shape of all that; index: which part of it.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    source: Piece
+    whole: tuple[int, ...]
+    index: tuple[Any, ...]
+    form: Format | None
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """In the new checkpoint."""
+        size = torch.Size(self.shape).numel()
+        if self.form is None:
+            return size * dtype.itemsize
+        scales = -(-self.shape[0] // self.form.row_group) * self.form.num_groups(self.shape[1])
+        return size * self.form.bits // 8 + scales * self.form.dtypes(dtype)[1].itemsize
+
+
+def quantise_checkpoint(
+    model_dir: Path, out: Path, quantisation: Quantisation, dtype: torch.dtype, show: Show
+) -> None:
+    """Write the checkpoint to `out`, new, quantised as `quantisation` says, and the other files beside it.
+
+    The values and scales are those that loading it in `dtype` with this quantisation gives, and a model of
+    the same dtype holds them as they are; blocks of fp8 rows begin with each of the file's matrices.  Experts
+    become layers of their own.  Takes the memory of two files of SHARD_BYTES; `out` is there once it is
+    whole.
+
+    Raises ConfigError for a checkpoint that comes quantised, a folder that is there or begun, a format that
+    can't hold a weight, or a disk without room.
+    """
+    config = read_config(model_dir)
+    section = config.get("quantization_config")
+    if section:
+        raise ConfigError(
+            f"{model_dir} is quantised already ({section.get('quant_method')!r}): its values would be "
+            "rounded twice; serve it as it is, or begin with the checkpoint that it was made of"
+        )
+    begun = out.with_name(f".{out.name}.partial")
+    if os.path.lexists(begun):
+        raise ConfigError(f"{begun} is of a run that goes on or was killed; wait for it, or remove it")
+    if os.path.lexists(out):
+        raise ConfigError(f"{out} is there already; give a new folder, or remove it first")
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is not a folder; make it first")
+    checkpoint = Checkpoint(model_dir, config)
+    parts = _parts(model_spec(config), checkpoint, quantisation)
+    _check_room(out, sum(part.num_bytes(dtype) for part in parts))
+    begun.mkdir()
+    try:
+        _write_weights(begun, parts, checkpoint, dtype, show)
+        _copy_files(model_dir, begun)
+        config |= _changes(config, parts, quantisation, dtype)
+        (begun / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for path in begun.glob("*.safetensors"):
+            shutil.copymode(begun / INDEX_NAME, path)  # safetensors' are their owner's alone
+        begun.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{out} can't be written: {error}; nothing is left of it") from error
+    finally:
+        shutil.rmtree(begun, ignore_errors=True)
+
+
+def _parts(spec: ModelSpec, checkpoint: Checkpoint, quantisation: Quantisation) -> list[_Part]:
+    """All tensors of the new checkpoint.  Raises ConfigError for a shape that the format can't hold."""
+    with torch.device("meta"):
+        model = CausalLM(spec)
+    sources, written = weight_map(spec, checkpoint), linear_weight_map(spec)
+    refuse_unexpected(model, checkpoint, sources)
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    held = {name for _, _, name in linear_layers(model)}
+    if quantisation.head:
+        held.add("head")
+        written["head"] = [Piece(_HEAD)]
+        sources.setdefault("head", sources["embedding"])
+        shapes["head"] = shapes["embedding"]
+    parts = []
+    for name, piece in ((name, piece) for name, pieces in written.items() for piece in pieces):
+        whole = torch.empty(shapes[name], device="meta")
+        shape = tuple(whole[piece.index].shape)
+        form = quantisation.form if name in held else None
+        if form is not None and (refusal := form.refusal(shape[1])):
+            raise ConfigError(
+                f"{form.name} can't hold {piece.key} of shape {shape}: {refusal}; choose a group size that "
+                "divides it, or int8"
+            )
+        source, index = _source(sources[name], piece.index)
+        parts.append(_Part(piece.key, shape, source, tuple(whole[source.index].shape), index, form))
+    return parts
+
+
+def _source(pieces: list[Piece], index: tuple[Any, ...]) -> tuple[Piece, tuple[Any, ...]]:
+    """The piece that holds what the index names of a parameter, and where in the piece it lies."""
+    for piece in pieces:
+        if piece.index == index:
+            return piece, ()
+        if not piece.index:
+            return piece, index
+        if piece.index[0] == slice(None) and piece.index[1:] == index[1:]:
+            return piece, index[:1]
+    raise AssertionError(index)
+
+
+def _check_room(out: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(out.parent).free
+    if num_bytes > free:
+        raise ConfigError(
+            f"{out} takes {num_bytes / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free on its disk; make "
+            "room, or choose another place"
+        )
+
+
+def _write_weights(
+    folder: Path, parts: list[_Part], checkpoint: Checkpoint, dtype: torch.dtype, show: Show
+) -> None:
+    """Write files of about SHARD_BYTES, and their index."""
+    total = sum(part.num_bytes(dtype) for part in parts)
+    files: list[list[str]] = []
+    shard: dict[str, torch.Tensor] = {}
+    done = 0
+
+    def flush() -> None:
+        save_file(shard, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
+        files.append(list(shard))
+        shard.clear()
+
+    for part in parts:
+        made = _tensors(part, checkpoint, dtype)
+        if shard and sum(tensor.nbytes for tensor in (*shard.values(), *made.values())) > SHARD_BYTES:
+            flush()
+        shard |= made
+        done += part.num_bytes(dtype)
+        show(f"{done / 1e9:.3g} of {total / 1e9:.3g} GB written", done, total)
+    flush()
+    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    for number, name in enumerate(names):
+        (folder / f"{number}.safetensors").rename(folder / name)
+    places = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _tensors(part: _Part, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What the files hold of a part, by name.  Raises ConfigError for another shape, or infinite values."""
+    stored = checkpoint.tensor(part.source)
+    assert isinstance(stored, torch.Tensor)
+    where, form = f"{part.source.key} in {checkpoint.model_dir}", part.form
+    if tuple(stored.shape) != part.whole:
+        raise ConfigError(f"{where} gives {tuple(stored.shape)} where config.json asks for {part.whole}")
+    weight = stored[part.index]
+    if form is None:
+        return {part.key: weight.to(dtype).clone(memory_format=torch.contiguous_format)}
+    made = [
+        quantised.quantise(some.to(dtype).contiguous(), form)
+        for some in weight.split(rows_at_once(weight.shape[1], form.row_group))
+    ]
+    scale = torch.cat([scale for _, scale in made])
+    if not scale.isfinite().all():
+        raise ConfigError(f"{where} can't be quantised: it holds values that are not finite")
+    if form.name == "fp8":
+        return {part.key: torch.cat([q for q, _ in made]), f"{part.key}_scale": scale}
+    return {
+        f"{part.key}_packed": torch.cat([packed_fields(q, form.bits) for q, _ in made]),
+        f"{part.key}_scale": scale,
+        f"{part.key}_shape": torch.tensor(part.shape),
+    }
+
+
+def _copy_files(model_dir: Path, folder: Path) -> None:
+    """Tokenizer, templates, licence: all but the weights."""
+    for path in model_dir.iterdir():
+        if path.is_file() and not path.name.endswith(_WEIGHTS) and path.name != "config.json":
+            shutil.copy(path, folder / path.name)
+        elif path.is_dir() and path.name == "additional_chat_templates":
+            shutil.copytree(path, folder / path.name)
+
+
+def _changes(
+    config: Mapping[str, Any], parts: list[_Part], quantisation: Quantisation, dtype: torch.dtype
+) -> dict[str, Any]:
+    """What config.json says otherwise: the dtype, and what is quantised how."""
+    form = quantisation.form
+    assert form is not None
+    in_blocks = form.row_group > 1
+    kind = "float-quantized" if form.name == "fp8" else "pack-quantized"
+    weights = {
+        "num_bits": form.bits,
+        "type": "float" if form.name == "fp8" else "int",
+        "symmetric": True,
+        "strategy": "block" if in_blocks else "group" if form.group_size else "channel",
+        "group_size": None if in_blocks else form.group_size or None,
+        "block_structure": [form.row_group, form.group_size] if in_blocks else None,
+        "dynamic": False,
+    }
+    kept = [part.key.removesuffix(".weight") for part in parts if part.form is None and len(part.shape) == 2]
+    if not quantisation.head and "lm_head" not in kept:
+        kept.append("lm_head")  # tied: a layer to readers, though the files have no tensor of it
+    section = {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "format": kind, "weights": weights}},
+        "ignore": kept,
+    }
+    changes: dict[str, Any] = {"quantization_config": section}
+    names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
+    changes |= dict.fromkeys(names, str(dtype).removeprefix("torch."))
+    return changes | ({"tie_word_embeddings": False} if quantisation.head else {})
