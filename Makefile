@@ -5,9 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRACE ?= demo/trace.csv
 DEMO_ARGS ?=
+AOT_ARGS ?=
 TEST_TIME := .cache/test_time
+TEST_LOG := .cache/test_log
 
-.PHONY: venv demo test lint format kernels-aot clean
+.PHONY: venv demo test test-slow lint format kernels-aot kernels-aot-3.6 clean
 
 venv: $(VENV)/.installed
 
@@ -24,10 +26,21 @@ demo: venv
 	@echo "The demo takes about three minutes."
 	@$(BIN)/python -m demo.run --trace "$(TRACE)" $(DEMO_ARGS)
 
+# In two parts at a time: what mostly awaits other processes, and the rest.
+AWAITING := tests/dist tests/engine tests/serve
 test: venv
 	@echo "Running all tests that need no GPU. Last time here: $$(cat $(TEST_TIME) 2>/dev/null || echo not known yet)."
-	@mkdir -p $(dir $(TEST_TIME)); start=$$(date +%s); \
-	    $(BIN)/python -m pytest && echo "$$(( ($$(date +%s) - start + 59) / 60 )) minutes" > $(TEST_TIME)
+	@mkdir -p $(dir $(TEST_TIME)); start=$$(date +%s); export OMP_WAIT_POLICY=passive; \
+	    $(BIN)/python -m pytest -p no:cacheprovider $(AWAITING) > $(TEST_LOG) 2>&1 & awaiting=$$!; \
+	    trap 'kill $$awaiting; cat $(TEST_LOG); exit 1' INT TERM; \
+	    $(BIN)/python -m pytest $(addprefix --ignore=,$(AWAITING)); rest=$$?; \
+	    wait $$awaiting; status=$$?; echo "$(AWAITING):"; cat $(TEST_LOG); \
+	    [ $$rest = 0 ] && [ $$status = 0 ] && \
+	    echo "$$(( ($$(date +%s) - start + 59) / 60 )) minutes" > $(TEST_TIME)
+
+# What takes minutes, and is not in `make test`.
+test-slow: venv
+	$(BIN)/python -m pytest -m "slow and not gpu" --timeout=1800 --hypothesis-profile=default
 
 lint: venv
 	$(BIN)/ruff format --check .
@@ -37,8 +50,19 @@ lint: venv
 	$(BIN)/codespell
 
 # Compile every Triton kernel for sm_90a, without a GPU, and check what the compiler made of it.
+# AOT_ARGS=--all: every variant, some minutes.
 kernels-aot: venv
-	$(BIN)/python -m moe_lora.kernels.triton.aot
+	$(BIN)/python -m moe_lora.kernels.triton.aot $(AOT_ARGS)
+
+# The same with an older Triton, in an environment of its own over this one's packages: 200 MB are downloaded.
+OLD_TRITON := 3.6.0
+OLD_VENV := .cache/triton-$(OLD_TRITON)
+kernels-aot-3.6: venv
+	test -d $$(echo $(OLD_VENV)/lib/python*/site-packages)/triton-$(OLD_TRITON).dist-info || { $(PYTHON) -m venv $(OLD_VENV) && \
+	    $(BIN)/python -c "import torch; print(torch.__path__[0].removesuffix('/torch'))" \
+	        > $$(echo $(OLD_VENV)/lib/python*/site-packages)/packages.pth && \
+	    $(OLD_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps triton==$(OLD_TRITON); }
+	$(OLD_VENV)/bin/python -m moe_lora.kernels.triton.aot $(AOT_ARGS)
 
 format: venv
 	$(BIN)/ruff check --fix .

@@ -82,7 +82,7 @@ def list_adapters(path: Path | None, model_dir: Path | None, registry: Path | No
         else:
             rank, size = str(packed.max_lora_rank), f"{packed.nbytes:,}"
             rows.append((folder.name, rank, size, " ".join(packed.targets)))
-    _print_table(("name", "rank", "bytes", "targets"), rows)
+    print_table(("name", "rank", "bytes", "targets"), rows)
 
 
 @adapters.command()
@@ -195,7 +195,7 @@ def _list_registry(registry: Path, model_dir: Path | None) -> None:
     for one in found:
         facts = (str(one.version), str(one.lora_rank), f"{one.num_bytes:,}", one.state, one.base_hash[:12])
         rows.append((one.name, *facts, one.owner or "-"))
-    _print_table(("name", "version", "rank", "bytes", "state", "base model", "owner"), rows)
+    print_table(("name", "version", "rank", "bytes", "state", "base model", "owner"), rows)
 
 
 def _check_registry(registry: Path) -> bool:
@@ -210,7 +210,7 @@ def _check_registry(registry: Path) -> bool:
     return any(problem is not None for _, problem in found)
 
 
-def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Columns of numbers stand to the right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     for row in (heads, *rows):

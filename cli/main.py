@@ -14,18 +14,23 @@ from typing import NoReturn
 import click
 
 from moe_lora import __version__
-from moe_lora.core.teardown import quiet_teardown
+from moe_lora.core.teardown import quick_teardown, quiet_teardown
 
 COMMANDS = {
     "serve": "Serve a model and its adapters over HTTP.",
     "cluster": "Make the certificates of a cluster of several hosts.",
     "replay": "Send a trace's traffic to a server and measure it.",
     "report": "Compare saved runs in one HTML page.",
+    "drain": "Give an instance no requests, before work on it.",
+    "undrain": "Give a drained instance requests again.",
+    "restart": "Start instances again, one by one, under load.",
     "capacity": "Show or change a LoRA Server's capacity.",
     "provision": "Size a cluster for a trace and two SLOs.",
     "profile": "Time a model's layer here, for provision.",
     "profile-steps": "Time whole steps by rank; fit performance models.",
     "operating-points": "Find the most tokens/s of each rank within an SLO.",
+    "quantize": "Write a model with its linear layers quantised.",
+    "keys": "Give tenants API keys.",
     "adapters": "Check adapters, keep a registry of them.",
     "env": "Show the machine and the versions in use.",
 }
@@ -74,6 +79,7 @@ def run() -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a job of a script ignores it
         signal.signal(signal.SIGINT, interrupt)
     quiet_teardown()
+    quick_teardown()
     try:
         main()
     except (Exception, SystemExit, KeyboardInterrupt):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moe_lora.config import EngineConfig
+from moe_lora.config.engine import QUANTISATION
 
 from .errors import user_errors
 from .numbers import WholeNumbers
@@ -23,6 +24,7 @@ _OVERLOAD_TTFTS = 3.0
 """A run is stopped once a request has waited this many times the SLO's TTFT."""
 
 _ENGINE = ("lora_kernel", "max_num_seqs", "max_num_batched_tokens", "device", "dtype", "num_threads", "eager")
+_ENGINE += QUANTISATION
 """Settings of the engine that this command has options of."""
 
 
@@ -66,6 +68,9 @@ def operating_points(model_dir: str | None, out: str, **options: Any) -> None:
 
     if (model_dir is None) == (options["performance_file"] is None):
         raise click.UsageError("give either MODEL_DIR or --simulate FILE")
+    unset = EngineConfig(model_dir="").quantisation
+    if model_dir is None and any(options[name] != value for name, value in unset.items()):
+        raise click.UsageError("--simulate takes the weights' format from its FILE; leave --quantize... out")
     content = found_points(model_dir, options)
     write_json(out, content)
     for rank, tokens_per_s in content["operating_points"].items():
@@ -170,7 +175,7 @@ def _told(run: Callable[[float, int], Trial], rank: int) -> Callable[[float, int
 def _engine_config(model_dir: str, load: PointLoad, options: dict[str, Any]) -> EngineConfig:
     return EngineConfig(
         model_dir=model_dir,
-        **{name: options[name] for name in _ENGINE},
+        **{name: options[name] for name in _ENGINE if name in options},
         max_model_len=load.tokens_per_request,
         prefix_caching=False,
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _BATCHES = tuple(2**power for power in range(9))
 
 
-@setting_options(EngineConfig, "device", "num_threads")
+@setting_options(EngineConfig, "device", "num_threads", "load_format", "num_layers")
 @click.command()
 @click.argument("model_dir", type=click.Path(exists=True, file_okay=False))
 @click.option("--out", required=True, type=click.Path(dir_okay=False), help="JSON file to write.")
@@ -38,7 +38,7 @@ def profile(model_dir: str, out: str, max_batch: int, **options: Any) -> None:
     from moe_lora.profiling.layer_times import LayerClock
     from moe_lora.report.results import write_text
 
-    machine = {name: options.pop(name) for name in ("device", "num_threads")}
+    machine = {name: options.pop(name) for name in ("device", "num_threads", "load_format", "num_layers")}
     config = EngineConfig(model_dir=model_dir, eager=True, **machine)
     batches = (*(batch for batch in _BATCHES if batch < max_batch), max_batch)
     clock = LayerClock(config, batches, **options)

@@ -10,15 +10,16 @@ from typing import Any
 import click
 
 from moe_lora.config import LORA_KERNELS, EngineConfig
+from moe_lora.config.engine import WEIGHTS
+from moe_lora.core.progress import progress
 
 from .errors import user_errors
 from .numbers import WholeNumbers
-from .progress import progress
 from .setting_options import setting_options
 
 LEAST_R2 = 0.9
 """Of batches held out; the papers report 0.96."""
-_MACHINE = ("device", "dtype", "num_threads", "eager")
+_MACHINE = ("device", "dtype", "num_threads", "eager", *WEIGHTS)
 """Settings of the engine that this command has options of."""
 
 
@@ -168,7 +169,8 @@ def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
     ]
     settings = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
     name = Path(model_dir).resolve().name
-    return file_content(fitted, steps, model=name, settings=settings, env=environment())
+    weights = _engine_config(model_dir, options["kernels"][0], options).weights_name()
+    return file_content(fitted, steps, model=name, settings=settings, env=environment(), weights=weights)
 
 
 def measured_host(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -241,7 +243,7 @@ def _engine_config(model_dir: str, kernel: str, options: dict[str, Any]) -> Engi
     return EngineConfig(
         model_dir=model_dir,
         lora_kernel=kernel,
-        **{name: options[name] for name in _MACHINE},
+        **{name: options[name] for name in _MACHINE if name in options},
         max_num_seqs=largest,
         max_num_batched_tokens=max(largest, options["max_tokens"]),
         max_model_len=MAX_PROMPT_TOKENS + options["decode_steps"] + 2,

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from moe_lora.config import EngineConfig
+from moe_lora.config.engine import QUANTISATION
 from moe_lora.config.plan import PlanGoals
 
 from .errors import input_errors
@@ -73,6 +75,7 @@ def _options(function: Any) -> Any:
 
 
 @setting_options(PlanGoals)
+@setting_options(EngineConfig, *QUANTISATION)
 @click.command()
 @_options
 @input_errors
@@ -129,6 +132,7 @@ def _write_yaml(options: dict[str, Any], plan: Any, model_dir: str | None) -> No
     from moe_lora.provision.plan.plan_text import PLACEHOLDER_DIR, plan_yaml
     from moe_lora.report.results import write_text
 
-    write_text(options["out"], plan_yaml(plan, model_dir))
+    asked = {name: options[name] for name in QUANTISATION if options[name] not in (None, False, "checkpoint")}
+    write_text(options["out"], plan_yaml(plan, model_dir, engine=asked))
     fill = "" if model_dir else f" (put the checkpoint's folder in place of {PLACEHOLDER_DIR})"
     click.echo(f"cluster file: {options['out']}{fill}", err=options["as_json"])

@@ -10,10 +10,13 @@ from typing import Any
 import click
 import numpy as np
 
+from moe_lora.config import EngineConfig
+from moe_lora.config.engine import QUANTISATION
 from moe_lora.config.plan import PlanGoals
 from moe_lora.config.settings import settings_of
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.weight_format import refuse_widths, weight_format
 from moe_lora.provision.device_profile import read_profile
 from moe_lora.provision.plan.inputs import PlanInputs
 from moe_lora.provision.plan.memory import AdapterMix, KnownModel, known_model
@@ -27,7 +30,15 @@ _OF_TRACE = "the trace's adapters"
 
 def plan_inputs(options: dict[str, Any]) -> PlanInputs:
     """Read trace, popularity, model and profile.  Raises ValueError and click.UsageError."""
-    model, shape, known = _model(options["model"])
+    model, shape, config, known = _model(options["model"])
+    quantisation = {name: options[name] for name in QUANTISATION}
+    EngineConfig(model_dir="", **quantisation)  # checks them
+    if quantisation["quantize"].endswith("-dynamic"):
+        raise ConfigError(
+            f"quantize={quantisation['quantize']!r} runs on CPU only so far, and plans are for GPUs; "
+            "use int8 or int4"
+        )
+    refuse_widths(shape, quantisation["quantize"], quantisation["quantize_group_size"])
     load = trace_statistics(options["trace"], options["format"])
     popularity, source = _popularity(options, load)
     instance_gpus = options["instance_gpus"]
@@ -37,6 +48,7 @@ def plan_inputs(options: dict[str, Any]) -> PlanInputs:
         model=model,
         shape=shape,
         mix=_mix(options, popularity, known),
+        weights=weight_format(config, **quantisation),
         profile=read_profile(options["hardware"]),
         instance_gpus=instance_gpus,
         probabilities=np.asarray(popularity.probabilities),
@@ -54,10 +66,11 @@ def model_dir_of(model: str) -> str | None:
     return str(Path(model).resolve()) if Path(model).is_dir() else None
 
 
-def _model(model: str) -> tuple[str, ModelShape, KnownModel | None]:
+def _model(model: str) -> tuple[str, ModelShape, dict[str, Any], KnownModel | None]:
+    """Name, shape, config.json, and the model of that name if it is none's folder."""
     if not Path(model).is_dir():
         known = known_model(model)
-        return known.name, known.shape, known
+        return known.name, known.shape, {}, known
     path = Path(model) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -65,7 +78,7 @@ def _model(model: str) -> tuple[str, ModelShape, KnownModel | None]:
         raise ConfigError(f"{path}: {error.strerror}; --model takes a checkpoint's folder") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error})") from error
-    return model, ModelShape.from_hf_config(config), None
+    return model, ModelShape.from_hf_config(config), config, None
 
 
 def _mix(options: dict[str, Any], popularity: Popularity, known: KnownModel | None) -> AdapterMix:

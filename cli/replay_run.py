@@ -9,6 +9,7 @@ from rich.console import Console
 
 from moe_lora.config.plan import ReplayOptions, WorkloadOptions
 from moe_lora.config.settings import settings_of
+from moe_lora.core.progress import progress
 from moe_lora.report import SloTargets, append_result, environment, write_json
 from moe_lora.report.load_client import ServedModels
 from moe_lora.report.replay import ReplayState, replay, served_models
@@ -19,7 +20,6 @@ from moe_lora.workload.replay_plan import PlannedRequest, make_plan
 from moe_lora.workload.traces.records import Trace
 from moe_lora.workload.traces.traces import read_trace
 
-from .progress import progress
 from .replay_adapters import adapter_popularity, check_served, popularity_text, with_identities
 
 _NOT_SAVED = ("api_key", "save_result", "append_result", "report_path", "label", "quiet")

@@ -28,6 +28,8 @@ _HEADINGS = (
     "Several instances and front ends",
     "LoRA Server",
     "Watching the load",
+    "Limits",
+    "Access",
     "A cluster's file",
 )
 """Of --help, in their order."""
@@ -129,10 +131,12 @@ def serve(
     """
     import logging
     from dataclasses import replace
+    from functools import partial
 
     from moe_lora import assemble
     from moe_lora.dist.launch.host_roles import failure_told
     from moe_lora.dist.launch.roles import end_with
+    from moe_lora.serve.reload import Reload, set_log_level
 
     from .serve_settings import cluster_to_serve, fit_to_serve
 
@@ -146,17 +150,19 @@ def serve(
         raise click.UsageError("--name is a front end's; give --role front-end")
     if num_front_ends is not None and role != "all":
         raise click.UsageError("--front-ends starts them all on this host; a role of its own takes none")
+    set_log_level(cluster.front_end.log_level)
+    reload = None if config_file is None else Reload(partial(cluster_to_serve, config_file, name, options))
     if parent is not None:
         end_with(parent, cluster.folder_of_sockets)
     if role != "all":
         with failure_told(status_fd):
             if role == "front-end":
-                assemble.serve_front_end(cluster, name, listen_fd)
+                assemble.serve_front_end(cluster, name, listen_fd, reload)
             else:
-                assemble.serve_controller(cluster)
+                assemble.serve_controller(cluster, reload)
         return
     cluster = replace(cluster, engine=fit_to_serve(cluster.engine, skip_bad=skip_bad_adapters))
     num_front_ends = num_front_ends or len(cluster.front_ends) or 1
     if num_front_ends > 1:
-        raise SystemExit(assemble.serve_host(cluster, num_front_ends))
-    assemble.serve(cluster)
+        raise SystemExit(assemble.serve_host(cluster, num_front_ends, reload))
+    assemble.serve(cluster, reload)

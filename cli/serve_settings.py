@@ -106,11 +106,12 @@ def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:
     at too then.  Raises ConfigError that names all of them otherwise, or for a base model that can't be read.
     """
     from moe_lora.adapters.peft.file_check import bad_adapters
-    from moe_lora.adapters.registry.base_model import model_shape
+    from moe_lora.core.shape import ModelShape
 
     if not config.adapters:
         return config
-    bad = bad_adapters(config.adapters, model_shape(config.model_dir), values=skip_bad)
+    shape = ModelShape.from_hf_config(config.hf_config())
+    bad = bad_adapters(config.adapters, shape, values=skip_bad, root=config.adapter_root)
     if bad and not skip_bad:
         lines = "".join(f"\n  {name}: {problem}" for name, problem in bad.items())
         raise ConfigError(

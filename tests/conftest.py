@@ -1,9 +1,22 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+from .forked_children import Forks, children_are_forked, children_start_anew
+
+# A shell's background job ignores SIGINT, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# One commit's tests find the same each time; `--hypothesis-profile=default` looks for more.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.load_profile("same")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,3 +29,17 @@ def state_home(tmp_path_factory) -> Iterator[None]:
         del os.environ["XDG_STATE_HOME"]
     else:
         os.environ["XDG_STATE_HOME"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks() -> Iterator[Forks | None]:
+    """What the product starts as processes does not import torch anew; None: on this system it does."""
+    with children_are_forked() as found:
+        yield found
+
+
+@pytest.fixture
+def start_anew(forks: Forks | None) -> Iterator[None]:
+    """Processes are started as outside of tests."""
+    with children_start_anew():
+        yield

@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 
+from moe_lora.core.hf_config import read_config
+from moe_lora.core.shape import ModelShape
+from moe_lora.core.shard import ModelShard
+
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 MOE_FAMILIES = FAMILIES[1:]
 PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
@@ -102,6 +106,11 @@ def _dbrx_fields() -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+
+
+def shard_of(model_dir: Path | str, **numbers: int) -> ModelShard:
+    """What a rank holds of a checkpoint's model.  numbers: fields of `ModelShard`."""
+    return ModelShard(ModelShape.from_hf_config(read_config(Path(model_dir))), **numbers)
 
 
 def make_checkpoint(

@@ -1,15 +1,17 @@
 """Is every request answered rightly or with 503 while instances, the controller and front ends are killed?
 
     python -m bench.cluster.check_chaos --out FILE.jsonl [--requests 500] [--rounds 3]
-        [--pool-replicas none 1 2]
+        [--parts none pool-1 pool-2 EP2-PP1] [--quick]
 
 See bench/README.md for what is done.  One JSON line per round, a summary at the end; the exit status is 1 if
-any request was answered wrongly, was lost, or hung, or if anything was left behind.
+any request was answered wrongly, was lost, or hung, if all parts were not there 30 s after a fault, or if
+anything was left behind.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,10 +25,28 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.harness.records import Recorder
-from tests.dist.chaos import FAULTS, HOLDER_FAULTS, ChaosPlan, ChaosReport, run_chaos
+from tests.dist.chaos import (
+    FAULTS,
+    HOLDER_FAULTS,
+    HOST_FAULTS,
+    SERVER_FAULTS,
+    TOLD_FAULTS,
+    ChaosPlan,
+    ChaosReport,
+    run_chaos,
+)
+from tests.dist.chaos_host import has_namespaces, in_own_namespace
 from tests.dist.chaos_model import ask_undisturbed, make_chaos_model
 
-NO_POOL = "none"
+PARTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "none": ({}, ()),
+    "pool-1": ({"pool_replicas": 1}, HOLDER_FAULTS),
+    "pool-2": ({"pool_replicas": 2}, HOLDER_FAULTS),
+    "EP2-PP1": ({"lora_server": "EP2-PP1"}, SERVER_FAULTS),
+}
+"""What a plan has beside the instances, and the faults of that."""
+RECOVERY_S = 30.0
+"""All parts are there so soon after each fault."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,33 +54,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, appended to")
     parser.add_argument("--requests", type=int, default=500, help="of each round, at least")
-    parser.add_argument("--rounds", type=int, default=3, help="for each of --pool-replicas")
+    parser.add_argument("--rounds", type=int, default=3, help="for each of --parts")
     parser.add_argument("--seed", type=int, default=0, help="of the first round; the next has the next")
     parser.add_argument(
-        "--pool-replicas",
+        "--parts",
         nargs="+",
-        default=[NO_POOL, "1", "2"],
-        choices=[NO_POOL, "1", "2"],
-        help="how many instances hold an adapter",
+        default=list(PARTS),
+        choices=list(PARTS),
+        help="where adapters are: at each instance, in a pool with one holder or two, on a LoRA Server",
     )
+    parser.add_argument("--faults", nargs="+", help="these, in this order  [default: all, at random]")
+    parser.add_argument("--quick", action="store_true", help="one round of four faults: does it run?")
     parser.add_argument("--keep-logs", type=Path, metavar="FOLDER", help="what the processes wrote")
+    parser.add_argument("--in-namespace", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if not options.in_namespace and has_namespaces():
+        words = sys.argv[1:] if arguments is None else list(arguments)
+        return in_own_namespace("bench.cluster.check_chaos", [*words, "--in-namespace"])
+    if not options.in_namespace:
+        print("without mount namespaces (unshare --user --mount): what a host lacks is left out")
     plans = [
-        plan_of(options.requests, options.seed + number, pool)
+        plan_of(options.requests, options.seed + number, part, of_host=options.in_namespace)
         for number in range(options.rounds)
-        for pool in options.pool_replicas
+        for part in options.parts
     ]
+    if options.faults:
+        plans = [replace(plan, faults=tuple(options.faults)) for plan in plans]
+    if options.quick:
+        plans = [replace(plans[0], num_requests=100, faults=plans[0].faults[:4])]
     reports = run_all(plans, options.out, options.keep_logs)
     summarise(plans, reports)
     return 1 if any(report.complaints for report in reports) else 0
 
 
-def plan_of(num_requests: int, seed: int, pool: str) -> ChaosPlan:
-    """All faults; with a pool those of its holders too."""
-    plan = ChaosPlan(num_requests=num_requests, faults=FAULTS, seed=seed)
-    if pool == NO_POOL:
-        return plan
-    return replace(plan, faults=HOLDER_FAULTS + FAULTS, pool_replicas=int(pool))
+def plan_of(num_requests: int, seed: int, part: str, *, of_host: bool) -> ChaosPlan:
+    """All faults that there are with this part, in an order drawn from the seed."""
+    found, more = PARTS[part]
+    faults = [*FAULTS, *TOLD_FAULTS, *more, *(HOST_FAULTS if of_host else ())]
+    random.Random(seed).shuffle(faults)
+    plan = ChaosPlan(num_requests=num_requests, faults=tuple(faults), seed=seed, recovery_s=RECOVERY_S)
+    return replace(plan, **found)
 
 
 def run_all(plans: Sequence[ChaosPlan], out: Path, logs: Path | None) -> list[ChaosReport]:
@@ -74,11 +107,15 @@ def run_all(plans: Sequence[ChaosPlan], out: Path, logs: Path | None) -> list[Ch
         questions = ask_undisturbed(model, plans[0].seed)
         for number, plan in enumerate(plans):
             report = run_chaos(model, questions, (logs or folder) / f"round-{number}", plan)
-            config = {"requests": plan.num_requests, "seed": plan.seed, "pool_replicas": plan.pool_replicas}
+            config = {"requests": plan.num_requests, "seed": plan.seed, "part": part_of(plan)}
             record(config, as_result(report))
             tell(console, plan, report)
             reports.append(report)
     return reports
+
+
+def part_of(plan: ChaosPlan) -> str:
+    return plan.lora_server or (f"pool-{plan.pool_replicas}" if plan.pool_replicas else "none")
 
 
 def as_result(report: ChaosReport) -> dict[str, Any]:
@@ -90,6 +127,8 @@ def as_result(report: ChaosReport) -> dict[str, Any]:
                 "victims": list(one.victims),
                 "after_s": round(one.at_s - report.began_s, 1),
                 "after_requests": one.after,
+                "lasted_s": round(one.over_s - one.at_s, 1),
+                "whole_after_s": round(one.whole_s - one.over_s, 1),
             }
             for one in report.strikes
         ],
@@ -101,6 +140,7 @@ def as_result(report: ChaosReport) -> dict[str, Any]:
         "tables": report.num_tables,
         "moves": report.num_moves,
         "migrations": report.num_migrations,
+        "moved_by_order": dict(report.ordered),
         "fetches": report.fetches,
         "complaints": report.complaints,
     }
@@ -108,11 +148,11 @@ def as_result(report: ChaosReport) -> dict[str, Any]:
 
 def tell(console: Console, plan: ChaosPlan, report: ChaosReport) -> None:
     """Print what was done when, and what is wrong."""
-    console.print(f"seed {plan.seed}, pool replicas {plan.pool_replicas or NO_POOL}", highlight=False)
+    console.print(f"seed {plan.seed}, {part_of(plan)}", highlight=False)
     for strike in as_result(report)["strikes"]:
         console.print(
             f"  {strike['after_s']:7.1f} s, after {strike['after_requests']:5} requests: {strike['fault']} "
-            f"({', '.join(strike['victims'])})",
+            f"({', '.join(strike['victims'])}), whole again after {strike['whole_after_s']} s",
             highlight=False,
         )
     for complaint in report.complaints:
@@ -123,14 +163,15 @@ def tell(console: Console, plan: ChaosPlan, report: ChaosReport) -> None:
 
 def summarise(plans: Sequence[ChaosPlan], reports: Sequence[ChaosReport]) -> None:
     """Print a line for each round."""
-    names = ("answered", "refused", "cut", "resent", "published", "tables", "moves")
-    table = Table("seed", "pool", *names, "from peers", "from disk", "complaints")
+    names = ("answered", "refused", "cut", "resent", "published", "tables", "moves", "migrations")
+    table = Table("seed", "part", *names, "moved by order", "from peers", "from disk", "complaints")
     for plan, report in zip(plans, reports, strict=True):
         result = as_result(report)
         table.add_row(
             str(plan.seed),
-            str(plan.pool_replicas or NO_POOL),
+            part_of(plan),
             *(str(result[name]) for name in names),
+            str(report.ordered.total()),
             *(str(report.fetches.get(source, 0)) for source in ("peer", "disk")),
             str(len(report.complaints)),
         )

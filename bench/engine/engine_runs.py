@@ -27,6 +27,7 @@ def start_engine(
     num_threads: int,
     eager: bool,
     quantize: str = "none",
+    quantize_head: bool = False,
 ) -> EngineCore:
     """An engine with every adapter on the device."""
     files = (Path(path) / "adapter_model.safetensors" for _, path in adapters)
@@ -40,6 +41,7 @@ def start_engine(
             adapters=adapters,
             dtype=dtype,
             quantize=quantize,
+            quantize_head=quantize_head,
             device="cpu",
             max_loras=max(1, len(adapters)),
             max_num_seqs=max_num_seqs,

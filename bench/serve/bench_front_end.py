@@ -13,53 +13,30 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
-from urllib.request import urlopen
 
 from bench.harness.interleave import interleave, ratio
 from bench.harness.records import ROOT, Recorder
 from moe_lora.report.results import git_state
+
+from .served_tree import ServedTree
 
 ADAPTERS = ("rot13", "reverse", "upper", "leet")
 PATHS = ("/v1/completions", "/v1/chat/completions")
 PROMPT = "the quick brown fox:"
 
 
-class FrontEnd:
-    """A server of one tree, while the context lasts."""
+class FrontEnd(ServedTree):
+    """A server of one tree on the demo's model."""
 
     def __init__(self, tree: Path, python: str, num_streams: int, path: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port: int = free.getsockname()[1]
-        words = ["serve", "demo/model", "--lora-dir", "demo/adapters", "--threads", "1"]
-        command = [python, "-m", "moe_lora.cli.main", *words, "--port", str(self._port)]
-        environ = {**os.environ, "PYTHONPATH": str(tree)}
-        self._server = subprocess.Popen(command, cwd=tree, env=environ, stderr=subprocess.DEVNULL)
+        super().__init__(tree, python, "demo/model", "--lora-dir", "demo/adapters", "--threads", "1")
         self._num_streams = num_streams
         self._path = path
-
-    def __enter__(self) -> FrontEnd:
-        while self._server.poll() is None:
-            try:
-                urlopen(f"http://127.0.0.1:{self._port}/health", timeout=10).close()
-            except OSError:
-                time.sleep(0.5)
-            else:
-                return self
-        raise RuntimeError(f"the server ended: {self._server.args!r}")
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._server.terminate()
-        self._server.wait(60)
 
     def __call__(self, num_steps: int) -> float:
         """Seconds of the front end's CPU time for so many tokens of each stream."""
@@ -68,7 +45,7 @@ class FrontEnd:
         return self._cpu_s() - started_s
 
     def _cpu_s(self) -> float:
-        tasks = Path(f"/proc/{self._server.pid}/task")
+        tasks = Path(f"/proc/{self.process.pid}/task")
         return sum(int(one.read_text().split()[0]) for one in tasks.glob("*/schedstat")) / 1e9
 
     async def _stream_all(self, num_tokens: int) -> None:
@@ -85,7 +62,7 @@ class FrontEnd:
         options = {"stream": True, "stream_options": {"include_usage": True}}
         body = json.dumps({**prompt, **asked, **options}).encode()
         head = f"POST {self._path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
         answer = await reader.read()
         writer.close()

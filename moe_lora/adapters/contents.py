@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from moe_lora.adapters.peft.reader import adapter_layer_bytes, read_adapter
-from moe_lora.core.errors import AdapterError
+from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.shape import ModelShape
 
 from .host_store import HostStore, is_intact
@@ -23,13 +22,21 @@ class AdapterContents:
     """Reads adapters, from their folders or from a store of contents that were read before.
 
     store: where contents are kept; None: nowhere.  owned: whether contents go from there when nothing is
-    served of them any more.  Used by the engine's thread and by one that reads files.
+    served of them any more.  root: the folder that all that is read must lie in.  Used by the engine's thread
+    and by one that reads files.
     """
 
     def __init__(
-        self, shape: ModelShape, dtype: torch.dtype, store: HostStore | None = None, *, owned: bool = True
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        store: HostStore | None = None,
+        *,
+        owned: bool = True,
+        root: str | None = None,
     ) -> None:
         self.store = store
+        self._root = root
         self._shape = shape
         self._dtype = dtype
         self._owned = owned
@@ -40,19 +47,34 @@ class AdapterContents:
     def read(self, name: str, path: str, expected: str | None = None) -> PackedAdapter:
         """The adapter in a folder; with a content hash given, that content and no other.
 
+        Errors may go to clients: they name the adapter, and the log the folder.
         Raises AdapterError, also if the folder has other content and the store has not that one,
-        CapacityError if the store is full.
+        StorageError if the store is full and no content was named, or no file can be opened.
         """
+        return self._read(name, path, expected, must_keep=expected is None)
+
+    def _read(self, name: str, path: str, expected: str | None, *, must_keep: bool) -> PackedAdapter:
+        """See `read`.  must_keep: whether a full store is an error: what is served already is served on."""
         if expected is not None and (kept := self._kept(name, expected)) is not None:
             return kept
-        packed = read_adapter(Path(path), self._shape, self._dtype, name)
+        called = f"adapter {name!r}: "
+        try:
+            packed = read_adapter(path, self._shape, self._dtype, name, called=called, root=self._root)
+        except AdapterError as error:
+            logger.warning("%s (in %s)", error, path)
+            raise
         if expected is not None and packed.content_hash != expected:
             raise AdapterError(
-                f"adapter {name!r}: {path} does not hold what was loaded (content {expected[:12]}, now "
+                f"adapter {name!r}: its folder does not hold what was loaded (content {expected[:12]}, now "
                 f"{packed.content_hash[:12]}); load it again with load_inplace=true"
             )
         if self.store is not None:
-            self.store.put(packed)
+            try:
+                self.store.put(packed)
+            except StorageError as error:
+                if must_keep:
+                    raise
+                logger.warning("adapter %s is served, but no copy of it is kept: %s", name, error)
         return packed
 
     def read_all(
@@ -60,13 +82,14 @@ class AdapterContents:
     ) -> list[tuple[PackedAdapter, str]]:
         """Each adapter of (name, path) pairs, with its path.
 
-        leave_out_bad: one that can't be had is logged and left out.  Raises as `read` otherwise.
+        leave_out_bad: one that can't be had is logged and left out, and a full store is no error.  Raises as
+        `read` otherwise.
         """
         found = []
         for name, path in adapters:
             try:
-                found.append((self.read(name, path), path))
-            except AdapterError as error:
+                found.append((self._read(name, path, None, must_keep=not leave_out_bad), path))
+            except (AdapterError, StorageError) as error:
                 if not leave_out_bad:
                     raise
                 logger.error("adapter %s is left out: %s", name, error)
@@ -77,8 +100,8 @@ class AdapterContents:
         found = []
         for _, path in adapters:
             try:
-                found.append(adapter_layer_bytes(path, self._shape, self._dtype))
-            except AdapterError:
+                found.append(adapter_layer_bytes(path, self._shape, self._dtype, self._root))
+            except (AdapterError, StorageError):
                 if not leave_out_bad:
                     raise  # whoever is given the adapter says so
         return found

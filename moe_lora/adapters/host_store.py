@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from moe_lora.core.errors import AdapterError, StorageError
+from moe_lora.core.host import OwnFolder, sweep_folders
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES
 
 from .facts import AdapterFacts
@@ -24,7 +24,7 @@ from .packed import PackedAdapter, PackedLayer, content_hash
 
 logger = logging.getLogger(__name__)
 
-_SUFFIX = ".packed.safetensors"
+_SUFFIX, _PARTIAL = ".packed.safetensors", "partial-"
 _PARTS = ("data", "table", "scale")
 """The tensors of a `PackedLayer`."""
 
@@ -32,13 +32,15 @@ _PARTS = ("data", "table", "scale")
 class HostStore:
     """Adapters by content hash in one directory.
 
-    A file appears under its name only when it is whole, so that several writers and a crash do no harm.  A
-    file that is lost is written again by whoever has it mapped.
+    A file appears under its name only when it is whole, so that several writers and a crash do no harm; what
+    a writer that was killed left of one is removed by the next that opens the store, unless the file system
+    has no locks for folders.  A file that is lost is written again by whoever has it mapped.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
+        sweep_folders(self.directory, _PARTIAL)
         self._mapped: WeakValueDictionary[str, PackedAdapter] = WeakValueDictionary()
         """What was given out and is in use: a file that is removed stays mapped."""
 
@@ -50,9 +52,13 @@ class HostStore:
         return self.path(content_hash).exists()
 
     def find(self, prefix: str) -> str:
-        """The content hash that begins so.  Raises AdapterError if no file here has one."""
+        """The content hash that begins so, of what `get` would give.  Raises AdapterError."""
         for path in self.directory.glob(f"{prefix}*{_SUFFIX}"):
             return path.name.removesuffix(_SUFFIX)
+        for mapped in self._mapped.valuerefs():
+            packed = mapped()
+            if packed is not None and packed.content_hash.startswith(prefix):
+                return packed.content_hash
         raise AdapterError(f"{self.directory} has no adapter {prefix}…")
 
     def restore(self, content_hash: str) -> bool:
@@ -81,31 +87,43 @@ class HostStore:
         }
         facts = {"max_lora_rank": packed.max_lora_rank, "nbytes": packed.nbytes, "targets": packed.targets}
         metadata = {"adapter": json.dumps(facts), "layers": str(len(packed.layers))}
-        with self._appearing(path) as partial:
+        with self._appearing(path) as partial, self._explained():
             save_file(tensors, partial, metadata=metadata)
 
     def adopt(self, content_hash: str, blocks: Iterable[bytes]) -> None:
-        """Write the file of this hash from the bytes of another store's.  Raises StorageError likewise."""
-        with self._appearing(self.path(content_hash)) as partial, partial.open("wb") as file:
+        """Write the file of this hash from the bytes of another store's.
+
+        Raises StorageError likewise, and what `blocks` raises as it is.
+        """
+        with self._appearing(self.path(content_hash)) as partial:
             for block in blocks:
-                file.write(block)
+                with self._explained(), partial.open("ab") as file:
+                    file.write(block)
 
     @contextmanager
     def _appearing(self, path: Path) -> Iterator[Path]:
         """A file to write that takes the name `path` when it is whole."""
+        with ExitStack() as stack:
+            with self._explained():
+                self.directory.mkdir(parents=True, exist_ok=True)  # it may have been removed as a whole
+                # In a folder of its own, whose lock says that it is being written: the library that writes it
+                # may do so under a name of its choice.
+                folder = stack.enter_context(OwnFolder(self.directory, _PARTIAL))
+            yield folder / path.name
+            with self._explained():
+                os.replace(folder / path.name, path)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)  # it may have been removed as a whole
-            handle, name = tempfile.mkstemp(dir=self.directory, suffix=".partial")
-            os.close(handle)
-            try:
-                yield Path(name)
-                os.replace(name, path)
-            finally:
-                Path(name).unlink(missing_ok=True)
+            yield
         except (OSError, SafetensorError) as error:
+            # Clients are told too: the log names the folder, the error does not.
+            logger.error("%s can't be written: %s", self.directory, error)
+            problem = (error.strerror if isinstance(error, OSError) else None) or error
             raise StorageError(
-                f"an adapter can't be kept in {self.directory} ({error}); free room there, or let "
-                "state_dir or TMPDIR name another place"
+                f"an adapter can't be kept on this host ({problem}); free room there, or let state_dir or "
+                "TMPDIR name another place"
             ) from error
 
     def get(self, content_hash: str, name: str) -> PackedAdapter:
@@ -126,7 +144,7 @@ class HostStore:
                     for number in range(int(metadata["layers"]))
                 )
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise AdapterError(f"{path}: not a packed adapter that can be read ({error})") from error
+            raise AdapterError(f"{path.name}: not a packed adapter that can be read ({error})") from error
         facts["targets"] = tuple(facts["targets"])
         packed = PackedAdapter(name=name, layers=layers, content_hash=content_hash, **facts)
         self._mapped[content_hash] = packed

@@ -16,6 +16,7 @@ import torch
 
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape, Site
+from moe_lora.core.shard import ModelShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +196,13 @@ def content_hash(layers: Sequence[PackedLayer]) -> str:
 
 # The part of a packed adapter that one rank holds: some entries of each layer, packed again without gaps.
 #
-# Legend: X offset-table entries of a layer.
+# Legend: X offset-table entries of a layer, C ranges of columns.
+#
+# Where a rank's layers are divided (`core.shard`), a matrix is too, along the layer's side that it meets: B
+# with the outputs of a column-parallel site, A with the inputs of a row-parallel one.  The other matrix of a
+# pair is whole on each rank.  So x A is complete where B is divided, and where A is, a rank's delta is one
+# summand, as its output of the site is: no rank sends anything for a delta (S-LoRA, arXiv 2311.03285, section
+# 6, divides both matrices and sends what lies between them).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +210,8 @@ class LayerShard:
     """Which elements of a packed layer's data a rank copies, and where its entries then lie.
 
     copies: (first element in the layer's data, first element in the shard, number of elements), ascending.
+    divided: of matrices of which some columns are copied (first element in the layer's data, in the shard,
+    number of rows, of columns, elements from one row to the next in the data, in the shard).
     table, scale: as in `PackedLayer`, offsets from the shard's start; lora_rank 0 where an entry is not kept.
     """
 
@@ -210,11 +219,15 @@ class LayerShard:
     table: torch.Tensor
     scale: torch.Tensor
     num_elements: int
+    divided: tuple[tuple[int, ...], ...] = ()
 
     def copy(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """out = the shard's elements of the layer's `data`; both 1-D, out of `num_elements`."""
         for source, target, count in self.copies:
             out[target : target + count].copy_(data[source : source + count])
+        for source, target, num_rows, width, stride, out_stride in self.divided:
+            part = data.as_strided((num_rows, width), (stride, 1), source)
+            out.as_strided((num_rows, width), (out_stride, 1), target).copy_(part)
 
 
 @lru_cache(maxsize=8)
@@ -229,13 +242,32 @@ def _entry_widths(shape: ModelShape) -> tuple[np.ndarray, np.ndarray]:
     return a_width, b_width
 
 
-def shard_layer(layer: PackedLayer, shape: ModelShape, kept: np.ndarray) -> LayerShard:
-    """The part of `layer` that holds the entries `kept` ([X] bool); shared matrices stay shared."""
+@lru_cache(maxsize=8)
+def _held_columns(shard: ModelShard) -> np.ndarray:
+    """[2, X, C, 2] int64: of A and of B of each entry, (first, number) of the ranges that are held."""
+    found = np.zeros((2, shard.whole.num_entries, 3, 2), dtype=np.int64)
+    for site in shard.whole.sites:
+        entries = slice(site.entry_base, site.entry_base + site.num_entries)
+        found[0, entries, 0] = shard.inputs(site).start, len(shard.inputs(site))
+        for module, parts in enumerate(shard.outputs(site)):
+            for number, part in enumerate(parts):
+                found[1, entries, number][module :: len(site.modules)] = part.start, len(part)
+    return found
+
+
+def shard_layer(
+    layer: PackedLayer, shape: ModelShape, kept: np.ndarray, shard: ModelShard | None = None
+) -> LayerShard:
+    """The part of `layer` that holds the entries `kept` ([X] bool); shared matrices stay shared.
+
+    shard: of whose sites; None: matrices stay whole.
+    """
     table = layer.table.numpy()
     rows = np.flatnonzero(kept & (table[:, 2] > 0))
     lora_rank = table[rows, 2]
     starts = np.concatenate([table[rows, 0], table[rows, 1]])
-    sizes = np.concatenate([lora_rank * width[rows] for width in _entry_widths(shape)])
+    held = shape if shard is None else shard.shape
+    sizes = np.concatenate([lora_rank * width[rows] for width in _entry_widths(held)])
     align = MATRIX_ALIGN_BYTES // layer.data.element_size()
     sizes = -(-sizes // align) * align
     unique, first = np.unique(starts, return_index=True)
@@ -243,8 +275,16 @@ def shard_layer(layer: PackedLayer, shape: ModelShape, kept: np.ndarray) -> Laye
     shard_table = np.zeros_like(table)
     shard_table[rows, :2] = places[np.searchsorted(unique, table[rows, :2])]
     shard_table[rows, 2] = lora_rank
+    copies = _merged(unique, places, sizes[first])
+    divided: tuple[tuple[int, ...], ...] = ()
+    if shard is not None:
+        of_b, which = np.divmod(first, max(1, len(rows)))
+        copies, divided = _divided(
+            shard, (of_b, rows[which]), (unique, places, sizes[first]), lora_rank[which]
+        )
     return LayerShard(
-        copies=_merged(unique, places, sizes[first]),
+        copies=copies,
+        divided=divided,
         table=torch.from_numpy(shard_table),
         scale=torch.where(torch.from_numpy(shard_table[:, 2]) > 0, layer.scale, 0.0),
         num_elements=int(sizes[first].sum()),
@@ -261,22 +301,54 @@ def entries_of_experts(shape: ModelShape, experts: range) -> np.ndarray:
     return kept
 
 
+def _divided(
+    shard: ModelShard,
+    matrices: tuple[np.ndarray, np.ndarray],
+    where: tuple[np.ndarray, np.ndarray, np.ndarray],
+    lora_rank: np.ndarray,
+) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, ...], ...]]:
+    """`LayerShard.copies` and `divided`.  matrices: A (0) or B (1), and of which entry; where: from, to, and
+    the number of elements there."""
+    starts, places, sizes = where
+    strides, out_strides = (np.stack(_entry_widths(one))[matrices] for one in (shard.whole, shard.shape))
+    whole = strides == out_strides
+    found: list[tuple[int, ...]] = []
+    column = np.zeros_like(starts)
+    for first, width in np.moveaxis(_held_columns(shard)[matrices], 0, -1):
+        table = np.stack([starts + first, places + column, lora_rank, width, strides, out_strides], 1)
+        for row in table[~whole & (width > 0)].tolist():
+            last = found[-1] if found else (0,) * 6
+            ends = last[0] + last[2] * last[4], last[1] + last[2] * last[5]
+            if (*ends, *last[3:]) == (row[0], row[1], *row[3:]):  # the next matrix, side by side
+                found[-1] = (*last[:2], last[2] + row[2], *last[3:])
+            else:
+                found.append(tuple(row))
+        column = column + width
+    return _merged(starts[whole], places[whole], sizes[whole]), tuple(found)
+
+
 def _merged(starts: np.ndarray, places: np.ndarray, sizes: np.ndarray) -> tuple[tuple[int, int, int], ...]:
     """Copies of neighbouring matrices as one."""
     if not len(starts):
         return ()
-    breaks = np.flatnonzero(starts[1:] != starts[:-1] + sizes[:-1]) + 1
+    apart = [part[1:] != part[:-1] + sizes[:-1] for part in (starts, places)]
+    breaks = np.flatnonzero(apart[0] | apart[1]) + 1
     begins = np.concatenate([[0], breaks])
     counts = np.add.reduceat(sizes, begins)
     return tuple(zip(starts[begins].tolist(), places[begins].tolist(), counts.tolist(), strict=True))
 
 
-def shard_adapter(packed: PackedAdapter, shape: ModelShape, kept: Sequence[np.ndarray]) -> PackedAdapter:
-    """`packed` with only the entries kept[layer] ([X] bool) of each layer, in memory of its own."""
+def shard_adapter(
+    packed: PackedAdapter, shape: ModelShape, kept: Sequence[np.ndarray], shard: ModelShard | None = None
+) -> PackedAdapter:
+    """`packed` with only the entries kept[layer] ([X] bool) of each layer, in memory of its own.
+
+    shard: see `shard_layer`.
+    """
     layers = []
     for layer, mask in zip(packed.layers, kept, strict=True):
-        shard = shard_layer(layer, shape, mask)
-        data = layer.data.new_empty(shard.num_elements)
-        shard.copy(layer.data, data)
-        layers.append(PackedLayer(data=data, table=shard.table, scale=shard.scale))
+        part = shard_layer(layer, shape, mask, shard)
+        data = layer.data.new_empty(part.num_elements)
+        part.copy(layer.data, data)
+        layers.append(PackedLayer(data=data, table=part.table, scale=part.scale))
     return replace(packed, layers=tuple(layers), nbytes=sum(layer.nbytes for layer in layers))

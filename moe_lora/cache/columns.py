@@ -170,16 +170,16 @@ class Ghosts:
 
 _COLUMNS = (
     *("is_adapter", "pages", "visits", "recent", "last_used_s", "first_token", "num_tokens", "wanted"),
-    *("turn", "adapter_row", "flags"),
+    *("turn", "adapter_row", "tenant", "flags"),
 )
 
 
 class Columns:
     """One row per node; rows of removed nodes are used again.
 
-    flags: see `flags_of`.  adapter_recent_s: time constant of the decayed visits of adapters.  reuse: after
-    which time nodes are used again, counted if learns_reuse; ghosts: what counts there although it was
-    dropped.
+    flags: see `flags_of`.  tenant: whose request used the node last (`ArenaShares.ask`).  adapter_recent_s:
+    time constant of the decayed visits of adapters.  reuse: after which time nodes are used again, counted if
+    learns_reuse; ghosts: what counts there although it was dropped.
     """
 
     def __init__(self, adapter_recent_s: float, *, block_size: int, learns_reuse: bool) -> None:
@@ -194,6 +194,7 @@ class Columns:
         self.wanted = np.zeros(size, np.int64)
         self.turn = np.zeros(size, np.int64)
         self.adapter_row = np.zeros(size, np.int64)
+        self.tenant = np.zeros(size, np.int64)
         self.flags = np.zeros(size, np.uint8)
         self._adapter_recent_s = adapter_recent_s
         self._learns_reuse = learns_reuse
@@ -242,7 +243,7 @@ class Columns:
 
     def copy_statistics(self, source: int, target: int) -> None:
         """The target has been used as often and as lately as the source."""
-        for column in (self.visits, self.recent, self.last_used_s, self.wanted, self.turn):
+        for column in (self.visits, self.recent, self.last_used_s, self.wanted, self.turn, self.tenant):
             column[target] = column[source]
 
     def let_die(self, adapter_row: int) -> None:
@@ -262,8 +263,8 @@ class Columns:
         rows = rows[np.argsort(-ends, kind="stable")]
         return rows.tolist()
 
-    def visit(self, nodes: Sequence[Node], now_s: float) -> None:
-        """Each of the nodes was used once."""
+    def visit(self, nodes: Sequence[Node], now_s: float, tenant: int) -> None:
+        """Each of the nodes was used once, by that tenant."""
         visits, recent, last_used_s = self.visits, self.recent, self.last_used_s
         self._now_s = now_s
         for node in nodes:  # a handful: quicker one by one than as arrays
@@ -277,6 +278,7 @@ class Columns:
                 recent[row] = recent.item(row) * math.exp(-age_s / self._adapter_recent_s) + 1
             visits[row] = count + 1
             last_used_s[row] = now_s
+            self.tenant[row] = tenant
 
     def refresh_reuse(self, now_s: float) -> None:
         """Have `reuse` know the nodes that are there, if it is time."""

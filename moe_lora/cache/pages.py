@@ -146,12 +146,15 @@ class Tier(PageAllocator):
 class BlockTable:
     """Device pages of a sequence: first those it shares with the tree, then its own.
 
+    salt: it shares with those of the same salt only.  tenant: whom its nodes count for.
     tail: the deepest tree node it uses, which it pins (and so all above it).  num_shared: pages that belong
     to the tree.  num_matched: tokens found by `UnifiedCache.match`.  arriving: nodes that were still on their
     way to the device when last asked.  owns_tail: the tail was made by this sequence, which may lengthen it.
     """
 
     namespace: Namespace
+    salt: str = ""
+    tenant: int = 0
     pages: list[int] = field(default_factory=list)
     num_shared: int = 0
     num_matched: int = 0

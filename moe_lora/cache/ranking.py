@@ -8,7 +8,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.policies.caching import CacheLoad, CachingPolicy, Floats
+from moe_lora.policies.arena_shares import BEYOND, REST, WITHIN, ArenaShares
+from moe_lora.policies.caching import CacheLoad, CachingPolicy, Floats, ascending
 
 from .node import BACKED, CAN_BACK_UP, CAN_LEAVE, CAN_LEAVE_HOST, DYING, HAS_DEVICE_PAGES, Node
 from .node_mover import NodeMover
@@ -35,20 +36,27 @@ class Kind(Enum):
 
 
 class Ranking:
-    """Asks the policy about all candidates at once.
+    """Asks the policy about all candidates at once; what tenants hold beyond their shares goes first.
 
-    Victims are ranked in batches and used for up to `FRESH_S`: one that was used or changed meanwhile is
-    passed over.  num_queries: requests matched so far.
+    Victims are ranked in batches, for each tenant that asks its own, and used for up to `FRESH_S`: one that
+    was used or changed meanwhile is passed over.  shares: of tenants.  num_queries: requests matched so far.
     """
 
-    def __init__(self, mover: NodeMover, policy: CachingPolicy) -> None:
+    def __init__(
+        self, mover: NodeMover, policy: CachingPolicy, shares: ArenaShares, max_adapters: int | None
+    ) -> None:
         self.mover = mover
         self.policy = policy
+        self.shares = shares
+        self._max_adapters = max_adapters
         self.columns = mover.tree.columns
         self.num_queries = 0
         self._batches: deque[tuple[float, int]] = deque()
-        self._queues: dict[Kind, list[tuple[Node, float]]] = {}
-        self._ranked_s: dict[Kind, float] = {}
+        self._queues: dict[tuple[Kind, int], list[tuple[Node, float]]] = {}
+        self._ranked_s: dict[tuple[Kind, int], float] = {}
+        self._within: set[tuple[Kind, int]] = set()
+        """Whose victims are within shares: there were no others."""
+        self._num_loads = 0
 
     def note_batch(self, now_s: float, batch_size: int) -> None:
         """One sample of the number of running requests."""
@@ -79,34 +87,80 @@ class Ranking:
         values[self.columns.has(rows, DYING)] = 0.0
         return values
 
+    def eviction_order(
+        self, rows: NDArray[np.int64], values: Floats, now_s: float, *, host: bool = False
+    ) -> NDArray[np.int64]:
+        """[N]: in which order nodes of these values may give way, as `ArenaShares.eviction_order` by shares
+        of pages, and of places for adapters; the earlier of them.  BEYOND for what is dying, and for all
+        where there is one tenant.
+        """
+        columns, shares = self.columns, self.shares
+        if not (rows.size and shares.is_divided(now_s)):
+            return np.full(len(rows), BEYOND)
+        there = columns.where(BACKED if host else HAS_DEVICE_PAGES)
+        tier = self.mover.host if host else self.mover.device
+        ones, is_adapter = np.ones_like(columns.pages), columns.is_adapter
+        parts = [(ones > 0, columns.pages, float(tier.num_pages))]
+        adapter_share = self.policy.traits.adapter_share
+        if adapter_share is not None and not host:
+            parts = [
+                (is_adapter, columns.pages, adapter_share * tier.num_pages),
+                (~is_adapter, columns.pages, (1 - adapter_share) * tier.num_pages),
+            ]
+        if self._max_adapters is not None and not host:
+            parts.append((is_adapter & (columns.pages > 0), ones, float(self._max_adapters)))
+        found = np.full(len(rows), WITHIN)
+        for part, amounts, total in parts:
+            of_part = there[part[there]]
+            held = shares.held(columns.tenant[of_part], amounts[of_part])
+            asked = np.flatnonzero(part[rows])
+            some = rows[asked]
+            order = shares.eviction_order(
+                held, columns.tenant[some], amounts[some], values[asked], total, now_s
+            )
+            found[asked] = np.minimum(found[asked], order)
+        found[columns.has(rows, DYING)] = BEYOND
+        return found
+
     def lowest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
-        """The least valued of the rows, ascending, as many as have `num_pages` pages together (or all)."""
-        return self.nodes(self._take(rows, self.values(rows, now_s), num_pages))
+        """The first of the rows to give way, as many as have `num_pages` pages together (or all)."""
+        values = self.values(rows, now_s)
+        ordered = first_to_go(rows, values, self.eviction_order(rows, values, now_s), num_pages)
+        return self.nodes(self._enough(ordered, num_pages))
 
     def highest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
         """The most valued, descending, likewise; those of no value are left out."""
         values = self.values(rows, now_s)
         useful = values > 0
-        return self.nodes(self._take(rows[useful], -values[useful], num_pages))
+        return self.nodes(self._enough(ascending(rows[useful], -values[useful], num_pages), num_pages))
 
     def victim(self, kind: Kind, now_s: float) -> Node | None:
         """The next node to give way, or None if there is none."""
-        queue = self._queues.get(kind, [])
-        if now_s - self._ranked_s.get(kind, -np.inf) > (HOST_FRESH_S if kind is Kind.HOST else FRESH_S):
+        if self._num_loads != (num_loads := self.mover.counters.adapter_loads):
+            self._num_loads = num_loads
+            for within in self._within:  # a tenant may be beyond its share now
+                self._queues.pop(within, None)
+            self._within.clear()
+        key = kind, self.shares.asking
+        queue = self._queues.get(key, [])
+        if now_s - self._ranked_s.get(key, -np.inf) > (HOST_FRESH_S if kind is Kind.HOST else FRESH_S):
             queue = []
         while True:
             while queue:
                 node, used_s = queue.pop()
                 if self._still(node, used_s, kind):
                     return node
-            queue = self._queues[kind] = self._rank(kind, now_s)
-            self._ranked_s[kind] = now_s
+            for old in [one for one, ranked_s in self._ranked_s.items() if now_s - ranked_s > HOST_FRESH_S]:
+                self._queues.pop(old, None)
+                del self._ranked_s[old]
+            queue = self._queues[key] = self._rank(kind, now_s)
+            self._ranked_s[key] = now_s
             if not queue:
                 return None
 
     def has_victims(self, kind: Kind, num_pages: int) -> bool:
         """Whether those ranked last have so many pages; if not, there may be others."""
-        for node, used_s in reversed(self._queues.get(kind, ())):
+        for node, used_s in reversed(self._queues.get((kind, self.shares.asking), ())):
             if self._still(node, used_s, kind):
                 num_pages -= node.num_pages
                 if num_pages <= 0:
@@ -115,7 +169,8 @@ class Ranking:
 
     def put_back(self, node: Node, kind: Kind) -> None:
         """The node is the next victim."""
-        self._queues[kind].append((node, float(self.columns.last_used_s[node.row])))
+        queue = self._queues[kind, self.shares.asking]
+        queue.append((node, float(self.columns.last_used_s[node.row])))
 
     def _still(self, node: Node, used_s: float, kind: Kind) -> bool:
         columns, row = self.columns, node.row
@@ -134,35 +189,49 @@ class Ranking:
                 rows = rows[columns.is_adapter[rows] == (kind is Kind.ADAPTER)]
             backed = columns.has(rows, BACKED)
         values = self.values(rows, now_s, host=kind is Kind.HOST)
+        order = self.eviction_order(rows, values, now_s, host=kind is Kind.HOST)
         if kind is Kind.HOST and not self.policy.traits.drops_backed_first:
             stays = np.ones(len(columns), dtype=np.bool_)  # so that its host copy is to spare
             stays[self.leaving_soon(now_s)] = False
             backed &= stays[rows]
         elif not self.policy.traits.drops_backed_first:
             backed = np.zeros(len(rows), dtype=np.bool_)
-        backed = backed | columns.has(rows, DYING)  # nothing is lost with them either
-        chosen = [ascending(rows[part], values[part], BATCH) for part in (backed, ~backed)]
-        order = np.concatenate(chosen)[:BATCH][::-1].tolist()
-        return [(node, float(columns.last_used_s[row])) for row in order if (node := columns.nodes[row])]
+        dying = columns.has(rows, DYING)
+        backed = backed | dying  # nothing is lost with them either
+        least = order[~dying].min(initial=WITHIN)
+        if least == WITHIN and kind is not Kind.HOST:
+            self._within.add((kind, self.shares.asking))
+        first = order <= least  # all that go only after these are ranked when these are gone
+        chosen = [ascending(rows[part], values[part], BATCH) for part in (backed & first, first & ~backed)]
+        victims = np.concatenate(chosen)[:BATCH][::-1].tolist()
+        return [(node, float(columns.last_used_s[row])) for row in victims if (node := columns.nodes[row])]
 
     def leaving_soon(self, now_s: float) -> NDArray[np.int64]:
         """Rows of the least valued idle nodes of the device, `LEAVING_SHARE` of its pages."""
         rows = self.columns.where(CAN_LEAVE | CAN_BACK_UP)
         num_pages = int(LEAVING_SHARE * self.mover.device.num_pages)
-        return self._take(rows, self.values(rows, now_s), num_pages)
+        values = self.values(rows, now_s)
+        ordered = first_to_go(rows, values, self.eviction_order(rows, values, now_s), num_pages)
+        return self._enough(ordered, num_pages)
 
     def nodes(self, rows: NDArray[np.int64]) -> list[Node]:
         return [node for row in rows.tolist() if (node := self.columns.nodes[row])]
 
-    def _take(self, rows: NDArray[np.int64], values: Floats, num_pages: int) -> NDArray[np.int64]:
-        ordered = ascending(rows, values, num_pages)  # a node has a page at least
+    def _enough(self, ordered: NDArray[np.int64], num_pages: int) -> NDArray[np.int64]:
+        """Rows up to so many pages; a node has a page at least."""
         enough = int(np.searchsorted(np.cumsum(self.columns.pages[ordered]), num_pages)) + 1
         return ordered[:enough]
 
 
-def ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np.int64]:
-    """The `count` rows of least value, in order, of equal ones the first; all if there are fewer."""
-    if len(rows) > count:
-        kept = np.sort(np.argpartition(values, count)[:count])
-        rows, values = rows[kept], values[kept]
-    return rows[np.argsort(values, kind="stable")]
+def first_to_go(
+    rows: NDArray[np.int64], values: Floats, order: NDArray[np.int64], count: int
+) -> NDArray[np.int64]:
+    """As `ascending`, after all that are earlier in the eviction order."""
+    if not order.any():
+        return ascending(rows, values, count)
+    found = rows[:0]
+    for level in (BEYOND, REST, WITHIN):
+        if len(found) < count:
+            part = np.flatnonzero(order == level)
+            found = np.concatenate((found, ascending(rows[part], values[part], count - len(found))))
+    return found

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
+
+from moe_lora.policies.arena_shares import REST, WITHIN
 
 from .node import HAS_DEVICE_PAGES, Node
 from .pages import PRIVATE
 from .ranking import Kind, Ranking
+
+Number = TypeVar("Number", np.int64, np.float64)
 
 
 class Room:
@@ -62,14 +68,17 @@ class Room:
             rows = rows[~columns.is_adapter[rows]]
         return int(columns.pages[rows].sum())
 
-    def _row_costs(self, now_s: float) -> NDArray[np.float64]:
-        """[rows]: value lost per page if the node leaves the device; an adapter takes its KV along where
-        dependencies are kept.
+    def _row_costs(
+        self, blocked: NDArray[np.bool_], now_s: float
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """[rows]: the eviction order, and the value lost per page if the node leaves the device; an adapter
+        takes its KV along where dependencies are kept.  blocked: as `blocked_rows` has them.
         """
         columns = self._columns
-        costs = np.zeros(len(columns))
+        costs, order = np.zeros(len(columns)), np.zeros(len(columns), np.int64)
         rows = columns.where(HAS_DEVICE_PAGES)
-        values = self.ranking.values(rows, now_s)
+        values, idle = self.ranking.values(rows, now_s), ~blocked[rows]
+        order[rows[idle]] = self.ranking.eviction_order(rows[idle], values[idle], now_s)
         pages = np.maximum(columns.pages[rows], 1)
         if self.ranking.policy.traits.values_per_page:
             values = values * pages
@@ -80,8 +89,11 @@ class Room:
                 columns.adapter_row[rows[~adapters]], weights=values[~adapters], minlength=len(columns)
             )
             costs[rows[adapters]] += below[rows[adapters]]
+            for level in (REST, WITHIN):
+                above = columns.adapter_row[rows[~adapters & (order[rows] == level)]]
+                order[above] = np.maximum(order[above], level)
         costs[rows] /= pages
-        return costs
+        return order, costs
 
     def _evict(self, node: Node) -> None:
         """Drop a node that is not blocked from the device, and what can't be there without it."""
@@ -164,11 +176,13 @@ class Room:
     def _evict_adapter(self, now_s: float) -> bool:
         """Evict the adapter of least value per page, with its KV where that can't be there without it."""
         columns = self._columns
-        rows = columns.where(HAS_DEVICE_PAGES)
-        rows = rows[columns.is_adapter[rows] & (columns.pages[rows] > 0) & ~self.blocked_rows()[rows]]
+        rows, blocked = columns.where(HAS_DEVICE_PAGES), self.blocked_rows()
+        rows = rows[columns.is_adapter[rows] & (columns.pages[rows] > 0) & ~blocked[rows]]
         if not rows.size:
             return False
-        victim = columns.nodes[int(rows[np.argmin(self._row_costs(now_s)[rows])])]
+        order, costs = self._row_costs(blocked, now_s)
+        rows = rows[order[rows] == order[rows].min()]
+        victim = columns.nodes[int(rows[np.argmin(costs[rows])])]
         assert victim is not None
         self._evict(victim)
         return True
@@ -200,7 +214,7 @@ class Room:
         if saving is not None and self._is_free_of_blocked(saving[0], num_pages):
             first: int | None = saving[0]
         else:
-            first = self._cheapest_window(num_pages, now_s)
+            first = self._cheapest_window(num_pages, self._page_costs(now_s))
         if first is None:
             return self._clear_separate_runs(adapter, now_s)
         if saving is None and self._saves and self._save(adapter, first, now_s):
@@ -213,19 +227,40 @@ class Room:
         owner = self._device.owner[first : first + num_pages]
         return not ((owner == PRIVATE).any() or self.blocked_rows()[owner[owner >= 0]].any())
 
-    def _cheapest_window(self, num_pages: int, now_s: float) -> int | None:
-        """First page of the run of `num_pages` pages without blocked ones that costs least to clear."""
+    def _page_costs(self, now_s: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """[P]: what a page counts by its node's eviction order (one WITHIN more than any number of others,
+        nothing where all are alike), and the value lost with it.
+        """
+        owner, blocked = self._device.owner, self.blocked_rows()
+        of_row, lost = self._row_costs(blocked, now_s)
+        owned = owner >= 0
+        idle = np.flatnonzero(owned)[~blocked[owner[owned]]]
+        order, costs = np.zeros(len(owner), np.int64), np.zeros(len(owner))
+        if idle.size:
+            levels = of_row[owner[idle]]
+            order[idle] = np.array([0, 1, len(owner) + 1])[levels - levels.min()]
+            costs[idle] = lost[owner[idle]]
+        return order, costs
+
+    def _cheapest_window(
+        self, num_pages: int, page_costs: tuple[NDArray[np.int64], NDArray[np.float64]]
+    ) -> int | None:
+        """First page of the run of `num_pages` pages without blocked ones that costs least to clear.
+
+        page_costs: as `_page_costs` has them, or had before some were freed.
+        """
         owner = self._device.owner
         if num_pages > len(owner):
             return None
         owned = owner >= 0
-        rows = np.where(owned, owner, 0)
-        stuck = (owner == PRIVATE) | (owned & self.blocked_rows()[rows])
-        costs = np.where(owned & ~stuck, self._row_costs(now_s)[rows], 0.0)
-        free_of_stuck = _window_sums(stuck.astype(np.float64), num_pages) == 0
-        if not free_of_stuck.any():
+        stuck = (owner == PRIVATE) | (owned & self.blocked_rows()[np.where(owned, owner, 0)])
+        cleared = owned & ~stuck
+        order, costs = (_window_sums(np.where(cleared, part, 0), num_pages) for part in page_costs)
+        possible = _window_sums(stuck.astype(np.int64), num_pages) == 0
+        if not possible.any():
             return None
-        return int(np.argmin(np.where(free_of_stuck, _window_sums(costs, num_pages), np.inf)))
+        possible &= order == order[possible].min()
+        return int(np.argmin(np.where(possible, costs, np.inf)))
 
     def _clear_window(self, first: int, num_pages: int) -> None:
         """Evict at once what lies in these pages: of KV nodes the part from there on, and all below it."""
@@ -268,9 +303,10 @@ class Room:
         """
         assert node.layer_pages is not None
         pages: list[int] = []
+        costs = self._page_costs(now_s)
         for length in filter(None, node.layer_pages):
             run = self._device.take_runs([length], PRIVATE)
-            if run is None and (first := self._cheapest_window(length, now_s)) is not None:
+            if run is None and (first := self._cheapest_window(length, costs)) is not None:
                 self._clear_window(first, length)
                 run = self._device.take_runs([length], PRIVATE)
             if run is None:
@@ -281,7 +317,7 @@ class Room:
         return pages
 
 
-def _window_sums(values: NDArray[np.float64], length: int) -> NDArray[np.float64]:
+def _window_sums(values: NDArray[Number], length: int) -> NDArray[Number]:
     """[P - length + 1]: sums of `length` neighbours."""
-    sums = np.concatenate(([0.0], np.cumsum(values)))
+    sums = np.concatenate((np.zeros(1, values.dtype), np.cumsum(values)))
     return sums[length:] - sums[:-length]

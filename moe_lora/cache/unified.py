@@ -7,6 +7,7 @@ from itertools import takewhile
 from typing import Literal
 
 from moe_lora.core.errors import CapacityError
+from moe_lora.policies.arena_shares import NOBODY, ArenaShares
 from moe_lora.policies.caching import CachingPolicy
 
 from .node import DYING, HAS_DEVICE_PAGES, TOKEN_BYTES, Node, encode
@@ -17,6 +18,9 @@ from .ranking import Ranking
 from .room import Room
 from .swapper import Swapper
 from .tree import DependencyTree
+
+SALT_SHIFT = 32
+"""Bits of a token id that a vocabulary may use."""
 
 
 class UnifiedCache:
@@ -54,16 +58,25 @@ class UnifiedCache:
             adapter_recent_s=policy.adapter_recent_s,
         )
         self._mover = NodeMover(self._tree, Tier(num_device_pages), Tier(num_host_pages))
-        self._ranking = Ranking(self._mover, policy)
+        self._shares = ArenaShares()
+        self._ranking = Ranking(self._mover, policy, self._shares, max_adapters)
         self._room = Room(self._ranking, max_kv_pages, max_adapters)
         self._swapper = Swapper(self._room, upper=upper, lower=lower)
         self._sharing = prefix_caching
+        self._salts: dict[str, int] = {}
+        self._tenant = NOBODY
         self._block_size = block_size
         self.counters = self._mover.counters
         self._traits = traits
         self._base = self._tree.add_adapter(None, (), 0.0)
         self._base.device_pages = []
         self._tree.refresh(self._base)
+
+    def count_for(self, tenant: str, share: float, now_s: float) -> None:
+        """What is held and matched from now on is for requests of this tenant; share: its weight among those
+        that fill the arenas (`policies.arena_shares`).
+        """
+        self._tenant = self._shares.ask(tenant, share, now_s)
 
     # -- adapters
 
@@ -120,7 +133,7 @@ class UnifiedCache:
             self._mover.bring_in(node, pages)
         self._mover.pin(node)
         if not again:
-            self._tree.columns.visit([node], now_s)
+            self._tree.columns.visit([node], now_s, self._tenant)
             if node.num_pages:
                 self.counters.adapter_hits += node.on_device
                 self.counters.adapter_misses += not node.on_device
@@ -169,21 +182,32 @@ class UnifiedCache:
 
     # -- KV
 
+    def new_table(self, namespace: Namespace, salt: str = "") -> BlockTable:
+        """That of a sequence of which nothing is looked for."""
+        return BlockTable(namespace, salt, self._tenant)
+
     def match(
-        self, namespace: Namespace, tokens: Sequence[int], now_s: float, *, again: bool = False
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        now_s: float,
+        *,
+        again: bool = False,
+        salt: str = "",
     ) -> BlockTable:
         """Pin the longest cached prefix of `tokens`; at least the last token is left to compute.
 
         The adapter must be held.  Parts on the host are ordered to the device if there is room (then the
         table is not `ready` yet), else the match ends before them.
         Counts as a visit of each node, unless this request was matched before (`again`).
+        salt: what tables of another salt left is not found.
         """
         adapter = self._tree.adapters[namespace]
         assert adapter.device_pages is not None or not self._tree.keeps_dependencies, "hold it first"
-        table = BlockTable(namespace)
+        table = self.new_table(namespace, salt)
         path: list[Node] = []
         if self._sharing and not adapter.gone:
-            path, partial, common = self._tree.walk(adapter, tokens)
+            path, partial, common = self._tree.walk(adapter, self._salted(tokens, salt))
             if partial is not None and not partial.moving:
                 path.append(self._mover.split(partial, common))
         depth = self._take(table, path)
@@ -197,7 +221,7 @@ class UnifiedCache:
             counters = self.counters
             self._ranking.num_queries += 1
             if depth:
-                self._tree.columns.visit(path[:depth], now_s)
+                self._tree.columns.visit(path[:depth], now_s, table.tenant)
             coming = sum([node.num_tokens for node in table.arriving])
             counters.kv_query_tokens += len(tokens)
             counters.kv_host_hit_tokens += coming
@@ -211,6 +235,7 @@ class UnifiedCache:
         """
         missing = -(-num_tokens // self._block_size) - len(table.pages)
         if missing > 0:
+            self._shares.make_room_for(table.tenant, now_s)
             pages = self._room.take_kv(missing, PRIVATE, now_s)
             if pages is None:
                 self._swapper.note_shortage()
@@ -230,7 +255,8 @@ class UnifiedCache:
             return
         while (table.num_shared + 1) * size <= num_computed:
             start = table.num_shared * size
-            fresh = encode(tokens[start : num_computed // size * size])
+            fresh = tokens[start : num_computed // size * size]
+            fresh = encode(fresh if start else self._salted(fresh, table.salt))
             parent = table.tail or adapter
             twin = self._tree.child(parent, fresh)
             if twin is None:
@@ -264,12 +290,24 @@ class UnifiedCache:
 
         batch_size: requests running now (averaged over the last 5 s for equation 3).
         """
+        self._shares.make_room_for(NOBODY, now_s)
         return self._swapper.tick(now_s, batch_size)
 
-    def look_ahead(self, queued: Iterable[tuple[Namespace, Sequence[int]]]) -> None:
-        """Tell which adapters and prefixes the next queued requests need; replaces what was told before."""
+    def look_ahead(self, queued: Iterable[tuple[Namespace, Sequence[int], str]]) -> None:
+        """Tell which adapters and prefixes (tokens and salt) the next queued requests need; replaces what was
+        told before."""
         if self._traits.looks_ahead:
-            self._swapper.want(self._find(namespace, tokens) for namespace, tokens in queued)
+            self._swapper.want(
+                self._find(namespace, self._salted(tokens, salt)) for namespace, tokens, salt in queued
+            )
+
+    def _salted(self, tokens: Sequence[int], salt: str) -> Sequence[int]:
+        """The beginning of a prompt as the tree knows it: with a salt its first token is one that no
+        vocabulary has, and so is every block's path."""
+        if not salt:
+            return tokens
+        number = self._salts.setdefault(salt, len(self._salts) + 1)
+        return [tokens[0] + (number << SALT_SHIFT), *tokens[1:]]
 
     def note_remote(self, namespace: Namespace, ready: bool) -> None:
         """Whether the LoRA Server holds an adapter that has no pages here."""
@@ -282,6 +320,10 @@ class UnifiedCache:
         where its load failed).
         """
         self._mover.on_departure = on_departure
+
+    def watch_loads(self, on_end: Callable[[Namespace], None]) -> None:
+        """Call `on_end` with a namespace at the moment its adapter has come to the device, or failed to."""
+        self._mover.on_load_end = on_end
 
     def take_orders(self) -> list[Order]:
         """Orders since the last call, to be executed in any order."""
@@ -374,6 +416,7 @@ class UnifiedCache:
             self._tree.lengthen(tail, tokens, pages, now_s)
         else:
             node = self._tree.add_kv(parent, tokens, now_s)
+            self._tree.columns.tenant[node.row] = table.tenant
             self._mover.settle(node, pages)
             self._move_tail(table, node, owned=True)
         table.num_shared = end

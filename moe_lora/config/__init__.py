@@ -25,6 +25,7 @@ from .front_end import (
     RegistryConfig,
     RoutingConfig,
 )
+from .limits import LimitsConfig
 from .settings import MAX_COUNT
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "EngineConfig",
     "FrontEndConfig",
     "FrontEndPlace",
+    "LimitsConfig",
     "LoraServerConfig",
     "PoolConfig",
     "ProvisionConfig",

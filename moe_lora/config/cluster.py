@@ -71,6 +71,14 @@ class ClusterConfig:
                 "served_model_name (--served-model-name)"
             )
         self._check_places()
+        root = self.engine.adapter_root
+        if self.registry is not None and root is not None:
+            real = os.path.realpath(root)
+            if os.path.commonpath([os.path.realpath(self.registry.folder), real]) != real:
+                raise ConfigError(
+                    f"registry.folder={self.registry.folder} is not in engine.adapter_root={root}, outside "
+                    "of which no adapter is read; move it there, or give the folder that both are in"
+                )
 
     def _check_places(self) -> None:
         """Raises ConfigError for places that can't be right together."""
@@ -86,10 +94,17 @@ class ClusterConfig:
                 "front_end.engines_address and front_ends are both given; give each of front_ends its "
                 "engines_address, and in front_end only what they share"
             )
+        if self.front_ends and self.front_end.admin_address is not None:
+            raise ConfigError(
+                "front_end.admin_address can't be that of several front ends; give each of front_ends an "
+                "admin_address of its own"
+            )
+        for name in self.front_ends:
+            self.front_end_named(name)
         addresses = {"front_end.engines_address": self.front_end.engines_address}
-        addresses |= {
-            f"front_ends.{name}.engines_address": one.engines_address for name, one in self.front_ends.items()
-        }
+        for name, one in self.front_ends.items():
+            addresses[f"front_ends.{name}.engines_address"] = one.engines_address
+            addresses[f"front_ends.{name}.admin_address"] = one.admin_address
         if self.controller is not None:
             addresses[f"{CONTROLLER}.address"] = self.controller.address
             addresses[f"{CONTROLLER}.engines_address"] = self.controller.engines_address

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.hf_config import cut_to, read_config
+from moe_lora.core.weight_format import weight_format
 
 from .settings import Settings, setting
 
@@ -110,8 +113,14 @@ class StepProfile:
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
-QUANTIZE = ("none", "int8", "int4", "int8-dynamic", "int4-dynamic")
+LOAD_FORMATS = ("safetensors", "dummy")
+QUANTIZE = ("checkpoint", "none", "int8", "int4", "fp8", "int8-dynamic", "int4-dynamic")
 GROUP_SIZES = (32, 64, 128)
+UNQUANTISED = QUANTIZE[:2]
+QUANTISATION = ("quantize", "quantize_group_size", "quantize_head")
+"""Settings that say how weights are held."""
+WEIGHTS = ("load_format", "num_layers", *QUANTISATION)
+"""And from where, and how many."""
 POOL_TRANSPORTS = ("shm", "gloo")
 """Not nixl: it keeps freed windows for as long as the process lives, and pools free them all the time."""
 LORA_KERNELS = ("sgmv", "bgmv", "mbgmv")
@@ -176,20 +185,31 @@ class EngineConfig(Settings):
     instance gets."""
     dtype: str = setting("auto", choices=DTYPES, option="--dtype")
     """Of weights, activations and KV; auto: the checkpoint's."""
+    load_format: str = setting(LOAD_FORMATS[0], choices=LOAD_FORMATS, option="--load-format")
+    """Where the weights are from: the folder's files; or dummy, random ones of the sizes that its config.json
+    states, the same at each start.  dummy reads no weights, and needs none there."""
+    num_layers: int | None = setting(None, least=1, option="--num-layers", metavar="N", unset="all")
+    """With dummy weights only the first N layers, so that a model fits."""
     quantize: str = setting(QUANTIZE[0], choices=QUANTIZE, option="--quantize")
-    """How weights of attention, MLP and experts are held, quantised as they are loaded: int8 with a scale per
-    output, int4 with one per group of inputs; with -dynamic inputs are quantised too, to int8.  Router, norms
-    and embeddings stay as they are, and so do adapters (docs/guides/quantised.md)."""
+    """How weights of attention, MLP and experts are held: as the checkpoint keeps them; none: in the dtype,
+    dequantised where needed; or quantised as they are loaded: int8 and fp8 with a scale per output, int4 with
+    one per group of inputs; with -dynamic inputs are quantised too, to int8.  Router, norms and embeddings
+    stay as they are, and so do adapters (docs/guides/quantised.md)."""
     quantize_group_size: int | None = setting(
-        None, option="--quantize-group-size", metavar="32|64|128", unset="64"
+        None, option="--quantize-group-size", metavar="32|64|128", unset="64 with int4, a whole row with fp8"
     )
-    """Inputs that share a scale, with int4: 32, 64 or 128."""
+    """Inputs that share a scale: with int4 32, 64 or 128; with fp8 128, in blocks of 128 outputs."""
     quantize_head: bool = setting(False, option="--quantize-head")
     """Quantise the vocabulary head too."""
     device: str = setting("auto", choices=DEVICES, option="--device")
     """What computes; auto: CUDA if there is any."""
     max_loras: int = setting(64, least=1, option="--max-loras", group="Adapters")
     """Adapters resident on the device at once, where there is no LoRA Server."""
+    adapter_root: str | None = setting(
+        None, path="folder", option="--adapter-root", group="Adapters", unset="any folder"
+    )
+    """Read no adapter outside of this folder, whatever path or link leads there.  A registry lies in it
+    too."""
     max_num_seqs: int = setting(64, least=1, option="--max-num-seqs")
     """Sequences computed at once."""
     max_num_batched_tokens: int = setting(2048, least=1, option="--max-num-batched-tokens")
@@ -236,10 +256,19 @@ class EngineConfig(Settings):
         None, unset="on CPU one graph for any size, and one for 1; on CUDA powers of two"
     )
     """Batch sizes that decode steps are padded to, one compiled graph each."""
+    async_scheduling: str = setting("auto", choices=("auto", "on", "off"), option="--async-scheduling")
+    """Whether a step is scheduled and launched before the tokens of the one before are known.  Tokens are the
+    same, and reach clients a step later.  A request that a token ends computes one row for nothing.  auto: on
+    CUDA; off with several ranks, a LoRA Server, host workers, merging or an emulated step, where on is
+    refused."""
     prefix_caching: bool = setting(True, option="--no-prefix-caching")
     """False: every prompt is computed from its first token."""
     expert_parallel: int = setting(1, least=1, option="--expert-parallel", metavar="P")
     """Processes of each instance that share the experts; must divide their number."""
+    tensor_parallel: int = setting(1, least=1, option="--tensor-parallel", metavar="T")
+    """Processes of each instance that share attention heads, inner widths and the vocabulary head; must
+    divide the first two.  With expert_parallel the same number, experts stay whole
+    (docs/guides/parallel.md)."""
     num_threads: int | None = setting(None, least=1, option="--threads", unset="all cores, shared")
     """CPU threads of each instance, all its processes together."""
     num_instances: int = setting(1, least=1, option="--instances", group="Several instances and front ends")
@@ -271,13 +300,20 @@ class EngineConfig(Settings):
     )
     """Prompt tokens of one layer that a host worker computes in time; a prompt of more is divided."""
     host_tokens_per_step: int = setting(0, least=0, unset="host_tokens_per_worker x host_workers")
-    """Prompt tokens of loading adapters in a step in which others decode, at most; 0: see the default."""
+    """Prompt tokens of loading adapters in a step that computes for others too, at most; 0: see the
+    default."""
+    host_tpot_budget_ms: float | None = setting(
+        None, above=0, option="--host-tpot-budget-ms", metavar="MS", group="Adapters", unset="none"
+    )
+    """host_tokens_per_step is the most with which the model's layers take no longer than that in a step, by
+    the performance model."""
     performance_model: str | None = setting(None, path="place", unset="the front end's")
     """Times of this machine, of `moe-lora profile-steps --host-worker`, by which a prompt begins on host
     workers or waits for its adapter."""
     batching: str = setting(BATCHINGS[0], choices=BATCHINGS, option="--batching", group="Adapters")
     """Whether weights carry an adapter: unmerged, never; merged, one adapter's requests at a time; dlora,
-    dLoRA's rule; auto, the cheapest of unmerged, merged and mixed steps (docs/guides/merging.md)."""
+    dLoRA's rule; auto, the cheapest of unmerged, merged and mixed steps (docs/guides/merging.md), which on
+    quantised weights is unmerged always."""
     merge_mb_per_step: float = setting(64.0, above=0)
     """Weights that change between two steps, in 10^6 bytes of each process, and at least one site of one
     layer; merged and dlora change all at once."""
@@ -309,6 +345,31 @@ class EngineConfig(Settings):
     emulation: EmulationConfig = EmulationConfig()
     """Another device's times, for benchmarks: step_profile, load_gb_per_s."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes of each instance."""
+        return max(self.tensor_parallel, self.expert_parallel)
+
+    @property
+    def quantisation(self) -> dict[str, Any]:
+        """How weights are held, as `core.weight_format` takes it."""
+        return {name: getattr(self, name) for name in QUANTISATION}
+
+    def hf_config(self) -> dict[str, Any]:
+        """The model's config.json, with as many layers as are served.
+
+        Raises ConfigError if there is none, or num_layers is more than it has.
+        """
+        found = read_config(Path(self.model_dir))
+        return found if self.num_layers is None else cut_to(found, self.num_layers)
+
+    def weights_name(self) -> str:
+        """Name of the format (`core.weight_format`) that instances hold the model's weights in.
+
+        Reads its config.json; raises ConfigError if there is none.
+        """
+        return weight_format(self.hf_config(), **self.quantisation).name
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.arena_mb is not None and self.lora_memory_gb is not None:
@@ -316,14 +377,24 @@ class EngineConfig(Settings):
                 f"arena_mb={self.arena_mb} is for KV and adapters together, so lora_memory_gb="
                 f"{self.lora_memory_gb} has no meaning beside it; leave one of them out"
             )
-        if self.quantize_group_size is not None and not self.quantize.startswith("int4"):
+        if self.num_layers is not None and self.load_format != "dummy":
             raise ConfigError(
-                f"quantize_group_size={self.quantize_group_size} is for int4, not for quantize="
+                f"num_layers={self.num_layers} would leave out layers that the other weights were trained "
+                "with; give load_format='dummy' too, or leave it out"
+            )
+        grouped = self.quantize.startswith(("int4", "fp8"))
+        if self.quantize_group_size is not None and not grouped:
+            raise ConfigError(
+                f"quantize_group_size={self.quantize_group_size} is for int4 and fp8, not for quantize="
                 f"{self.quantize!r}; leave it out"
             )
         if self.quantize_group_size not in (None, *GROUP_SIZES):
             raise ConfigError(f"quantize_group_size={self.quantize_group_size} must be 32, 64 or 128")
-        if self.quantize_head and self.quantize == "none":
+        if self.quantize == "fp8" and self.quantize_group_size not in (None, 128):
+            raise ConfigError(
+                f"quantize_group_size={self.quantize_group_size} must be 128 with fp8, or left out"
+            )
+        if self.quantize_head and self.quantize in UNQUANTISED:
             raise ConfigError("quantize_head=True needs a format; choose one with quantize")
         if not 0 < self.swap_in_below <= self.swap_out_above <= 1:
             raise ConfigError(
@@ -335,18 +406,13 @@ class EngineConfig(Settings):
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
                 f"max_num_seqs={self.max_num_seqs}; every running sequence needs one token row per step"
             )
-        if self.batching != "unmerged" and self.quantize != "none":
+        if self.batching in ("merged", "dlora") and self.quantize not in UNQUANTISED:
             raise ConfigError(
                 f"batching={self.batching!r} and quantize={self.quantize!r} do not go together: no adapter "
-                "can be folded into quantised weights; use batching='unmerged', or leave quantize out"
+                "can be folded into quantised weights; use batching='auto' or 'unmerged', or no quantize"
             )
-        if self.pool is not None and self.expert_parallel > 1:
-            raise ConfigError(
-                f"pool and expert_parallel={self.expert_parallel} do not go together yet: the ranks of an "
-                "instance read adapters from files of its own; leave the pool out, or use expert_parallel=1"
-            )
-        if self.host_cores:
-            self._check_host_cores()
+        self._check_ranks()
+        self._check_host_settings()
         if self.pool is not None and self.lora_server is not None:
             raise ConfigError(
                 "pool and a LoRA Server do not go together: the server holds the adapters for all instances "
@@ -358,11 +424,47 @@ class EngineConfig(Settings):
         if self.decode_buckets is not None and (not self.decode_buckets or min(self.decode_buckets) < 1):
             raise ConfigError(f"decode_buckets={self.decode_buckets} must be one or more sizes >= 1")
 
-    def _check_host_cores(self) -> None:
-        number, parts = self.host_workers, self.num_instances * self.expert_parallel
+    def _check_ranks(self) -> None:
+        tensor, expert = self.tensor_parallel, self.expert_parallel
+        if self.pool is not None and self.num_ranks > 1:
+            name = "expert_parallel" if expert > 1 else "tensor_parallel"
+            raise ConfigError(
+                f"pool and {name}={self.num_ranks} do not go together yet: the ranks of an instance read "
+                f"adapters from files of its own; leave the pool out, or use {name}=1"
+            )
+        if tensor == 1:
+            return
+        if expert not in (1, tensor):
+            raise ConfigError(
+                f"tensor_parallel={tensor} and expert_parallel={expert} are of other ranks; give the same "
+                "number twice, or leave one out"
+            )
+        if self.host_workers:
+            raise ConfigError(
+                f"host_workers={self.host_workers} and tensor_parallel={tensor} do not go together yet: host "
+                "workers compute whole sites; leave one out, or use expert_parallel alone"
+            )
+        if self.lora_server is not None and (expert == 1 or self.lora_server.sites == "all"):
+            raise ConfigError(
+                f"a LoRA Server computes whole sites, and tensor_parallel={tensor} divides them; for a model "
+                f"with experts give expert_parallel={tensor} too and lora_server.sites='experts', or leave "
+                "tensor_parallel out"
+            )
+
+    def _check_host_settings(self) -> None:
+        number, parts = self.host_workers, self.num_instances * self.num_ranks
+        for name in ("host_cores", "host_tokens_per_worker", "host_tokens_per_step", "host_tpot_budget_ms"):
+            given = getattr(self, name)
+            if given and not number:
+                raise ConfigError(f"{name}={given} is for host workers; set host_workers, or leave it out")
+        if self.host_tpot_budget_ms is not None and self.host_tokens_per_step:
+            raise ConfigError(
+                f"host_tpot_budget_ms={self.host_tpot_budget_ms:g} and host_tokens_per_step="
+                f"{self.host_tokens_per_step} say the same thing twice; leave one of them out"
+            )
         cores = len(set(self.host_cores))
         wanted = len(self.host_cores) if number == AUTO else int(number) * parts
-        if cores != wanted or cores % parts:
+        if self.host_cores and (cores != wanted or cores % parts):
             raise ConfigError(
                 f"host_cores={self.host_cores} must name a core of its own for each of "
                 f"host_workers={number} of each of expert_parallel={self.expert_parallel} ranks of each of "
@@ -372,6 +474,6 @@ class EngineConfig(Settings):
     @property
     def threads_per_process(self) -> int | None:
         """CPU threads of each of the engine's processes; None = torch's own choice."""
-        if self.expert_parallel == 1:
+        if self.num_ranks == 1:
             return self.num_threads
-        return max(1, (self.num_threads or os.cpu_count() or 1) // self.expert_parallel)
+        return max(1, (self.num_threads or os.cpu_count() or 1) // self.num_ranks)

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 from moe_lora.core.address import parse_address
 from moe_lora.core.errors import ConfigError
 
+from .access import AccessConfig
+from .limits import LimitsConfig
 from .settings import Settings, setting
 
 CONTROLLER = "controller"
@@ -31,6 +33,8 @@ PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "everywhere", "bur
 """Names of `provision.placement.placement.PLACEMENTS`."""
 MIGRATIONS = ("off", "dlora")
 """off: requests stay where they were sent; dlora: `policies.migration_triggers.DLoraMigration`."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MIGRATION_SOLVERS = ("fast", "relaxed", "exact")
 
 
 def _check_origins(place: str, origins: tuple[str, ...]) -> None:
@@ -84,11 +88,11 @@ class RoutingConfig(Settings):
     )
     """{"rank": tokens/s} that an instance serves of a rank alone, for the placement."""
     heartbeat_timeout_s: float = setting(5.0, above=0, option="--heartbeat-timeout-s")
-    """An instance that does not get on for so long gets no requests, until it does again.  More where one
-    step or one load may take longer."""
+    """An instance that does not get on for so long gets no requests, until it does again; if it sends no
+    beats, those that it has go on elsewhere.  More where one step or one load may take longer."""
     heartbeat_dead_s: float = setting(30.0, above=0, option="--heartbeat-dead-s")
-    """After so long its requests go on elsewhere, and it is ended; more where a step takes longer.  What is
-    ended is its connection, and on one host its process."""
+    """After so long all its requests go on elsewhere, and it is ended; more where a step takes longer.  What
+    is ended is its connection, and on one host its process."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,8 +133,12 @@ class MigrationConfig(Settings):
     """As is one with less of its device memory left for requests."""
     migration_min_gain: float = setting(0.1, least=0, most=1)
     """Share of the slowest instance's time that a plan has to save."""
+    migration_solver: str = setting("fast", choices=MIGRATION_SOLVERS)
+    """How a plan is found: fast: longest requests first, then a search; relaxed: dLoRA's linear program over
+    few instances; exact: HiGHS on all of it, for a few instances and at most migration_interval_s."""
     migration_selected: int = setting(4, least=1)
-    """K: so many of the slowest instances give requests, and so many of the fastest get them, at a time."""
+    """K. relaxed: so many of the slowest instances give requests, to those and as many of the fastest. fast:
+    the search is among the slowest and 2 K - 1 of the fastest; all above the mean give. exact: unused."""
     migration_affinity_s: float = setting(0.0, least=0)
     """eta: seconds that each further adapter of an instance counts as."""
     migration_bytes_per_s: float = setting(1e9, above=0)
@@ -138,8 +146,9 @@ class MigrationConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontEndConfig(MigrationConfig, RoutingConfig):
-    """Where the front end listens, for HTTP and for instances that dial in, and how it routes."""
+class FrontEndConfig(AccessConfig, LimitsConfig, MigrationConfig, RoutingConfig):
+    """Where the front end listens, for HTTP and for instances that dial in, how it routes, what clients may
+    have of it."""
 
     host: str = setting("127.0.0.1", option="--host", group="Where")
     """Where to listen for HTTP."""
@@ -152,9 +161,19 @@ class FrontEndConfig(MigrationConfig, RoutingConfig):
     )
     """Let pages of this origin call the server from a browser (https://app.example.com; * is all); may be
     given several times."""
+    log_level: str = setting("info", choices=LOG_LEVELS, option="--log-level", group="Where")
+    """The least that front ends and the controller log."""
     drain_s: float = setting(20.0, least=0, option="--drain-s", group="Where")
     """When told to end, requests under way get so long to finish.  Then each ends with an error, a stream
     with an error event, one without a token with a 503.  A second signal ends it at once."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        address = self.admin_address
+        if address is not None and parse_address("admin_address", address).port == self.port > 0:
+            raise ConfigError(
+                f"admin_address={address} has port={self.port}, by which all else is served; give it another"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +186,8 @@ class FrontEndPlace(Settings):
     """Where it listens for HTTP."""
     port: int | None = _port(None, unset="as in front_end")
     """Of HTTP."""
+    admin_address: str | None = setting(None, check=parse_address, unset="with all else")
+    """Where it alone serves what administrators ask for, as in front_end."""
 
 
 @dataclass(frozen=True, kw_only=True)

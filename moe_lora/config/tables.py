@@ -16,9 +16,10 @@ from typing import Any
 
 from .cluster import SECTIONS
 from .front_end import FrontEndPlace
+from .limits import LimitsConfig
 from .settings import MISSING, WORDS, Setting, Settings, meanings, settings_of
 
-_KINDS = {**SECTIONS, "front_ends": FrontEndPlace}
+_KINDS = {**SECTIONS, "front_ends": FrontEndPlace, "limits": LimitsConfig}
 _TABLE = re.compile(r"(<!-- (settings|options): ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

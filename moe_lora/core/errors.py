@@ -39,7 +39,7 @@ class CapacityError(MoeLoraError):
 
 
 class StorageError(CapacityError):
-    """A place for files that is full, or can't be written."""
+    """A place for files that is full or can't be written, or no file can be opened now."""
 
 
 class SloError(MoeLoraError):
@@ -72,6 +72,10 @@ class PeerGoneError(MoeLoraError):
 
 class SignalTimeoutError(MoeLoraError, TimeoutError):
     """A signal that did not reach the awaited value in time."""
+
+
+class UnreadError(MoeLoraError):
+    """More of an answer waits than may, because its client does not read it."""
 
 
 class LoraServerError(MoeLoraError):

@@ -24,6 +24,20 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
+def cut_to(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The config.json of the same model with its first layers only.  Raises ConfigError if it has fewer."""
+    key = "num_hidden_layers" if "num_hidden_layers" in config else "n_layers"
+    known = _size(config, "num_hidden_layers", "n_layers")
+    if num_layers > known:
+        raise ConfigError(
+            f"num_layers={num_layers} is more than the model's {known}; lower it or leave it out"
+        )
+    cut = {**config, key: num_layers}
+    if config.get("layer_types"):
+        cut["layer_types"] = config["layer_types"][:num_layers]
+    return cut
+
+
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 
 

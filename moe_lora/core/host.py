@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import logging
 import os
 import platform
 import resource
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +22,11 @@ from .errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _RUN = "run-"
+_NEW, _NEW_S = "new-", 600.0
+"""Of a folder that is not locked yet: how its name begins, and for how long nobody takes it for a killed
+process's."""
+_NO_LOCKS = frozenset({errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""What a file system says that has no locks for folders."""
 
 
 def state_folder(given: str | None) -> Path:
@@ -62,18 +71,27 @@ def run_folder(given: str | None) -> Iterator[Path]:
 class OwnFolder:
     """A new folder that only this user can enter, deleted with the context or by `remove`.
 
-    Those of processes that were killed are deleted before.  parent: None: for temporary files.  Raises
-    OSError.
+    Those of processes that were killed are deleted before; where folders have no locks (on some network file
+    systems) they stay.  parent: None: for temporary files; no other host's, whose locks are not seen here.
+    Raises OSError, and then leaves nothing behind.
     """
 
     def __init__(self, parent: Path | None = None, prefix: str = "moe_lora-run-") -> None:
         parent = parent or Path(tempfile.gettempdir())
-        _sweep(parent, prefix)
+        sweep_folders(parent, prefix)
         # It is locked before it has a name by which others look for what was left behind.
-        new = Path(tempfile.mkdtemp(dir=parent, prefix=f"new-{prefix}"))
-        self._handle = os.open(new, os.O_RDONLY)
-        fcntl.flock(self._handle, fcntl.LOCK_EX)
-        self.path = new.rename(parent / new.name.removeprefix("new-"))
+        new = Path(tempfile.mkdtemp(dir=parent, prefix=f"{_NEW}{prefix}"))
+        self._handle = -1
+        try:
+            self._handle = os.open(new, os.O_RDONLY)
+            _lock(self._handle)
+            self.path = new.rename(parent / new.name.removeprefix(_NEW))
+        except BaseException:
+            if self._handle >= 0:
+                os.close(self._handle)
+            with suppress(OSError):
+                new.rmdir()  # rmtree would open it
+            raise
 
     def remove(self) -> None:
         """May be called again."""
@@ -95,10 +113,23 @@ def _make(folder: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
 
-def _sweep(parent: Path, prefix: str) -> None:
+def _lock(handle: int) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError as error:  # one that may pass: who went on unlocked would lose the folder while in use
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+def sweep_folders(parent: Path, prefix: str) -> None:
+    """Delete each `OwnFolder` there whose process was killed."""
     for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError), folder_locked(folder, wait=False):
             shutil.rmtree(folder, ignore_errors=True)
+    for folder in parent.glob(f"{_NEW}{prefix}*"):
+        with suppress(OSError), folder_locked(folder, wait=False):
+            if time.time() - folder.stat().st_mtime > _NEW_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 # One process at a time in a folder.
@@ -119,6 +150,19 @@ def folder_locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
 
 
 # What this machine is.
+
+
+MEMINFO = Path("/proc/meminfo")
+
+
+def free_memory_bytes() -> int:
+    """Host memory that is free now."""
+    # Not MemFree (SC_AVPHYS_PAGES): the page cache, checkpoint files above all, gives way when asked.
+    if MEMINFO.exists():
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_info() -> dict[str, str]:
@@ -148,8 +192,28 @@ def allow_many_files() -> int:
 
 
 def num_open_files() -> int:
-    """Files and connections that this process has open now."""
-    return len(os.listdir("/proc/self/fd"))
+    """Files and connections that this process has open now; 0 where it is not told."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:  # not Linux
+        return 0
 
 
 # The end of our own processes.
+
+
+def resident_bytes() -> int:
+    """Memory that this process has of the system now; 0 where it is not told."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def return_memory() -> None:
+    """Give free memory back to the system, where the C library can."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+        if trim is not None:
+            trim(0)

@@ -85,6 +85,10 @@ class GenerateRequest:
     only ones that may compute it, since they began it; None: the current ones.  held: it computes all tokens
     but the last one it knows, says so by an output without tokens, and gains none until it is resumed.
     awaits_kv: held, it computes nothing, since its KV comes from where it was; it says when it has pages.
+
+    tenant, share: whom it counts for where tenants compete, and with which weight (`policies.fairness`).
+    priority: among those of its tenant that wait; lower goes first.
+    cache_salt: it finds only such computed prompts in the cache as requests of the same salt left there.
     """
 
     request_id: str
@@ -96,6 +100,10 @@ class GenerateRequest:
     generated: tuple[int, ...] = ()
     held: bool = False
     awaits_kv: bool = False
+    tenant: str = ""
+    share: float = 1.0
+    priority: int = 0
+    cache_salt: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -207,7 +215,8 @@ class EngineStats:
     between the arenas.  kv_lost_bytes: history that left the device and was not on the host.  num_put_back:
     times a request that waited for its bytes gave its room to an older one.
     lora_server_requests: messages answered by the LoRA Server.  lora_server_fallback_rows: rows of deltas
-    that the engine computed itself instead.  Both count the engine's first rank.
+    that the engine computed itself instead.  lora_server_host_rows: rows of its answers that its host workers
+    computed.  All three count the engine's first rank.
     lora_rows_local, lora_rows_leased, lora_rows_host: rows x layers whose deltas were for the device, the
     LoRA Server, host workers; where dense sites and experts differ a row counts in both.
     host_fallback_rows: rows of deltas that the engine computed because a host worker did not.
@@ -236,6 +245,7 @@ class EngineStats:
     adapter_load_bytes: int = 0
     adapter_hits: int = 0
     adapter_misses: int = 0
+    adapters_preloaded: int = 0
     kv_query_tokens: int = 0
     kv_device_hit_tokens: int = 0
     kv_host_hit_tokens: int = 0
@@ -256,6 +266,7 @@ class EngineStats:
     host_fallback_rows: int = 0
     lora_server_requests: int = 0
     lora_server_fallback_rows: int = 0
+    lora_server_host_rows: int = 0
     pool_adapters: int = 0
     pool_bytes: int = 0
     pool_peer_fetches: int = 0
@@ -281,8 +292,8 @@ class InstanceStats:
     """One of several engines behind a front end.  Counters are since the front end's start.
 
     name: its number, or the name it dialled in with.  live: it gets requests.  silent: it gets none because
-    it does not get on.  outstanding_tokens: tokens that its requests may still need (see
-    `policies.routing.InstanceView`).
+    it does not get on.  drained: none while others take some.  outstanding_tokens: tokens that its requests
+    may still need (see `policies.routing.InstanceView`).
     num_resent: requests that it left unfinished when it ended and that another instance took over.
     device_bytes: of its device's arena, for adapters and KV together.
     """
@@ -297,6 +308,7 @@ class InstanceStats:
     num_restarts: int
     num_resent: int
     silent: bool = False
+    drained: bool = False
     pool_adapters: int = 0
     pool_bytes: int = 0
     device_bytes: int = 0

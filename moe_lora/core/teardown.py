@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 from contextlib import suppress
@@ -15,6 +16,14 @@ def quiet_teardown() -> None:
     it first: exit functions run in reverse order.
     """
     atexit.register(_close_stderr)
+
+
+def quick_teardown() -> None:
+    """End this process without collecting garbage first: with torch loaded, that takes half a second.
+
+    Memory goes with the process.
+    """
+    atexit.register(gc.freeze)
 
 
 def _close_stderr() -> None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.host import free_memory_bytes
 from moe_lora.core.shape import DEFAULT_LORA_RANK, DEFAULT_TARGETS, ModelShape
 from moe_lora.kernels.operands import KvLayout
+
+logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.25
 """Part of the free memory that an automatic size may take, for KV and for adapters each."""
 MB, GB = 1e6, 1e9
-MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,7 @@ def free_bytes(device: torch.device) -> int:
     """Memory that is free on the device now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    # Not MemFree (SC_AVPHYS_PAGES): the page cache, checkpoint files above all, gives way when asked.
-    if MEMINFO.exists():
-        for line in MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free_memory_bytes()
 
 
 def max_model_len(config: EngineConfig, shape: ModelShape) -> int:
@@ -67,15 +63,19 @@ def arena_size(
     device: torch.device,
     free: int,
     local_sites: Sequence[str],
+    kept_bytes: int = 0,
 ) -> ArenaSize:
     """Resolve arena_mb, host_arena_mb, kv_cache_gb and lora_memory_gb.
 
     adapter_pages: what the adapters known at the start take on a rank.  free: bytes free on the device.
-    local_sites: those whose deltas this engine computes; without any, adapters take no room.
+    local_sites: those whose deltas this engine computes; without any, adapters take no room.  kept_bytes:
+    host memory that original weights will take (`kept_originals`).
     Raises ConfigError, with the smallest size that works, if one request of max_model_len with the largest
     adapter does not fit.
     """
     free //= config.num_instances
+    if device.type == "cpu":
+        free = max(0, free - kept_bytes)
     page_bytes = layout.page_bytes
     request_pages = -(-max_model_len(config, shape) // config.block_size)
     largest = max(adapter_pages, default=0)
@@ -102,14 +102,38 @@ def arena_size(
             )
     return ArenaSize(
         num_pages=num_pages,
-        num_host_pages=_host_pages(config, num_pages, page_bytes, device),
+        num_host_pages=_host_pages(config, num_pages, page_bytes, device, kept_bytes),
         max_kv_pages=_bound("kv_cache_gb", config.kv_cache_gb, num_pages, request_pages, page_bytes),
         request_pages=request_pages,
         adapter_pages=largest,
     )
 
 
-def _host_pages(config: EngineConfig, num_pages: int, page_bytes: int, device: torch.device) -> int:
+def kept_originals(config: EngineConfig, known_bytes: int | None, usual_bytes: int, free: int) -> int:
+    """Host memory of each process that merging takes for original weights, stated in the log.
+
+    known_bytes: of the weights that adapters known at the start change, None if none is known; usual_bytes:
+    that adapters on the usual modules would.  free: host memory free for one process.
+    Raises ConfigError if the first is more than that.
+    """
+    wanted = usual_bytes if known_bytes is None else known_bytes
+    if known_bytes is not None and known_bytes > free:
+        raise ConfigError(
+            f"batching={config.batching!r} keeps the original weights of what adapters change on the host: "
+            f"{known_bytes / GB:.3g} GB in each process, for which {free / GB:.3g} GB are free; use "
+            "batching='unmerged', or adapters with fewer target modules"
+        )
+    logger.log(
+        logging.WARNING if wanted > free else logging.INFO,
+        "merging will keep up to %.1f MB of original weights on the host in each process; %.1f MB are free",
+        *(wanted / MB, free / MB),
+    )
+    return wanted
+
+
+def _host_pages(
+    config: EngineConfig, num_pages: int, page_bytes: int, device: torch.device, kept_bytes: int
+) -> int:
     if config.host_arena_mb is not None:
         host_pages = int(config.host_arena_mb * MB) // page_bytes
         if config.host_arena_mb and not host_pages:
@@ -120,8 +144,8 @@ def _host_pages(config: EngineConfig, num_pages: int, page_bytes: int, device: t
         return host_pages
     if device.type == "cpu":
         return 0
-    share = free_bytes(torch.device("cpu")) * FREE_SHARE / config.num_instances / config.expert_parallel
-    return min(num_pages, int(share) // page_bytes)
+    free = free_bytes(torch.device("cpu")) / config.num_instances / config.num_ranks - kept_bytes
+    return min(num_pages, int(max(0.0, free) * FREE_SHARE) // page_bytes)
 
 
 def _bound(setting: str, given_gb: float | None, num_pages: int, least_pages: int, page_bytes: int) -> int:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import torch
 
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.core.clock import Clock, WallClock
-from moe_lora.core.hf_config import read_config
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import ModelInfo
-from moe_lora.core.shape import ModelShape, check_expert_parallel
+from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, check_expert_parallel
+from moe_lora.core.shard import ModelShard
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.transport.contract import Transport, make_transport
 from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes
@@ -36,7 +42,7 @@ from moe_lora.policies.merging import make_merging_policy
 from moe_lora.policies.merging_costs import MergingCosts, Uid
 from moe_lora.scheduling.scheduler import Scheduler
 
-from .arena_size import ArenaSize, arena_size, max_model_len
+from .arena_size import ArenaSize, arena_size, free_bytes, kept_originals, max_model_len
 from .core import EngineCore, cache_figures
 from .kv_transfer import KvTransfer
 from .merging import Merging
@@ -80,15 +86,52 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
     """
     mine = followers or Followers()
     try:
-        hf_config = read_config(Path(config.model_dir))
-        check_expert_parallel(ModelShape.from_hf_config(hf_config).num_experts, config.expert_parallel)
-        if config.expert_parallel > 1:
+        hf_config = config.hf_config()
+        shape = ModelShape.from_hf_config(hf_config)
+        check_expert_parallel(shape.num_experts, config.expert_parallel)
+        ModelShard(shape, config.tensor_parallel, config.expert_parallel)  # checks the numbers
+        if config.num_ranks > 1:
             mine = followers or start_followers(config)
         mine.set_up(config)
-        return _build(config, mine)
+        if config.threads_per_process is not None:
+            torch.set_num_threads(
+                config.threads_per_process
+            )  # each thread keeps the number that it saw first
+        return _in_own_thread(partial(_build, config, mine))
     except BaseException:
         mine.close()
         raise
+
+
+def _in_own_thread(work: Callable[[], EngineCore]) -> EngineCore:
+    """What `work` returns or raises, from a thread that ends with it.
+
+    OpenMP keeps worker threads for every thread that ever needed some.  Steps run in a thread of their own:
+    if the one that loaded the model lived on, there would be twice as many workers as cores, and decode
+    steps took up to twice as long.
+    """
+    result: Future[EngineCore] = Future()
+    left = Event()
+
+    def run() -> None:
+        try:
+            core = work()
+        except BaseException as error:
+            result.set_exception(error)
+            return
+        result.set_result(core)
+        if left.is_set():
+            core.close(at_once=True)
+
+    thread = Thread(target=run, name="engine-build", daemon=True)  # Ctrl-C does not wait for it
+    thread.start()
+    try:
+        core = result.result()
+    except KeyboardInterrupt:
+        left.set()
+        raise
+    thread.join()
+    return core
 
 
 def _build(config: EngineConfig, followers: Followers) -> EngineCore:
@@ -96,8 +139,8 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
     shape, page_bytes = rank.shape, rank.layout.page_bytes
     followers.settle()
     contents = _contents(config, rank)
-    kept = [rank.kept_entries(other) for other in range(config.expert_parallel)]
-    sizes = ShardSizes(shape, page_bytes, kept)
+    kept = [rank.kept_entries(other) for other in range(config.num_ranks)]
+    sizes = ShardSizes(shape, page_bytes, kept, rank.divides_adapters)
     if config.pool is None:
         adapters = contents.read_all(config.adapters, leave_out_bad=config.leave_out_bad)
         adapter_pages = [sum(sizes.layer_pages(packed)) for packed, _ in adapters]
@@ -105,13 +148,23 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
         adapters = []
         measured = contents.layer_bytes(config.adapters, leave_out_bad=config.leave_out_bad)
         adapter_pages = [sum(map(sizes.num_pages, layers)) for layers in measured]
+    kept_bytes = _kept_originals(config, rank, [packed for packed, _ in adapters])
     size = arena_size(
-        config, shape, rank.layout, adapter_pages, rank.device, rank.free_bytes(), rank.local_sites
+        *(
+            config,
+            rank.shard.shape,
+            rank.layout,
+            adapter_pages,
+            rank.device,
+            rank.free_bytes(),
+            rank.local_sites,
+        ),
+        kept_bytes=kept_bytes,
     )
     followers.tell(Allocate(size.num_pages, size.num_host_pages))
     rank.allocate(size.num_pages, size.num_host_pages)
     followers.settle()
-    alone = config.expert_parallel == 1
+    alone = config.num_ranks == 1
     with ExitStack() as undo:
         store = _store(config, rank, size, followers, contents, undo)
         undo.callback(store.close)
@@ -126,16 +179,32 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
         undo.callback(core.close)
         for packed, path in adapters:
             core.add_adapter(packed, path)
-        runner.warm_up()
+        runner.warm_up(site_ranks(rank.shape, [packed for packed, _ in adapters]))
         followers.tell(RankReport())
         followers.settle()
         undo.pop_all()
     logger.info(
         "engine ready: %s, %d adapters, arenas of %.1f MB on %s and %.1f MB on the host, %d processes",
         *(core.info.name, len(adapters), size.num_pages * page_bytes / 1e6, rank.device),
-        *(size.num_host_pages * page_bytes / 1e6, config.expert_parallel),
+        *(size.num_host_pages * page_bytes / 1e6, config.num_ranks),
     )
     return core
+
+
+def _kept_originals(config: EngineConfig, rank: Rank, adapters: list[PackedAdapter]) -> int:
+    """Host memory that merging takes in each process; 0 where nothing is merged."""
+    if not rank.merges:
+        return 0
+    targets = {module for packed in adapters for module in packed.targets}
+    known = rank.weight_merge.bytes_of(targets) if adapters else None
+    usual_modules = {module for name in DEFAULT_TARGETS for module in rank.shape.site(name).modules}
+    usual = rank.weight_merge.bytes_of(usual_modules)
+    return kept_originals(config, known, usual, _host_free(config))
+
+
+def _host_free(config: EngineConfig) -> int:
+    """Host memory that each process of this engine may count as free."""
+    return free_bytes(torch.device("cpu")) // (config.num_instances * config.num_ranks)
 
 
 def _core(
@@ -193,15 +262,41 @@ def _core(
         max_num_batched_tokens=config.max_num_batched_tokens,
         starvation_s=config.starvation_s,
         shortest_first=config.queue == "sjf-oracle",
-        max_host_tokens=0 if store.host is None else config.host_tokens_per_step or store.host.num_tokens,
+        max_host_tokens=0 if store.host is None else rank.host.tokens_per_step,
     )
     info = model_info(config, rank.shape, rank.dtype)
     figures = partial(cache_figures, cache, page_bytes, size.max_kv_pages)
     parts = (scheduler, runner, manager, transfers, figures, contents, clock)
     transport = partial(_transport, config, f"{config.instance}-kv")
-    kv = KvTransfer(rank.arena, rank.layout, transport if config.expert_parallel == 1 else None)
+    kv = KvTransfer(rank.arena, rank.layout, transport if config.num_ranks == 1 else None)
     merging = None if runner.merged is None else _merging(config, rank, runner, manager, clock)
-    return EngineCore(info, rank.shape, rank.dtype, *parts, config.seed, followers, kv, pool, merging)
+    return EngineCore(
+        *(info, rank.shape, rank.dtype, *parts, config.seed, followers, kv, pool, merging),
+        ahead=schedules_ahead(config, rank, store),
+    )
+
+
+def schedules_ahead(config: EngineConfig, rank: Rank, store: AdapterStore) -> bool:
+    """Whether steps are launched before the tokens of those before are read.
+
+    Raises ConfigError where they have to be and can't.
+    """
+    reasons = {
+        "several ranks, all but one of which are told of tokens": config.num_ranks > 1,
+        "a LoRA Server, whose answers a step waits for": rank.lora_server is not None,
+        "host_workers, whose answers a step waits for": store.host is not None,
+        f"batching={config.batching!r}, which times steps": rank.merges,
+        "an emulated step_profile": config.emulation.step_profile is not None,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if config.async_scheduling == "on" and reason is not None:
+        raise ConfigError(
+            f"async_scheduling='on' does not go together with {reason}; use 'auto' or 'off', or do without it"
+        )
+    wanted = config.async_scheduling == "on" or (
+        config.async_scheduling == "auto" and rank.device.type == "cuda"
+    )
+    return wanted and reason is None
 
 
 def _transport(config: EngineConfig, name: str) -> Transport:
@@ -231,7 +326,9 @@ def _merging(
             return weights.bytes_of(versions[uid].packed.targets) if uid in versions else 0
 
         costs = MergingCosts(
-            expected_step_times(rank.shape, itemsize, config.lora_kernel, bandwidth, config.expert_parallel),
+            expected_step_times(
+                rank.shard.shape, itemsize, config.lora_kernel, bandwidth, config.expert_parallel
+            ),
             lora_rank,
             expected_swap_times(num_bytes, bandwidth),
         )
@@ -244,15 +341,18 @@ def _merging(
         step_bytes=config.merge_mb_per_step * 1e6,
         max_error=config.merge_error_limit,
         enforced=config.batching == "auto",
+        host_free=partial(_host_free, config),
     )
 
 
 def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
     """With a LoRA Server its store has the contents, which are not this instance's to remove."""
     if rank.lora_server is not None:
-        return AdapterContents(rank.shape, rank.dtype, rank.lora_server.store, owned=False)
+        return AdapterContents(
+            rank.shape, rank.dtype, rank.lora_server.store, owned=False, root=config.adapter_root
+        )
     store = None if config.contents_dir is None else HostStore(config.contents_dir)
-    return AdapterContents(rank.shape, rank.dtype, store)
+    return AdapterContents(rank.shape, rank.dtype, store, root=config.adapter_root)
 
 
 def _store(
@@ -279,9 +379,11 @@ def _store(
         host = host_workers(None)
         transport = _transport(config, config.instance)
         return PoolAdapters(transport, lambda path, name, content: contents.read(name, path, content), host)
-    if config.expert_parallel > 1:
+    if config.num_ranks > 1:
 
         def all_read() -> None:
+            if host is not None:
+                host.settle()
             followers.tell(RankReport())
             followers.settle(exchange.TIMEOUT_S)
 
@@ -290,13 +392,21 @@ def _store(
         if (host := host_workers(store)) is not None:
             options |= {"host": host, "others_fallback_rows": followers.host_fallback_rows}
     elif (host := host_workers(contents.store)) is not None:
-        stays = None if contents.store is not None else lambda: None
+        stays = None if contents.store is not None else host.settle
         options = {"store": host.store, "before_removal": stays, "host": host}
     elif rank.lora_server is None and size.num_host_pages:
         options = {"in_files": True, "store": contents.store}
     return (
         AdapterStore(**options) if rank.lora_server is None else LeasedAdapters(rank.lora_server, **options)
     )
+
+
+def site_ranks(shape: ModelShape, adapters: list[PackedAdapter]) -> list[int]:
+    """The largest rank of any of them at each site."""
+    entries = np.zeros(shape.num_entries, dtype=np.int64)
+    for layer in (layer for packed in adapters for layer in packed.layers):
+        np.maximum(entries, layer.table[:, 2].numpy(), out=entries)
+    return [int(entries[s.entry_base : s.entry_base + s.num_entries].max(initial=0)) for s in shape.sites]
 
 
 def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> ModelInfo:

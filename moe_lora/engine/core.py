@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,8 +35,16 @@ from .kv_transfer import KvTransfer
 from .merging import Merging
 from .moves import RequestMoves
 from .runner import ModelRunner
-from .sampler import sample
+from .sampler import Drawn, sample
 from .sequence import Sequence
+
+
+class StepUnderWay(NamedTuple):
+    """A step that was launched.  drawn: a token for each of these sequences."""
+
+    sequences: list[Sequence]
+    drawn: Drawn
+
 
 # Requests that an engine can't run, whatever else it does.
 
@@ -99,7 +107,8 @@ class EngineCore:
 
     Built by `engine.build.build_engine`.  stalled: the last step found nothing that could run.  pool: its
     adapters, where they lie in a pool.  figures: of the cache (see `cache_figures`).  merging: decides what
-    the weights carry; None: never anything.
+    the weights carry; None: never anything.  ahead: a step is launched before the tokens of the one
+    before are read.  What ends a request is found a step late then, and what it drew since is dropped.
     """
 
     def __init__(
@@ -119,6 +128,8 @@ class EngineCore:
         kv: KvTransfer,
         pool: PoolAdapters | None = None,
         merging: Merging | None = None,
+        *,
+        ahead: bool = False,
     ) -> None:
         self.info = info
         self._shape = shape
@@ -132,6 +143,8 @@ class EngineCore:
         self._followers = followers
         self.pool = pool
         self._merging = merging
+        self._ahead = ahead
+        self._under_way: StepUnderWay | None = None
         self._seeds = torch.Generator().manual_seed(seed)
         self._sequences: dict[str, Sequence] = {}
         self.moves = RequestMoves(self._sequences, scheduler, clock, kv)
@@ -151,6 +164,11 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
+    @property
+    def held_back(self) -> bool:
+        """Whether a request waits because its adapter found no place when the last step was planned."""
+        return self._scheduler.held_back and bool(self._scheduler.waiting)
+
     def watch(self, on_loss: Callable[[EngineDeadError], None], on_change: Callable[[], None]) -> None:
         """Call, from other threads, `on_loss` when another process of this engine ends unasked, and
         `on_change` when a request that could not start may be able to now.
@@ -167,21 +185,19 @@ class EngineCore:
         self._followers.close(at_once=at_once)
 
     def step(self) -> list[TokenOutput]:
-        """Compute one batch; the tokens that requests gained."""
+        """Compute one batch; the tokens that requests gained, `ahead` those of the step before."""
         self.tend()
         plan = self._schedule()
-        problem = "adapter {!r} could not be copied to the device; the engine's log says why"
-        failed = [
-            self._end(lost, "error", problem.format(lost.request.adapter)) for lost in self._scheduler.failed
-        ]
+        failed = [self._end(lost, "error", lost.load_problem) for lost in self._scheduler.failed]
         self._scheduler.failed = []
-        self.stalled = not (plan or failed)
+        self.stalled = not (plan or failed or self._under_way)
         if not plan:
-            return failed or self.moves.announce() or self._refuse_impossible()
+            gains = failed + self.catch_up()
+            return gains or self.moves.announce() or self._refuse_impossible()
         self._num_empty = 0
-        logits = self._runner.run(plan)
-        sampling = [item.sequence for item in plan if item.samples]
-        tokens, logprobs = sample(logits, sampling, self.info.eos_token_ids)
+        step = self._launch(plan)
+        gains = failed + self.catch_up()
+        self._adapters.store.check_host()
         self._counters["num_steps"] += 1
         for sequence in (item.sequence for item in plan):
             if not sequence.counted:
@@ -192,9 +208,33 @@ class EngineCore:
                 self._counters["prefix_hit_tokens"] += sequence.num_cached
         if self._merging is not None:
             self._merging.took(plan)
-        self._scheduler.advance(plan)
-        gains = [self._take(*gain) for gain in zip(sampling, tokens, logprobs, strict=True)]
-        return failed + gains + self.moves.announce()
+        self._scheduler.advance(item for item in plan if self._goes_on(item.sequence))
+        self._under_way = step
+        if self._ahead:
+            for number, sequence in enumerate(step.sequences):
+                if self._goes_on(sequence):
+                    sequence.expect(number)
+        else:
+            gains += self.catch_up()
+        return gains + self.moves.announce()
+
+    def _launch(self, plan: list[Scheduled[Sequence]]) -> StepUnderWay:
+        before = self._under_way
+        logits = self._runner.run(plan, None if before is None else before.drawn.tokens)
+        sampling = [item.sequence for item in plan if item.samples]
+        return StepUnderWay(sampling, sample(logits, sampling, self.info.eos_token_ids))
+
+    def catch_up(self) -> list[TokenOutput]:
+        """The tokens of the step under way, if there is one: no sequence expects one any more."""
+        step, self._under_way = self._under_way, None
+        if step is None:
+            return []
+        gains = zip(step.sequences, *step.drawn.read(), strict=True)
+        return [self._take(*gain) for gain in gains if self._goes_on(gain[0])]
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        """Whether it has not ended since."""
+        return self._sequences.get(sequence.request.request_id) is sequence
 
     def _schedule(self) -> list[Scheduled[Sequence]]:
         """What the next step computes; first the weights follow what it is to be."""
@@ -285,7 +325,10 @@ class EngineCore:
         if sequence is None:
             return None
         self._scheduler.finish(sequence)
-        return self._end(sequence, "abort")
+        last = self._end(sequence, "abort")
+        if not self._sequences:
+            self._under_way = None  # nobody's tokens
+        return last
 
     def read_adapter(self, name: str, path: str, content_hash: str | None = None) -> PackedAdapter:
         """Read an adapter's files (see `AdapterContents.read`); safe to call from another thread."""
@@ -362,6 +405,7 @@ class EngineCore:
             num_put_back=self._scheduler.num_put_back,
             adapter_hits=self._scheduler.num_adapter_hits,
             adapter_misses=self._scheduler.num_adapter_misses,
+            adapters_preloaded=self._adapters.num_preloaded,
             **self._runner.lora_rows(),
             **self._adapters.store.counters(),
             **self._figures(),

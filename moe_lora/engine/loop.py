@@ -131,7 +131,7 @@ def _look_again() -> None:
 
 
 class EngineLoop(threading.Thread):
-    """Runs `core` until it is told to stop.  `emit` is called from this thread and from the file reader.
+    """Runs `core` until it is told to stop.  `emit` is called from this thread and from those for slow parts.
 
     pulse: tells whether the loop goes on.
     """
@@ -197,6 +197,7 @@ class EngineLoop(threading.Thread):
         """Handle what lies in the inbox, waiting for something if there is nothing to compute."""
         wait = not self._core.has_work or self._core.stalled
         self.pulse.work()
+        self.pulse.held_back = self._core.held_back
         while wait or not self.inbox.empty():
             timeout_s = self._core.tend()
             self.pulse.rest()
@@ -222,6 +223,11 @@ class EngineLoop(threading.Thread):
             last = self._core.abort(command.request_id)
             if last is not None:
                 self._emit(Outputs([last]))
+        elif command is _look_again:
+            pass
+        elif gained := self._core.catch_up():  # what follows may look at requests, or change them
+            self._emit(Outputs(gained))
+            self._handle(command, arrival_s)
         elif isinstance(command, Call):
             self._call(command)
         else:
@@ -231,7 +237,8 @@ class EngineLoop(threading.Thread):
         if call.method in self._quick:
             self._reply(call, self._quick[call.method], *call.args)
         elif call.method in self._slow:
-            self._files.submit(self._begin_slow, call, *self._slow[call.method])
+            threads = self._core.moves.threads if call.method == "kv_send" else self._files
+            threads.submit(self._begin_slow, call, *self._slow[call.method])
         elif call.method == "unload_adapter":
             try:
                 self._leaving.append((call, self._core.remove_adapter(*call.args)))
@@ -248,8 +255,8 @@ class EngineLoop(threading.Thread):
             self._emit(Reply(call.call_id, error=error))
 
     def _begin_slow(self, call: Call, first: Callable[..., Any], second: Callable[..., Any]) -> None:
-        """The first part, in the thread for files, so that steps go on; the loop's thread does the second,
-        with what it returned.
+        """The first part, in another thread, so that steps go on; the loop's thread does the second, with
+        what it returned.
         """
         try:
             result = first(*call.args)

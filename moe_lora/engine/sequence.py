@@ -18,7 +18,9 @@ class Sequence:
     matched: its prompt was looked up in the cache.  adapter_hit: its adapter was there when it came.
     cold_tokens: those that it may compute before its adapter is there; 0: it is.
     held: it is on its way from or to another instance, and gains no token.  awaits_kv: and its KV comes.
+    gave_way: it was preempted for another tenant's.
     unshared: it computed on weights that carry another's adapter; what follows is not for the prefix cache.
+    A last token below 0 is not known yet: the step that draws it is under way.
     limit_tokens: total length at which it must end.  seed: of its noise; None: it is greedy.
     """
 
@@ -37,6 +39,7 @@ class Sequence:
     held: bool = False
     awaits_kv: bool = False
     unshared: bool = False
+    gave_way: bool = False
     table: BlockTable = field(init=False)
     waits: Waits = field(default_factory=Waits)
     first_token_s: float | None = None
@@ -53,8 +56,33 @@ class Sequence:
         return None if self.adapter is None else self.adapter.uid
 
     @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def share(self) -> float:
+        return self.request.share
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def cache_salt(self) -> str:
+        return self.request.cache_salt
+
+    @property
     def num_generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def load_problem(self) -> str:
+        """What a client is told whose adapter could not be brought; host workers may have begun without."""
+        ended = f", so the answer ends after {self.num_generated} token(s)" if self.num_generated else ""
+        return (
+            f"adapter {self.request.adapter!r} could not be copied to the device{ended}; the engine's log "
+            "says why, and the request may be sent again"
+        )
 
     @property
     def num_left(self) -> int:
@@ -63,11 +91,20 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.tokens) - self.num_computed
+        """Tokens that need computing: not the last one of an answer, whatever it will be."""
+        ends = self.tokens[-1] < 0 and self.num_left <= 0
+        return len(self.tokens) - self.num_computed - ends
+
+    def expect(self, number: int) -> None:
+        """Go on with a token that is not known yet: this one of those that the step under way draws."""
+        self.tokens.append(-1 - number)
 
     def append(self, token: int, now_s: float, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Take the sampled token; says whether it ends the request."""
-        self.tokens.append(token)
+        if self.tokens[-1] < 0:
+            self.tokens[-1] = token
+        else:
+            self.tokens.append(token)
         if self.first_token_s is None:
             self.first_token_s = now_s
         elif self.second_token_s is None:

@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import torch
 
+from moe_lora.kernels.cpu.site_linear import NO_ROWS, LoraRows
 from moe_lora.kernels.operands import StepTables
 
 from .row_routing import RowRouting
@@ -21,8 +22,8 @@ dtype or in fp32; called once."""
 class LoraBackend(Protocol):
     """Computes y += delta for the rows of a step that are routed to it.
 
-    Per site: `add_to = begin(...)`, base GEMM into y, `add_to(y)`.  Several sites may be begun before the
-    first of them is added to.
+    Per site: `add_to = begin(...)`, base GEMM into y, `add_to(y)`; on CPU one call of the library instead,
+    where `rows_here` says what of.  Several sites may be begun before the first of them is added to.
     """
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
@@ -36,6 +37,13 @@ class LoraBackend(Protocol):
         ids: None at a dense site, else [T, K] int32 experts of each token row, numbered in the whole model,
         -1 for padding and for experts that another rank holds.
         x may be overwritten once the base GEMM has read it.
+        """
+        ...
+
+    def rows_here(self, layer: int, site: int) -> LoraRows | None:
+        """What the CPU library needs to compute the site's deltas together with its base layer.
+
+        None: they are computed otherwise; `begin` them.
         """
         ...
 
@@ -87,6 +95,15 @@ class RoutedBackend:
         if not begun:
             return None
         return partial(_add_sum if self._subtracts[group] else _add_all, begun)
+
+    def rows_here(self, layer: int, site: int) -> LoraRows | None:
+        if self._loading is not None:
+            return None
+        group = self._groups[layer][site]
+        chosen = self._chosen[group]
+        if not chosen:
+            return NO_ROWS
+        return None if len(chosen) > 1 or self._subtracts[group] else chosen[0].rows_here(layer, site)
 
     def _choose_sources(self, layer: int, loading: _LoadingRows) -> None:
         """For all sites of a layer: what has come by now is computed here."""

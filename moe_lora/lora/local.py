@@ -10,6 +10,7 @@ import torch
 
 from moe_lora.adapters.packed import LayerShard, PackedAdapter, PackedLayer
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape
+from moe_lora.kernels.cpu.site_linear import NO_ROWS, LoraRows, lora_rows
 from moe_lora.kernels.lora import SharedSegments, lora_expand, lora_shrink
 from moe_lora.kernels.operands import LoraOperands, SlotTable, StepTables
 
@@ -41,21 +42,19 @@ class LocalBackend:
         self._shared = SharedSegments()
         self._routing: RowRouting | None = None
         self._rows: dict[int, tuple[torch.Tensor, list[int]]] = {}
-        self._slot_site_ranks: dict[int, tuple[tuple[int, ...], list[int]]] = {}
+        self._rows_here: dict[tuple[int, int], LoraRows | None] = {}
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         self._decode = step.decode
         self._shared = SharedSegments()
         self._routing = routing
-        self._rows = {}
+        self._rows, self._rows_here = {}, {}
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         routing = self._routing
         assert routing is not None, "begin_step comes first"
         group = routing.groups[layer][site]
-        if group not in self._rows:
-            self._rows[group] = self._rows_at(routing, group)
-        token_slots, site_ranks = self._rows[group]
+        token_slots, site_ranks = self._slots_at(routing, group)
         if not site_ranks[site]:
             return None
         shrunk = lora_shrink(
@@ -67,24 +66,40 @@ class LocalBackend:
         )
         return partial(lora_expand, shrunk, subtract=self._source < 0)
 
-    def _rows_at(self, routing: RowRouting, group: int) -> tuple[torch.Tensor, list[int]]:
-        """At these sites, the slot of each row, and the largest rank of the batch at each site."""
-        slot = np.ascontiguousarray(routing.terms_from(self._source, group)["slot"])
-        ranks = [self._ranks_by_site(live) for live in set(slot.tolist()) - {-1}]
-        site_ranks = [max(site) for site in zip(*ranks, strict=True)] or [0] * len(self._sites)
-        return torch.from_numpy(slot).to(self._arena.device, non_blocking=True), site_ranks
+    def rows_here(self, layer: int, site: int) -> LoraRows | None:
+        routing = self._routing
+        assert routing is not None, "begin_step comes first"
+        place = routing.groups[layer][site], site
+        if place not in self._rows_here:
+            self._rows_here[place] = self._made_rows(*place, routing)
+        return self._rows_here[place]
 
-    def _ranks_by_site(self, slot: int) -> list[int]:
-        """The largest rank that the slot's adapter has at each site; 0 where it has none."""
-        ranks = self._slots.max_lora_ranks[slot]
-        known = self._slot_site_ranks.get(slot)
-        if known is None or known[0] is not ranks:
-            by_site = [
-                max(ranks[site.entry_base : site.entry_base + site.num_entries], default=0)
-                for site in self._sites
-            ]
-            known = self._slot_site_ranks[slot] = (ranks, by_site)
-        return known[1]
+    def _made_rows(self, group: int, site: int, routing: RowRouting) -> LoraRows | None:
+        if not self._arena.is_cpu or self._source < 0:
+            return None
+        token_slots, site_ranks = self._slots_at(routing, group)
+        if not site_ranks[site]:
+            return NO_ROWS
+        return lora_rows(self._sites[site], token_slots, self._slots, self._arena, self._kernel)
+
+    def _slots_at(self, routing: RowRouting, group: int) -> tuple[torch.Tensor, list[int]]:
+        """At these sites, the slot of each row, and the largest rank of the batch at each site."""
+        if group not in self._rows:
+            self._rows[group] = self._copied_slots(routing, group)
+        return self._rows[group]
+
+    def _copied_slots(self, routing: RowRouting, group: int) -> tuple[torch.Tensor, list[int]]:
+        slot = np.ascontiguousarray(routing.terms_from(self._source, group)["slot"])
+        site_ranks = routing.site_ranks
+        if site_ranks is None:
+            site_ranks = self._slots.site_ranks(slot, self._sites)
+        on_device = routing.on_device.get((self._source, group))
+        if on_device is None:
+            host = torch.from_numpy(slot)
+            # Only page-locked memory is copied without waiting.
+            host = host.pin_memory() if self._arena.is_cuda else host
+            on_device = host.to(self._arena.device, non_blocking=True)
+        return on_device, list(site_ranks)
 
 
 # Placing a packed adapter into the arena and its offsets into the slot table.
@@ -125,7 +140,7 @@ def open_slot(slots: SlotTable, slot: int, parts: Sequence[LayerPart]) -> None:
     """Make `slot` an adapter's of these layers, of which none is there yet."""
     slots.clear(slot)
     ranks = torch.stack([part.table[:, 2] for part in parts])
-    slots.max_lora_ranks[slot] = tuple(ranks.amax(0).tolist())
+    slots.ranks[slot] = ranks.amax(0).numpy()
 
 
 def point_layer(
@@ -133,5 +148,8 @@ def point_layer(
 ) -> None:
     """The layer's bytes, which are `part`, lie from this offset on, a multiple of 64."""
     assert offset_bytes % MATRIX_ALIGN_BYTES == 0
-    slots.write_layer(slot, number, part.table, part.scale, layer.data.element_size(), offset_bytes)
+    itemsize = layer.data.element_size()
+    num_bytes = part.num_elements * itemsize if isinstance(part, LayerShard) else layer.nbytes
+    where = range(offset_bytes, offset_bytes + num_bytes)
+    slots.write_layer(slot, number, part.table, part.scale, itemsize, where)
     slots.present[slot, number] = True

@@ -77,6 +77,9 @@ class PacedBackend:
         begun_s = time.monotonic()
         return partial(self._add_to, self._backend.begin(layer, site, x, ids), site, begun_s)
 
+    def rows_here(self, layer: int, site: int) -> None:
+        """A stage ends when its time has passed, not when it is computed."""
+
     def _add_to(self, add_to: AddTo | None, site: int, begun_s: float, y: torch.Tensor) -> None:
         host_s = 0.0
         if add_to is not None:

@@ -8,15 +8,18 @@ costs one index.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from moe_lora.core.shape import ModelShape
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Source(IntEnum):
@@ -39,7 +42,7 @@ source: a `Source`, negated where the delta is subtracted; 0 = no term.  adapter
 the adapter is on its way to it; -1 = nothing of the adapter is there), or of the LoRA Server's (LEASED; -1 =
 there is no lease).  generation: of the lease; of a HOST term the number of the adapter's content.
 """
-_NO_TERM = np.array((0, -1, -1, 0), TERM)
+NO_TERM = np.array((0, -1, -1, 0), TERM)
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,9 @@ class RowRouting:
     weights carry an adapter, M is 2: its own rows have no term, all others subtract it, those of the base
     model by a route of their own.  adapters: may be empty where all sources are LOCAL.  here: [N, L] bool,
     layers in which a route's HOST terms are computed on the device all the same, so that all ranks of an
-    instance choose alike; None: where they are there when they begin.
+    instance choose alike; None: where they are there when they begin.  on_device: `slots_here` in the memory
+    of the device that computes the step, as far as they were copied there with the rest of its input.
+    site_ranks: largest rank at each site that this device's launches are made for; None: that of the rows.
     """
 
     groups: Sequence[Sequence[int]]
@@ -94,6 +99,8 @@ class RowRouting:
     terms: np.ndarray
     adapters: Sequence[RoutedAdapter] = ()
     here: np.ndarray | None = None
+    on_device: Mapping[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    site_ranks: Sequence[int] | None = None
 
     @property
     def has_deltas(self) -> bool:
@@ -123,7 +130,16 @@ class RowRouting:
         terms = self.terms.copy()
         source = terms["source"]
         source[routes] = np.where(source[routes] == Source.HOST, Source.LOCAL, source[routes])
-        return replace(self, terms=terms)
+        return replace(self, terms=terms, on_device={})
+
+    def slots_here(self) -> dict[tuple[int, int], np.ndarray]:
+        """[T] int32, by source and group: the slot of each row whose term this device computes, else -1."""
+        places = [(source, group) for group, sources in enumerate(self.sources) for source in sources]
+        return {
+            place: np.ascontiguousarray(self.terms_from(*place)["slot"])
+            for place in places
+            if abs(place[0]) in (Source.LOCAL, Source.HELD)
+        }
 
     def terms_from(self, source: int, group: int) -> np.ndarray:
         """[T] TERM: of each row the term that this source computes; slot -1, adapter -1 where it has none.
@@ -132,7 +148,7 @@ class RowRouting:
         """
         terms = self.terms[:, group, 0 if source > 0 else 1]
         if self.sources[group] != {source}:
-            terms = np.where(terms["source"] == source, terms, _NO_TERM)
+            terms = np.where(terms["source"] == source, terms, NO_TERM)
         return terms[self.row_route]
 
 
@@ -157,7 +173,7 @@ def on_merged_weights(
     terms[:own, :num_groups, 0] = terms[:own, num_groups:, 0] = routing.terms[:-1, :, 0]
     terms[:-1, num_groups:, 1] = subtracted
     if route >= 0:
-        terms[route, num_groups:] = _NO_TERM
+        terms[route, num_groups:] = NO_TERM
     row_route = routing.row_route.copy()
     row_route[:num_live][of_base] = own
     return replace(routing, groups=groups, row_route=row_route, terms=terms)

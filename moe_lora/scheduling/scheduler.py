@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Iterable
 from itertools import chain, islice
 from typing import Any, Generic
@@ -12,6 +12,7 @@ from moe_lora.cache.pages import BlockTable
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.policies.admission import admissible, shortest_first
+from moe_lora.policies.fairness import VirtualTokenCounter
 from moe_lora.policies.host_start import fair_shares
 
 from .views import Adapters, Scheduled, Sequence
@@ -26,13 +27,14 @@ class Scheduler(Generic[Sequence]):
     running: sequences that compute.  loading: those whose adapter or history is on its way to the device;
     they hold both, and wait alone.  waiting: those that hold nothing.  failed: those whose adapter could not
     be brought, which hold nothing any more; the caller ends them.
-    shortest_first: newcomers by `policies.admission.shortest_first` instead of by arrival.
+    fairness: newcomers of several tenants by what each was given, within one by priority, then by arrival;
+    shortest_first: by `policies.admission.shortest_first` instead.
 
-    max_host_tokens: prompt tokens of loading adapters in a step beside others that decode or began before;
-    host workers compute them (Readiness.HOST_COMPUTABLE), and those that have begun divide them by
-    `policies.host_start.fair_shares`.  Newcomers take what is left of the step, whatever is on the host.
-    Such a request computes its prompt, then waits alone until its adapter is there, so that no decode step
-    waits for the host.  Source: Toppings section 4.1.
+    max_host_tokens: prompt tokens of loading adapters in a step while any other request computes or could
+    begin, which then has the rest of the step; host workers compute them (Readiness.HOST_COMPUTABLE), and
+    those that have begun divide them by `policies.host_start.fair_shares`.  Such a request computes its
+    prompt, then waits alone until its adapter is there, so that no decode step waits for the host.  Source:
+    Toppings section 4.1.
 
     Everybody ends, because the first running request (if none runs, the first that loads and has what it
     needs) gives nothing back before it has ended.  Where it finds no page, all that are younger give theirs
@@ -57,6 +59,7 @@ class Scheduler(Generic[Sequence]):
         self.loading: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.failed: list[Sequence] = []
+        self.fairness = VirtualTokenCounter(credit=max_num_batched_tokens)  # a step of prompts
         self._told: list[Sequence] = []
         self._is_short = False
         self.num_put_back = 0
@@ -71,8 +74,13 @@ class Scheduler(Generic[Sequence]):
         self._max_host_tokens = max_host_tokens
         self.held_back = False
         """Somebody found no place for an adapter when the last step was planned."""
+        self._in_vain = False
+        """Slots were returned that nobody else could use."""
+        self._max_returned = max_num_seqs
+        """Slots that are returned at once, as many as found another's request lately."""
         self._only: Container[Namespace] | None = None
-        self._host_shares: dict[Sequence, int] = {}
+        self._host_shares: dict[Sequence, int] | None = None
+        """None: the step has no request whose adapter is there."""
 
     @property
     def num_waiting(self) -> int:
@@ -86,8 +94,7 @@ class Scheduler(Generic[Sequence]):
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
-        if sequence.adapter is not None:
-            self._adapters.enqueue(sequence.adapter)
+        self._begin_waiting(sequence)
 
     def schedule(self, only: Container[Namespace] | None = None) -> list[Scheduled[Sequence]]:
         """The next step's work; its pages are reserved.  Empty if nothing can run.
@@ -102,22 +109,24 @@ class Scheduler(Generic[Sequence]):
         queued = list(islice(self.waiting, LOOK_AHEAD))
         if queued != self._told:
             self._told = queued
-            self._cache.look_ahead([(sequence.adapter_uid, sequence.tokens) for sequence in queued])
+            self._cache.look_ahead([(one.adapter_uid, one.tokens, one.cache_salt) for one in queued])
         return [Scheduled(sequence, num_tokens) for sequence, num_tokens in plan.items()]
 
     def _plan(self, only: Container[Namespace] | None) -> dict[Sequence, int]:
         """Tokens of each sequence that computes."""
         plan: dict[Sequence, int] = {}
         self._only = only
+        gave_way = self._return_slots()
         self._is_short = self.held_back = False
-        self._drop_lost()
+        self._look_at_adapters()
         self._host_shares = self._divide_host()
         budget = self._max_num_batched_tokens
         for sequence in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
             put_back = self._is_short and sequence not in self.running
             if len(plan) == self._max_num_seqs or not self._may_compute(sequence):
                 continue
-            if budget and not put_back and not (sequence.cold_tokens and self._waits_for_adapter(sequence)):
+            waits_for_adapter = 0 < sequence.cold_tokens <= sequence.num_computed
+            if budget and not put_back and not waits_for_adapter:
                 budget -= self._continue(sequence, budget, plan)
         budget = self._max_num_batched_tokens - sum(plan.values())
         for sequence in list(self.loading):
@@ -128,6 +137,8 @@ class Scheduler(Generic[Sequence]):
                 budget -= plan.get(sequence, 0)
         if not self._is_short:
             self._admit(budget, plan)
+        if gave_way:
+            self._note_returned(len(gave_way), sum(sequence.gave_way for sequence in gave_way))
         return plan
 
     def advance(self, plan: Iterable[Scheduled[Sequence]]) -> None:
@@ -135,6 +146,8 @@ class Scheduler(Generic[Sequence]):
         now_s = self._clock.now_s()
         for item in plan:
             sequence = item.sequence
+            if item.samples:
+                self.fairness.decode(sequence.tenant, sequence.share)
             sequence.num_computed += item.num_tokens
             if not sequence.unshared:
                 self._cache.publish(sequence.table, sequence.tokens, sequence.num_computed, now_s)
@@ -145,6 +158,7 @@ class Scheduler(Generic[Sequence]):
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence ended (or its client left), wherever it is."""
+        self._in_vain = False
         for group in (self.running, self.loading):
             if sequence in group:
                 group.remove(sequence)
@@ -183,17 +197,17 @@ class Scheduler(Generic[Sequence]):
         if not sequence.cold_tokens:
             return min(num_uncomputed, budget)
         on_host = sum(num_tokens for other, num_tokens in plan.items() if other.cold_tokens)
-        if any(not other.cold_tokens for other in plan):
+        if self._host_shares is not None:
             share = self._host_shares.get(sequence, self._max_host_tokens)
             budget = min(budget, share, self._max_host_tokens - on_host)
         num_tokens = max(0, min(num_uncomputed, budget))
         pays = num_tokens and self._adapters.pays_on_host(sequence.adapter, num_tokens, on_host)
         return num_tokens if pays else 0
 
-    def _divide_host(self) -> dict[Sequence, int]:
-        """What each prompt of a loading adapter may take of a step beside others."""
-        if not self._max_host_tokens:
-            return {}
+    def _divide_host(self) -> dict[Sequence, int] | None:
+        """What each prompt of a loading adapter may take of a step beside others; None: there are none."""
+        if not self._max_host_tokens or not self._has_warm():
+            return None
         cold = {one: one.num_uncomputed for one in self.running if one.cold_tokens > one.num_computed}
         for one in self.loading:
             readiness = None if one.adapter is None else self._adapters.readiness(one.adapter)
@@ -201,11 +215,14 @@ class Scheduler(Generic[Sequence]):
                 cold[one] = len(one.tokens) - one.table.num_matched
         return dict(zip(cold, fair_shares(list(cold.values()), self._max_host_tokens), strict=True))
 
-    def _waits_for_adapter(self, sequence: Sequence) -> bool:
-        """Whether a sequence that began without its adapter has computed what it can without."""
-        if self._adapters.readiness(sequence.adapter) is Readiness.READY:
-            sequence.cold_tokens = 0
-        return 0 < sequence.cold_tokens <= sequence.num_computed
+    def _has_warm(self) -> bool:
+        """Whether a request that needs no host computes in this step, or begins if it finds room."""
+        may_begin = self.waiting if self._has_room(1) else ()
+        adapters = self._adapters
+        for one in filter(self._may_compute, chain(self.running, self.loading, may_begin)):
+            if one.adapter is None or adapters.readiness(one.adapter) is Readiness.READY:
+                return True
+        return adapters.waits_for_others and bool(may_begin)
 
     def _admit(self, budget: int, plan: dict[Sequence, int]) -> None:
         """Have waiting sequences start, or their bytes brought in, while there is room for them."""
@@ -213,13 +230,14 @@ class Scheduler(Generic[Sequence]):
             return
         self._adapters.begin_round()
         queue = shortest_first(self.waiting) if self._shortest_first else list(self.waiting)
-        queue = [sequence for sequence in queue if self._may_compute(sequence)]
+        order = self.fairness.order([sequence for sequence in queue if self._may_compute(sequence)])
         now_s = self._clock.now_s()
         passes = self._has_unused_lease if self._adapters.waits_for_others else None
-        for sequence in admissible(queue, self._acquire, now_s, self._starvation_s, passes):
+        for sequence in admissible(order, self._acquire, now_s, self._starvation_s, passes):
             self.waiting.remove(sequence)
             self._stop_waiting(sequence)
             self.loading.append(sequence)
+            sequence.gave_way = False
             now_s = self._clock.now_s()
             sequence.waits.load(now_s)
             self._match(sequence, now_s)
@@ -235,14 +253,42 @@ class Scheduler(Generic[Sequence]):
             if waits.held_back_s is None and waits.admitted_s is None:
                 waits.held_back_s = now_s
 
+    def _return_slots(self) -> list[Sequence]:
+        """Preempt requests of tenants that have more than their shares of a full batch, where another's are
+        next: as many at once as lately made room."""
+        is_full = len(self.running) + len(self.loading) >= self._max_num_seqs
+        if len(self.fairness.counters) < 2 or not is_full or self._in_vain or self._only is not None:
+            return []
+        loading = Counter(one.tenant for one in self.loading)
+        running = [one for one in self.running if not one.held]
+        victims = self.fairness.borrowed(self.waiting, running, loading, self._max_num_seqs)
+        victims = victims[: self._max_returned]
+        for victim in victims:
+            victim.gave_way = True
+            self._preempt(victim)
+        return victims
+
+    def _note_returned(self, num_returned: int, num_used: int) -> None:
+        """Where some took their slots again, what the other lacks is an adapter's place or pages: so many
+        fewer are returned the next time, and none before a request is done if all took theirs again."""
+        self._in_vain = self._in_vain or not num_used
+        all_used = num_used == num_returned
+        self._max_returned = min(2 * num_used, self._max_num_seqs) if all_used else max(1, num_used)
+
     def _match(self, sequence: Sequence, now_s: float) -> None:
-        """Find what is computed of its tokens; of one whose KV comes, nothing, so that it is what it was."""
+        """Find what is computed of its tokens; of one whose KV comes, nothing, so that it is what it was.
+
+        What is not counts as its tenant's, once.
+        """
         if sequence.awaits_kv:
-            sequence.table = BlockTable(sequence.adapter_uid)
+            sequence.table = self._cache.new_table(sequence.adapter_uid, sequence.cache_salt)
             return
         sequence.table = self._cache.match(
-            sequence.adapter_uid, sequence.tokens, now_s, again=sequence.matched
+            sequence.adapter_uid, sequence.tokens, now_s, again=sequence.matched, salt=sequence.cache_salt
         )
+        if not sequence.matched:
+            num_tokens = len(sequence.tokens) - sequence.table.num_matched
+            self.fairness.prefill(sequence.tenant, sequence.share, num_tokens)
         sequence.matched = True
 
     def _has_room(self, budget: int) -> bool:
@@ -255,6 +301,7 @@ class Scheduler(Generic[Sequence]):
         return self._only is None or sequence.adapter_uid in self._only
 
     def _acquire(self, sequence: Sequence) -> bool:
+        self._cache.count_for(sequence.tenant, sequence.share, self._clock.now_s())
         if sequence.adapter is None:
             return True
         readiness = self._adapters.acquire(
@@ -319,12 +366,17 @@ class Scheduler(Generic[Sequence]):
         self._is_short = True
         return False
 
-    def _drop_lost(self) -> None:
-        """Without their adapter none can go on; those that load start over without their history."""
+    def _look_at_adapters(self) -> None:
+        """Without their adapter none can go on; those that load start over without their history; of those
+        that began without it note that it came.
+        """
         for where in (self.running, self.loading):
             for sequence in [one for one in where if one.cold_tokens or where is self.loading]:
                 adapter = sequence.adapter
-                if adapter is not None and self._adapters.readiness(adapter) is Readiness.NO_ROOM:
+                readiness = Readiness.READY if adapter is None else self._adapters.readiness(adapter)
+                if readiness is Readiness.READY:
+                    sequence.cold_tokens = 0
+                elif readiness is Readiness.NO_ROOM:
                     where.remove(sequence)
                     self._give_back(sequence)
                     self.failed.append(sequence)
@@ -346,8 +398,7 @@ class Scheduler(Generic[Sequence]):
 
     def _put_back(self, sequence: Sequence) -> None:
         """Wait again, before all others, holding nothing."""
-        if sequence.adapter is not None:
-            self._adapters.enqueue(sequence.adapter)
+        self._begin_waiting(sequence)
         self._give_back(sequence)
         sequence.num_computed = sequence.cold_tokens = 0
         sequence.awaits_kv = sequence.unshared = False
@@ -359,6 +410,12 @@ class Scheduler(Generic[Sequence]):
         if sequence.adapter is not None:
             self._adapters.release(sequence.adapter)
 
+    def _begin_waiting(self, sequence: Sequence) -> None:
+        self.fairness.enqueue(sequence.tenant, sequence.share)
+        if sequence.adapter is not None:
+            self._adapters.enqueue(sequence.adapter)
+
     def _stop_waiting(self, sequence: Sequence) -> None:
+        self.fairness.dequeue(sequence.tenant)
         if sequence.adapter is not None:
             self._adapters.dequeue(sequence.adapter)

@@ -67,6 +67,7 @@ class Schedulable(Protocol):
     when it came.  cold_tokens: of `tokens`, those that it may compute before its adapter is there; 0: it is.
     held: its last token is not to be computed now, so that it gains none.  awaits_kv: its KV comes from
     elsewhere, into pages that the caller takes; the scheduler sets it back when it takes them.
+    gave_way: it makes room for another tenant's.
     unshared: what it computes from now on is not for the prefix cache; set by the caller.
     """
 
@@ -79,6 +80,7 @@ class Schedulable(Protocol):
     held: bool
     awaits_kv: bool
     unshared: bool
+    gave_way: bool
 
     @property
     def adapter(self) -> Any:
@@ -88,6 +90,22 @@ class Schedulable(Protocol):
     @property
     def adapter_uid(self) -> Namespace:
         """The adapter's namespace in the cache."""
+        ...
+
+    @property
+    def tenant(self) -> str:
+        """Whom it counts for; as `policies.fairness.CompetingView` has it, and the next two."""
+        ...
+
+    @property
+    def share(self) -> float: ...
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def cache_salt(self) -> str:
+        """It shares computed prompts with sequences of the same one."""
         ...
 
     @property

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import socket
+from functools import partial
 from typing import TYPE_CHECKING
 
 from moe_lora.config import CONTROLLER, ONE_FRONT_END
@@ -22,6 +25,7 @@ from moe_lora.dist.net.keys import keys_of
 from moe_lora.engine.client.heartbeat import Heartbeat
 
 from .frontend import Frontend
+from .reload import Reload
 from .server import serve_forever
 
 if TYPE_CHECKING:
@@ -30,16 +34,20 @@ if TYPE_CHECKING:
 ABSENCE = "none has dialled in at {} or all have left; start one, or send the request again in a while"
 
 
-async def serve_controller(cluster: ClusterConfig) -> None:
+async def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     """Decide for the front ends of a cluster until told to stop.
 
-    Raises ConfigError, RegistryError or AdapterError for what can be known at start.
+    reload: what SIGHUP does.  Raises ConfigError, RegistryError or AdapterError for what can be known at
+    start.
     """
     if cluster.controller is None:
         raise ConfigError(
             "the file has no controller section, so there is none to start; add one with address and "
             "engines_address"
         )
+    if reload is not None:
+        again = partial(reload.begin, None)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, again)
     address = parse_address("controller.address", cluster.controller.address)
     setting, place = "controller.engines_address", cluster.dialled_addresses()[CONTROLLER]
     with opened_registry(cluster) as (cluster, registry):
@@ -50,10 +58,13 @@ async def serve_controller(cluster: ClusterConfig) -> None:
             await run_listener(listener, address, keys_of(cluster))
 
 
-async def serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: socket.socket) -> None:
+async def serve_deciding(
+    cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: socket.socket, reload: Reload | None = None
+) -> None:
     """Serve HTTP as the only front end, which decides too, until told to stop.
 
-    Raises ConfigError, RegistryError or AdapterError for what can be known at start.
+    reload: see `serve_forever`.  Raises ConfigError, RegistryError or AdapterError for what can be known at
+    start.
     """
     setting = "front_end.engines_address"
     place = parse_address(setting, cluster.engines_address())
@@ -73,15 +84,20 @@ async def serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, so
                 cluster=cluster,
                 controller=controlled.controller,
             )
-            await serve_forever(frontend, sock, cluster.front_end.drain_s)
+            await serve_forever(frontend, sock, cluster.front_end.drain_s, reload)
 
 
 async def serve_directed(
-    cluster: ClusterConfig, name: str, tokenizer: Tokenizer | None, sock: socket.socket
+    cluster: ClusterConfig,
+    name: str,
+    tokenizer: Tokenizer | None,
+    sock: socket.socket,
+    reload: Reload | None = None,
 ) -> None:
     """Serve HTTP as the front end of that name, whose controller is another process, until told to stop.
 
-    sock: from `serve.server.bind`.  Raises ConfigError for what can be known at start.
+    sock: from `serve.server.bind`.  reload: see `serve_forever`.  Raises ConfigError for what can be known
+    at start.
     """
     assert cluster.controller is not None
     place, keys = cluster.dialled_addresses()[name], keys_of(cluster)
@@ -94,9 +110,11 @@ async def serve_directed(
     seed = f"{name} {cluster.engine.seed}"
     fleet = FleetClient(instance_registry, routes.router, WallClock(), link, routes.meter, seed=seed)
     frontend = Frontend(client=fleet, tokenizer=tokenizer, cluster=cluster, controller=link)
-    listener = InstanceListener(instance_registry, AsItIs(instance_registry))
+    listener = InstanceListener(
+        instance_registry, AsItIs(instance_registry), max_unread=cluster.front_end.max_unread_steps
+    )
     async with listener.open(f"front_ends.{name}.engines_address", place, keys):
         try:
-            await serve_forever(frontend, sock, cluster.front_end.drain_s)
+            await serve_forever(frontend, sock, cluster.front_end.drain_s, reload)
         finally:
             await fleet.close()

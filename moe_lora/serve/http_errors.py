@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
+from anyio import move_on_after
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from moe_lora.core.errors import (
     AdapterError,
@@ -24,14 +28,20 @@ from moe_lora.core.errors import (
     MoeLoraError,
     RegistryError,
     StorageError,
+    UnreadError,
 )
 
 logger = logging.getLogger(__name__)
 
 ERROR_TYPES = {
     400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    429: "RateLimitError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
@@ -40,6 +50,7 @@ STATUS_OF_ERROR: tuple[tuple[type[Exception], int], ...] = (
     (AdapterExistsError, 400),
     (AdapterError, 400),
     (StorageError, 503),
+    (UnreadError, 408),
     (CapacityError, 400),
     (AdapterVersionError, 503),
     (EngineDeadError, 503),
@@ -60,20 +71,50 @@ FORMS = {
 """What fields that may have several forms accept."""
 
 
-class ApiError(Exception):
-    """An answer other than 200.  param: the request's field that caused it."""
+NOT_JSON = "the body must be a JSON object, sent with Content-Type: application/json"
+MAX_MESSAGE_CHARS = 1000
+"""Of an error's message: what a client sent is never given back whole."""
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+
+class ApiError(Exception):
+    """An answer other than 200.
+
+    param: the request's field that caused it.  retry_s: after how many seconds it may be sent again.
+    closes: the connection, because the request is not read to its end.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        *,
+        retry_s: int | None = None,
+        closes: bool = False,
+    ) -> None:
+        if len(message) > MAX_MESSAGE_CHARS:
+            message = message[:MAX_MESSAGE_CHARS] + "…"
         super().__init__(message)
         self.status = status
         self.message = message
-        self.param = param
+        self.param = param if param is None else param[:MAX_MESSAGE_CHARS]
+        self.retry_s = retry_s
+        self.closes = closes
+
+    def __reduce__(self) -> Any:
+        made = partial(ApiError, retry_s=self.retry_s, closes=self.closes)
+        return made, (self.status, self.message, self.param)
 
     @property
     def body(self) -> dict[str, Any]:
         kind = ERROR_TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
         return {"error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        found = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
+        return {**found, "Connection": "close"} if self.closes else found
 
 
 def to_json(content: Any) -> bytes:
@@ -94,6 +135,30 @@ class JsonResponse(Response):
         return to_json(content)
 
 
+LINGER_S = 1.0
+LINGER_BYTES = 64 << 20
+"""What a client still sends is read for so long, and up to so much, after an answer that closes."""
+
+
+class LastAnswer(JsonResponse):
+    """An answer to a request that is not read to its end; then the connection closes.
+
+    Closed while the client still sends, the connection would be reset, and the answer with it.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        num_bytes = 0
+        with move_on_after(LINGER_S):
+            while num_bytes < LINGER_BYTES:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    break
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param)
 
@@ -109,7 +174,7 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, f"the server failed: {type(error).__name__}; see its log")
 
 
-def describe_validation(error: RequestValidationError) -> ApiError:
+def describe_validation(error: RequestValidationError | ValidationError) -> ApiError:
     """One line for the first few problems, without the values given, which may be huge or no text."""
     lines: dict[str, None] = {}
     param = None
@@ -118,7 +183,7 @@ def describe_validation(error: RequestValidationError) -> ApiError:
         if "json_invalid" in kinds:
             return bad_request(f"the body is not valid JSON: {problems[0].get('ctx', {}).get('error', '')}")
         if not field and kinds & WRONG_TYPE:
-            return bad_request("the body must be a JSON object, sent with Content-Type: application/json")
+            return bad_request(NOT_JSON)
         param = param or field or getattr(_cause(problems[0]), "param", None)
         lines.update(dict.fromkeys(_lines(field, problems)))
     shown = list(lines)
@@ -127,9 +192,10 @@ def describe_validation(error: RequestValidationError) -> ApiError:
     return bad_request("; ".join(shown), param)
 
 
-def _by_field(error: RequestValidationError) -> dict[str, list[dict[str, Any]]]:
+def _by_field(error: RequestValidationError | ValidationError) -> dict[str, list[dict[str, Any]]]:
     """The problems of each field of the body; "" for those of the body itself."""
     found: dict[str, list[dict[str, Any]]] = {}
+    problem: Any
     for problem in error.errors():
         place = [part for part in problem["loc"] if part != "body"]
         found.setdefault(str(place[0]) if place else "", []).append(problem)
@@ -176,7 +242,8 @@ def install_error_handlers(app: FastAPI) -> None:
             failure = to_api_error(error)
         else:  # the server logs it
             failure = ApiError(500, f"the server failed: {type(error).__name__}; see its log")
-        return JsonResponse(failure.body, status_code=failure.status, headers=headers)
+        kind = LastAnswer if failure.closes else JsonResponse
+        return kind(failure.body, status_code=failure.status, headers=headers or failure.headers)
 
     for kind in (ApiError, MoeLoraError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

@@ -7,26 +7,34 @@ import contextlib
 import errno
 import gc
 import logging
-import re
+import os
 import signal
 import socket
+import stat
+import time
 from collections.abc import Callable, Iterator
+from math import ceil
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 import moe_lora
+from moe_lora.core.address import parse_address
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.host import allow_many_files, num_open_files
+from moe_lora.core.host import allow_many_files, num_open_files, resident_bytes, return_memory
 from moe_lora.serve.admin.adapter_routes import adapters_router, registry_router
+from moe_lora.serve.admin.instance_routes import instances_router
 from moe_lora.serve.admin.status import capacity_router, models_router, status_router, welcome_router
 from moe_lora.serve.openai.endpoints import HEADER, RequestIds, generating_router
 
+from .access import Access, checked_keys
+from .connections import ACCEPTED_AT_ONCE, Connection, limited, most_connections
 from .frontend import Frontend
 from .http_errors import install_error_handlers
+from .limits import Limits
+from .reload import Reload, on_hang_up
 
 # The HTTP application over one engine.
 
@@ -42,6 +50,10 @@ def create_app(frontend: Frontend) -> FastAPI:
         description="Many LoRA adapters over one model, through the OpenAI interface.",
     )
     install_error_handlers(app)
+    access = frontend.cluster.front_end
+    app.add_middleware(
+        Access, keys=checked_keys(access), address=access.admin_address, count=frontend.limits.count
+    )
     app.add_middleware(RequestIds)
     cors_origins = frontend.cluster.front_end.cors_origins
     if cors_origins:
@@ -52,98 +64,14 @@ def create_app(frontend: Frontend) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[HEADER],
         )
-    managing = (models_router, adapters_router, registry_router, capacity_router, status_router)
-    for make_router in (generating_router, *managing):
+    managing = (models_router, adapters_router, registry_router, capacity_router, instances_router)
+    for make_router in (generating_router, *managing, status_router):
         app.include_router(make_router(frontend))
     app.include_router(welcome_router(frontend, app))
     return app
 
 
-# What a server can't have: connections beyond its files, refused at once and said once, and endless headers.
-
-
 logger = logging.getLogger(__name__)
-
-ACCEPTED_AT_ONCE = 8
-"""Connections accepted in one turn of the event loop; the first of them is looked at a few turns later."""
-_LINGERING = 16
-_RESERVE = 5 * ACCEPTED_AT_ONCE + _LINGERING + 16
-"""Files for connections that are not looked at yet or being refused, and for what requests open beside."""
-_LINGER_S = 0.2
-MAX_HEAD_BYTES = 1 << 16
-"""Of a head that is not complete, or of what follows a body: the parser itself has no limit."""
-_UPGRADE = re.compile(rb"(?i)\r\nupgrade(?=:)")
-_BODY = b'{"error":{"message":"too many connections; try again later","type":"ServiceUnavailableError",' + (
-    b'"param":null,"code":503}}'
-)
-REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
-)
-
-
-def most_connections(max_files: int, num_open: int) -> int:
-    """Connections that may be open beside what is; at least one."""
-    return max(1, max_files - num_open - _RESERVE)
-
-
-def limited(limit: int) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol; it refuses connections above `limit` with a 503 and says so once, and headers
-    longer than `MAX_HEAD_BYTES` with a 400."""
-
-    class Limited(HttpToolsProtocol):
-        said = False
-        num_lingering = 0
-        num_head_bytes = 0  # received since the parser last found a whole head or a piece of a body
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            if len(self.connections) < limit:
-                super().connection_made(transport)
-                return
-            if not Limited.said:
-                Limited.said = True
-                logger.error(
-                    "%d connections are open, all that the limit on open files leaves room for: more are "
-                    "refused with a 503; raise it with ulimit -n",
-                    limit,
-                )
-            transport.write(REFUSAL)
-            if Limited.num_lingering >= _LINGERING:
-                transport.close()
-                return
-            # Closed before the request has come, the connection would be reset, and the answer with it.
-            Limited.num_lingering += 1
-            asyncio.get_running_loop().call_later(_LINGER_S, self._leave, transport)
-
-        def _leave(self, transport: asyncio.Transport) -> None:
-            Limited.num_lingering -= 1
-            transport.close()
-
-        def data_received(self, data: bytes) -> None:
-            if self not in self.connections:
-                return
-            if self.cycle is None or self.cycle.response_complete:
-                # Clients that offer HTTP/2 (Java's) send a body all the same, which httptools would drop.
-                head, end, rest = data.partition(b"\r\n\r\n")
-                data = _UPGRADE.sub(b"\r\nignored", head) + end + rest
-            self.num_head_bytes += len(data)
-            super().data_received(data)
-            if self.num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.send_400_response(f"The head of a request has at most {MAX_HEAD_BYTES} bytes.")
-
-        def on_headers_complete(self) -> None:
-            self.num_head_bytes = 0
-            super().on_headers_complete()
-
-        def on_body(self, body: bytes) -> None:
-            self.num_head_bytes = 0
-            super().on_body(body)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            if self in self.connections:
-                super().connection_lost(exc)
-
-    return Limited
 
 
 class QuietLoop:
@@ -161,14 +89,18 @@ class QuietLoop:
             logger.error("no connection can be accepted: %s; raise the limit with ulimit -n", error.strerror)
 
 
-RARE_COLLECTIONS = (20_000, 50, 1000)
-"""Thresholds of Python's collector in a front end's process; with its defaults it took 6 % of the time."""
+RARE_COLLECTIONS = (20_000, 10, 1000)
+"""Thresholds of Python's collector in a front end's process; with its defaults it took 6 % of the time.  The
+middle one: what a young collection finds alive, requests under way, must not be kept for long."""
 DRAIN_S = 20.0
 """Requests under way at shutdown get this long to finish, in seconds; then they are ended with an error."""
 _LAST_WORDS_S = 5.0
-KEEP_ALIVE_S = 3900
-"""An idle connection is kept for so long, in seconds.  Whoever closes first may do so while a request is on
-its way, which the client sees as a reset: so clients and proxies (Envoy: an hour) close first."""
+UNSENT_BYTES = 1 << 17
+"""Of a connection, that the kernel keeps of what its client does not read; it would take megabytes."""
+PEAK_BYTES = 64 << 20
+"""Memory that grew by so much since it was last given back to the system is given back again."""
+SWEEP_S = 1.0
+"""How often connections are ended whose client takes too long."""
 BACKLOG = 4096
 """Connections that may wait to be accepted; what the kernel's somaxconn allows, if that is less."""
 
@@ -181,25 +113,61 @@ class HttpServer(uvicorn.Server):
 
     on_ready: Callable[[str], None] | None = None
 
+    def __init__(self, config: uvicorn.Config, limits: Limits) -> None:
+        super().__init__(config)
+        self._limits = limits
+
     @property
     def url(self) -> str:
         """Where it listens; only after the start."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if self.config.is_ssl else "http"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def startup(self, sockets: list | None = None) -> None:
-        limit = most_connections(allow_many_files(), num_open_files())
-        self.config.http_protocol_class = limited(limit)
+        for_files = most_connections(allow_many_files(), num_open_files())
+        context, self.config.ssl = self.config.ssl, None  # TLS begins behind the count of connections
+        self.config.http_protocol_class = limited(self._limits, for_files, context)  # type: ignore[assignment]
         asyncio.get_running_loop().set_exception_handler(QuietLoop())
         await super().startup(sockets)
         for sock in sockets or []:
             sock.listen(BACKLOG)  # asyncio takes the number it was given for that of one turn, too
+        for server in self.servers:
+            for sock in server.sockets:
+                with contextlib.suppress(OSError):  # over a Unix socket
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        self._sweeping = asyncio.create_task(self._sweep())
         if self.started and self.on_ready is not None:
             self.on_ready(self.url)
+
+    async def _sweep(self) -> None:
+        kept_bytes = resident_bytes()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now_s = time.monotonic()
+            kept_bytes = min(kept_bytes, found_bytes := resident_bytes())
+            if found_bytes > kept_bytes + PEAK_BYTES and not self._limits.bodies.in_all:
+                await asyncio.to_thread(return_memory)
+                kept_bytes = resident_bytes()
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, Connection):
+                    connection.end_if_late(now_s)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().shutdown(sockets)
+        finally:
+            self._sweeping.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def end_unread(self) -> None:
+        """End connections whose clients don't read: nothing more can be told to them."""
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Connection) and connection.is_unread:
+                connection.transport.abort()
 
     def stop(self) -> None:
         """Drain and end; at once if called again."""
@@ -230,47 +198,99 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def serve_forever(frontend: Frontend, sock: socket.socket, drain_s: float = DRAIN_S) -> None:
+@contextlib.contextmanager
+def bind_admin(address: str | None) -> Iterator[list[socket.socket]]:
+    """Sockets for administrators alone, none without an address.  Raises ConfigError as `bind` does."""
+    if address is None:
+        yield []
+        return
+    place = parse_address("admin_address", address)
+    if not place.path:
+        with bind(place.host, place.port) as sock:
+            yield [sock]
+        return
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_ISSOCK(os.stat(place.path).st_mode):
+                    os.unlink(place.path)  # a killed server's
+            mask = os.umask(0o177)
+            try:
+                sock.bind(place.path)
+            finally:
+                os.umask(mask)
+        except OSError as error:
+            raise ConfigError(f"can't listen at admin_address={address}: {error.strerror}") from error
+        try:
+            yield [sock]
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(place.path)
+
+
+async def serve_forever(
+    frontend: Frontend,
+    sock: socket.socket,
+    drain_s: float = DRAIN_S,
+    reload: Reload | None = None,
+    at_once: asyncio.Event | None = None,
+) -> None:
     """Serve until SIGINT or SIGTERM, then finish what runs (up to `drain_s`, then end it with an error).
 
-    sock: from `bind`; closed at the end.  The front end's client stays open.
+    sock: from `bind`; closed at the end.  reload: what SIGHUP does; None: it ends the process, as it does
+    when its terminal is closed.  at_once: set by a second signal, also one that comes when this has returned.
+    The front end's client stays open.
     """
+    access = frontend.cluster.front_end
+    limits = frontend.limits
     config = uvicorn.Config(
         create_app(frontend),
         log_config=None,
-        log_level="warning",
+        log_level="error",  # what clients get wrong is counted, not logged
         access_log=False,
         ws="none",
         lifespan="off",
         timeout_graceful_shutdown=max(1, round(drain_s + _LAST_WORDS_S)),
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=ceil(limits.config.idle_timeout_s),
+        proxy_headers=bool(limits.config.trusted_proxies),
+        forwarded_allow_ips=list(limits.config.trusted_proxies),
         backlog=ACCEPTED_AT_ONCE,
+        ssl_certfile=access.tls_cert,
+        ssl_keyfile=access.tls_key,
     )
-    server = HttpServer(config)
+    server = HttpServer(config, limits)
     server.on_ready = lambda url: logger.info("Serving %s at %s", frontend.model_name, url)
     loop = asyncio.get_running_loop()
 
+    def cut() -> None:
+        server.end_unread()
+        frontend.ending.cut()
+
     def stop() -> None:
+        frontend.ending.begun = True
         server.stop()
         if server.force_exit:
-            frontend.ending.cut()
+            if at_once is not None:
+                at_once.set()
+            cut()
             return
         logger.info("Ending: what runs gets %g s to finish; a second signal ends it at once", drain_s)
-        loop.call_later(drain_s, frontend.ending.cut)
+        loop.call_later(drain_s, cut)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
+    if reload is not None:
+        loop.add_signal_handler(signal.SIGHUP, on_hang_up(stop, lambda: reload.begin(limits, config.ssl)))
     # What is there now is never looked at again, and what comes later seldom: requests leave few cycles.
     gc.freeze()
     gc.set_threshold(*RARE_COLLECTIONS)
     deciding = asyncio.create_task(frontend.controller.run())
     try:
         await frontend.controller.ready()
-        await server.serve(sockets=[sock])
+        with bind_admin(access.admin_address) as admin:
+            await server.serve(sockets=[sock, *admin])
     finally:
         deciding.cancel()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
 
 
 def run_server(frontend: Frontend, sock: socket.socket, drain_s: float = DRAIN_S) -> None:

@@ -25,13 +25,19 @@ PILOT_DIALOGUES = 1000
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """One request: answer `prompt` with as many tokens as `answer` has; both are token ids."""
+    """One request: answer `prompt` with as many tokens as `answer` has; both are token ids.
+
+    tenant, share, priority: as `policies.fairness` sees it.
+    """
 
     index: int
     arrival_s: float
     adapter: str
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    tenant: str = ""
+    share: float = 1.0
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import inspect
+import json
+import os
+import subprocess
+import sys
+import tarfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.gpu import first_run
+from bench.gpu import first_run, host_parts
+from bench.gpu.run_log import Log
+from bench.harness.random_model import TINY
 
-_TREE = ast.parse(Path(first_run.__file__).read_text(encoding="utf-8"))
+_FILES = [*Path(first_run.__file__).parent.glob("*_parts.py"), Path(first_run.__file__)]
+_NODES = [node for path in _FILES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
 
 
 def _imports() -> Iterator[tuple[str, str | None]]:
-    for node in ast.walk(_TREE):
+    for node in _NODES:
         if isinstance(node, ast.Import):
             yield from ((one.name, None) for one in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
+        elif isinstance(node, ast.ImportFrom) and not node.level:
             yield from ((node.module or "", one.name) for one in node.names)
 
 
@@ -58,7 +66,6 @@ def test_calls_fit_the_functions_of_today() -> None:
     inspect.signature(build_segments).bind(*range(4))
     assert {"token_slots", "ids", "slots", "site"} <= set(LoraOperands._fields)
     inspect.signature(SlotTable.write_layer).bind(*range(7))
-    inspect.signature(SlotTable.checked_rank).bind(*range(4))
     inspect.signature(nvshmem.register).bind()
     settings = {"device": "cuda", "eager": True, "decode_buckets": (16,), "max_num_seqs": 16}
     inspect.signature(EngineConfig).bind(model_dir="m", **settings)
@@ -66,6 +73,69 @@ def test_calls_fit_the_functions_of_today() -> None:
     inspect.signature(CaseSpec).bind(**dict.fromkeys(names))
 
 
+@pytest.mark.slow
+def test_part_of_host_workers_runs_and_its_prompts_are_the_hosts(tmp_path, capsys) -> None:
+    """On a CPU, where both ways are the same."""
+    log = Log(tmp_path)
+    host_parts.same_tokens(log, "cpu", TINY)
+    host_parts.prompt_times(log, "cpu", replace(TINY, num_experts=0, num_experts_per_token=0), (16,), 2)
+    found = [json.loads(line) for line in (tmp_path / "truth.jsonl").read_text().splitlines()]
+    assert [one["what"] for one in found] == ["tokens", "tokens", "prompt"]
+    assert all(one["cold_is_warm"] and one["rows_on_host"] > 0 for one in found[:2])
+    assert found[0]["tokens"] == found[1]["tokens"]
+    assert min(found[2]["rows_on_host"].values()) > 0.9
+
+
 def test_parts_are_functions_and_have_limits() -> None:
-    assert set(first_run.LIMITS_S) <= set(first_run.PARTS)
-    assert sum(first_run.LIMITS_S.values()) == 525
+    assert set(first_run.RUNS["first"]) <= set(first_run.PARTS)
+    assert set(first_run.RUNS["check"]) == set(first_run.COMMANDS)
+    assert [sum(run.values()) for run in first_run.RUNS.values()] == [530, 515]
+    for command in first_run.COMMANDS.values():
+        module = command.split()[1] if command.startswith("-m") else "setup"
+        assert importlib.util.find_spec(module) is not None
+
+
+def test_a_part_that_hangs_or_fails_does_not_stop_the_next(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(
+        first_run,
+        "COMMANDS",
+        {
+            "hangs": "-c print('begun',flush=True);input(__import__('time').sleep(99))",
+            "fails": "-c 1/0",
+            "works": "-c print('{folder}')",
+        },
+    )
+    assert first_run.run_all(tmp_path, "some", {"hangs": 2, "fails": 30, "works": 30}) == 2
+    ends = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["status"] for one in ends] == ["timeout", 1, 0]
+    assert ends[0]["tail"] == "begun\n"
+    assert "ZeroDivisionError" in ends[1]["tail"]
+    with tarfile.open(tmp_path / "some.tar.gz") as tar:
+        names = {Path(name).name for name in tar.getnames()}
+    assert names >= {"truth.jsonl", "hangs.txt", "fails.txt", "works.txt"}
+
+
+def test_unknown_parts_are_refused(tmp_path) -> None:
+    command = [sys.executable, "-m", "bench.gpu.first_run", str(tmp_path), "facts", "fact"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "unknown: ['fact']" in done.stderr
+
+
+@pytest.mark.slow
+def test_part_of_quantised_layers_runs_in_every_format(tmp_path) -> None:
+    """In Triton's interpreter, where it times nothing."""
+    pytest.importorskip("triton")
+    program = f"""
+from pathlib import Path
+from bench.gpu.quantised_parts import quantised
+from bench.gpu.run_log import Log
+layers = {{"dense": (0, 1, 32, 256), "experts": (2, 1, 32, 256)}}
+quantised(Log(Path({str(tmp_path)!r})), "cpu", layers, (3,))
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, check=True)
+    found = [json.loads(line) for line in (tmp_path / "truth.jsonl").read_text().splitlines()]
+    assert len(found) == 16
+    assert max(one["error"] for one in found) < 0.01

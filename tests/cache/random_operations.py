@@ -112,7 +112,7 @@ class RandomCache:
     def tick(self) -> None:
         self.now_s += 0.1
         prompts = [[self.random.randrange(2) for _ in range(8)] for _ in range(2)]
-        self.cache.look_ahead((self.random.choice([None, *self.known()]), prompt) for prompt in prompts)
+        self.cache.look_ahead((self.random.choice([None, *self.known()]), prompt, "") for prompt in prompts)
         self.cache.tick(self.now_s, len(self.requests))
 
     def execute(self) -> None:

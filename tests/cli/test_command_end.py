@@ -54,3 +54,13 @@ def test_only_what_is_said_after_all_of_pythons_code_is_dropped():
         atexit.register(lambda: os.write(2, b"in time"))
     """)
     assert (done.returncode, done.stderr) == (0, "in time")
+
+
+def test_at_the_end_nothing_is_collected_any_more():
+    done = ended("""
+        import atexit, gc, os
+        from moe_lora.core.teardown import quick_teardown
+        atexit.register(lambda: os.write(2, b"held" if gc.get_freeze_count() else b""))
+        quick_teardown()
+    """)
+    assert (done.returncode, done.stderr) == (0, "held")

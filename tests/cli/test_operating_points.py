@@ -105,16 +105,23 @@ def test_points_measured_on_an_engine(tmp_path: Path) -> None:
     assert all(search["trials"] for search in content["searches"])
 
 
+SLO = ("--slo-ttft-s", "1", "--slo-tpot-s", "1")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["profile-steps", MODEL, "--ranks", "8,x"], "not a list of whole numbers, as 8,16,32"),
         (["profile-steps", MODEL, "--ranks", "8,1024"], "outside 1 to 512"),
         (
-            ["operating-points", "--slo-ttft-s", "1", "--slo-tpot-s", "1"],
+            ["operating-points", *SLO],
             "give either MODEL_DIR or --simulate",
         ),
         (["operating-points", MODEL, "--slo-ttft-s", "0", "--slo-tpot-s", "1"], "slo.ttft_s=0.0 must be"),
+        (
+            ["operating-points", "--simulate", __file__, "--quantize", "int8", *SLO],
+            "--simulate takes the weights' format from its FILE",
+        ),
         (["operating-points", MODEL, "--slo-ttft-s", "1"], "Missing option '--slo-tpot-s'"),
     ],
 )

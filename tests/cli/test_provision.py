@@ -19,6 +19,7 @@ from moe_lora.provision.plan import verify as replayed
 from moe_lora.workload.popularity.named import long_tail, production_ranks, shifting_ranks
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.traces.traces import FORMATS, read_trace
+from tests.families import make_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,6 +78,35 @@ def test_files_are_written_and_the_cluster_file_is_one(trace: Path, tmp_path: Pa
     text = page.read_text()
     assert text.count("data:image/png;base64,") == 2
     assert "http" not in text.replace("data:image", "")
+
+
+def test_quantised_weights_take_fewer_gpus_and_are_asked_for_in_the_cluster_file(
+    trace: Path, tmp_path: Path
+) -> None:
+    out, words = tmp_path / "plan.yaml", ("--adapters", "64", "--instance-gpus", "1")
+    refused = run(trace, *words, "--slo-tpot-s", "0.2")
+    assert refused.exit_code == 2
+    assert "exceed what 1 GPUs give an instance" in refused.output
+    assert "or give --quantize" in refused.output
+    result = run(trace, *words, "--slo-tpot-s", "0.2", "--quantize", "int4", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert "Mixtral-8x7B held as int4-64" in result.output
+    assert "weights held as int4-64: their bytes, at the rates" in result.output
+    assert read_cluster(str(out)).engine.quantize == "int4"
+    wrong = run(trace, *words, "--quantize-group-size", "32")
+    assert wrong.exit_code == 2
+    assert "quantize_group_size=32 is for int4 and fp8" in wrong.output
+
+
+def test_formats_that_no_instance_could_start_with_are_refused(trace: Path, tmp_path: Path) -> None:
+    small = make_checkpoint("llama", tmp_path / "small", hidden_size=96)
+    for quantize, refusal in (
+        ("int8-dynamic", "quantize='int8-dynamic' runs on CPU only so far, and plans are for"),
+        ("int4", "quantize='int4' can't hold qkv: its 96 inputs are no multiple of the group size 64"),
+    ):
+        result = run(trace, "--adapters", "64", "--quantize", quantize, model=str(small))
+        assert result.exit_code == 2
+        assert refusal in " ".join(result.output.split())
 
 
 def test_a_checkpoints_folder_is_named_in_the_cluster_file(trace: Path, tmp_path: Path) -> None:

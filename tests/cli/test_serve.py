@@ -19,7 +19,7 @@ def served(monkeypatch):
     """What `moe-lora serve` would start: a list that gets the engine's settings, and the others by name."""
     calls = []
 
-    def serve(cluster: ClusterConfig) -> None:
+    def serve(cluster: ClusterConfig, reload: object) -> None:
         others = {
             "host": cluster.front_end.host,
             "port": cluster.front_end.port,
@@ -241,8 +241,9 @@ def test_front_end_alone_serves_the_cluster_of_the_file(monkeypatch, cluster_fil
     calls = []
     monkeypatch.setattr("moe_lora.assemble.serve_front_end", lambda *given: calls.append(given))
     assert run("--config", cluster_file, "--role", "front-end", "--host", "0.0.0.0").exit_code == 0
-    [(cluster, name, listen_fd)] = calls
+    [(cluster, name, listen_fd, reload)] = calls
     assert (name, listen_fd) == (None, None)
+    assert reload is not None
     assert (cluster.front_end.host, cluster.front_end.port) == ("0.0.0.0", 77)
     assert cluster.engines_address() == "h:2"
     assert cluster.certificates.endswith("/certificates")
@@ -283,7 +284,7 @@ def test_options_say_where_one_of_several_front_ends_is(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr("moe_lora.assemble.serve_front_end", lambda *given: calls.append(given))
     assert run("--config", str(file), "--role", "front-end", "--name", "two", "--port", "90").exit_code == 0
-    [(cluster, name, _)] = calls
+    [(cluster, name, _, _)] = calls
     assert (name, cluster.front_end_named("two").port, cluster.front_end_named("one").port) == ("two", 90, 81)
 
 
@@ -296,7 +297,8 @@ def test_a_front_end_that_the_file_does_not_have(cluster_file):
 def test_several_front_ends_are_processes_of_this_host(monkeypatch, model_dir):
     calls = []
 
-    def serve_host(cluster, num_front_ends):
+    def serve_host(cluster, num_front_ends, reload):
+        assert reload is None  # without a file there is nothing to read again
         calls.append((cluster, num_front_ends))
         return 0
 

@@ -127,6 +127,13 @@ def test_certificates_are_read_from_the_folder(read, tmp_path):
         ),
         ("model_dir: m\nengine: {model_dir: x}", "engine.model_dir is not a setting"),
         ("model_dir: m\nlora_server: {key: x}", "lora_server.key is not a setting; allowed are layout"),
+        ("model_dir: m\nfront_end: {admin_address: 'a:80', port: 80}", "admin_address=a:80 has port=80"),
+        ("model_dir: m\nfront_end: {tls_key: k.pem}", "tls_cert and tls_key go together"),
+        ("model_dir: m\nfront_end: {api_keys: 3}", "front_end.api_keys=3 must be a text"),
+        (
+            "model_dir: m\nengine: {adapter_root: a}\nregistry: {folder: b}",
+            "is not in engine.adapter_root",
+        ),
         ("model_dir: m\nfront_end: {ports: 1}", "allowed are routing, performance_model, performance_form"),
         ("model_dir: m\nengine: {max_loras: many}", "engine.max_loras='many' must be a whole number"),
         ("model_dir: m\nengine: {max_loras: true}", "engine.max_loras=True must be a whole number"),
@@ -176,6 +183,12 @@ def test_certificates_are_read_from_the_folder(read, tmp_path):
         (SEVERAL.replace("two:", "controller:"), "the name 'controller' is the controller's"),
         (SEVERAL.replace("port: 80,", "engines_address: 'h:1',"), "in front_end only what they share"),
         (SEVERAL.replace("81", "70000"), "front_ends.two.port=70000 must be between"),
+        (SEVERAL.replace("port: 80,", "admin_address: 'h:1',"), "give each of front_ends an admin_address"),
+        (SEVERAL.replace("port: 81,", "port: 81, admin_address: '10.0.0.2:81',"), "by which all else is"),
+        (
+            SEVERAL.replace("port: 81,", "admin_address: '10.0.0.1:7600',"),
+            "two.admin_address='10.0.0.1:7600' is front_ends.one.engines_address too",
+        ),
         ("model_dir: m\nprovision: {slo: 1}", "provision.slo is not a setting; allowed are target_iar"),
         (
             "model_dir: m\nprovision: {target_iar: 95}",
@@ -233,6 +246,12 @@ def test_each_of_several_front_ends_has_its_own_places_and_shares_the_rest(read)
     for unknown in ("three", "front-end"):
         with pytest.raises(ConfigError, match=f"none named '{unknown}'; give one of one, two"):
             cluster.front_end_named(unknown)
+
+
+def test_each_of_several_front_ends_may_have_an_address_for_administrators(read):
+    cluster = read(SEVERAL.replace("port: 81,", "port: 81, admin_address: '10.0.0.2:82',"))
+    found = [cluster.front_end_named(name).admin_address for name in ("one", "two")]
+    assert found == [None, "10.0.0.2:82"]
 
 
 def test_instances_dial_the_controller_and_every_front_end(read):

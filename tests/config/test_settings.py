@@ -115,7 +115,7 @@ def test_every_setting_says_what_it_means(kind: type) -> None:
     assert all(text.endswith(".") for text in texts.values())
 
 
-@pytest.mark.parametrize("page", ["reference/cluster_file.md", "guides/lora_server.md"])
+@pytest.mark.parametrize("page", ["reference/cluster_file.md", "guides/limits.md", "guides/lora_server.md"])
 def test_tables_of_the_docs_are_those_of_the_classes(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     assert "<!-- end -->" in text

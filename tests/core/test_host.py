@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
+
+from moe_lora.core import host
 from moe_lora.core.host import OwnFolder
 
 HOLDS_ONE = """
@@ -44,3 +50,62 @@ def test_folder_can_be_removed_twice_and_only_its_user_enters(tmp_path):
     folder.remove()
     folder.remove()
     assert not folder.path.exists()
+
+
+def fail(number: int):
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return failing
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "number"),
+    [
+        (host.os, "open", errno.EMFILE),
+        (host.fcntl, "flock", errno.ENOLCK),
+        (Path, "rename", errno.ENOSPC),
+    ],
+)
+def test_folder_that_can_not_be_made_leaves_nothing_behind(tmp_path, monkeypatch, where, what, number):
+    before = host.num_open_files()
+    with monkeypatch.context() as patched:
+        patched.setattr(where, what, fail(number))
+        with pytest.raises(OSError, match=os.strerror(number)):
+            OwnFolder(tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert host.num_open_files() == before
+
+
+@pytest.mark.parametrize("number", [errno.EBADF, errno.EOPNOTSUPP])
+def test_where_folders_have_no_locks_one_is_made_and_none_is_taken_for_a_killed_processs(
+    tmp_path, monkeypatch, number
+):
+    monkeypatch.setattr(host.fcntl, "flock", fail(number))
+    with OwnFolder(tmp_path) as one, OwnFolder(tmp_path) as two:
+        assert sorted(tmp_path.iterdir()) == sorted((one, two))
+    assert not list(tmp_path.iterdir())
+
+
+def test_folder_of_a_process_killed_before_it_had_its_name_goes_later(tmp_path):
+    old, new, locked = (tmp_path / f"new-some-{name}" for name in ("old", "new", "locked"))
+    for folder in (old, new, locked):
+        folder.mkdir()
+    for folder in (old, locked):
+        os.utime(folder, (time.time() - 3600,) * 2)
+    with host.folder_locked(locked), OwnFolder(tmp_path, "some-") as own:
+        assert sorted(tmp_path.iterdir()) == sorted((own, new, locked)), "these may be in use"
+    with OwnFolder(tmp_path, "some-") as own:
+        assert sorted(tmp_path.iterdir()) == sorted((own, new))
+
+
+def test_open_files_are_counted_where_the_system_tells_them(monkeypatch):
+    before = host.num_open_files()
+    with open(os.devnull):
+        assert host.num_open_files() == before + 1
+    with monkeypatch.context() as patched:
+        patched.setattr(host.os, "listdir", fail(errno.ENOENT))
+        assert host.num_open_files() == 0
+        patched.setattr(host.os, "listdir", fail(errno.EMFILE))
+        with pytest.raises(OSError, match="Too many"):
+            host.num_open_files()

@@ -15,8 +15,11 @@ import httpx
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from moe_lora.core import processes
+
+from .chaos_host import ChaosHost
 from .chaos_model import MAX_MODEL_LEN, ChaosModel
-from .cluster_jobs import ROOT, alive, descendants, until
+from .cluster_jobs import ROOT, alive, descendants, free_port, until
 
 HEARTBEAT_TIMEOUT_S, HEARTBEAT_DEAD_S = 2.0, 8.0
 MAX_LORAS = 4
@@ -29,6 +32,7 @@ MIGRATION = {
     "migration_min_gain": 0.0,
 }
 """Every instance is always pressed, and every gain is enough, so that requests move all the time."""
+LORA_CAPACITY = 6
 _SCRAPES = 60
 
 Figures = Mapping[str, Mapping[tuple[str, str], float]]
@@ -46,27 +50,52 @@ class ChaosCluster:
         num_instances: int = 3,
         num_front_ends: int = 2,
         pool_replicas: int | None = None,
+        lora_server: str | None = None,
+        host: ChaosHost | None = None,
     ) -> None:
         self.num_instances, self.num_front_ends = num_instances, num_front_ends
-        self.log, self.temporary = folder / "log", folder / "tmp"
-        self.temporary.mkdir(parents=True)
+        self.log, self.temporary, self.state = folder / "log", folder / "tmp", folder / "state"
+        for place in (self.temporary, self.state):
+            place.mkdir(parents=True, exist_ok=True)
+        self.model, self.has_server = model, lora_server is not None
+        self.num_tables_before = 0
         beats = {"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "heartbeat_dead_s": HEARTBEAT_DEAD_S}
         front_end = {**MIGRATION, **beats}
         file = {"model_dir": str(model.model_dir), "served_model_name": "base", "front_end": front_end}
         (folder / "cluster.yaml").write_text(yaml.safe_dump(file))
         command = ["-m", "moe_lora.cli.main", "serve", "--config", str(folder / "cluster.yaml")]
-        command += ["--lora-dir", str(model.adapter_dir), "--port", "0", "--eager", "--dtype", "float32"]
+        command += ["--lora-dir", str(model.adapter_dir), "--eager", "--dtype", "float32"]
+        command += ["--port", str(free_port()), "--state-dir", str(self.state)]
         command += ["--instances", str(num_instances), "--front-ends", str(num_front_ends)]
         command += ["--placement", "loraserve", "--placement-interval-s", "0.5"]
         command += ["--threads", "1", "--max-loras", str(MAX_LORAS), "--max-model-len", str(MAX_MODEL_LEN)]
         if pool_replicas is not None:
             command += ["--pool-replicas", str(pool_replicas)]
-        environment = {**os.environ, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
-        with self.log.open("w") as file_:
-            self.process = subprocess.Popen(
-                [sys.executable, *command], stdout=file_, stderr=file_, cwd=ROOT, env=environment
-            )
+        if lora_server is not None:
+            command += ["--lora-server", lora_server, "--lora-capacity", str(LORA_CAPACITY)]
+        self._command = [sys.executable, *command]
+        if host is not None:
+            self._command = [*host.prefix, *self._command, "--registry", str(host.registry)]
+        self._start()
         self._shared = set(os.listdir("/dev/shm"))
+
+    def _start(self) -> None:
+        environment = {**os.environ, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
+        with self.log.open("a") as file:
+            self.process = processes.subprocess.Popen(  # may fork, see `tests.forked_children`
+                self._command, stdout=file, stderr=file, cwd=ROOT, env=environment
+            )
+
+    def kill_and_start_again(self, limit_s: float) -> None:
+        """SIGKILL to the process that started all others; once these have ended, start the whole again."""
+        everyone = {*descendants(self.process.pid), *self.pids().values()}
+        self.num_tables_before += self.table_version()
+        self.process.kill()
+        self.process.wait()
+        until(lambda: not any(map(alive, everyone)), lambda: "what a killed server started goes on", limit_s)
+        before = self.count("Serving base at")
+        self._start()
+        self.until(lambda: self.count("Serving base at") > before, "the server starts again", limit_s)
 
     def text(self) -> str:
         return self.log.read_text()
@@ -100,10 +129,12 @@ class ChaosCluster:
         found: dict[str, dict[tuple[str, str], float]] = {}
         for _ in range(_SCRAPES):
             try:
-                text = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=30).text
+                answer = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=30)
             except httpx.TransportError:  # of a front end that was killed
                 continue
-            families = text_string_to_metric_families(text)
+            if answer.status_code != 200:
+                continue
+            families = text_string_to_metric_families(answer.text)
             samples = [sample for family in families for sample in family.samples]
             [name] = [s.labels["front_end"] for s in samples if s.name == "moe_lora:front_end"]
             found[name] = {
@@ -124,11 +155,12 @@ class ChaosCluster:
         return (
             len(figures) == self.num_front_ends
             and all(one["controller_up", ""] for one in figures.values())
+            and all(one["lora_server_up", ""] for one in figures.values() if self.has_server)
             and all(up == [1.0] * self.num_instances for up in ups)
         )
 
     def table_version(self) -> int:
-        """The highest that a front end routes by."""
+        """The highest that a front end routes by; it begins anew where all was killed."""
         return int(max((one["placement_tables_total", ""] for one in self.figures().values()), default=0))
 
     def num_moves(self) -> int:
@@ -159,7 +191,7 @@ class ChaosCluster:
         found = [] if code == 0 else [f"the server ended with exit code {code}"]
         found += [f"process {pid} was left" for pid in pids]
         found += ["a traceback was logged"] if "Traceback" in self.text() else []
-        found += [f"{path} was left" for path in self.temporary.rglob("*")]
+        found += [f"{path} was left" for place in (self.temporary, self.state) for path in place.rglob("*")]
         return found + [f"/dev/shm/{name} was left" for name in _orphans(self._shared)]
 
 

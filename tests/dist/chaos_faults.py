@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+
+import httpx
 
 from .chaos_cluster import ChaosCluster, Figures
+from .chaos_host import MAX_FILES, ChaosHost
 from .chaos_replay import Replay
 from .cluster_jobs import alive
 
@@ -22,13 +28,15 @@ RECOVERY_S = 180.0
 @dataclass(frozen=True)
 class Strike:
     """fault: its name.  victims: the roles that it hit.  at_s: on the monotonic clock.  after: requests ended
-    by then.
+    by then.  over_s, whole_s: when it was over, and the cluster whole again; 0 if it never was.
     """
 
     fault: str
     victims: tuple[str, ...]
     at_s: float
     after: int
+    over_s: float = 0.0
+    whole_s: float = 0.0
 
 
 @dataclass
@@ -43,6 +51,7 @@ class Striker:
     replay: Replay
     faults: Sequence[str]
     rng: random.Random
+    host: ChaosHost | None = None
     strikes: list[Strike] = field(default_factory=list)
     resent: Counter[int] = field(default_factory=Counter)
     num_kills: Counter[str] = field(default_factory=Counter)
@@ -53,9 +62,11 @@ class Striker:
         try:
             for number, fault in enumerate(self.faults, 1):
                 self._wait(partial(self._have_ended, number * between), f"{number * between} requests end")
-                version = self.cluster.table_version()
+                version = 0 if fault == SERVER_KILLED else self.cluster.table_version()
                 self._strike(fault)
+                over_s = time.monotonic()
                 self._wait(self.cluster.is_whole, f"all parts are there after {fault}")
+                self.strikes[-1] = replace(self.strikes[-1], over_s=over_s, whole_s=time.monotonic())
                 self._wait(partial(self._has_table_after, version), f"another table after {fault}")
         finally:
             self.replay.stop()
@@ -67,8 +78,21 @@ class Striker:
         return self.cluster.table_version() > version
 
     def _strike(self, fault: str) -> None:
-        victims = VICTIMS[fault](self, self.count_resent())
+        victims = VICTIMS[fault](self, self.count_resent()) if fault in VICTIMS else ()
         self.strikes.append(Strike(fault, victims, time.monotonic(), self.replay.outcomes.num_ended))
+        if fault == SERVER_KILLED:
+            losses_s = self.replay.publisher.losses_s
+            losses_s.append(time.monotonic())
+            self.cluster.kill_and_start_again(RECOVERY_S)
+            losses_s.append(time.monotonic())
+            return
+        if fault in OF_HOST:
+            assert self.host is not None, f"{fault}: needs a host of its own"
+            OF_HOST[fault](self, self.host)
+            return
+        if fault in TOLD:
+            self._end(victims, signal.SIGTERM)
+            return
         if fault in SILENCES:
             self._silence(victims, SILENCES[fault])
             return
@@ -89,11 +113,14 @@ class Striker:
             os.kill(pids[name], signal.SIGCONT)
 
     def _kill(self, victims: Sequence[str]) -> None:
-        """Kill processes; return when others have their roles."""
+        self._end(victims, signal.SIGKILL)
+
+    def _end(self, victims: Sequence[str], number: int) -> None:
+        """End processes by a signal; return when others have their roles."""
         pids = self.cluster.pids()
         self.num_kills.update(victims)
         for name in victims:
-            os.kill(pids[name], signal.SIGKILL)
+            os.kill(pids[name], number)
         self._wait(lambda: not any(alive(pids[name]) for name in victims), f"{victims} end")
         self._wait(
             lambda: all(self.cluster.pids()[name] != pids[name] for name in victims),
@@ -107,6 +134,30 @@ class Striker:
             of_it = sum(v for (metric, _), v in values.items() if metric == "instance_requests_resent_total")
             self.resent[pids[name]] = max(self.resent[pids[name]], int(of_it))
         return figures
+
+    def let_pass(self, num_requests: int) -> None:
+        """Return when so many more requests have ended."""
+        ended = self.replay.outcomes.num_ended + num_requests
+        self._wait(partial(self._have_ended, ended), f"{num_requests} requests end")
+
+    def expect(self, status: int, said: str, path: str, body: dict[str, str]) -> None:
+        """Raises AssertionError for another answer."""
+        url = f"{self.cluster.url}{path}"
+        answer = httpx.post(url, json=body, timeout=RECOVERY_S, trust_env=False)
+        found = f"{path}: {answer.status_code} {answer.text}, not {status} {said}"
+        assert answer.status_code == status, found
+        assert said in answer.text, found
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Raises AssertionError if any request was refused meanwhile."""
+        before = self.replay.outcomes.counts["refused"]
+        yield
+        refused = self.replay.outcomes.counts["refused"] - before
+        assert not refused, f"{refused} requests were refused that {self.strikes[-1].fault} does not touch"
+
+    def kill_busy_instance(self) -> None:
+        self._kill(_busy_instance(self, self.count_resent()))
 
     def _wait(self, condition: Callable[[], object], what: str) -> None:
         self.cluster.until(condition, what, RECOVERY_S)
@@ -142,6 +193,10 @@ def _controller(striker: Striker, _: Figures) -> tuple[str, ...]:
     return ("controller",)
 
 
+def _server_rank(striker: Striker, _: Figures) -> tuple[str, ...]:
+    return (striker.rng.choice([name for name in striker.cluster.pids() if name.startswith("lora-server")]),)
+
+
 Choice = Callable[[Striker, Figures], tuple[str, ...]]
 
 
@@ -162,7 +217,18 @@ VICTIMS: dict[str, Choice] = {
     "instance silent": _busy_instance,
     "instance silent for long": _busy_instance,
     "controller silent": _controller,
+    "instance told to end": _busy_instance,
+    "controller told to end": _controller,
+    "front end told to end": _front_end,
+    "LoRA Server rank killed": _server_rank,
+    "LoRA Server rank told to end": _server_rank,
 }
+SERVER_KILLED = "server killed"
+"""The process that started all others; it is started again."""
+TOLD = tuple(fault for fault in VICTIMS if fault.endswith("told to end"))
+"""Faults by SIGTERM; nobody else is told."""
+BREAKING = ("front end killed", "controller and front end killed", "front end told to end", SERVER_KILLED)
+"""Faults during which connections may break."""
 AGAIN = {"instance killed twice": "engine ready", "controller killed twice": "the controller listens"}
 """Faults that kill a second time, when the new process says this: while it comes in."""
 SILENCES = {
@@ -171,3 +237,81 @@ SILENCES = {
     "controller silent": r"lost the controller",
 }
 """Faults that stop a process until the log says this once more; all others kill."""
+
+
+# What the host lacks for a while: each a clear answer for whom it touches, and nothing for the rest.
+
+_DURING = 20
+"""Requests that end while something is lacking."""
+
+
+def _disk_full(striker: Striker, host: ChaosHost) -> None:
+    place = host.copy_of(striker.cluster.model.adapter_dir / striker.cluster.model.adapters[1], striker.rng)
+    with host.full(host.state), striker.untouched():
+        striker.expect(503, "can't be kept on this host", "/v1/load_lora_adapter", fresh_load(place))
+        striker.let_pass(_DURING)
+    striker.expect(200, "", "/v1/load_lora_adapter", fresh_load(place))
+    striker.expect(200, "", "/v1/unload_lora_adapter", {"lora_name": FRESH})
+
+
+def _shm_full(striker: Striker, host: ChaosHost) -> None:
+    with host.full(Path("/dev/shm")), striker.untouched():
+        striker.let_pass(_DURING)
+
+
+def _registry_read_only(striker: Striker, host: ChaosHost) -> None:
+    place = striker.cluster.model.adapter_dir / striker.cluster.model.adapters[2]
+    body = {"lora_name": f"{FRESH}-{len(striker.strikes)}", "lora_path": str(place)}
+    with host.read_only_registry(), striker.untouched():
+        striker.expect(503, "Read-only file system", "/v1/registry/adapters", body)
+        striker.let_pass(_DURING)
+    striker.expect(200, "", "/v1/registry/adapters", body)
+
+
+def _adapter_files_cut(striker: Striker, host: ChaosHost) -> None:
+    """Those of an adapter that is served, while an instance is started again."""
+    name = striker.rng.choice(striker.cluster.model.adapters)
+    weights = striker.cluster.model.adapter_dir / name / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    try:
+        body = {"lora_name": FRESH, "lora_path": str(weights.parent)}
+        striker.expect(400, "adapter_model.safetensors", "/v1/load_lora_adapter", body)
+        striker.kill_busy_instance()
+        striker.let_pass(_DURING)
+    finally:
+        weights.write_bytes(whole)
+
+
+def _connections_at_the_limit(striker: Striker, _host: ChaosHost) -> None:
+    """Open until the server refuses some; others are told so, or answered."""
+    place = httpx.URL(striker.cluster.url)
+    held = []
+    try:
+        for _ in range(4 * MAX_FILES):
+            held.append(one := socket.create_connection((place.host, place.port or 80), timeout=30))
+            one.setblocking(False)
+            time.sleep(0.002)
+            with suppress(BlockingIOError):
+                assert one.recv(100).startswith(b"HTTP/1.1 503"), "what is beyond the limit is told so"
+                break
+        else:
+            raise AssertionError("no connection was refused")
+        striker.let_pass(_DURING)
+    finally:
+        for one in held:
+            one.close()
+
+
+OF_HOST: dict[str, Callable[[Striker, ChaosHost], None]] = {
+    "disk full": _disk_full,
+    "/dev/shm full": _shm_full,
+    "registry read-only": _registry_read_only,
+    "adapter files cut, instance killed": _adapter_files_cut,
+    "connections at the limit": _connections_at_the_limit,
+}
+FRESH = "fresh"
+
+
+def fresh_load(place: Path) -> dict[str, str]:
+    return {"lora_name": FRESH, "lora_path": str(place)}

@@ -39,6 +39,10 @@ class Question:
         """Answers that are right for a request of this time."""
         return [self.answer]
 
+    def may_be_absent(self, began_s: float, ended_s: float) -> bool:
+        """Whether nobody may have known its adapter at this time."""
+        return False
+
 
 def make_chaos_model(folder: Path) -> ChaosModel:
     """A Mixtral of two layers, and adapters of different ranks on attention and experts."""

@@ -37,12 +37,15 @@ class ChangingQuestion:
     def right(self, began_s: float, ended_s: float) -> list[tuple[int, ...]]:
         return [self.answers[one] for one in self.publisher.served(began_s, ended_s)]
 
+    def may_be_absent(self, began_s: float, ended_s: float) -> bool:
+        return self.publisher.may_be_absent(began_s, ended_s)
+
 
 class Publisher:
     """Publishes two adapters in turn under NAME.
 
     num_done, num_refused: publications that were confirmed, and answered with 503.  complaints: what else
-    became of them.
+    became of them.  losses_s: when all was killed that knew of them, on the monotonic clock.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Publisher:
         self.num_done = self.num_refused = 0
         self.complaints: list[str] = []
         self._url, self._model, self._pair = url, model, pair
+        self.losses_s: list[float] = []
         self._stopping = False
         self._versions: list[_Version] = []
         by_prompt = [{one.prompt: one.answer for one in questions[adapter]} for adapter in pair]
@@ -74,6 +78,14 @@ class Publisher:
             if version.done_s is not None and version.done_s <= began_s:
                 break
         return found
+
+    def may_be_absent(self, began_s: float, ended_s: float) -> bool:
+        """Whether a request of this time may have come when all was killed, and nothing published again."""
+        done = [version.done_s for version in self._versions if version.done_s is not None]
+        return any(
+            lost_s <= ended_s and not any(lost_s < done_s <= began_s for done_s in done)
+            for lost_s in self.losses_s
+        )
 
     def stop(self) -> None:
         self._stopping = True

@@ -42,13 +42,13 @@ class Outcomes:
     def num_ended(self) -> int:
         return sum(self.counts.values()) + len(self.complaints)
 
-    def check_cuts(self, kills_s: list[float]) -> None:
+    def check_cuts(self, times_s: list[tuple[float, float]]) -> None:
         """Complain of connections that broke when no front end was killed.
 
-        kills_s: when one was, on the monotonic clock.
+        times_s: from when to when they may, on the monotonic clock.
         """
         for began_s, ended_s in self.cuts:
-            if not any(began_s - 1.0 <= kill_s <= ended_s for kill_s in kills_s):
+            if not any(began_s - 1.0 <= until_s and from_s <= ended_s for from_s, until_s in times_s):
                 self.complaints.append("a connection broke while no front end was killed")
 
 
@@ -65,7 +65,7 @@ class Replay:
         least: int,
         seed: int,
     ) -> None:
-        self._publisher = publisher
+        self.publisher = publisher
         self.outcomes = Outcomes()
         self._url, self._questions, self.least = url, questions, least
         self._rng = random.Random(seed)
@@ -89,11 +89,11 @@ class Replay:
         while not self._stopping or self.num_asked < self.least:
             number, self.num_asked = self.num_asked, self.num_asked + 1
             kind = await self._ask(http, number, self._question(number))
-            await asyncio.sleep(_PAUSE_REFUSED_S if kind == "refused" else _PAUSE_S)
+            await asyncio.sleep(_PAUSE_S if kind == "answered" else _PAUSE_REFUSED_S)
 
     def _question(self, number: int) -> Question | ChangingQuestion:
         if self._rng.random() < CHANGING_SHARE:
-            return self._publisher.question(self._rng)
+            return self.publisher.question(self._rng)
         return next_question(self._questions, number, self._rng, SHIFT)
 
     async def _ask(self, http: httpx.AsyncClient, number: int, question: Question | ChangingQuestion) -> str:
@@ -122,6 +122,8 @@ class Replay:
             return self._complain(number, question, f"{tokens} is not {right}")
         if error is None:
             return self._count("answered")
+        if error.get("code") == 404 and question.may_be_absent(began_s, time.monotonic()):
+            return self._count("refused")
         if (error.get("code"), error.get("type")) != (503, "ServiceUnavailableError") or not error.get(
             "message"
         ):

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from moe_lora.core import processes
 from moe_lora.core.request import SamplingParams
 from moe_lora.dist.net.keys import make_keys
 
@@ -47,7 +48,7 @@ class Job:
         self.log = host.folder / f"{name}.log"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with self.log.open("a") as file:
-            self.process = subprocess.Popen(
+            self.process = processes.subprocess.Popen(  # may fork, see `tests.forked_children`
                 [*host.prefix, sys.executable, *words],
                 stdout=file,
                 stderr=file,

@@ -6,7 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from .chaos import FAULTS, FEW_FAULTS, HOLDER_FAULTS, ChaosPlan, ChaosReport, run_chaos
+from moe_lora.report.results import read_results
+
+from .chaos import (
+    FAULTS,
+    FEW_FAULTS,
+    HOLDER_FAULTS,
+    HOST_FAULTS,
+    SERVER_FAULTS,
+    TOLD_FAULTS,
+    ChaosPlan,
+    ChaosReport,
+    run_chaos,
+)
+from .chaos_host import has_namespaces, in_own_namespace
 from .chaos_model import ChaosModel, Question, ask_undisturbed, make_chaos_model
 
 Asked = tuple[ChaosModel, dict[str | None, list[Question]]]
@@ -27,6 +40,7 @@ def check(asked: Asked, folder: Path, plan: ChaosPlan) -> ChaosReport:
     assert report.num_tables >= len(plan.faults)
     assert report.num_moves >= 1
     assert report.num_migrations >= 1
+    assert min(report.ordered["tokens"], report.ordered["kv"]) >= 1
     return report
 
 
@@ -47,3 +61,27 @@ def test_every_part_is_killed_or_stopped(pool_replicas, faults, asked, tmp_path)
     assert report.num_resent >= 1
     assert report.num_published >= 1
     assert (report.fetches["peer"] >= 1) == (pool_replicas is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "faults"), [("none", TOLD_FAULTS), ("EP2-PP1", SERVER_FAULTS)])
+def test_parts_are_told_to_end_and_all_are_killed(part, faults, asked, tmp_path):
+    lora_server = None if part == "none" else part
+    plan = ChaosPlan(num_requests=200, faults=faults, seed=2, lora_server=lora_server)
+    report = run_chaos(*asked, tmp_path, plan)
+    assert not report.complaints, "\n".join([*report.complaints, report.log_end])
+    assert [one.fault for one in report.strikes] == list(faults)
+    assert report.counts["answered"] >= 100
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_namespaces(), reason="needs mount namespaces (unshare --user --mount)")
+def test_what_a_host_lacks_for_a_while_touches_only_those_who_need_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOE_LORA_BENCH_ALLOW_DIRTY", "1")
+    out = tmp_path / "chaos.jsonl"
+    words = ["--out", str(out), "--rounds", "1", "--requests", "100", "--parts", "none"]
+    words += ["--in-namespace", "--faults", *HOST_FAULTS]
+    assert in_own_namespace("bench.cluster.check_chaos", words) == 0
+    [record] = read_results(out)
+    assert [one["fault"] for one in record["result"]["strikes"]] == list(HOST_FAULTS)
+    assert record["result"]["answered"] >= 100

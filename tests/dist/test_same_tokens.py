@@ -6,9 +6,16 @@ The whole product is checked by `bench/lora_server/check_lora_server.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
+import torch
+
+from moe_lora.core.progress import silent
+from moe_lora.models.quantised_checkpoint import quantise_checkpoint
+from moe_lora.models.quantised_weight import quantisation_of
 
 from .combinations import FACTORS, is_possible, title
 from .covering import Row, all_rows, covering_rows, pairs_of
@@ -52,12 +59,18 @@ def test_small_arena_beside_a_server_changes_no_token(sites: str, expected: Expe
     assert not outcome.complaints(tokens)
 
 
-def test_quantised_base_beside_a_server_changes_no_token(expected: Expected) -> None:
+def test_quantised_base_beside_a_server_changes_no_token(expected: Expected, tmp_path: Path) -> None:
+    """Quantised at load; and as it is stored, its experts on two ranks."""
     model, plain = expected("mixtral", "float32")
-    tokens = local_tokens(model, "float32", quantize="int8")
     row = {name: values[0] for name, values in FACTORS.items()} | {"family": "mixtral"}
+    tokens = local_tokens(model, "float32", quantize="int8")
     assert not served_tokens(model, row, quantize="int8").complaints(tokens)
     assert tokens != plain, "the base is another one"
+    int8 = quantisation_of("int8", None, False)
+    assert int8 is not None
+    quantise_checkpoint(model.model_dir, tmp_path / "int8", int8, torch.float32, silent)
+    stored = replace(model, model_dir=tmp_path / "int8")
+    assert not served_tokens(stored, row | {"expert_parallel": "2"}).complaints(tokens)
 
 
 @pytest.mark.slow

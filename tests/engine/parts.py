@@ -35,7 +35,7 @@ BLOCK_SIZE = 4
 def packed(name: str, num_pages: int = 1, value: float = 1.0) -> PackedAdapter:
     """An adapter of one layer that takes `num_pages` pages, filled with `value`."""
     data = torch.full((num_pages * PAGE_BYTES // 4,), value)
-    table = torch.tensor([[0, 4, 1]])
+    table = torch.tensor([[0, 0, 1]])
     layer = PackedLayer(data=data, table=table, scale=torch.ones(1))
     return PackedAdapter(
         name=name,
@@ -196,9 +196,15 @@ class Parts:
         self.manager.begin_round()
         return self.manager.acquire(adapter) is Readiness.READY
 
-    def add(self, name: str, prompt: range, adapter: AdapterVersion | None = None) -> Sequence:
+    def add(
+        self, name: str, prompt: range, adapter: AdapterVersion | None = None, tenant: str = ""
+    ) -> Sequence:
         request = GenerateRequest(
-            request_id=name, prompt_token_ids=tuple(prompt), sampling=SamplingParams(temperature=0.0)
+            request_id=name,
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(temperature=0.0),
+            tenant=tenant,
+            cache_salt=tenant,
         )
         sequence = Sequence(request, adapter, self.clock.now_s(), 1000, None)
         self.scheduler.add(sequence)
@@ -216,14 +222,14 @@ class Parts:
         assert place.view(torch.float32).equal(data), "another adapter's bytes, or none"
 
     def _compute(self, sequence: Sequence, num_tokens: int) -> None:
-        """Stand-in for KV: 16 bytes a token that tell its namespace and all tokens before it.  What the
-        sequence builds on must be there.
+        """Stand-in for KV: 16 bytes a token that tell its namespace, its tenant, and all tokens before it.
+        What the sequence builds on must be there.
         """
         cells = self.arena.view(torch.int64).view(-1, BLOCK_SIZE, PAGE_BYTES // BLOCK_SIZE // 8)
         uid = -1 if sequence.adapter_uid is None else sequence.adapter_uid
         for position in range(sequence.num_computed + num_tokens):
             cell = cells[sequence.table.pages[position // BLOCK_SIZE], position % BLOCK_SIZE]
-            kv = torch.tensor([uid, hash(tuple(sequence.tokens[: position + 1]))])
+            kv = torch.tensor([uid, hash((sequence.cache_salt, *sequence.tokens[: position + 1]))])
             if position < sequence.num_computed:
                 assert cell.equal(kv), f"KV of position {position} is not that of {sequence.tokens}"
             else:

@@ -37,6 +37,21 @@ def test_one_arena_of_the_given_size_without_a_split():
     assert (size.request_pages, size.adapter_pages) == (10, 9)
 
 
+def test_original_weights_are_taken_off_what_is_free():
+    config = EngineConfig(model_dir="", max_model_len=160)
+    with_merging, without = (
+        arena_size(
+            EngineConfig(model_dir="", max_model_len=160), SHAPE, LAYOUT, (9,), CPU, 10**6, SITES, kept
+        )
+        for kept in (600_000, 0)
+    )
+    assert with_merging.num_pages < without.num_pages
+    config = EngineConfig(model_dir="", batching="auto")
+    assert [sizing.kept_originals(config, *of, 100) for of in ((50, 200), (None, 200))] == [50, 200]
+    with pytest.raises(ConfigError, match="batching='auto' keeps the original weights"):
+        sizing.kept_originals(config, 101, 50, 100)
+
+
 def test_kv_cache_gb_bounds_kv_within_the_arena():
     size = size_of(arena_mb=1.0, kv_cache_gb=0.0005)
     assert size.max_kv_pages == 500_000 // LAYOUT.page_bytes

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import torch
 
 from moe_lora.config import EngineConfig
+from moe_lora.core import host
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine import arena_size as sizing
+from moe_lora.engine import build
 from moe_lora.engine.build import build_engine
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
@@ -27,5 +30,20 @@ def test_end_token_outside_the_vocabulary_is_left_out(tmp_path):
 def test_memory_that_files_occupy_counts_as_free(tmp_path, monkeypatch):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 5000 kB\n")
-    monkeypatch.setattr(sizing, "MEMINFO", meminfo)
+    monkeypatch.setattr(host, "MEMINFO", meminfo)
     assert sizing.free_bytes(torch.device("cpu")) == 5000 * 1024
+
+
+def test_what_builds_an_engine_leaves_no_thread_that_openmp_would_keep_workers_for(monkeypatch):
+    builders = []
+    whole = build._build
+
+    def watched(*args):
+        builders.append(threading.current_thread())
+        return whole(*args)
+
+    monkeypatch.setattr(build, "_build", watched)
+    build_engine(EngineConfig(model_dir=str(MODEL), eager=True, num_threads=1)).close()
+    [builder] = builders
+    assert builder is not threading.main_thread()
+    assert not builder.is_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,8 @@ from moe_lora.engine.client.messages import Event, Generate, Inbox, Outputs, Sto
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.loop import EngineLoop
 
-CONFIG = EngineConfig(
-    model_dir=str(Path(__file__).parents[2] / "demo" / "model"), eager=True, max_num_seqs=2, num_threads=1
-)
+DEMO = Path(__file__).parents[2] / "demo"
+CONFIG = EngineConfig(model_dir=str(DEMO / "model"), eager=True, max_num_seqs=2, num_threads=1)
 
 
 def ask(request_id: str, max_tokens: int) -> Generate:
@@ -75,3 +75,25 @@ def test_wait_for_the_step_under_way_is_queueing(clock):
     assert timings["first"].queue_s == 0.0
     # Each step counts from its own beginning.
     assert set(core.stuck_s) == {2.0}
+
+
+def test_beats_tell_while_an_adapter_finds_no_place(clock):
+    """One slot: the second adapter waits until the first one's request has ended."""
+    inbox = Inbox(clock)
+    adapters = tuple((path.name, str(path)) for path in sorted((DEMO / "adapters").iterdir()))[:2]
+    core = build_engine(replace(CONFIG, adapters=adapters, max_loras=1))
+    told: dict[str, set[bool]] = {}
+
+    def emit(event: Event) -> None:
+        assert isinstance(event, Outputs), event
+        for output in event.outputs:
+            told.setdefault(output.request_id, set()).add(loop.pulse.held_back)
+            if (output.request_id, output.finish_reason) == ("second", "length"):
+                inbox.put(Stop())
+
+    loop = EngineLoop(core, emit, inbox)
+    for request_id, (name, _) in zip(("first", "second"), adapters, strict=True):
+        inbox.put(Generate(replace(ask(request_id, max_tokens=6).request, adapter=name)))
+    loop.run()
+    assert True in told["first"]
+    assert told["second"] == {False}, "nobody waits any more"

@@ -30,7 +30,9 @@ def parts_for(rng: random.Random) -> Parts:
     )
 
 
-def change_something(rng: random.Random, parts: Parts, live: list[Sequence], number: int) -> None:
+def change_something(
+    rng: random.Random, parts: Parts, live: list[Sequence], number: int, tenants: int
+) -> None:
     """A request comes or leaves, an adapter is published or removed."""
     known = parts.manager.known()
     if rng.random() < 0.15 or not known:
@@ -43,17 +45,19 @@ def change_something(rng: random.Random, parts: Parts, live: list[Sequence], num
     else:
         first = rng.choice([0, 100])
         prompt = range(first, first + rng.randint(1, 18))
-        live.append(parts.add(str(number), prompt, rng.choice([None, *known])))
+        tenant = "" if tenants == 1 else f"tenant {rng.randrange(tenants)}"
+        live.append(parts.add(str(number), prompt, rng.choice([None, *known]), tenant))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_traffic_gets_done_and_leaves_nothing_taken(seed):
-    rng = random.Random(seed)
+    """Every second time of three tenants, who share no KV and give way to each other."""
+    rng, tenants = random.Random(seed), 1 + 2 * (seed % 2)
     parts, live = parts_for(rng), []
     num_free, num_empty = parts.num_free, 0
     for number in range(3000):
         if number < 120:
-            change_something(rng, parts, live, number)
+            change_something(rng, parts, live, number, tenants)
         elif not live:
             break
         parts.clock.advance(0.1)
@@ -77,3 +81,4 @@ def test_random_traffic_gets_done_and_leaves_nothing_taken(seed):
     for_kv = parts.cache._room.max_kv_pages
     assert parts.cache.grow(BlockTable(None), for_kv * BLOCK_SIZE, parts.clock.now_s())
     assert parts.num_free == num_free - for_kv
+    assert not parts.scheduler.fairness._waiting

@@ -45,6 +45,9 @@ class Answering:
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None: ...
 
+    def rows_here(self, layer: int, site: int) -> None:
+        pass
+
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo:
         return self.add_to
 

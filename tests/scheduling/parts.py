@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from moe_lora.cache.orders import Order
 from moe_lora.cache.unified import UnifiedCache
@@ -83,11 +84,16 @@ class Parts:
         self._next_tick_s = 0.0
 
     def add(
-        self, name: str, prompt: range, adapter: str | None = None, num_answer: int = 100
+        self, name: str, prompt: range, adapter: str | None = None, num_answer: int = 100, **competing: Any
     ) -> CachedRequest:
-        """Queue a request; without an adapter it is one of the base model."""
+        """Queue a request; without an adapter it is one of the base model.  competing: tenant and such."""
         planned = TurnRequest(
-            next(self._indices), self.clock.now_s(), adapter, tuple(prompt), (TOKEN,) * num_answer
+            next(self._indices),
+            self.clock.now_s(),
+            adapter,
+            tuple(prompt),
+            (TOKEN,) * num_answer,
+            **competing,
         )
         request = CachedRequest(planned)
         self._names[request] = name

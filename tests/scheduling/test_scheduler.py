@@ -1,9 +1,14 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from .parts import Parts
+from moe_lora.cache.orders import Readiness
+from moe_lora.cache.pages import BlockTable
+from moe_lora.policies.host_start import ColdAdapter, HostLoads, HostStart, HostTimes, PartTime
+
+from .parts import BLOCK_SIZE, Parts
 
 
 def test_prompts_are_prefilled_then_decoded_token_by_token():
@@ -183,7 +188,7 @@ def test_cache_is_told_of_the_queue_only_when_it_changes():
     parts.add("two", range(4))
     for _ in range(3):
         parts.step()
-    assert told == [[(None, [0, 1, 2, 3])]]
+    assert told == [[(None, [0, 1, 2, 3], "")]]
     parts.scheduler.finish(parts.scheduler.running[0])
     parts.step()
     assert told[1:] == [[]]
@@ -222,6 +227,90 @@ def test_request_that_began_without_its_adapter_ends_when_it_does_not_come():
     assert parts.names() == ([], [], [])
 
 
+def host_start() -> HostStart:
+    """A worker is as quick as the device; half a byte a second is loaded."""
+    layer = PartTime(fixed_s=1.0)
+    times = HostTimes(
+        worker={"q": layer},
+        device=layer,
+        num_layers=2,
+        load_fixed_s=0.0,
+        load_bytes_per_s=0.5,
+        bytes_per_rank=1.0,
+        max_tokens=8,
+        max_rank=8,
+    )
+    return HostStart(times=times, num_workers=1, tokens_per_worker=8)
+
+
+def test_load_whose_request_left_is_over_when_it_ends():
+    """The adapter comes, leaves, and is on its way again, ahead of need: the request after that begins on
+    the host, as if the first one had never been."""
+    loads = HostLoads(host_start(), 16)
+    parts = Parts({"a": 2, "b": 3}, num_pages=4, prompt=False, host_tokens=8, host_loads=loads)
+    left = parts.add("left", range(3), "a")
+    assert parts.step() == {"left": 3}
+    parts.scheduler.finish(left)
+    parts.work()
+    for now_s, name in ((1.0, "b"), (10.0, "a")):
+        parts.clock.advance(now_s - parts.clock.now_s())
+        parts.step()
+        parts.cache.hold(name, now_s)
+        parts.cache.let_go(name, now_s)
+        parts.step()
+        if name == "b":
+            parts.work()
+    assert parts.cache.readiness("a") is Readiness.LOADING
+    parts.add("later", range(10, 13), "a")
+    assert parts.step() == {"later": 3}
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 2), st.integers(1, 24)),
+        st.tuples(st.sampled_from(["step", "work", "fail", "leave"]), st.integers(0, 3), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ACTIONS)
+def test_cold_requests_that_leave_or_fail_at_any_moment_leave_nothing(actions):
+    """Requests leave before, while and after their prompts are on the host; loads fail or come."""
+    loads = HostLoads(host_start(), 16)
+    sizes = {"a": 1, "b": 2}
+    parts = Parts(sizes, num_pages=16, prompt=False, host_tokens=4, host_loads=loads)
+    scheduler, held, cold_steps = parts.scheduler, [], 0
+    for action, number, length in actions:
+        if action == "add":
+            adapter = [None, "a", "b"][number]
+            held.append(parts.add(f"{len(held)}", range(100 * len(held), 100 * len(held) + length), adapter))
+        elif action == "step":
+            parts.clock.advance(0.5)
+            parts.step()
+            cold_steps += any(one.cold_tokens for one in scheduler.running)
+        elif action == "work":
+            parts.work(number)
+        elif action == "fail" and parts.orders:
+            parts.cache.failed(parts.orders.popleft().copy_id)
+        elif action == "leave" and held:
+            scheduler.finish(held.pop(number % len(held)))
+    for one in held:
+        scheduler.finish(one)
+    parts.work()
+    parts.step()
+    assert parts.names() == ([], [], [])
+    table = BlockTable(None)
+    assert parts.cache.grow(table, 16 * BLOCK_SIZE, parts.clock.now_s()), "no page is held"
+    parts.cache.release(table, parts.clock.now_s())
+    for name in sizes:
+        loads.begin(name, ColdAdapter(lora_rank=1, num_bytes=1.0), 4, 1000.0, under_way=True)
+        assert loads.pays(name, 4, 0, 1000.5), "as the first load of all"
+        loads.end(name, 1001.0)
+    event("on the host" if cold_steps else "never on the host")
+
+
 def test_cold_request_that_is_put_back_starts_over():
     parts = Parts({"a": 1}, num_pages=6, kv_pages=4, max_num_batched_tokens=32, prompt=False, host_tokens=32)
     old = parts.add("old", range(8))
@@ -246,6 +335,77 @@ def test_long_cold_prompt_leaves_shorter_ones_behind_it_their_share():
     assert parts.step() == {"base": 1, "long": 2, "short": 2}
     assert parts.step() == {"base": 1, "long": 2, "short": 2}
     assert parts.step() == {"base": 1, "long": 4}, "its prompt is done"
+
+
+@pytest.mark.parametrize("adapter", [None, "b"])
+def test_warm_request_begins_in_the_next_step_behind_a_long_cold_prompt(adapter):
+    parts = Parts({"a": 1, "b": 1}, num_pages=60, prompt=False, host_tokens=4)
+    if adapter is not None:
+        first = parts.add("first", range(3), adapter)
+        parts.step()
+        parts.work()
+        parts.step()
+        parts.scheduler.finish(first)
+    parts.add("cold", range(100, 160), "a")
+    assert parts.step() == {"cold": 16}, "alone it has whole steps"
+    parts.add("warm", range(30), adapter)
+    assert parts.step() == {"cold": 4, "warm": 12}
+    assert parts.step() == {"cold": 4, "warm": 12}
+
+
+def test_request_whose_adapter_just_came_is_one_of_the_others():
+    parts = Parts({"a": 1, "b": 1}, num_pages=60, prompt=False, host_tokens=4, max_num_batched_tokens=8)
+    parts.add("came", range(50, 60), "b")
+    parts.add("cold", range(100, 160), "a")
+    assert parts.step() == {"came": 8}
+    assert parts.step() == {"came": 2, "cold": 6}
+    assert parts.step() == {"cold": 8}, "the first one's prompt is done, and its adapter on its way"
+    parts.work(1)
+    assert parts.step() == {"came": 1, "cold": 4}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.sampled_from([None, "cold0", "cold1", "cold2"]), st.integers(1, 20), st.integers(0, 2)),
+        min_size=1,
+        max_size=5,
+    ),
+    host_tokens=st.integers(3, 12),
+    num_warm=st.integers(1, 20),
+)
+def test_cold_prompts_end_under_an_endless_stream_of_warm_ones(requests, host_tokens, num_warm):
+    """Loads never end.  A step that computes anything warm has no more cold rows than the cap, and after
+    those before it every cold prompt gets tokens in each step."""
+    parts = Parts(
+        {f"cold{number}": 1 for number in range(3)},
+        num_pages=400,
+        max_num_seqs=64,
+        max_num_batched_tokens=32,
+        prompt=False,
+        host_tokens=host_tokens,
+    )
+    adapters, left = {}, {}
+
+    def step() -> None:
+        parts.add(f"stream{parts.clock.now_s()}", range(1000, 1000 + num_warm), num_answer=1)
+        parts.clock.advance(1.0)
+        computed = parts.step()
+        cold = {name: num for name, num in computed.items() if adapters.get(name) is not None}
+        assert len(cold) == len(computed) or sum(cold.values()) <= host_tokens
+        for name in cold:
+            left[name] -= cold[name]
+
+    for number, (adapter, length, gap) in enumerate(requests):
+        for _ in range(gap):
+            step()
+        adapters[f"one{number}"] = adapter
+        if adapter is not None:
+            left[f"one{number}"] = length
+        parts.add(f"one{number}", range(100 * number, 100 * number + length), adapter, num_answer=1)
+    for _ in range(sum(length for _, length, _ in requests) + 8):
+        step()
+    assert not any(left.values()), "every cold prompt is computed"
 
 
 @settings(max_examples=50, deadline=None)

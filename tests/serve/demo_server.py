@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from moe_lora.core import processes
+
 DEMO = Path(__file__).parents[2] / "demo"
 START_TIMEOUT_S = 120.0
 
@@ -18,7 +20,7 @@ START_TIMEOUT_S = 120.0
 class DemoServer:
     """A running server.  `log` holds what it wrote to stderr."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process = process
         self.log = log
         self.url = self._wait_for_url()
@@ -26,7 +28,7 @@ class DemoServer:
     def _wait_for_url(self) -> str:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            found = re.search(r"Serving \S+ at (http://\S+)", self.log.read_text())
+            found = re.search(r"Serving \S+ at (https?://\S+)", self.log.read_text())
             if found:
                 return found.group(1)
             assert self.process.poll() is None, self.log.read_text()
@@ -64,12 +66,13 @@ class DemoServer:
 
 
 @contextlib.contextmanager
-def demo_server(log: Path, *options: str) -> Iterator[DemoServer]:
-    """Serve demo/model; options go to `moe-lora serve`."""
+def demo_server(log: Path, *options: str, anew: bool = False) -> Iterator[DemoServer]:
+    """Serve demo/model; options go to `moe-lora serve`.  anew: start its processes as outside of tests."""
     command = [sys.executable, "-m", "moe_lora.cli.main", "serve", str(DEMO / "model"), "--port", "0"]
     command += ["--served-model-name", "demo", "--threads", "1", *options]
     with log.open("w") as file:
-        process = subprocess.Popen(command, stderr=file, text=True)
+        start = subprocess.Popen if anew else processes.subprocess.Popen  # forks, see `tests.forked_children`
+        process = start(command, stderr=file)
     try:
         yield DemoServer(process, log)
     finally:

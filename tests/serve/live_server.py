@@ -15,6 +15,8 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from moe_lora.config import LimitsConfig
+from moe_lora.serve.limits import Limits
 from moe_lora.serve.server import HttpServer
 
 
@@ -63,11 +65,11 @@ class Switch:
 class ServerThread:
     """Context manager; `url` is set inside."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits | None = None) -> None:
         config = uvicorn.Config(
             app, host="127.0.0.1", port=0, log_level="warning", lifespan="off", timeout_graceful_shutdown=1
         )
-        self._server = HttpServer(config)
+        self._server = HttpServer(config, limits or Limits(LimitsConfig()))
         self._ready = threading.Event()
         self._server.on_ready = lambda _: self._ready.set()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve()), daemon=True)

@@ -188,6 +188,7 @@ class ScriptedEngine:
             prompt_tokens=sum(len(request.prompt_token_ids) for request in self.requests),
             generation_tokens=self.num_tokens,
             adapter_loads=3,
+            adapters_preloaded=2,
             adapter_load_bytes=4096,
             adapter_hits=5,
             kv_host_hit_tokens=6,

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
+
+from moe_lora.serve.server import create_app
+
+from .conftest import as_served, frontend_of
+from .live_server import ServerThread
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -99,6 +105,20 @@ def test_an_invalid_adapter_is_400_with_the_reason(server, tmp_path):
     message = error_of(server.post(LOAD, {"lora_name": "new", "lora_path": str(folder)}), 400)
     assert "key 'x'" in message
     assert names(server) == ["base", "shout"]
+
+
+def test_outside_of_the_root_no_path_tells_what_lies_there(engine, tokenizer, adapter_dir, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(adapter_dir, root / "own")
+    (root / "link").symlink_to(adapter_dir)
+    frontend = frontend_of(engine, tokenizer)
+    settings = replace(frontend.cluster.engine, adapter_root=str(root))
+    frontend.cluster = replace(frontend.cluster, engine=settings)
+    with ServerThread(create_app(frontend)) as thread, as_served(thread.url, engine) as server:
+        for path in (adapter_dir, f"{root}/link", f"{root}/../adapter", f"{root}/../nothing", "/etc", "\0"):
+            message = error_of(server.post(LOAD, {"lora_name": "new", "lora_path": path}), 404)
+            assert message == f"no LoRA adapter found: {path!r} is not in the server's adapter_root"
+        assert server.post(LOAD, {"lora_name": "new", "lora_path": f"{root}/own"}).status_code == 200
 
 
 def test_unloading_what_is_not_there_is_404(server):

@@ -49,7 +49,7 @@ def test_openai_client_sees_not_found(any_server):
 
 @pytest.mark.parametrize(
     "content",
-    [b"{", b"", b"[]", b"null", b'"text"', b'{"prompt": "a"', b"\xff\xfe", b"[" * 100_000, b"9" * 5000],
+    [b"{", b"", b"[]", b"null", b'"text"', b'{"prompt": "a"', b"\xff\xfe", b"[" * 60_000, b"9" * 5000],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/load_lora_adapter"])
 def test_malformed_json_is_400(any_server, path, content):

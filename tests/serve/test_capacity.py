@@ -18,6 +18,7 @@ from moe_lora.cli.main import main
 from moe_lora.config import ProvisionConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
+from moe_lora.dist.cluster.controller import capacity_controller
 from moe_lora.dist.cluster.controller.capacity_controller import CapacityController
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 from moe_lora.provision.online import DemandWindow
@@ -37,6 +38,9 @@ STATE = ServerState(
     num_evictions=5,
     resident_bytes=200,
     loaded_bytes=700,
+    num_instances=2,
+    incarnation=1,
+    ranks=(1, 1),
 )
 
 
@@ -45,18 +49,32 @@ class PaperServer:
 
     def __init__(self) -> None:
         self.current = STATE
-        self.gone = False
+        self.next: ServerState | None = None
+        self.gone = self.stays_away = False
+        self.restarted: list[int] = []
 
     def state(self) -> ServerState:
         if self.gone:
             raise LoraServerError("no LoRA Server answers at lora_server.address=x")
-        return self.current
+        seen, self.current, self.next = self.current, self.next or self.current, None
+        return seen
 
     def resize(self, capacity: int) -> ServerState:
         if capacity > self.current.max_capacity:
             raise CapacityError(f"capacity={capacity} is more than fits; choose at most 20")
         self.current = replace(self.state(), capacity=capacity)
         return self.current
+
+    def restart(self, server_rank: int) -> None:
+        """The rank is back at the next look but one; all of them with rank 0, the leader."""
+        self.restarted.append(server_rank)
+        ranks, incarnation = list(self.current.ranks), self.current.incarnation
+        ranks[server_rank] += 1
+        if server_rank == 0:
+            ranks, incarnation = [1, 1], incarnation + 1
+        if not self.stays_away:
+            self.next = replace(self.current, ranks=tuple(ranks), incarnation=incarnation)
+        self.current = replace(self.current, ranks=(self.current.ranks[0], 0))
 
 
 @pytest.fixture
@@ -305,3 +323,30 @@ def test_evaluations_go_on_after_one_that_failed(engine, paper, clock, monkeypat
 def test_settings_that_can_not_be_are_named(settings, named):
     with pytest.raises(ConfigError, match=named):
         ProvisionConfig(**settings)
+
+
+def test_ranks_are_started_again_in_turn_the_leader_last(watched, paper, monkeypatch):
+    monkeypatch.setattr(capacity_controller, "LOOK_S", 0.01)
+    done = CliRunner().invoke(main, ["restart", "--lora-server", "--url", watched.url])
+    assert (done.exit_code, done.output) == (0, "the LoRA Server's 2 ranks were started again\n")
+    assert paper.restarted == [1, 0]
+    assert watched.get("/v1/lora_server").json()["incarnation"] == 2
+
+
+def test_a_rank_that_does_not_come_back_is_a_503_that_says_so(watched, paper, monkeypatch):
+    monkeypatch.setattr(capacity_controller, "LOOK_S", 0.01)
+    paper.stays_away = True
+    answer = watched.post("/v1/lora_server/restart?limit_s=0.1", {})
+    assert answer.status_code == 503
+    assert "rank 1 of the LoRA Server was ended and is not back" in answer.json()["error"]["message"]
+    assert paper.restarted == [1]
+
+
+def test_two_restarts_at_once_come_one_after_the_other(controller, paper, monkeypatch):
+    monkeypatch.setattr(capacity_controller, "LOOK_S", 0.01)
+
+    async def run() -> None:
+        await asyncio.gather(*(controller.restart_server(20.0) for _ in range(2)))
+
+    asyncio.run(run())
+    assert paper.restarted == [1, 0, 1, 0]

@@ -94,7 +94,6 @@ def test_errors_and_other_answers_carry_the_id_too(any_server):
 @pytest.mark.parametrize(
     ("field", "value", "accepted"),
     [
-        ("priority", 1, "null or 0"),
         ("service_tier", "flex", 'null or "auto" or "default"'),
         ("echo", True, "null or false"),
         ("presence_penalty", 0.5, "null or 0"),

@@ -12,9 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from demo.tasks import prompt_for
+from moe_lora.cli.main import main
 from tests.dist.cluster_jobs import alive, until
+from tests.stopped_processes import stop
 
 from .demo_server import DEMO, DemoServer, demo_server
 
@@ -103,6 +106,52 @@ def test_no_request_fails_while_controller_and_instances_are_killed_in_turn(serv
     assert [one for one in found if one[1] != (200, alone[one[0]])] == []
 
 
+@pytest.mark.slow
+def test_all_front_ends_read_their_settings_again_when_their_parent_is_told_to(tmp_path):
+    file, text = tmp_path / "cluster.yaml", f"model_dir: {DEMO / 'model'}\nengine: {{eager: true}}\n"
+    file.write_text(text)
+    with demo_server(tmp_path / "log", "--config", str(file), "--front-ends", "2") as server:
+        until(lambda: server.log.read_text().count("Serving ") == 2, server.log.read_text)
+        everyone = pids(server)
+        file.write_text(f"{text}front_end: {{max_choices: 2}}\n")
+        server.process.send_signal(signal.SIGHUP)
+        said = "settings were read again: max_choices=2"
+        until(lambda: server.log.read_text().count(said) == 4, server.log.read_text)
+        file.write_text("no: settings\n")
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: "stay as they are" in server.log.read_text(), server.log.read_text)
+        body = {"prompt": "a=", "max_tokens": 1, "n": 3}
+        for _ in range(8):
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=60)
+            assert answer.status_code == 400
+        assert pids(server) == everyone
+
+
+@pytest.mark.slow
+def test_no_request_fails_while_instances_are_started_again_one_by_one(server):
+    """Whichever of the front ends has it: both know who is drained, and who is back."""
+    first, right, over = pids(server), complete(server), threading.Event()
+
+    def client() -> list[tuple[int, str]]:
+        found = []
+        while not over.is_set():
+            found.append(ask(server, "upper"))
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(client) for _ in range(4)]
+        try:
+            for _ in range(2):
+                done = CliRunner().invoke(main, ["restart", "--url", server.url])
+                assert done.exit_code == 0, done.output
+        finally:
+            over.set()
+    answers = [one for each in clients for one in each.result()]
+    assert len(answers) > 50
+    assert set(answers) == {(200, right)}
+    assert {name for name, pid in pids(server).items() if pid != first[name]} == {"instance-0", "instance-1"}
+
+
 def kill_and_await(server: DemoServer, name: str) -> None:
     """Kill a role's process, and return when the next one takes part."""
     back, times = (
@@ -125,9 +174,9 @@ def test_a_second_signal_ends_all_at_once(tmp_path):
             "POST", f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False
         ) as answer:
             next(answer.iter_lines())
-            os.kill(everyone["instance-0"], signal.SIGSTOP)
+            stop(everyone["instance-0"])
             server.process.send_signal(signal.SIGTERM)
             until(lambda: "Ending:" in server.log.read_text(), server.log.read_text)
             server.process.send_signal(signal.SIGTERM)
-            server.process.wait(60)
+            assert server.process.wait(60) == 0
         assert not any(map(alive, everyone.values()))

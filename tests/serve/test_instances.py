@@ -9,14 +9,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from demo.tasks import TASKS, prompt_for
+from moe_lora.cli.main import main
+from tests.stopped_processes import stop
 
 from .demo_server import DEMO, DemoServer, demo_server
 
@@ -200,6 +204,68 @@ def test_requests_are_moved_over_http_while_they_stream(pair):
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "target")
 
 
+def command(server: DemoServer, *words: str) -> str:
+    """What a command of an administrator says, which must succeed."""
+    done = CliRunner().invoke(main, [*words, "--url", server.url])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_drained_instance_has_no_request_left_while_its_streams_go_on(pair):
+    until_both_up(pair)
+    requests = bodies(8)
+    undisturbed = [summary(events) for events in stream_all(pair, requests)]
+    before, said = moves(pair), []
+    draining = threading.Thread(target=lambda: said.append(command(pair, "drain", "instance-0")))
+    try:
+        moved = [summary(events) for events in stream_all(pair, requests, draining.start, after=5)]
+        draining.join()
+        assert said == ["instance-0 is drained and has no requests\n"]
+        for one, other in zip(moved, undisturbed, strict=True):
+            assert one[:2] == other[:2]
+            assert one[3:] == other[3:]
+        assert moves(pair) > before
+        assert instance_values(pair, "drained") == [1.0, 0.0]
+        last = httpx.post(f"{pair.url}/v1/instances/instance-1/drain", trust_env=False)
+        assert (last.status_code, "no other takes" in last.text) == (400, True)
+        unknown = httpx.post(f"{pair.url}/v1/instances/nobody/drain", trust_env=False)
+        assert (unknown.status_code, "instance-1" in unknown.text) == (404, True)
+        unknown = httpx.post(f"{pair.url}/v1/instances/nobody/undrain", trust_env=False)
+        assert (unknown.status_code, "instance-1" in unknown.text) == (400, True)
+    finally:
+        command(pair, "undrain", "instance-0")
+    assert instance_values(pair, "drained") == [0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_instances_are_started_again_one_by_one_under_load_without_a_failed_request(pair):
+    until_both_up(pair)
+    right, restarts = complete(pair, MODELS[0]).json()["choices"][0]["text"], []
+    pids, over = pair.engine_pids(), threading.Event()
+
+    def client() -> list[tuple[int, str]]:
+        found = []
+        while not over.is_set():
+            answer = complete(pair, MODELS[0])
+            found.append((answer.status_code, answer.text if answer.is_error else ""))
+            assert answer.is_error or answer.json()["choices"][0]["text"] == right
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        clients = [pool.submit(client) for _ in range(3)]
+        try:
+            restarts = instance_values(pair, "restarts_total")
+            said = command(pair, "restart")
+        finally:
+            over.set()
+    assert said.count("was started again and takes part") == 2
+    answers = [answer for each in clients for answer in each.result()]
+    assert set(answers) == {(200, "")}
+    assert not set(pids) & set(pair.engine_pids())
+    assert instance_values(pair, "restarts_total") == [number + 1 for number in restarts]
+    assert instance_values(pair, "drained") == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_instance_killed_while_requests_are_moved_costs_no_token(pair, victim):
     """Whatever each of the moves had come to: it is killed as moves from 0 to 1 begin."""
@@ -306,6 +372,20 @@ def test_end_of_the_front_end_ends_all_instances_also_one_that_is_starting(tmp_p
         if number == signal.SIGINT:
             assert server.stop(number) == 0
         until(lambda: all(gone(pid) for pid in pids))
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once_also_a_stopped_instance(tmp_path):
+    with demo_server(tmp_path / "log", *OPTIONS, "--lora-server", "EP1-PP1", "--drain-s", "1000") as server:
+        everyone = server.engine_pids() + server.lora_server_pids()
+        assert len(everyone) == 3
+        stop(everyone[0])
+        stop(everyone[2])
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: "Ending:" in server.log.read_text())
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0  # STOP_S is 20 for each kind
+        assert all(gone(pid) for pid in everyone)
 
 
 def test_pinned_adapter_is_pinned_on_the_instance_that_comes_back(pair):

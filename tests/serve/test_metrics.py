@@ -60,6 +60,7 @@ def test_the_engines_numbers_are_shown_under_vllms_names(server):
     assert value(found, "vllm:prefix_cache_hits_total") == 0
     assert value(found, "vllm:num_preemptions_total") == 0
     assert value(found, "moe_lora:adapter_loads_total") == 3
+    assert value(found, "moe_lora:adapters_preloaded_total") == 2
     assert value(found, "moe_lora:adapter_evictions_total") == 0
     assert value(found, "moe_lora:adapter_load_bytes_total") == 4096
 

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import random
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import httpx
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from demo.tasks import MAX_CHARS, MIN_CHARS, prompt_for, sample_text
 
 from .demo_server import DEMO, DemoServer, demo_server
+from .live_server import wait_until
 
 ADAPTERS = list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:12]
 CAPACITY, LIMIT_S = 3, 40.0
@@ -23,7 +25,7 @@ CLUSTER = f"""
 model_dir: {DEMO / "model"}
 engine: {{eager: true, dtype: float32}}
 lora_server: {{layout: EP2-PP1, capacity: {CAPACITY}, memory_gb: 0.05}}
-provision: {{target_iar: 0.9, window_s: 1.5, interval_s: 0.1}}
+provision: {{target_iar: 0.9, window_s: 0.8, interval_s: 0.1}}
 """
 Question = tuple[str, str]
 
@@ -141,6 +143,30 @@ def test_capacity_follows_the_load_by_itself(tmp_path):
 
     with demo_server(tmp_path / "log", *options, "--auto-resize") as server:
         asyncio.run(play(server.url))
+
+
+def test_limits_and_log_level_of_the_file_are_read_again_on_sighup(server):
+    file = server.log.parent / "cluster.yaml"
+    body = {"prompt": "a=", "max_tokens": 1, "n": 3}
+
+    def status() -> int:
+        return httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=60).status_code
+
+    def reread(front_end: str, said: str) -> None:
+        file.write_text(CLUSTER + front_end)
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: said in server.log.read_text(), said)
+
+    assert status() == 200
+    reread(
+        "front_end: {max_choices: 2, log_level: warning}\n", "read again: log_level=warning, max_choices=2"
+    )
+    assert status() == 400
+    reread("front_end: {max_choices: none}\n", "can't be read again and stay as they are")
+    assert status() == 400
+    reread("front_end: {max_choices: 4, drain_s: 7}\n", "read again: log_level=info, max_choices=4")
+    wait_until(lambda: "restart it for those" in server.log.read_text(), "drain_s is not taken over silently")
+    assert status() == 200
 
 
 def test_capacity_beyond_memory_is_refused_by_the_running_server(server):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -14,7 +15,10 @@ import httpx
 import pytest
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.serve.server import bind
+from moe_lora.serve.server import bind, create_app
+
+from .conftest import frontend_of
+from .live_server import ServerThread
 
 PROGRAM = """
     import logging
@@ -24,7 +28,7 @@ PROGRAM = """
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     tokenizer = wrapped(characters())
-    engine = scripted(tokenizer, step_s=STEP_S)
+    engine = scripted(tokenizer, step_s=STEP_S, **ENGINE)
     frontend = frontend_of(engine, tokenizer)
     run_server(frontend, bind("127.0.0.1", 0), drain_s=DRAIN_S)
     print("aborted", len(engine.aborted), flush=True)
@@ -32,8 +36,9 @@ PROGRAM = """
 LONG = {"prompt": "hello", "ignore_eos": True, "max_tokens": 100, "stream": True}
 
 
-def start(step_s, drain_s=1, files=None):
+def start(step_s, drain_s=1, files=None, **engine):
     program = textwrap.dedent(PROGRAM).replace("DRAIN_S", str(drain_s)).replace("STEP_S", str(step_s))
+    program = program.replace("ENGINE", repr(engine))
     limit = [] if files is None else ["prlimit", f"--nofile={files}:{files}"]
     process = subprocess.Popen(
         [*limit, sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -104,6 +109,48 @@ def test_a_second_signal_ends_it_at_once():
         process.kill()
     assert "the server is shutting down" in rest[-2]
     assert process.returncode == 0
+
+
+def test_what_nobody_sends_or_reads_holds_up_no_end():
+    process, url = start(step_s=0.01, drain_s=2, tokens_per_step=5000, max_model_len=10**8)
+    body = json.dumps({**LONG, "max_tokens": 10**7}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % len(body)
+    with socket.socket() as unread, socket.socket() as unsent:
+        try:
+            for one in (unread, unsent):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                one.settimeout(30)
+                one.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            unread.sendall(head + body)
+            unsent.sendall(head + body[:20])
+            assert unread.recv(100).startswith(b"HTTP/1.1 200")
+            process.send_signal(signal.SIGTERM)
+            assert unsent.recv(4096).startswith(b"HTTP/1.1 503")
+            output, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert "Traceback" not in output
+    assert output.endswith("aborted 1\n")
+
+
+def test_live_says_that_the_server_answers_and_ready_that_requests_should_come(server, engine, tokenizer):
+    def statuses():
+        return [server.get(path).status_code for path in ("/live", "/ready", "/health")]
+
+    assert statuses() == [200, 200, 200]
+    engine.alive = False
+    assert statuses() == [200, 503, 503]
+
+
+def test_a_server_that_ends_is_not_ready(tokenizer, engine):
+    frontend = frontend_of(engine, tokenizer)
+    with ServerThread(create_app(frontend)) as thread:
+        frontend.ending.begun = True
+        response = httpx.get(f"{thread.url}/ready")
+        assert (response.status_code, "shutting down" in response.json()["error"]["message"]) == (503, True)
+        assert httpx.get(f"{thread.url}/live").status_code == 200
 
 
 def test_connections_for_which_no_files_are_left_are_refused_and_that_is_said_once():

@@ -7,6 +7,8 @@ import signal
 
 import httpx
 
+from tests.stopped_processes import stop
+
 from .demo_server import demo_server
 from .test_instances import until
 
@@ -18,7 +20,7 @@ def test_engine_that_is_stopped_is_unhealthy_and_said_once_and_healthy_when_it_g
             return httpx.get(f"{server.url}/health", trust_env=False).status_code
 
         assert health() == 200
-        os.kill(server.engine_pid(), signal.SIGSTOP)
+        stop(server.engine_pid())
         try:
             until(lambda: health() == 503)
             until(lambda: "instance-0 is silent" in server.log.read_text())

@@ -10,11 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
 
 from moe_lora.core.errors import AdapterError
+
+from .patterns import Matching, Rule, compiled, compiles, rules
 
 # The order of columns in the lora_B of a 3-D expert parameter: PEFT's, or the one Unsloth wrote for a while.
 #
@@ -139,9 +142,10 @@ _MUST_BE_UNSET = {
 }
 # Other initialisations also change the base weights, so the delta alone is not the adapter.
 _ADDITIVE_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
-_MAX_NUMBER = 1e30
+_MAX_NUMBER = 1e6
 _MAX_LORA_RANK = 1_000_000
 _MAX_PATTERNS = 1000
+_MAX_PATTERNS_CHARS = 100_000
 _MAX_SHOWN_CHARS = 100
 _DUMMY_TARGET = "dummy-target-modules"
 
@@ -188,10 +192,10 @@ _RANKS = f"an integer from 1 to {_MAX_LORA_RANK}"
 _NAMES = "a list of names or a valid regular expression"
 _ALLOWED = {
     "r": _RANKS,
-    "lora_alpha": "a finite number",
+    "lora_alpha": "a number between -1000000 and 1000000",
     "use_rslora": "true or false",
     "rank_pattern": f"an object of regular expressions mapped to {_RANKS}",
-    "alpha_pattern": "an object of regular expressions mapped to a finite number",
+    "alpha_pattern": "an object of regular expressions mapped to numbers between -1000000 and 1000000",
     "target_modules": _NAMES,
     "target_parameters": "a list of names",
     "exclude_modules": _NAMES,
@@ -257,20 +261,34 @@ class AdapterConfig(
             exclude_modules=_sorted(read.exclude_modules),
             expert_layout=ExpertLayout(fields, where),
         )
-        for key in ("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_pattern"):
-            given = getattr(config, key)
-            if len(given) > _MAX_PATTERNS and isinstance(given, dict):
+        expressions = config._expressions()
+        if sum(map(len, chain.from_iterable(expressions.values()))) > _MAX_PATTERNS_CHARS:
+            raise AdapterError(
+                f"{where}: regular expressions of more than {_MAX_PATTERNS_CHARS} characters together; write "
+                "them shorter, or list modules by name"
+            )
+        for key, listed in expressions.items():
+            if len(listed) > _MAX_PATTERNS:
                 raise AdapterError(
-                    f"{where}: {key} has {len(given)} patterns, at most {_MAX_PATTERNS} are read; "
+                    f"{where}: {key} has {len(listed)} patterns, at most {_MAX_PATTERNS} are read; "
                     "join those of equal value in one regular expression"
                 )
-            names = key.endswith("_modules") and not isinstance(given, str)
-            for expression in () if names else [given] if isinstance(given, str) else given:
-                if not _compiles(expression):
+            for expression in listed:
+                if not compiles(expression):
                     raise wrong(key, f"see {shown(expression)}")
         if config.layers_to_transform and isinstance(config.target_modules, str):
             raise wrong("layers_to_transform", "it is one")
         return config
+
+    def _expressions(self) -> dict[str, Sequence[str]]:
+        """The regular expressions under each key."""
+        modules = {
+            key: [given]
+            for key in ("target_modules", "exclude_modules")
+            if isinstance(given := getattr(self, key), str)
+        }
+        patterns = {key: list(getattr(self, key)) for key in ("rank_pattern", "alpha_pattern")}
+        return {**patterns, **modules, "layers_pattern": self.layers_pattern}
 
     @property
     def all_linear(self) -> bool:
@@ -280,7 +298,7 @@ class AdapterConfig(
     def excludes(self, path: str) -> bool:
         """True if exclude_modules names this module path."""
         if isinstance(self.exclude_modules, str):
-            return bool(self.exclude_modules) and re.fullmatch(self.exclude_modules, path) is not None
+            return bool(self.exclude_modules) and self._is(self.exclude_modules, path)
         return _has_suffix(path, frozenset(self.exclude_modules))
 
     def targets_module(self, path: str) -> bool:
@@ -288,7 +306,7 @@ class AdapterConfig(
         if self.excludes(path):
             return False
         if isinstance(self.target_modules, str):
-            return re.fullmatch(self.target_modules, path) is not None
+            return self._is(self.target_modules, path)
         return _has_suffix(path, self._module_names) and self._in_layers(path)
 
     def targets_parameter(self, path: str) -> bool:
@@ -297,12 +315,12 @@ class AdapterConfig(
 
     def rank_of(self, path: str) -> int:
         """LoRA rank of a module or parameter path: the first rank_pattern at its end, else r."""
-        return int(_first_match(self._ranks, path, self.lora_rank))
+        return int(self._matching.first(self._ranks, path, self.lora_rank))
 
     def scale_of(self, path: str) -> float:
         """alpha / rank (rsLoRA: alpha / sqrt(rank)) of a module or parameter path."""
         rank = self.rank_of(path)
-        alpha = _first_match(self._alphas, path, self.lora_alpha)
+        alpha = self._matching.first(self._alphas, path, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     @cached_property
@@ -314,21 +332,28 @@ class AdapterConfig(
         return frozenset(self.target_parameters)
 
     @cached_property
-    def _ranks(self) -> list[tuple[str, re.Pattern[str], float]]:
-        return _compiled(self.rank_pattern)
+    def _ranks(self) -> list[Rule]:
+        return rules(self.rank_pattern)
 
     @cached_property
-    def _alphas(self) -> list[tuple[str, re.Pattern[str], float]]:
-        return _compiled(self.alpha_pattern)
+    def _alphas(self) -> list[Rule]:
+        return rules(self.alpha_pattern)
 
     def _in_layers(self, path: str) -> bool:
         if not self.layers_to_transform:
             return True
         for pattern in self.layers_pattern or (r"[^.]*",):
-            found = re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", path)
+            found = self._matching.run(compiled(rf"(?:^|.*?\.){pattern}\.(\d+)\.").match, path)
             if found:
                 return int(found.group(1)) in self.layers_to_transform
         return False
+
+    def _is(self, pattern: str, path: str) -> bool:
+        return self._matching.run(compiled(pattern).fullmatch, path) is not None
+
+    @cached_property
+    def _matching(self) -> Matching:
+        return Matching(self.where)
 
 
 def _has_suffix(path: str, names: frozenset[str]) -> bool:
@@ -342,31 +367,3 @@ def _sorted(names: tuple[str, ...] | str) -> Any:
     if isinstance(names, str):
         return () if names == _DUMMY_TARGET else names
     return tuple(sorted(name for name in names if name != _DUMMY_TARGET))
-
-
-def _compiles(pattern: str) -> bool:
-    """True if this is a regular expression, alone and as the end of a path (see rank_pattern)."""
-    try:
-        re.compile(pattern)
-        re.compile(rf"(.*\.)?({pattern})$")
-    except (re.error, OverflowError, RecursionError):
-        return False
-    return True
-
-
-def _compiled(patterns: Mapping[str, float]) -> list[tuple[str, re.Pattern[str], float]]:
-    """(what a path that matches ends with, the expression, the value), compiled once for all paths."""
-    return [
-        (
-            pattern.rpartition(".")[2] if re.fullmatch(r"[\w.]+", pattern) else "",
-            re.compile(rf"(.*\.)?({pattern})$"),
-            value,
-        )
-        for pattern, value in patterns.items()
-    ]
-
-
-def _first_match(patterns: list[tuple[str, re.Pattern[str], float]], path: str, default: float) -> float:
-    return next(
-        (value for end, pattern, value in patterns if path.endswith(end) and pattern.match(path)), default
-    )

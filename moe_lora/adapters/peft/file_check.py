@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import numpy as np
 
-from moe_lora.core.errors import AdapterError
+from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.shape import ModelShape
 
-from .files import TensorEntry, not_readable, read_config, read_header, weights_file
+from .config import AdapterConfig
+from .files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    TensorEntry,
+    confined,
+    header_entries,
+    open_file,
+    read_json,
+    weights_file,
+)
 from .match import Match, match
 from .places import STRANGERS, max_tensors
 
@@ -24,68 +39,113 @@ _EXPONENTS = {"F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7), "F16": ("<
 }
 
 
-def check_adapter(folder: Path, shape: ModelShape, *, values: bool = False) -> None:
+def check_adapter(folder: Path, shape: ModelShape, *, values: bool = False, root: str | None = None) -> None:
     """Raises AdapterError if `read_adapter` would refuse the PEFT folder, for the same reason.
 
     values: look for NaN and infinity too, which reads the whole file.  What overflows in the model's dtype
     only `read_adapter` finds.
     """
-    weights, entries, _ = matched_header(folder, shape)
-    if values:
-        _check_finite(weights, entries)
+    with opened(folder, shape, root=root) as found:
+        if values:
+            _check_finite(found)
 
 
-def matched_header(folder: Path, shape: ModelShape) -> tuple[Path, dict[str, TensorEntry], Match]:
-    """The weights file of a PEFT folder, its tensors, and their places; no value is read.
+@dataclass(frozen=True)
+class OpenAdapter:
+    """A PEFT folder whose config and tensors fit a model; no value is read.
 
-    Raises AdapterError as `check_adapter` does.
+    weights: the file of the tensors, open.  where: what errors call it.
     """
-    config, weights = read_config(folder), weights_file(folder)
-    check_header_size(weights, shape)
-    entries = read_header(weights)
-    return weights, entries, match(entries, config, shape, str(weights))
+
+    weights: BinaryIO
+    entries: dict[str, TensorEntry]
+    match: Match
+    where: str
 
 
-def check_header_size(weights: Path, shape: ModelShape) -> None:
+@contextmanager
+def opened(
+    folder: Path, shape: ModelShape, called: str | None = None, root: str | None = None
+) -> Iterator[OpenAdapter]:
+    """The adapter in a folder, held against the model by its config and its header alone.
+
+    called: what errors call a file of the folder begins with; None: its path.  root: the folder that all of
+    it must lie in.  Raises AdapterError for what does not fit or can't be read, and at the end if the files
+    changed meanwhile; StorageError where this process may open no more files.
+    """
+    shown = f"{folder}{os.sep}" if called is None else called
+    name = shown.rstrip(f": {os.sep}")
+    if not confined(folder, root):
+        raise AdapterError(f"{name}: no such folder in the folder of adapters; copy the adapter there")
+    try:
+        # Once: a link that is set anew between the two files would join one adapter's to another's.
+        real = Path(os.path.realpath(folder))
+        before = _stamps(real)
+        config = AdapterConfig.parse(read_json(real, shown, root), f"{shown}{CONFIG_FILE}")
+        if root is not None and not confined(config.base_model, root):
+            config = msgspec.structs.replace(config, base_model="")
+        where = f"{shown}{WEIGHTS_FILE}"
+        with open_file(weights_file(real, shown), where, root) as weights:
+            _check_header_size(weights, shape, where)
+            entries = header_entries(weights, where)
+            yield OpenAdapter(weights, entries, match(entries, config, shape, where), where)
+        after = _stamps(real)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise StorageError(
+                f"{name}: can't be read now: {error.strerror}; raise the limit of the server with ulimit -n"
+            ) from error
+        raise AdapterError(
+            f"{name}: can't be read ({error.strerror or error}); load it again once its files are whole"
+        ) from error
+    if after != before:
+        raise AdapterError(
+            f"{name}: its files changed while they were read; load it again once they are whole"
+        )
+
+
+def _stamps(folder: Path) -> list[tuple[int, int, int, int]]:
+    """What changes when a file does."""
+    facts = [os.stat(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).exists()]
+    return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in facts]
+
+
+def _check_header_size(weights: BinaryIO, shape: ModelShape, where: str) -> None:
     """Raises AdapterError for a safetensors header longer than that of an adapter of this model.
 
     The header is not read, so that a file of no use costs no time: one of 500 000 tensors took 22 s.
     """
     limit = (max_tensors(shape) + STRANGERS) * _HEADER_BYTES_PER_TENSOR + _HEADER_BYTES_BESIDE
-    try:
-        with weights.open("rb") as file:
-            num_bytes = int.from_bytes(file.read(8), "little")
-    except OSError as error:
-        raise not_readable(weights, error) from error
-    if limit < num_bytes <= weights.stat().st_size:
+    num_bytes = int.from_bytes(weights.read(8), "little")
+    weights.seek(0)
+    if limit < num_bytes <= os.fstat(weights.fileno()).st_size:
         raise AdapterError(
-            f"{weights}: a header of {num_bytes} bytes, at most {limit} are read for this base model, of "
+            f"{where}: a header of {num_bytes} bytes, at most {limit} are read for this base model, of "
             f"which an adapter has at most {max_tensors(shape)} tensors; serve the adapter with the base it "
             "was trained for, and save one adapter only"
         )
 
 
 def bad_adapters(
-    adapters: Iterable[tuple[str, str]], shape: ModelShape, *, values: bool = False
+    adapters: Iterable[tuple[str, str]], shape: ModelShape, *, values: bool = False, root: str | None = None
 ) -> dict[str, str]:
     """Of (name, folder) pairs those that can't be served, with the reason."""
     found = {}
     for name, folder in adapters:
         try:
-            check_adapter(Path(folder), shape, values=values)
+            check_adapter(Path(folder), shape, values=values, root=root)
         except AdapterError as error:
             found[name] = str(error)
     return found
 
 
-def _check_finite(weights: Path, entries: dict[str, TensorEntry]) -> None:
-    with weights.open("rb") as file:
-        for key, entry in entries.items():
-            if not _is_finite(file, entry):
-                raise AdapterError(
-                    f"{weights}: {key}: NaN or infinite values; the training run diverged or the file is "
-                    "damaged"
-                )
+def _check_finite(found: OpenAdapter) -> None:
+    for key, entry in found.entries.items():
+        if not _is_finite(found.weights, entry):
+            raise AdapterError(
+                f"{found.where}: {key}: NaN or infinite values; the training run diverged or the file is "
+                "damaged"
+            )
 
 
 def _is_finite(file: BinaryIO, entry: TensorEntry) -> bool:

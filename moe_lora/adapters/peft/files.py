@@ -1,12 +1,20 @@
-"""The two files of a PEFT adapter folder, as far as they can be read without torch."""
+"""The two files of a PEFT adapter folder, as far as they can be read without torch.
+
+They may come from anyone: sizes, names and offsets are held against each other before anything is allocated,
+and what errors call the folder is the caller's choice.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
+
+import msgspec
 
 from moe_lora.core.errors import AdapterError
 
@@ -14,11 +22,34 @@ from .config import AdapterConfig
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 4 << 20
+"""Of adapter_config.json; one that names each expert of a large model has 1 MB."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MAX_HEADER_BYTES = 100_000_000
 """That of the safetensors library."""
-# As torch calls them.
-_DTYPES = {"F32": "torch.float32", "BF16": "torch.bfloat16", "F16": "torch.float16", "F64": "torch.float64"}
+_MAX_DIMS = 8
+# As torch calls them, and their bytes.
+_DTYPES = {
+    **{"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2), "F64": ("float64", 8)},
+    **{
+        f"{sign}{8 * size}": (f"{word}{8 * size}", size)
+        for sign, word in (("I", "int"), ("U", "uint"))
+        for size in (1, 2, 4, 8)
+    },
+    **{"BOOL": ("bool", 1), "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1)},
+}
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """A tensor in a safetensors header; the offsets count from the header's end."""
+
+    dtype: str
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=_MAX_DIMS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+_DECODE_ENTRY = msgspec.json.Decoder(_Entry).decode
 
 
 @dataclass(frozen=True)
@@ -34,10 +65,37 @@ class TensorEntry:
     span: tuple[int, int]
 
 
+def confined(path: str | Path, root: str | None) -> bool:
+    """Whether `path`, its links and `..` followed, lies in the folder `root`; None: anything does."""
+    if root is None:
+        return True
+    try:
+        real, base = os.path.realpath(path), os.path.realpath(root)
+    except (OSError, ValueError):
+        return False
+    return real == base or real.startswith(base.rstrip(os.sep) + os.sep)
+
+
+def open_file(path: Path, called: str, root: str | None = None) -> BinaryIO:
+    """A regular file, open to read.
+
+    called: what errors call it.  root: the folder that it must lie in, whatever links lead to it.  Raises
+    AdapterError for anything else, such as a pipe, which nobody waits for, and OSError.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = os.fdopen(handle, "rb")
+    # Of what was opened: the path may lead elsewhere by now.
+    opened = Path(f"/proc/self/fd/{handle}")
+    if stat.S_ISREG(os.fstat(handle).st_mode) and confined(opened if opened.exists() else path, root):
+        return file
+    file.close()
+    raise AdapterError(f"{called}: no regular file in the folder of adapters; copy the adapter there")
+
+
 def read_config(folder: Path) -> AdapterConfig:
     """The folder's adapter_config.json.  Raises AdapterError naming the file and the key."""
     path = folder / CONFIG_FILE
-    return AdapterConfig.parse(read_json(folder, path), str(path))
+    return AdapterConfig.parse(read_json(folder), str(path))
 
 
 def adapter_folder(path: str, name: str) -> str:
@@ -64,36 +122,100 @@ def adapter_folder(path: str, name: str) -> str:
     return os.path.join(path, name if name in below else below[0])
 
 
-def weights_file(folder: Path) -> Path:
-    """Where the folder's tensors lie.  Raises AdapterError if they are absent or pickled."""
+def weights_file(folder: Path, called: str | None = None) -> Path:
+    """Where the folder's tensors lie.  Raises AdapterError if they are absent or pickled.
+
+    called: what errors call a file of the folder begins with; None: its path.
+    """
+    called = f"{folder}{os.sep}" if called is None else called
     weights = folder / WEIGHTS_FILE
     if weights.is_file():
         return weights
     pickles = sorted(found.name for pattern in _PICKLES for found in folder.glob(pattern))
     if pickles:
         raise AdapterError(
-            f"{folder / pickles[0]}: a pickle can run code when it is opened and is not read; convert it to "
+            f"{called}{pickles[0]}: a pickle can run code when it is opened and is not read; convert it to "
             f"{WEIGHTS_FILE} with safetensors.torch.save_file"
         )
-    raise AdapterError(f"{weights}: missing; save the adapter with safe_serialization=True")
+    raise AdapterError(f"{called}{WEIGHTS_FILE}: missing; save the adapter with safe_serialization=True")
 
 
 def read_header(weights: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file; no value is read.
+    """The tensors of a safetensors file; no value is read.  Raises AdapterError as `header_entries` does."""
+    try:
+        with open_file(weights, str(weights)) as file:
+            return header_entries(file, str(weights))
+    except OSError as error:
+        raise not_readable(weights, error) from error
 
-    Raises AdapterError unless it is as long as its header says.
+
+def header_entries(file: BinaryIO, where: str) -> dict[str, TensorEntry]:
+    """The tensors of an open safetensors file; no value is read.
+
+    Raises AdapterError naming `where` unless each tensor is named once, has the bytes that its shape and
+    dtype need, and these lie one after the other, from the header's end to that of the file.
     """
     try:
-        with weights.open("rb") as file:
-            header, start = header_of(file)
-            num_bytes = os.fstat(file.fileno()).st_size
-        entries = {key: _entry(fields, start) for key, fields in header.items()}
-        end = max((entry.span[1] for entry in entries.values()), default=start)
-        if end != num_bytes:
-            raise ValueError(f"it has {num_bytes} bytes, its header names {end}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise not_readable(weights, error) from error
-    return entries
+        length = _header_length(file)
+        text = file.read(length)
+        found = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        metadata = found.pop("__metadata__", msgspec.Raw(b"{}"))
+        msgspec.json.decode(metadata, type=dict[str, str])
+        entries = {key: _DECODE_ENTRY(raw) for key, raw in found.items()}
+        json.loads(text, object_pairs_hook=_without_twins)
+        _check_spans(entries, os.fstat(file.fileno()).st_size - 8 - length)
+    except (msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
+        raise not_readable(where, error) from error
+    start = 8 + length
+    return {
+        key: TensorEntry(
+            f"torch.{_DTYPES[one.dtype][0]}",
+            tuple(one.shape),
+            one.dtype,
+            (start + one.data_offsets[0], start + one.data_offsets[1]),
+        )
+        for key, one in entries.items()
+    }
+
+
+def _check_spans(entries: dict[str, _Entry], num_bytes: int) -> None:
+    """Raises ValueError for sizes and offsets that do not fit each other, or the bytes behind the header."""
+    end = 0
+    for key, one in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        first, last = one.data_offsets
+        if one.dtype not in _DTYPES:
+            raise ValueError(f"{_cut(key)} has the unknown dtype {_cut(one.dtype)}")
+        if first != end:
+            how = "overlaps the tensor before it" if first < end else "leaves a gap before it"
+            raise ValueError(f"{_cut(key)} {how}: it begins at {first}, what is before ends at {end}")
+        needed = math.prod(one.shape) * _DTYPES[one.dtype][1]
+        if last - first != needed:
+            raise ValueError(f"{_cut(key)} of shape {one.shape} needs {needed} bytes, not {last - first}")
+        end = last
+    if end != num_bytes:
+        raise ValueError(f"it has {num_bytes} bytes of tensors, its header names {end}")
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object.  Raises ValueError for a name that it has twice: readers differ in which they take."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the name {_cut(name)} is given twice")
+        found[name] = value
+    return found
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= 100 else f"{text[:100]}…")
+
+
+def _header_length(file: BinaryIO) -> int:
+    """Raises ValueError for a header that can't be."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= min(_MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size - 8):
+        raise ValueError("its header is cut short")
+    return length
 
 
 def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:
@@ -101,9 +223,7 @@ def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
     Raises ValueError if there is none.
     """
-    length = int.from_bytes(file.read(8), "little")
-    if not 0 < length <= min(_MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size - 8):
-        raise ValueError("its header is cut short")
+    length = _header_length(file)
     try:
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
@@ -112,17 +232,10 @@ def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _entry(fields: dict[str, object], start: int) -> TensorEntry:
-    code, sizes, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not (isinstance(code, str) and isinstance(sizes, list) and isinstance(offsets, list)):
-        raise TypeError("its header is none of safetensors")
-    first, last = (start + int(offset) for offset in offsets)
-    return TensorEntry(_DTYPES.get(code, code), tuple(map(int, sizes)), code, (first, last))
-
-
-def not_readable(weights: Path | str, error: Exception) -> AdapterError:
-    """What to raise for a file that safetensors refuses."""
-    return AdapterError(f"{weights}: not a readable safetensors file ({error}); copy it again")
+def not_readable(where: Path | str, error: Exception) -> AdapterError:
+    """What to raise for a file that is none of safetensors."""
+    problem = error.strerror if isinstance(error, OSError) else error
+    return AdapterError(f"{where}: not a readable safetensors file ({problem}); copy it again")
 
 
 def max_rank(config: AdapterConfig) -> int:
@@ -137,13 +250,28 @@ def target_names(config: AdapterConfig) -> tuple[str, ...]:
     return tuple(sorted({*filter(None, names), *config.target_parameters}))
 
 
-def read_json(folder: Path, path: Path) -> Any:
-    """What the folder's JSON file holds.  Raises AdapterError if there is none, or it is no JSON."""
+def read_json(folder: Path, called: str | None = None, root: str | None = None) -> Any:
+    """What the folder's adapter_config.json holds.
+
+    called, root: as in `weights_file` and `open_file`.  Raises AdapterError if there is none, it is too
+    large, or no JSON.
+    """
+    shown = str(folder) if called is None else called.removesuffix(": ")
+    called = f"{folder}{os.sep}" if called is None else called
+    path = folder / CONFIG_FILE
     if not folder.is_dir():
-        raise AdapterError(f"{folder}: no such folder; give the folder that holds {CONFIG_FILE}")
+        raise AdapterError(f"{shown}: no such folder; give the folder that holds {CONFIG_FILE}")
     if not path.is_file():
-        raise AdapterError(f"{path}: missing; a PEFT adapter folder holds {CONFIG_FILE} and {WEIGHTS_FILE}")
+        raise AdapterError(
+            f"{called}{CONFIG_FILE}: missing; a PEFT adapter folder holds {CONFIG_FILE} and {WEIGHTS_FILE}"
+        )
+    with open_file(path, f"{called}{CONFIG_FILE}", root) as file:
+        text = file.read(MAX_CONFIG_BYTES + 1)
+    if len(text) > MAX_CONFIG_BYTES:
+        raise AdapterError(f"{called}{CONFIG_FILE}: larger than {MAX_CONFIG_BYTES} bytes; save it again")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(text.decode(), object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
-        raise AdapterError(f"{path}: not valid JSON ({error}); save the adapter again") from error
+        raise AdapterError(
+            f"{called}{CONFIG_FILE}: not valid JSON ({error}); save the adapter again"
+        ) from error

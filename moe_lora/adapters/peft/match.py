@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,7 +106,8 @@ def match(tensors: Mapping[str, Shaped], config: AdapterConfig, shape: ModelShap
     swapped = is_swapped(sources, tensors, shape)
     for source in sources:
         check_pair(source, tensors, shape, where, swapped)
-    return Match(layers, swapped, tuple(_unmatched_names(config, expected)))
+    warnings = *_unmatched_names(config, expected), *_quantised_base(config)
+    return Match(layers, swapped, warnings)
 
 
 def _check_base(config: AdapterConfig, shape: ModelShape) -> None:
@@ -127,6 +128,32 @@ def _check_base(config: AdapterConfig, shape: ModelShape) -> None:
                 f"{key} has {field}={getattr(base, field)}, the base model served has "
                 f"{getattr(shape, field)}; serve the adapter with the base it was trained for"
             )
+
+
+_QUANTISED_NAME = re.compile(
+    r"(?<![a-z])(?:(?:bnb-)?[48]-?bit|awq|gptq|gguf|(?:nv|mx)fp4|fp8|int[48]|w[48]a(?:16|8))(?![a-z0-9])",
+    re.IGNORECASE,
+)
+
+
+def _quantised_base(config: AdapterConfig) -> Iterator[str]:
+    """What is said of an adapter whose base has the name of quantised weights, or lies here and is."""
+    base, kind = config.base_model, None
+    if not base:
+        return
+    if found := _QUANTISED_NAME.search(os.path.basename(base.rstrip("/"))):
+        kind = found[0]
+    try:
+        fields = json.loads(Path(base, "config.json").read_text(encoding="utf-8"))
+        kind = (fields.get("quantization_config") or {}).get("quant_method", kind)
+    except (OSError, ValueError, AttributeError):  # not a folder here: its name is all there is
+        pass
+    if kind is not None:
+        yield (
+            f"{config.where}: base_model_name_or_path={base!r} says that it was trained beside weights "
+            f"quantised as {kind}; beside a base that is held otherwise its answers are not quite "
+            "those of its training"
+        )
 
 
 def _parse(key: str, where: str) -> TensorName:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 
 from moe_lora.adapters.packed import PackedAdapter, assemble, pack_layer, packed_bytes
 from moe_lora.core.errors import AdapterError
+from moe_lora.core.host import free_memory_bytes
 from moe_lora.core.shape import ModelShape
 
 from .config import AdapterConfig
-from .file_check import check_header_size, matched_header
-from .files import CONFIG_FILE, WEIGHTS_FILE, not_readable, read_json, weights_file
-from .match import match
+from .file_check import OpenAdapter, opened
+from .files import TensorEntry
+from .match import Match, match
 from .places import make_pair
 from .training_state import config_fields, lora_tensors
 
@@ -27,69 +25,86 @@ logger = logging.getLogger(__name__)
 
 
 def read_adapter(
-    path: str | Path, shape: ModelShape, dtype: torch.dtype, name: str | None = None, *, log: bool = True
+    path: str | Path,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    name: str | None = None,
+    *,
+    called: str | None = None,
+    root: str | None = None,
+    log: bool = True,
 ) -> PackedAdapter:
     """Pack the PEFT directory at `path` for a base model of this shape, in the model's dtype.
 
-    name: the adapter's name, by default the folder's. Both files are read once, whole, into this process's
-    memory: at the peak that takes the file twice, or once beside the packed adapter. Raises AdapterError,
-    which names the file and the key, unless every tensor is used and everything the config targets is
-    there. If base_model_name_or_path is a local checkpoint it must have the sizes of the base; another name
-    alone is no error, since names move. log: write what `PackedAdapter.warnings` says to the log.
+    name: the adapter's name, by default the folder's. What config and header say is checked first, then the
+    values are read once, whole, into this process's memory: at the peak that takes the file beside the packed
+    adapter. Raises AdapterError, which names the file (called: by what; see `opened`) and the key, unless
+    every tensor is used and everything the config targets is there. If base_model_name_or_path is a local
+    checkpoint it must have the sizes of the base; another name alone is no error, since names move. log:
+    write what `PackedAdapter.warnings` says to the log.
     """
     folder = Path(path)
-    config, weights, where = read_files(folder, shape)
-    try:
-        tensors = load(weights)
-    except (SafetensorError, KeyError) as error:
-        raise not_readable(where, error) from error
-    del weights  # the tensors are copies
-    packed = _pack(tensors, config, shape, dtype, name or folder.resolve().name, where)
+    with opened(folder, shape, called, root) as found:
+        needed = sum(_layer_bytes(found, shape, dtype))
+        tensors = _read_tensors(found, needed)
+        packed = _pack(found.match, tensors, shape, dtype, name or folder.resolve().name, found.where)
     return _logged(packed, log)
 
 
-def read_files(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, bytes, str]:
-    """Config, bytes of the weights file, and how errors call that file.
+def _read_tensors(found: OpenAdapter, needed: int) -> dict[str, torch.Tensor]:
+    """The file's tensors, in memory of this process: a mapped file that somebody writes to ends the process
+    that looks at it.
 
-    Both files are read once and whole, into memory of our own: a mapped file that somebody writes to ends
-    the process that looks at it.  Raises AdapterError for files that can't be read or changed meanwhile, and
-    as `check_header_size` does.
+    needed: bytes of the packed adapter, which comes to stand beside them.  Raises AdapterError where there
+    is no memory for both, or if the file is cut meanwhile.
     """
-    try:
-        # Once: a link that is set anew between the two files would join one adapter's to another's.
-        real = Path(os.path.realpath(folder))
-        before = _stamps(real)
-        config = AdapterConfig.parse(read_json(folder, real / CONFIG_FILE), str(folder / CONFIG_FILE))
-        check_header_size(weights_file(real), shape)
-        weights = (real / WEIGHTS_FILE).read_bytes()
-        after = _stamps(real)
-    except OSError as error:
+    first = min(entry.span[0] for entry in found.entries.values())
+    num_bytes = max(entry.span[1] for entry in found.entries.values()) - first
+    if num_bytes + needed > free_memory_bytes():
         raise AdapterError(
-            f"{folder}: can't be read ({error.strerror or error}); load it again once its files are whole"
-        ) from error
-    if after != before:
-        raise AdapterError(
-            f"{folder}: its files changed while they were read; load it again once they are whole"
+            f"{found.where}: {num_bytes} bytes of tensors, and {needed} packed, are more than the host has "
+            "memory free; free some, or save the adapter with a lower rank or in bfloat16"
         )
-    return config, weights, str(folder / WEIGHTS_FILE)
+    data = torch.empty(num_bytes, dtype=torch.uint8)
+    found.weights.seek(first)
+    if found.weights.readinto(data.numpy()) != num_bytes:  # type: ignore[attr-defined]
+        raise AdapterError(f"{found.where}: cut while it was read; load it again once it is whole")
+    return {
+        key: _aligned(data[entry.span[0] - first : entry.span[1] - first])
+        .view(_dtype(entry))
+        .view(entry.shape)
+        for key, entry in found.entries.items()
+    }
 
 
-def _stamps(folder: Path) -> list[tuple[int, int, int, int]]:
-    """What changes when a file does."""
-    facts = [os.stat(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).exists()]
-    return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in facts]
+def _dtype(entry: TensorEntry) -> torch.dtype:
+    found: torch.dtype = getattr(torch, entry.dtype.removeprefix("torch."))
+    return found
 
 
-def adapter_layer_bytes(path: str | Path, shape: ModelShape, dtype: torch.dtype) -> list[int]:
+def _aligned(data: torch.Tensor) -> torch.Tensor:
+    """The bytes, where a tensor of any dtype may begin."""
+    return data if data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0 else data.clone()
+
+
+def adapter_layer_bytes(
+    path: str | Path, shape: ModelShape, dtype: torch.dtype, root: str | None = None
+) -> list[int]:
     """Bytes that each layer of the PEFT directory would take packed; no value is read.
 
     Raises AdapterError as `read_adapter` does, but for values that are not finite.
     """
-    _, entries, matched = matched_header(Path(path), shape)
-    tensors = {key: torch.empty(entry.shape, dtype=dtype, device="meta") for key, entry in entries.items()}
+    with opened(Path(path), shape, root=root) as found:
+        return _layer_bytes(found, shape, dtype)
+
+
+def _layer_bytes(found: OpenAdapter, shape: ModelShape, dtype: torch.dtype) -> list[int]:
+    tensors = {
+        key: torch.empty(entry.shape, dtype=dtype, device="meta") for key, entry in found.entries.items()
+    }
     return [
-        packed_bytes([make_pair(source, tensors, shape, matched.swapped) for source in layer], dtype)
-        for layer in matched.layers
+        packed_bytes([make_pair(source, tensors, shape, found.match.swapped) for source in layer], dtype)
+        for layer in found.match.layers
     ]
 
 
@@ -109,7 +124,8 @@ def pack_state_dict(
     """
     where = f"adapter {name!r}"
     parsed = AdapterConfig.parse(config_fields(config, f"{where} config"), f"{where} config")
-    return _logged(_pack(tensors_of(state_dict, shape, where), parsed, shape, dtype, name, where), True)
+    tensors = tensors_of(state_dict, shape, where)
+    return _logged(_pack(match(tensors, parsed, shape, where), tensors, shape, dtype, name, where), True)
 
 
 def tensors_of(
@@ -124,14 +140,13 @@ def tensors_of(
 
 
 def _pack(
+    matched: Match,
     tensors: Mapping[str, torch.Tensor],
-    config: AdapterConfig,
     shape: ModelShape,
     dtype: torch.dtype,
     name: str,
     where: str,
 ) -> PackedAdapter:
-    matched = match(tensors, config, shape, where)
     layers = []
     for sources in matched.layers:
         pairs = [make_pair(source, tensors, shape, matched.swapped) for source in sources]

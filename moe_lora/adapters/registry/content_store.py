@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
+from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE, open_file
 
 MANIFEST_FILE = "manifest.json"
 _BLOCK_BYTES = 1 << 20
@@ -43,19 +43,24 @@ class ContentStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
+        self._sweep_unfinished()
 
     def path(self, content_hash: str) -> Path:
         """Where content of this hash lies, or would lie."""
         return self.folder / content_hash
 
     @contextmanager
-    def staged(self, source: Path, *, link: bool) -> Iterator[Staged]:
-        """A copy of a PEFT folder's files (link: symbolic links to them), to be placed.  Raises OSError."""
+    def staged(self, source: Path, *, link: bool, root: str | None = None) -> Iterator[Staged]:
+        """A copy of a PEFT folder's files (link: symbolic links to them), to be placed.
+
+        root: the folder that they must lie in.  Raises OSError, AdapterError.
+        """
         with self._lock(fcntl.LOCK_SH):
             folder = Path(tempfile.mkdtemp(dir=self.folder, prefix=".staged-"))
             try:
                 files = {
-                    name: _take(source / name, folder / name, link) for name in (CONFIG_FILE, WEIGHTS_FILE)
+                    name: _take(source / name, folder / name, link, root)
+                    for name in (CONFIG_FILE, WEIGHTS_FILE)
                 }
                 manifest = json.dumps({"files": files}, sort_keys=True, indent=1).encode()
                 with (folder / MANIFEST_FILE).open("wb") as file:
@@ -121,7 +126,12 @@ class ContentStore:
             if _HASH.fullmatch(place.name) and place.name not in kept:
                 self.delete(place.name)
                 swept.append(place.name)
-        with suppress(BlockingIOError), self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
+        return swept + self._sweep_unfinished()
+
+    def _sweep_unfinished(self) -> list[str]:
+        """Delete what crashes left unfinished, if no one stages now."""
+        swept = []
+        with suppress(OSError), self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
             for place in sorted(self.folder.glob(".*-*")):
                 shutil.rmtree(place, ignore_errors=True)
                 swept.append(place.name)
@@ -135,22 +145,22 @@ class ContentStore:
             yield
 
 
-def _take(source: Path, target: Path, link: bool) -> dict[str, str | int]:
+def _take(source: Path, target: Path, link: bool, root: str | None) -> dict[str, str | int]:
     """Copy or link one file; its entry in the manifest, which for a copy is of what was written."""
     if link:
         target.symlink_to(source.resolve())
-        return {"sha256": _sha256(source), "bytes": source.stat().st_size}
+        return {"sha256": _sha256(source, root=root), "bytes": source.stat().st_size}
     with target.open("wb") as writer:
-        digest = _sha256(source, copy=writer)
+        digest = _sha256(source, copy=writer, root=root)
         writer.flush()
         os.fsync(writer.fileno())
         return {"sha256": digest, "bytes": writer.tell()}
 
 
-def _sha256(path: Path, copy: BinaryIO | None = None) -> str:
+def _sha256(path: Path, copy: BinaryIO | None = None, root: str | None = None) -> str:
     """Of a file's content, as it is also written to `copy`."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_file(path, path.name, root) as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
             if copy is not None:

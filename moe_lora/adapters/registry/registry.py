@@ -99,12 +99,20 @@ class Registry:
         self._database.close()
 
     def add(
-        self, name: str, source: str | Path, *, base_hash: str, owner: str = "", link: bool = False
+        self,
+        name: str,
+        source: str | Path,
+        *,
+        base_hash: str,
+        owner: str = "",
+        link: bool = False,
+        root: str | None = None,
     ) -> RegisteredAdapter:
         """Register the PEFT folder `source` as the next version of `name`, and store its files.
 
         The content of the current version again makes no new version; it repairs that version's files.
-        link: the store refers to the files where they are instead of copying them.  Raises AdapterError for
+        link: the store refers to the files where they are instead of copying them.  root: the folder that
+        the files must lie in, whatever links lead there; None: any.  Raises AdapterError for
         an unfit name, owner or folder, AdapterExistsError if the name is another base model's.
         """
         if problem := name_problem(name):
@@ -114,7 +122,7 @@ class Registry:
         source = Path(source)
         read_config(source)
         read_header(weights_file(source))
-        with self._staged(source, link) as staged, self._database.writing() as connection:
+        with self._staged(source, link, root) as staged, self._database.writing() as connection:
             # Of what is stored: the source may have been another one when it was looked at.
             config = read_config(staged.folder)
             read_header(weights_file(staged.folder))
@@ -286,9 +294,9 @@ class Registry:
         return f"{problem}; add it again from its source ({one.source}) to repair it, or remove it"
 
     @contextmanager
-    def _staged(self, source: Path, link: bool) -> Iterator[Staged]:
+    def _staged(self, source: Path, link: bool, root: str | None) -> Iterator[Staged]:
         try:
-            with self._store.staged(source, link=link) as staged:
+            with self._store.staged(source, link=link, root=root) as staged:
                 yield staged
         except OSError as error:
             raise RegistryError(

@@ -73,7 +73,7 @@ class FleetAdapters:
                 raise AdapterExistsError(
                     f"adapter {name!r} is already loaded; unload it first or load it in place"
                 )
-            instances, version = registry.candidates(None), registry.next_version(name)
+            instances, version = registry.having(None), registry.next_version(name)
             if pool is None:
 
                 async def load(some: list[Instance], content: str | None) -> Answers[AdapterInfo]:
@@ -95,10 +95,10 @@ class FleetAdapters:
 
     async def _unload(self, name: str) -> None:
         registry = self._instance_registry
-        registry.candidates(None)
+        registry.having(None)
         registry.forget(name)
         # Asked anew: one that came in before it was forgotten came with it.
-        instances = registry.candidates(None)
+        instances = registry.having(None)
         if self.pool is not None:
             self.pool.forget(name)
         answers, errors = await ask(registry, instances, lambda client: client.unload_adapter(name))
@@ -114,7 +114,7 @@ class FleetAdapters:
             served = registry.adapters.get(name)
             if served is None:
                 raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
-            instances = registry.candidates(name)
+            instances = registry.having(name)
             answers, errors = await ask(
                 registry, instances, lambda client: client.pin_adapter(name, pinned=pinned)
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import structs
 
+from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import GenerateRequest, RequestTiming, TokenOutput
 from moe_lora.engine.client.client import CallableEngine
 
@@ -26,7 +27,8 @@ class Attempt:
     request: as the instance gets it, under an id of its own, so that what an earlier or later attempt says is
     never taken for this one's.  first: number of the answer's token that it begins with.  Of an attempt that
     a request was moved to: kind: how; begun_s: when it was sent; held_s: when the one before was held, until
-    this one has a token; timing_before: what the one before says of its time.
+    this one has a token; timing_before: what the one before says of its time.  given_up: the instance has
+    been.
     """
 
     def __init__(self, instance: Instance, request: GenerateRequest, max_model_len: int) -> None:
@@ -40,7 +42,7 @@ class Attempt:
         self._stream: AsyncIterator[TokenOutput] | None = None
         self._prompt_tokens = self._num_prompt = request.known_tokens
         self._left = token_work(request, max_model_len)
-        self._started = self._closed = False
+        self._started = self._closed = self.given_up = False
         instance.asked_tokens += self._left
         instance.load.add(request.adapter, self._prompt_tokens)
 
@@ -68,6 +70,11 @@ class Attempt:
     def leave(self) -> None:
         """It goes on elsewhere: its stream ends after the tokens that came, and the instance frees it."""
         cast("CallableEngine", self.client).leave(self.request.request_id)
+
+    def lose(self, error: EngineDeadError) -> None:
+        """Its stream ends with this error after the tokens that came; the instance is told to drop it."""
+        self.given_up = True
+        cast("CallableEngine", self.client).fail_request(self.request.request_id, error)
 
     async def abort(self) -> None:
         await self.client.abort(self.request.request_id)

@@ -45,7 +45,7 @@ async def ask(
         else:
             answers.append((instance, result))
     if not answers and not errors:
-        instance_registry.candidates(None)
+        instance_registry.having(None)
         raise EngineDeadError("the LLM instances that were asked ended meanwhile; send the request again")
     return answers, errors
 
@@ -54,7 +54,7 @@ async def ask_live(
     instance_registry: InstanceRegistry, call: Callable[[EngineClient], Awaitable[Answer]]
 ) -> list[tuple[Instance, Answer]]:
     """What each live instance answers.  Raises the first refusal, EngineDeadError if none is live."""
-    answers, errors = await ask(instance_registry, instance_registry.candidates(None), call)
+    answers, errors = await ask(instance_registry, instance_registry.having(None), call)
     for _, error in errors:
         raise error
     return answers

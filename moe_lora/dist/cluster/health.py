@@ -25,9 +25,11 @@ _LOOKS_PER_TIMEOUT = 10
 class HealthMonitor:
     """Watches over one engine from its first beat to its end.
 
-    While it is silent it is out of routing, and nobody waits for what it was told; its requests stay with
-    it.  `come` brings it into routing: at first, and again after each silence.  `give_up` ends an engine that
-    stays silent, or could not be brought.  wait: for the engine's end, up to a time.
+    While it is silent it is out of routing, and nobody waits for what it was told.  Its requests go on
+    elsewhere if it sends no beats; if it does they stay with it: it may be at one long step.  While it is
+    drained those that it still has are moved, again and again.  `come` brings
+    it into routing: at first, and again after each silence.  `give_up` ends an engine that stays silent, or
+    could not be brought.  wait: for the engine's end, up to a time.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class HealthMonitor:
         self._clock = clock or WallClock()
         self._wait = wait or self._wait_for_end
         self._coming: asyncio.Task[None] | None = None
+        self._moved_off_s = self._clock.now_s()
 
     async def run(self) -> None:
         """Until the engine has ended; it is out of routing then."""
@@ -62,7 +65,11 @@ class HealthMonitor:
                 self._give_up()
             elif silent_s >= heartbeat.timeout_s:
                 self._leave(silent_s)
-            elif not self._is_in() and (self._coming is None or self._coming.done()):
+                if hearing.unheard_s() >= heartbeat.timeout_s:
+                    self._instance_registry.on_unheard(self._instance)
+            elif self._is_in():
+                self._move_off(heartbeat.timeout_s)
+            elif self._coming is None or self._coming.done():
                 self._coming = asyncio.create_task(self._try_to_come())
             looked_s = self._clock.now_s()
             if await self._wait(heartbeat.timeout_s / _LOOKS_PER_TIMEOUT):
@@ -82,9 +89,16 @@ class HealthMonitor:
     def _is_in(self) -> bool:
         return self._instance.live and self._instance.client is self._client
 
+    def _move_off(self, interval_s: float) -> None:
+        """While it is drained: a move may have failed, or brought a request that was under way before."""
+        now_s = self._clock.now_s()
+        if now_s - self._moved_off_s >= interval_s and self._instance.name in self._instance_registry.drained:
+            self._moved_off_s = now_s
+            self._instance_registry.on_drain(self._instance)
+
     def _leave(self, silent_s: float) -> None:
         name = self._instance.name
-        if self._instance_registry.drain(self._instance, self._client):
+        if self._instance_registry.note_silent(self._instance, self._client):
             logger.warning("instance %s is silent for %.1f s; it gets no requests", name, silent_s)
         self._client.fail_all(EngineSilentError(f"instance {name} does not get on; send the request again"))
 

@@ -67,11 +67,12 @@ class ConnectionMux:
     """Hands commands of all peers to an engine loop, and its events back to the peer that asked.
 
     Two peers may use the same ids; what the loop says to one that is gone is dropped.  Belongs to the event
-    loop of the connections.
+    loop of the connections.  restart: called when a peer asks for this process to be started again.
     """
 
-    def __init__(self, inbox: Inbox, max_model_len: int) -> None:
+    def __init__(self, inbox: Inbox, max_model_len: int, restart: Callable[[], None] = lambda: None) -> None:
         self._inbox = inbox
+        self._restart = restart
         self._max_model_len = max_model_len
         self._open: list[Peer] = []
         self._requests: dict[str, _Request] = {}
@@ -95,6 +96,10 @@ class ConnectionMux:
             args = message.args
             if message.method == "pass_on":
                 message.answer(self._pass_on(args[0]))
+                return
+            if message.method == "restart":
+                message.answer(None)
+                self._restart()
                 return
             if message.method in REQUEST_METHODS:
                 name = self._names.get((peer, args[0]))
@@ -177,7 +182,7 @@ class ConnectionMux:
             del self._names[key]
         return asked
 
-    def elsewhere(self, peer: Peer, stuck_s: float) -> Beat:
+    def elsewhere(self, peer: Peer, stuck_s: float, held_back: bool = False) -> Beat:
         """A beat that tells a peer of the requests of all others."""
         others = [asked for asked in self._requests.values() if asked.peer is not peer]
         return Beat(
@@ -185,6 +190,7 @@ class ConnectionMux:
             num_running=sum(not asked.num_prompt for asked in others),
             num_waiting=sum(asked.num_prompt > 0 for asked in others),
             outstanding_tokens=sum(asked.left for asked in others),
+            held_back=held_back,
         )
 
 
@@ -204,12 +210,14 @@ class FrontEndLinks:
         self._addresses = addresses
         self._keys = keys
         self._inbox = inbox
-        self._mux = ConnectionMux(inbox, max_model_len)
+        self._mux = ConnectionMux(inbox, max_model_len, self._restart)
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._peers: set[Peer] = set()
         self.failed = False
         """Whether the engine itself ended the service."""
+        self.restarts = False
+        """Whether `run` ended for the process to be started again, by whoever keeps it running."""
 
     def emit(self, event: Event) -> None:
         """Send an event to those it is for; called from the engine loop's threads."""
@@ -218,6 +226,10 @@ class FrontEndLinks:
     def stop(self) -> None:
         """End `run`, from any thread or a signal handler's."""
         self._in_loop(self._stopping.set)
+
+    def _restart(self) -> None:
+        self.restarts = True
+        self._stopping.set()
 
     async def run(self, hello: Hello, pulse: Pulse) -> None:
         """Serve until `stop`; the engine loop is told to stop then.  pulse: of that loop."""
@@ -279,5 +291,5 @@ class FrontEndLinks:
 
     async def _beat(self, peer: Peer, interval_s: float, pulse: Pulse) -> None:
         while True:
-            peer.send(self._mux.elsewhere(peer, pulse.stuck_s()))
+            peer.send(self._mux.elsewhere(peer, pulse.stuck_s(), pulse.held_back))
             await asyncio.sleep(interval_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -135,9 +135,10 @@ class Instance:
         return self.asked_tokens + self.tokens_elsewhere
 
     def hear(self, beat: Beat) -> None:
-        """Take over what the engine says of other front ends' requests."""
+        """Take over what the engine says of other front ends' requests, and of room for adapters."""
         self.tokens_elsewhere = beat.outstanding_tokens
         self.load.num_elsewhere = beat.num_running + beat.num_waiting
+        self.load.held_back = beat.held_back
 
 
 class InstanceRegistry:
@@ -171,6 +172,14 @@ class InstanceRegistry:
         self.advice = advice
         self.on_move: Callable[[Move], None] = lambda move: None
         """Called with what an instance was told to have moved; who sends requests from here sets it."""
+        self.on_unheard: Callable[[Instance], None] = lambda instance: None
+        """Called again and again with an instance that sends no beats; set as `on_move` is."""
+        self.drained_by_operator: frozenset[str] = frozenset()
+        """Names of instances that get no requests while others take some, until they are undrained."""
+        self.restarting: frozenset[str] = frozenset()
+        """Those that get none until they are started again."""
+        self.on_drain: Callable[[Instance], None] = lambda instance: None
+        """Called with one that is drained from now on, and now and then while it is; set as `on_move` is."""
         self._at_rest = asyncio.Event()
         self._at_rest.set()
 
@@ -178,8 +187,31 @@ class InstanceRegistry:
     def live(self) -> list[Instance]:
         return [instance for instance in self.instances if instance.live]
 
+    @property
+    def drained(self) -> frozenset[str]:
+        """Names of instances that get no requests while others take some."""
+        return self.drained_by_operator | self.restarting
+
+    @property
+    def undrained(self) -> list[Instance]:
+        """Those that are live and take requests."""
+        return [instance for instance in self.live if instance.name not in self.drained]
+
+    def drain(self, names: Iterable[str], restarting: Iterable[str]) -> None:
+        """From now on these instances, and no others, get no requests while others take some."""
+        before = self.drained
+        self.drained_by_operator, self.restarting = frozenset(names), frozenset(restarting)
+        for instance in self.instances:
+            if instance.name in self.drained - before:
+                self.on_drain(instance)
+
     def candidates(self, adapter: str | None) -> list[Instance]:
-        """Instances that can take a request.  Raises EngineDeadError, saying why, if there is none."""
+        """Instances that can take a request: drained ones where no other can.  Raises as `having` does."""
+        found = self.having(adapter)
+        return [instance for instance in found if instance.name not in self.drained] or found
+
+    def having(self, adapter: str | None) -> list[Instance]:
+        """Live instances that have an adapter.  Raises EngineDeadError, saying why, if there is none."""
         found = [i for i in self.instances if i.live and (adapter is None or adapter not in i.missing)]
         if found:
             return found
@@ -193,7 +225,10 @@ class InstanceRegistry:
     def _absence(self) -> str:
         silent = ", ".join(instance.name for instance in self.instances if instance.silent)
         if silent:
-            return f"instance {silent} does not get on; send the request again in a while, or restart it"
+            return (
+                f"instance {silent} does not get on; send the request again in a while, or end its process, "
+                "which is started again"
+            )
         return self.advice
 
     def lose(self, instance: Instance, client: EngineClient) -> None:
@@ -201,7 +236,7 @@ class InstanceRegistry:
         if instance.client is client:
             self._take_out(instance)
 
-    def drain(self, instance: Instance, client: EngineClient) -> bool:
+    def note_silent(self, instance: Instance, client: EngineClient) -> bool:
         """Take an instance that is silent out of routing until it joins again; False if it is out already."""
         was_live = instance.live
         if instance.client is client and was_live:

@@ -12,8 +12,9 @@ from typing import Any
 
 from websockets.asyncio.connection import Connection
 
+from moe_lora.config import LimitsConfig
 from moe_lora.core.address import Address
-from moe_lora.core.errors import AdapterNotFoundError, ConfigError, EngineDeadError
+from moe_lora.core.errors import AdapterNotFoundError, ConfigError, EngineDeadError, UnreadError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, ModelInfo, TokenOutput
 from moe_lora.dist.cluster.pool.directory import PoolDirectory
 from moe_lora.dist.net.connection import OPEN_S, listen
@@ -165,9 +166,11 @@ class _Stream(AsyncIterator[TokenOutput]):
 
     What is awaited is the very future that the connection's reader fills: no generator stands between.
     under_way: the streams of the connection; the reader takes one out when it has put its last item.
+    max_unread: of more items that wait the request ends, with an UnreadError.
     """
 
-    def __init__(self, name: str, under_way: dict[str, _Stream], peer: Peer) -> None:
+    def __init__(self, name: str, under_way: dict[str, _Stream], peer: Peer, max_unread: int) -> None:
+        self._max_unread = max_unread
         self._name = name
         self._under_way = under_way
         self._peer = peer
@@ -177,10 +180,19 @@ class _Stream(AsyncIterator[TokenOutput]):
 
     def put(self, item: TokenOutput | Exception) -> None:
         waiter = self._waiter
-        if waiter is None or waiter.done():
+        if waiter is not None and not waiter.done():
+            self._give(waiter, item)
+        elif (
+            len(self._items) < self._max_unread
+            or isinstance(item, Exception)
+            or item.finish_reason is not None
+        ):
             self._items.append(item)
         else:
-            self._give(waiter, item)
+            what = f"more than {self._max_unread} steps of this answer wait for its client to read them"
+            self._items.clear()
+            self._items.append(UnreadError(what))
+            self.leave()
 
     def __anext__(self) -> asyncio.Future[TokenOutput]:
         if self._over:
@@ -200,6 +212,10 @@ class _Stream(AsyncIterator[TokenOutput]):
 
     async def aclose(self) -> None:
         self._over = True
+        self.leave()
+
+    def leave(self) -> None:
+        """Abort the request unless it has ended."""
         if self._under_way.get(self._name) is self:
             del self._under_way[self._name]
             self._peer.send(Abort(self._name))
@@ -212,13 +228,15 @@ class DialledClient(CallableEngine):
     """`EngineClient` of an engine that dialled in.  Closing it ends the connection, not the engine.
 
     Belongs to the event loop of its connection.  hearing: what its beats tell.  on_beat: called with each.
-    on_move: called with orders to move a request that came over this connection.
+    on_move: called with orders to move a request that came over this connection.  max_unread: items of a
+    request that may wait to be taken.
     """
 
     ended: asyncio.Event
 
-    def __init__(self, peer: Peer, name: str) -> None:
+    def __init__(self, peer: Peer, name: str, max_unread: int = LimitsConfig.max_unread_steps) -> None:
         self.name = name
+        self._max_unread = max_unread
         self.ended: asyncio.Event = peer.ended
         self.hearing = Hearing()
         self.on_beat: Callable[[Beat], None] = lambda beat: None
@@ -260,6 +278,12 @@ class DialledClient(CallableEngine):
         except PeerEndedError as error:
             raise EngineDeadError(f"instance {self.name} has ended: {error}") from error
 
+    def fail_request(self, request_id: str, error: EngineDeadError) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.put(error)
+            stream.leave()
+
     def fail_all(self, error: Exception) -> None:
         """Let nobody wait for the answer to a call any longer; requests go on."""
         self._peer.abandon_calls(error)
@@ -277,7 +301,7 @@ class DialledClient(CallableEngine):
             raise self._dead or EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
         if name in self._streams:
             raise ValueError(f"request_id {name!r} is already running")
-        stream = self._streams[name] = _Stream(name, self._streams, self._peer)
+        stream = self._streams[name] = _Stream(name, self._streams, self._peer, self._max_unread)
         self._peer.send(Request.of(request))
         return stream
 
@@ -303,6 +327,7 @@ class InstanceListener:
     """Lets engines of this cluster into the `InstanceRegistry`.
 
     on_give_up: called with the name of one that is taken for dead, after its connection was ended.
+    max_unread: see `DialledClient`.
     """
 
     def __init__(
@@ -310,7 +335,9 @@ class InstanceListener:
         instance_registry: InstanceRegistry,
         admit: Admit,
         on_give_up: Callable[[str], None] = lambda name: None,
+        max_unread: int = LimitsConfig.max_unread_steps,
     ) -> None:
+        self._max_unread = max_unread
         self._instance_registry = instance_registry
         self._on_give_up = on_give_up
         self._admit = admit
@@ -365,7 +392,7 @@ class InstanceListener:
 
     async def _host(self, peer: Peer, hello: Hello, host: str) -> None:
         """Have the engine take part until its connection ends."""
-        client = DialledClient(peer, hello.name)
+        client = DialledClient(peer, hello.name, self._max_unread)
         client.on_move = self._instance_registry.on_move
         reading = asyncio.create_task(client.read())
 

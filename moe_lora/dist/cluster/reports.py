@@ -21,6 +21,7 @@ SUMMED_GAUGES = (
     "host_adapter_bytes",
     "pool_adapters",
     "pool_bytes",
+    "merge_kept_bytes",
 )
 NAMES = ("running_adapters", "waiting_adapters", "resident_adapters")
 COUNTERS = tuple({one.name for one in fields(EngineStats)} - {*SUMMED_GAUGES, *NAMES, "kv_usage"})

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from moe_lora.core.clock import Clock
-from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError, MoveError
+from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError, EngineSilentError, MoveError
 from moe_lora.core.request import (
     AdapterInfo,
     EngineStats,
@@ -70,8 +70,11 @@ class FleetClient:
         self._running: dict[str, ResumableRequest] = {}
         self.mover = RequestMover(instance_registry, clock)
         self._moving: set[asyncio.Task[None]] = set()
+        self._leaving: set[Attempt] = set()
         self._places = asyncio.Semaphore(MOVES_AT_ONCE)
         instance_registry.on_move = self._take_order
+        instance_registry.on_unheard = self._leave
+        instance_registry.on_drain = self._move_off
         self._info: ModelInfo | None = None
 
     @property
@@ -113,7 +116,8 @@ class FleetClient:
                     else:
                         return
                 except EngineDeadError as error:
-                    self._instance_registry.lose(attempt.instance, attempt.client)
+                    if not isinstance(error, EngineSilentError):  # it may be back by the time this is read
+                        self._instance_registry.lose(attempt.instance, attempt.client)
                     if resumable.move is not None:
                         await resumable.move.settle()
                     if resumable.next is None:
@@ -160,31 +164,70 @@ class FleetClient:
         return problems.count(None), [problem for problem in problems if problem is not None]
 
     async def _try_move(
-        self, request_id: str, attempt: Attempt | None, target: str, kind: MoveKind
+        self, request_id: str, attempt: Attempt | None, target: str | None, kind: MoveKind
     ) -> str | None:
-        """Why it was not moved; None: it was.  attempt: to be moved; what left it while it waited stays."""
+        """Why it was not moved; None: it was.  attempt: to be moved; what left it while it waited stays.
+        target: None: what the router chooses."""
         async with self._places:
             resumable = self._running.get(request_id)
             if resumable is not None and resumable.attempt is not attempt:
                 return f"request {request_id!r} has left the instance from which it was to be moved"
             try:
-                await self.move(request_id, target, kind)
-            except MoveError as error:
+                if target is None and resumable is not None:
+                    target = self._next_instance(resumable).name
+                await self.move(request_id, target or "", kind)
+            except (MoveError, EngineDeadError) as error:
                 return str(error)
             return None
+
+    def _move_off(self, instance: Instance) -> None:
+        """Have the requests of an instance that is drained go on elsewhere, those that can and do not yet."""
+        for name in self.requests_at(instance.name):
+            attempt = self._running[name].attempt
+            if attempt is not None and attempt not in self._leaving:
+                self._leaving.add(attempt)
+                self._in_background(self._move_one_off(name, attempt))
+
+    async def _move_one_off(self, name: str, attempt: Attempt) -> None:
+        try:
+            await self._follow(name, attempt, None, "tokens")
+        finally:
+            self._leaving.discard(attempt)
+
+    def _leave(self, instance: Instance) -> None:
+        """Have requests of an instance that sends no beats go on elsewhere, those that can.
+
+        What it says of them if it wakes is of attempts that have ended: nobody takes it.
+        """
+        for resumable in self._running.values():
+            attempt = resumable.attempt
+            if attempt is None or attempt.instance is not instance or attempt.given_up:
+                continue
+            if resumable.num_resends >= MAX_RESENDS:
+                continue
+            error = EngineSilentError(f"instance {instance.name} sends no beats")
+            try:
+                self._instance_registry.candidates(resumable.request.adapter)
+                self._check_resend(resumable, instance, error)
+            except EngineDeadError:
+                continue  # no other can go on with it; this one may
+            attempt.lose(error)
 
     def _take_order(self, order: Move) -> None:
         """A controller had an instance say that a request of this front end is to be moved."""
         for name, resumable in self._running.items():
             attempt = resumable.attempt
             if attempt is not None and attempt.request.request_id == order.request_id:
-                task = asyncio.create_task(self._follow(name, attempt, order))
-                self._moving.add(task)
-                task.add_done_callback(self._moving.discard)
+                kind: MoveKind = "kv" if order.kind == "kv" else "tokens"
+                self._in_background(self._follow(name, attempt, order.target, kind))
 
-    async def _follow(self, name: str, attempt: Attempt, order: Move) -> None:
-        kind: MoveKind = "kv" if order.kind == "kv" else "tokens"
-        problem = await self._try_move(name, attempt, order.target, kind)
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._moving.add(task)
+        task.add_done_callback(self._moving.discard)
+
+    async def _follow(self, name: str, attempt: Attempt | None, target: str | None, kind: MoveKind) -> None:
+        problem = await self._try_move(name, attempt, target, kind)
         if problem is not None:
             logger.info(problem)
 
@@ -285,7 +328,9 @@ class FleetClient:
             instance.latest = stats
         instances = self._instance_registry.instances
         past = [instance.past for instance in instances]
-        merged = merge_stats([stats for _, stats in answers], past, map(_instance_stats, instances))
+        drained = self._instance_registry.drained
+        each = [_instance_stats(instance, instance.name in drained) for instance in instances]
+        merged = merge_stats([stats for _, stats in answers], past, each)
         return replace(merged, moves=self.mover.stats())
 
     async def is_alive(self) -> bool:
@@ -309,12 +354,13 @@ def _unavailable(name: str, served: ServedVersion) -> AdapterInfo:
     )
 
 
-def _instance_stats(instance: Instance) -> InstanceStats:
+def _instance_stats(instance: Instance, drained: bool) -> InstanceStats:
     return InstanceStats(
         index=instance.index,
         name=instance.name,
         live=instance.live,
         silent=instance.silent,
+        drained=drained,
         num_running=instance.latest.num_running,
         num_waiting=instance.latest.num_waiting,
         kv_usage=instance.latest.kv_usage,

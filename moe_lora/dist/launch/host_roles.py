@@ -7,10 +7,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryFile
+from typing import Any
 
 from moe_lora.config import ControllerConfig, EngineConfig, FrontEndPlace
 from moe_lora.config.cluster import ClusterConfig, cluster_text
@@ -20,7 +21,7 @@ from moe_lora.dist.net.codec import Message, decoder_of, encode
 
 logger = logging.getLogger(__name__)
 
-FRONT_END = "front-end"
+FRONT_END, CONTROLLER = "front-end", "controller"
 _OF_SETTINGS = (ConfigError, AdapterError, RegistryError)
 STOP_S = 20.0
 """From SIGTERM to SIGKILL, beside the time that a front end drains: an instance finishes its step."""
@@ -87,7 +88,8 @@ class HostRoles:
     """Keeps roles running; belongs to one event loop.
 
     Everything is started again, for ever, unless a setting keeps its first process from its part.  drain_s:
-    how long a front end may take to end what it serves.  failed: what kept all of a kind from their part.
+    how long a front end may take to end what it serves.  at_once: when it is set, `stop` waits for nobody.
+    failed: what kept all of a kind from their part.
     """
 
     def __init__(
@@ -97,7 +99,9 @@ class HostRoles:
         clock: Clock | None = None,
         policy: RestartPolicy | None = None,
         drain_s: float = 0.0,
+        at_once: asyncio.Event | None = None,
     ) -> None:
+        self._at_once = at_once or asyncio.Event()
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._roles = list(roles)
         self._drain_s = drain_s
@@ -120,20 +124,26 @@ class HostRoles:
             with suppress(ProcessLookupError):
                 found[1].kill()
 
+    def hang_up(self) -> None:
+        """Have front ends and the controller read their settings again.
+
+        One that does not listen for the signal yet ends by it, and reads them when it is started again.
+        """
+        for role, process in self._running.values():
+            if role.kind in (FRONT_END, CONTROLLER):
+                with suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGHUP)
+
     async def stop(self) -> None:
         """End all, those first that others work for; return when they have ended."""
         self._stopping = True
         running = [found for role in self._roles if (found := self._running.get(role.name)) is not None]
         for first, limit_s in ((True, STOP_S + self._drain_s), (False, STOP_S)):
-            await _end([process for role, process in running if (role.kind == FRONT_END) == first], limit_s)
+            some = [process for role, process in running if (role.kind == FRONT_END) == first]
+            await _end(some, limit_s, self._at_once)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def kill_all(self) -> None:
-        """End all at once, while `stop` waits."""
-        for name in list(self._running):
-            self.kill(name)
 
     async def _keep(self, role: Role) -> None:
         num_deaths = num_starts = 0
@@ -173,7 +183,7 @@ class HostRoles:
         self._running[role.name] = role, process
         logger.info("%s started (process %d)", role.name, process.pid)
         if self._stopping:  # it came too late for `stop`
-            await _end([process], STOP_S)
+            await _end([process], STOP_S, self._at_once)
         said = await _all_of(status)
         started = None
         if said:
@@ -209,39 +219,52 @@ async def _all_of(fd: int) -> bytes:
         transport.close()
 
 
-async def _end(processes: Sequence[asyncio.subprocess.Process], limit_s: float) -> None:
+async def _end(
+    processes: Sequence[asyncio.subprocess.Process], limit_s: float, at_once: asyncio.Event
+) -> None:
     for process in processes:
         with suppress(ProcessLookupError):
             process.terminate()
-    await asyncio.gather(*(_ended(process, limit_s) for process in processes))
+    await asyncio.gather(*(_ended(process, limit_s, at_once) for process in processes))
 
 
-async def _ended(process: asyncio.subprocess.Process, limit_s: float) -> None:
-    try:
-        await asyncio.wait_for(process.wait(), limit_s)
-    except asyncio.TimeoutError:
+async def _ended(process: asyncio.subprocess.Process, limit_s: float, at_once: asyncio.Event) -> None:
+    """Return when it has; it is killed after `limit_s`, or `at_once`."""
+    ended, told = asyncio.create_task(process.wait()), asyncio.create_task(at_once.wait())
+    await asyncio.wait((ended, told), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    if not ended.done():
         logger.warning("process %d does not end and is killed", process.pid)
-        process.kill()
-        await process.wait()
+        with suppress(ProcessLookupError):
+            process.kill()
+    told.cancel()
+    await ended
 
 
-async def run_roles(roles: Sequence[Role], drain_s: float = 0.0) -> bool:
+async def run_roles(
+    roles: Sequence[Role],
+    drain_s: float = 0.0,
+    reload: Callable[[HostRoles], Coroutine[Any, Any, None]] | None = None,
+    at_once: asyncio.Event | None = None,
+) -> bool:
     """Keep the roles running until SIGINT or SIGTERM; whether all did their part up to then.
 
-    drain_s: see `HostRoles`.  A second signal ends all at once.
+    drain_s: see `HostRoles`.  reload: what SIGHUP does.  at_once: set by a second signal, also one that comes
+    when this has returned.
     """
-    over, signalled = asyncio.Event(), False
-    kept = HostRoles(roles, drain_s=drain_s)
+    over, at_once = asyncio.Event(), at_once or asyncio.Event()
+    kept = HostRoles(roles, drain_s=drain_s, at_once=at_once)
 
     def end() -> None:
-        nonlocal signalled
-        if signalled:
-            kept.kill_all()
-        signalled = True
+        if over.is_set():
+            at_once.set()
         over.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, end)
+    tasks: set[asyncio.Task[None]] = set()
+    if reload is not None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, lambda: tasks.add(loop.create_task(reload(kept))))
     kept.failed.add_done_callback(lambda _: over.set())
     try:
         await over.wait()
@@ -260,9 +283,15 @@ def cluster_file(cluster: ClusterConfig) -> Iterator[int]:
     The file has no name: nothing stays of it however the processes end that have it open.
     """
     with TemporaryFile() as file:
-        file.write(cluster_text(cluster).encode())
-        file.flush()
+        write_cluster(file.fileno(), cluster)
         yield file.fileno()
+
+
+def write_cluster(file: int, cluster: ClusterConfig) -> None:
+    """Have the file say this; processes read it when they start, or are told to."""
+    text = cluster_text(cluster).encode()
+    os.pwrite(file, text, 0)
+    os.ftruncate(file, len(text))
 
 
 def on_sockets(cluster: ClusterConfig, num_front_ends: int, folder: str) -> ClusterConfig:
@@ -293,7 +322,7 @@ def roles_of(cluster: ClusterConfig, file: int, http: int) -> list[Role]:
     """
     serve = ("-m", "moe_lora.cli.main", "serve", *_told(file))
     return [
-        Role(name="controller", kind="controller", words=(*serve, "--role", "controller"), fds=(file,)),
+        Role(name="controller", kind=CONTROLLER, words=(*serve, "--role", "controller"), fds=(file,)),
         *(
             Role(
                 name=name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import logging
 import os
 import secrets
 import shutil
@@ -14,7 +15,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_lora.config import EngineConfig
@@ -31,8 +31,14 @@ if TYPE_CHECKING:
     from moe_lora.dist.host_workers.workers import HostWorkers
     from moe_lora.dist.lora_server.server.server_rank import ServerRank
 
+logger = logging.getLogger(__name__)
+
 THREADS_PER_RANK = 1
 _PARENT_S = 0.5
+RESTART_CODE = os.EX_TEMPFAIL
+"""Exit code of a process that was told to end so that it is started again: torchrun takes 0 for done."""
+RESTART_S = 20.0
+"""How long such a process may take to end by itself, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -77,23 +83,23 @@ def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | Non
 def serve_rank(config: EngineConfig, place: JobPlace, status: int | None) -> int:
     """Build a rank of the LoRA Server that config names, and run it until told to stop; the exit code."""
     rank = build_rank(config, place.dist_rank)
+    rank.on_restart = end_for_restart
     stop_on_signals(rank.stop, place)
     say_started(status)
     rank.run()
-    return 0
+    return RESTART_CODE if rank.restarts else 0
 
 
 def build_rank(config: EngineConfig, server_rank: int) -> ServerRank:
     """A rank of the LoRA Server, its host workers started.  config: of the instances; it names the server."""
     import torch
 
-    from moe_lora.core.hf_config import read_config
     from moe_lora.core.shape import ModelShape
     from moe_lora.dist.lora_server.server.server_rank import ServerRank
     from moe_lora.engine.ranks.rank import resolved
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    hf_config = read_config(Path(config.model_dir))
+    hf_config = config.hf_config()
     config = resolved(config, hf_config)
     shape = ModelShape.from_hf_config(hf_config)
     host = _host_workers_of_server(config, shape)
@@ -145,10 +151,11 @@ def serve_instance(
 
     config = cluster.instance(name)
     addresses, keys = cluster.dialled_addresses(), keys_of(cluster)
-    if place.num_ranks not in (1, config.expert_parallel):
+    if place.num_ranks not in (1, config.num_ranks):
+        name = "expert_parallel" if config.expert_parallel > 1 else "tensor_parallel"
         raise ConfigError(
-            f"this job has {place.num_ranks} processes, but engine.expert_parallel={config.expert_parallel}; "
-            f"start it with torchrun --nproc-per-node {config.expert_parallel}"
+            f"this job has {place.num_ranks} processes, but engine.{name}={config.num_ranks}; "
+            f"start it with torchrun --nproc-per-node {config.num_ranks}"
         )
     if config.pool is not None and config.pool.host is None:
         config = replace(
@@ -216,8 +223,10 @@ def _serve_engine(
         loop.start()
         say_started(status)
         await links.run(Hello(config.instance, secrets.token_hex(8), core.info), loop.pulse)
+        if links.restarts:
+            end_for_restart()
         await asyncio.to_thread(loop.join)
-        return 1 if links.failed else 0
+        return RESTART_CODE if links.restarts else 1 if links.failed else 0
 
     return asyncio.run(serve())
 
@@ -235,6 +244,21 @@ def stop_on_signals(stop: Callable[[], None], place: JobPlace) -> None:
         threading.Thread(
             target=_stop_with_parent, args=(os.getppid(), stop), name="parent-watch", daemon=True
         ).start()
+
+
+def end_for_restart() -> None:
+    """End this process within RESTART_S, to be started again, whatever it hangs at.
+
+    It has left its peers by then, so nobody else would end it.
+    """
+
+    def end() -> None:
+        logger.error("it was told to end, to be started again, and hangs: ended after %g s", RESTART_S)
+        os._exit(RESTART_CODE)
+
+    timer = threading.Timer(RESTART_S, end)
+    timer.daemon = True
+    timer.start()
 
 
 def end_with(parent: int, directory: str | None = None) -> None:

@@ -14,7 +14,7 @@ import logging
 import sys
 
 from moe_lora.core.errors import MoeLoraError
-from moe_lora.core.teardown import quiet_teardown
+from moe_lora.core.teardown import quick_teardown, quiet_teardown
 
 from .host_roles import failure_told
 
@@ -30,6 +30,7 @@ def main() -> None:
         parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     quiet_teardown()
+    quick_teardown()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     if options.name is not None and options.role != "instance":
         parser.error("--name is an instance's")

@@ -54,7 +54,7 @@ class SignalWords:
 
     def __init__(self, memory: torch.Tensor, doorbell: torch.Tensor) -> None:
         """memory: uint8 [num_signals * 64] at a multiple of 64 bytes, doorbell: uint8 [>= 8], likewise."""
-        self._memory = memory
+        self.memory = memory
         self._doorbell = doorbell
         self._start = memory.data_ptr()
         self.doorbell_address = doorbell.data_ptr()
@@ -62,6 +62,11 @@ class SignalWords:
     def address(self, signal: int) -> int:
         """Where the signal's word is."""
         return self._start + signal * LINE_BYTES
+
+    def tensor(self, signal: int) -> torch.Tensor:
+        """The signal's word itself, int64 [1], for a device that reads and writes it."""
+        start = signal * LINE_BYTES
+        return self.memory[start : start + 8].view(torch.int64)
 
     def read(self, signal: int) -> int:
         """Acquire load."""

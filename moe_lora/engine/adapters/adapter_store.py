@@ -14,6 +14,7 @@ from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.host import OwnFolder
 from moe_lora.core.request import AdapterResidency
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.shard import ModelShard
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.lora.row_routing import Lease
 
@@ -26,7 +27,7 @@ class AdapterVersion:
     included.  num_waiting: requests that don't yet.  num_pages: what it takes on this device when it is
     there.  slot: while it is ready there.  loading_slot: from when its bytes began to
     come.  lease: while the LoRA Server holds it for this engine.  merged: the weights carry some of it, or
-    will.
+    will.  leaseless: they carry all that the server would compute of it.
     """
 
     uid: int
@@ -43,6 +44,7 @@ class AdapterVersion:
     loading_slot: int | None = None
     lease: Lease | None = None
     merged: bool = False
+    leaseless: bool = False
 
     @property
     def name(self) -> str:
@@ -133,6 +135,11 @@ class AdapterStore:
         """Where a kept adapter's bytes are."""
         return "host" if self._store is None and not self._in_files else "disk"
 
+    def check_host(self) -> None:
+        """Raises AdapterError if deltas of what was computed so far could not be had (see `HostWorkers`)."""
+        if self.host is not None:
+            self.host.check()
+
     def host_has(self, content_hash: str) -> bool:
         """Whether host workers can compute a kept adapter's deltas."""
         return self.host is not None
@@ -166,29 +173,37 @@ def _stored(packed: PackedAdapter, store: HostStore) -> PackedAdapter:
         return store.get(packed.content_hash, packed.name)
     except AdapterError as error:
         raise StorageError(
-            f"adapter {packed.name!r} of {packed.nbytes / 1e9:.3f} GB can't be kept in "
-            f"{store.directory} ({error}); free room there or let TMPDIR name another place"
+            f"adapter {packed.name!r} of {packed.nbytes / 1e9:.3f} GB can't be kept on this host ({error}); "
+            "free room there, or let state_dir or TMPDIR name another place"
         ) from error
 
 
 class ShardSizes:
     """Pages that the layers of adapters take on the rank that holds most of them.
 
-    kept: per rank the entries ([X] bool) that it keeps.
+    kept: per rank the entries ([X] bool) that it keeps.  shard: of the first rank, as large as each; None:
+    matrices are whole.
     """
 
-    def __init__(self, shape: ModelShape, page_bytes: int, kept: Sequence[np.ndarray]) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        page_bytes: int,
+        kept: Sequence[np.ndarray],
+        shard: ModelShard | None = None,
+    ) -> None:
         self._shape = shape
         self.page_bytes = page_bytes
         self._kept = kept
-        self._all_kept = all(entries.all() for entries in kept)
+        self._shard = shard
+        self._all_kept = all(entries.all() for entries in kept) and shard is None
 
     def layer_pages(self, packed: PackedAdapter) -> list[int]:
         if self._all_kept:
             return [self.num_pages(layer.nbytes) for layer in packed.layers]
         return [
             self.num_pages(
-                max(shard_layer(layer, self._shape, kept).num_elements for kept in self._kept)
+                max(shard_layer(layer, self._shape, kept, self._shard).num_elements for kept in self._kept)
                 * layer.data.element_size()
             )
             for layer in packed.layers

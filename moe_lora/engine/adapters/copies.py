@@ -16,7 +16,9 @@ import torch
 from moe_lora.adapters.packed import PackedAdapter, shard_layer
 from moe_lora.cache.orders import Copy
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.shard import ModelShard
 from moe_lora.kernels.operands import SlotTable
+from moe_lora.kernels.page_locked import Staging
 from moe_lora.lora.local import LayerPart, open_slot, part_bytes, point_layer, point_slot
 from moe_lora.policies.host_start import load_order
 
@@ -58,7 +60,8 @@ class RankCopier:
 
     device, host: 1-D uint8, page after page; host None: there is no host arena.  kept: [X] bool, entries of
     adapters that this rank computes.  find: content hash -> the packed adapter, mapped or in memory.  pool:
-    has adapters that must be fetched; None: all are here.
+    has adapters that must be fetched; None: all are here.  shard: of whose sites matrices are; None: they
+    are whole.
     """
 
     def __init__(
@@ -71,13 +74,16 @@ class RankCopier:
         kept: np.ndarray,
         find: Callable[[str], PackedAdapter],
         pool: PoolAdapters | None = None,
+        shard: ModelShard | None = None,
     ) -> None:
         self.page_bytes = page_bytes
         self._device = device.view(-1, page_bytes)
         self._host = None if host is None else host.view(-1, page_bytes)
         self._slots = slots
         self._shape = shape
-        self._kept = None if kept.all() else kept
+        self._kept = None if kept.all() and shard is None else kept
+        self._shard = shard
+        self._staging = Staging() if device.is_cuda else None
         self._find = find
         self._pool = pool
         assert pool is None or self._kept is None, "adapters are fetched whole"
@@ -155,7 +161,7 @@ class RankCopier:
         """Layer by layer; nothing leads to bytes that are not there."""
         parts: Sequence[LayerPart] = packed.layers
         if self._kept is not None:
-            parts = [shard_layer(layer, self._shape, self._kept) for layer in packed.layers]
+            parts = [shard_layer(layer, self._shape, self._kept, self._shard) for layer in packed.layers]
         open_slot(self._slots, order.slot, parts)
         offsets = [max(0, first) * self.page_bytes for first in order.layer_first_pages]
         layer_wise = order.first_group is not None
@@ -170,7 +176,8 @@ class RankCopier:
             else:
                 data = part_bytes(layer, part)
                 assert offset + len(data) <= self._device.numel()
-                _copy(data, self._device.view(-1)[offset : offset + len(data)])
+                there = self._device.view(-1)[offset : offset + len(data)]
+                _copy(data, there) if self._staging is None else self._staging.copy(data, there)
                 yield len(data)
             pointed.append((number, layer, part, offset))
             if layer_wise:

@@ -121,6 +121,7 @@ class LeasedAdapters(AdapterStore):
         return {
             "lora_server_requests": backend.num_requests,
             "lora_server_fallback_rows": backend.num_fallback_rows,
+            "lora_server_host_rows": backend.num_host_rows,
             **super().counters(),
         }
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from itertools import chain, count
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.orders import Namespace, Readiness
@@ -53,13 +53,16 @@ class AdapterManager:
         self._num_slots = num_slots
         self._max_pages = num_pages
         self._current: dict[str, AdapterVersion] = {}
-        self._uids = itertools.count(1)
+        self._uids = count(1)
         self._numbers: dict[str, int] = {}
         self._pinned: set[AdapterVersion] = set()
         self._to_bring: list[AdapterVersion] = []
         self.on_drop: Callable[[Namespace], None] | None = None
         """Called with a version's uid when nothing is left of it."""
         self._refused_pages = sys.maxsize
+        self.num_preloaded = 0
+        if host_loads is not None:
+            cache.watch_loads(lambda uid: host_loads.end(uid, clock.now_s()))
 
     def add(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
@@ -109,7 +112,8 @@ class AdapterManager:
     def resident(self) -> Iterator[AdapterVersion]:
         """Adapters that are ready now."""
         if self.leases is not None:
-            return self.leases.resident()
+            leaseless = (adapter for adapter in self.versions.values() if adapter.leaseless)
+            return chain(self.leases.resident(), leaseless)
         return (adapter for adapter in self.versions.values() if adapter.slot is not None)
 
     def info(self, adapter: AdapterVersion) -> AdapterInfo:
@@ -152,7 +156,7 @@ class AdapterManager:
         NO_ROOM: it is not held, there is no place now; a lease that came meanwhile is kept, unused.
         again: this request held it before.  num_tokens: of the request.
         """
-        if self.leases is not None:  # asked for first: it takes longer
+        if self.leases is not None and not adapter.leaseless:  # asked for first: it takes longer
             leased = self.leases.acquire(adapter)
             if not adapter.num_pages:
                 self._cache.note_remote(adapter.uid, leased)
@@ -173,8 +177,6 @@ class AdapterManager:
         readiness = self._cache.readiness(adapter.uid)
         if readiness is Readiness.LOADING and self.store.host_has(adapter.packed.content_hash):
             return Readiness.HOST_COMPUTABLE
-        if readiness is Readiness.READY and self.host_loads is not None:
-            self.host_loads.end(adapter.uid, self._clock.now_s())
         return readiness
 
     def pays_on_host(self, adapter: AdapterVersion, num_tokens: int, on_host: int) -> bool:
@@ -207,9 +209,23 @@ class AdapterManager:
 
     def release_merged(self, adapter: AdapterVersion) -> None:
         """Undo `hold_merged`; an adapter that was unloaded meanwhile is freed with its last request."""
-        adapter.merged = False
+        adapter.merged = adapter.leaseless = False
         self._cache.let_go(adapter.uid, self._clock.now_s())
         self._settle(adapter)
+
+    def give_lease_back(self, adapter: AdapterVersion) -> None:
+        """The weights carry all that the LoRA Server would compute of it: it takes no place there."""
+        if self.leases is not None:
+            adapter.leaseless = True
+            self.leases.release(adapter)
+
+    def take_lease_again(self, adapter: AdapterVersion) -> bool:
+        """Before the weights carry less of it; False: its requests need a lease, which is asked for and has
+        not come, so that all of it has to stay in them.
+        """
+        if adapter.leaseless and self.leases is not None:
+            adapter.leaseless = bool(adapter.num_running) and not self.leases.acquire(adapter)
+        return not adapter.leaseless
 
     def pin(self, adapter: AdapterVersion) -> None:
         """Bring the adapter in and keep it; of a LoRA Server's the part on this device, since that one
@@ -259,6 +275,7 @@ class AdapterManager:
                 continue
             if self._hold(adapter, again=True) is not Readiness.NO_ROOM:
                 self._cache.let_go(adapter.uid, self._clock.now_s())
+                self.num_preloaded += 1
         for adapter in found:
             self._cache.unpin(adapter.uid)
         return sum(self._cache.readiness(adapter.uid) is not Readiness.NO_ROOM for adapter in found)
@@ -329,7 +346,8 @@ class AdapterManager:
         place: AdapterResidency = self._cache.place(adapter.uid)
         num_pages = adapter.num_pages if place == "device" else 0
         if self.leases is not None:
-            place = "remote" if adapter.lease is not None else "device" if num_pages else "disk"
+            on_device = num_pages or adapter.leaseless
+            place = "remote" if adapter.lease is not None else "device" if on_device else "disk"
         elif place == "disk":
             place = self.store.place(adapter.packed.content_hash)
         return place, num_pages

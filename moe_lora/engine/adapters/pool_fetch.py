@@ -11,7 +11,7 @@ import torch
 from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.adapters.host_store import adapter_in, adapter_without_data, is_intact, layout_of, write_adapter
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.core.errors import AdapterError, PeerGoneError, PeerUnreachableError
+from moe_lora.core.errors import AdapterError, PeerGoneError, PeerUnreachableError, StorageError
 from moe_lora.dist.transport.contract import RemoteWindow, Transport
 
 
@@ -142,7 +142,7 @@ class LayerReader:
                     f"adapter {name!r}: no instance holds it, and what lies in its directory now is not "
                     "what was loaded; load it again with load_inplace=true"
                 )
-        except AdapterError:
+        except (AdapterError, StorageError):
             self._peers.count("failed_sources")
             raise
         memory = torch.empty(self._layout.num_bytes, dtype=torch.uint8)

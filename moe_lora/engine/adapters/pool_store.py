@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +21,8 @@ from moe_lora.adapters.host_store import (
     write_adapter,
 )
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.core.errors import AdapterError, CapacityError, StorageError
-from moe_lora.core.host import allow_many_files
+from moe_lora.core.errors import AdapterError, StorageError
+from moe_lora.core.host import allow_many_files, num_open_files
 from moe_lora.core.request import AdapterResidency
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.transport.contract import Transport, Window
@@ -29,6 +31,9 @@ from .adapter_store import AdapterStore
 from .pool_fetch import LayerReader, Peers
 
 logger = logging.getLogger(__name__)
+
+_SPARE_FILES = 48
+"""That windows leave to all else: adapters that are read and fetched, connections."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +75,7 @@ class PoolAdapters(AdapterStore):
         self._on_host: set[str] = set()
         self._lock = threading.Lock()
         """Around what other threads see: _waiting, and the tables in _kept."""
-        allow_many_files()  # each window in shared memory is two open files
+        self._max_files = allow_many_files()  # each window in shared memory is two open files
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
         """Lay it into a window."""
@@ -145,7 +150,7 @@ class PoolAdapters(AdapterStore):
     def fetch_held(self, content_hash: str, sources: Sequence[bytes]) -> Held:
         """An adapter that is known, brought into a window, for `hold`; for another thread.
 
-        sources: as in `set_sources`.  Raises AdapterError if none has it, nor its directory, CapacityError if
+        sources: as in `set_sources`.  Raises AdapterError if none has it, nor its directory, StorageError if
         there is no memory for it.
         """
         reader = self.reader(content_hash, sources)
@@ -213,6 +218,7 @@ class PoolAdapters(AdapterStore):
         if content_hash in self._on_host:
             assert self.host is not None
             self._on_host.discard(content_hash)
+            self.host.settle()
             self.host.store.remove(content_hash)
 
     def host_has(self, content_hash: str) -> bool:
@@ -245,9 +251,12 @@ class PoolAdapters(AdapterStore):
     def _window(self, facts: AdapterFacts) -> Window:
         num_bytes = layout_of(facts).num_bytes
         try:
+            if num_open_files() > self._max_files - min(_SPARE_FILES, self._max_files // 4):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             return self._transport.alloc(f"adapter-{next(self._labels)}", num_bytes, 0)
         except (OSError, MemoryError, RuntimeError) as error:
-            raise CapacityError(
+            few = isinstance(error, OSError) and error.errno == errno.EMFILE
+            raise StorageError(
                 f"adapter {facts.name!r} of {num_bytes / 1e9:.3f} GB can't be held in this instance's host "
-                f"memory ({error}); unload others, or add instances"
+                f"memory ({error}); {'raise the limit with ulimit -n, ' * few}unload others, or add instances"
             ) from error

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any, Protocol, cast
 
+from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
 
 
@@ -79,6 +80,11 @@ class CallableEngine:
 
     def leave(self, request_id: str) -> None:
         """End a request's stream now, with finish_reason "abort" after what came of it, and the request."""
+        raise NotImplementedError
+
+    def fail_request(self, request_id: str, error: EngineDeadError) -> None:
+        """End a request's stream with an error after what came of it, and the request, whatever it still
+        says."""
         raise NotImplementedError
 
     async def model_info(self) -> ModelInfo:

@@ -30,7 +30,9 @@ class Heartbeat:
 
 
 class Pulse:
-    """How long a thread has been at one piece of work; it tells, others ask."""
+    """How long a thread has been at one piece of work; it tells, others ask.  held_back: see `Beat`."""
+
+    held_back = False
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or WallClock()
@@ -50,18 +52,23 @@ class Pulse:
 
 
 class Hearing:
-    """When an engine last got on, as far as its beats tell."""
+    """When an engine last got on, and when it was last heard of, as far as its beats tell."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or WallClock()
-        self._heard_s = self._clock.now_s()
+        self._heard_s = self._beat_s = self._clock.now_s()
 
     def hear(self, beat: Beat) -> None:
-        self._heard_s = max(self._heard_s, self._clock.now_s() - beat.stuck_s)
+        self._beat_s = self._clock.now_s()
+        self._heard_s = max(self._heard_s, self._beat_s - beat.stuck_s)
 
     def restart_clock(self) -> None:
         """Nothing could be heard until now."""
-        self._heard_s = self._clock.now_s()
+        self._heard_s = self._beat_s = self._clock.now_s()
+
+    def unheard_s(self) -> float:
+        """Seconds since a beat came: more than a few intervals if its process is stopped, or cut off."""
+        return self._clock.now_s() - self._beat_s
 
     def silent_s(self) -> float:
         """Seconds since the engine got on."""

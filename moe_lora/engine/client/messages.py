@@ -45,16 +45,13 @@ class HeldRequest:
     """A request that gains no tokens for now.
 
     tokens: of its answer, from the one on that was asked for.  adapter_version: which computes it.  timing:
-    as if it ended now.  kv_tokens: tokens, of prompt and answer, whose KV lies in the target's window; its
-    pages from first_page on were put since the request is held.  unshared: that KV is not for the prefix
-    cache, since weights carried another's adapter.
+    as if it ended now.  unshared: its KV is not for the prefix cache, since weights carried another's
+    adapter.
     """
 
     tokens: tuple[int, ...]
     adapter_version: int | None
     timing: RequestTiming
-    kv_tokens: int = 0
-    first_page: int = 0
     unshared: bool = False
 
 
@@ -64,6 +61,15 @@ class KvWindow:
 
     descriptor: bytes
     layout: str
+
+
+@dataclass(frozen=True)
+class KvSent:
+    """KV that lies in the target's window, of so many tokens of prompt and answer; pages from first_page on
+    were put last."""
+
+    num_tokens: int
+    first_page: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +111,7 @@ class Move(Message, frozen=True):
 REQUEST_METHODS = frozenset({"hold_request", "resume_request", "kv_window", "kv_send"})
 """Methods whose first argument is the id of a request of who calls."""
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 13
 
 
 class Hello(Message, frozen=True):
@@ -179,12 +185,14 @@ class Beat(Message, frozen=True):
     stuck_s: how long its loop has been at one step or command, in seconds; 0: it waits for something to do.
     The others: of the requests that came over other connections than the one that this goes to, those that
     decode, those without a token yet, and the tokens that they may still need.
+    held_back: a request waits because its adapter finds no place.
     """
 
     stuck_s: float = 0.0
     num_running: int = 0
     num_waiting: int = 0
     outstanding_tokens: int = 0
+    held_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -241,9 +249,11 @@ class EngineMethods(typing.Protocol):
 
     def pass_on(self, orders: Sequence[MoveOrder]) -> int: ...
 
+    def restart(self) -> None: ...
+
     def kv_window(self, request_id: str) -> KvWindow | None: ...
 
-    def kv_send(self, request_id: str, descriptor: bytes, layout: str) -> None: ...
+    def kv_send(self, request_id: str, descriptor: bytes, layout: str) -> KvSent: ...
 
     def pool_load(
         self, name: str, path: str, replace: bool, version: int, content_hash: str | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,7 +29,7 @@ class ChatTemplate:
     """A template's source with the special tokens (name -> text) that it may name."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._source = source
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
     @cached_property
@@ -47,7 +47,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        return environment.from_string(self._source)
+        return environment.from_string(self.source)
 
     def render(
         self,
@@ -101,12 +101,16 @@ OLDER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+LONG_TEXT_CHARS = 2000
+"""Texts from here on are for a thread of their own, in which other threads go on."""
+
+
 class Tokenizer:
     """Text to token ids and back, with the model's special tokens and chat template.
 
     decode: the text of some tokens, without special ones unless told; ids not known give none.  backend: a
     `tokenizers.Tokenizer`.  special_tokens: name -> text ("eos_token": "</s>").  eos_token_ids: tokens that
-    end a text by the model's own configuration.
+    end a text by the model's own configuration.  folder: whose files it was read from.
     """
 
     def __init__(
@@ -116,7 +120,9 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
         eos_token_ids: Sequence[int] = (),
+        folder: Path | None = None,
     ) -> None:
+        self.folder = folder
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -134,8 +140,23 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def __reduce__(self) -> Any:
+        """Another process reads the files again, once, if it is from files."""
+        if self.folder is not None:
+            return _kept_tokenizer, (self.folder,)
+        made = partial(
+            Tokenizer,
+            special_tokens=self.special_tokens,
+            chat_template=None if self._template is None else self._template.source,
+            eos_token_ids=self.eos_token_ids,
+        )
+        return made, (self._backend,)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG_TEXT_CHARS:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` keeps Python's lock, and so every other thread, for as long as a text takes.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def render_chat(
         self,
@@ -174,7 +195,13 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer | None:
         special_tokens=special,
         chat_template=read_chat_template(folder, config),
         eos_token_ids=read_eos_token_ids(folder),
+        folder=folder.resolve(),
     )
+
+
+@lru_cache(maxsize=2)
+def _kept_tokenizer(folder: Path) -> Tokenizer | None:
+    return load_tokenizer(folder)
 
 
 def read_eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:

@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from starlette.responses import PlainTextResponse, Response
 
-from moe_lora.adapters.peft.files import CONFIG_FILE, adapter_folder
+from moe_lora.adapters.peft.files import CONFIG_FILE, adapter_folder, confined
 from moe_lora.adapters.registry.registry import REMOVED, RegisteredAdapter
 from moe_lora.config import MAX_COUNT
 from moe_lora.core.errors import AdapterError, AdapterExistsError
 from moe_lora.core.request import AdapterInfo, name_problem
+from moe_lora.serve.bodies import bounded_route
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request, to_api_error
 from moe_lora.serve.openai.protocol import (
@@ -37,13 +38,19 @@ def check_new_name(name: str, frontend: Frontend) -> None:
         raise bad_request(f"lora_name {name!r} is the base model's name; choose another", "lora_name")
 
 
-def find_files(path: str, name: str) -> str:
+def find_files(path: str, name: str, frontend: Frontend) -> str:
     """The directory of the adapter at `path` (see `adapter_folder`).
 
-    Raises ApiError 400 for an empty path or one of several adapters, 404 where no adapter lies.
+    Raises ApiError 400 for an empty path or one of several adapters, 404 where no adapter lies, or outside of
+    `adapter_root`, of which nothing else is told.
     """
     if not path:
         raise bad_request("lora_path is empty; give the directory of a PEFT adapter", "lora_path")
+    root = frontend.cluster.engine.adapter_root
+    if not confined(path, root):
+        raise ApiError(
+            404, f"no LoRA adapter found: {path!r} is not in the server's adapter_root", "lora_path"
+        )
     try:
         found = adapter_folder(path, name)
     except AdapterError as error:
@@ -55,7 +62,7 @@ def find_files(path: str, name: str) -> str:
 
 
 def adapters_router(frontend: Frontend) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["adapters"])
+    router = APIRouter(prefix="/v1", tags=["adapters"], route_class=bounded_route(frontend.limits))
 
     @router.post("/load_lora_adapter", response_class=PlainTextResponse, response_model=None)
     async def load_lora_adapter(body: LoadAdapterRequest) -> Response:
@@ -68,12 +75,13 @@ def adapters_router(frontend: Frontend) -> APIRouter:
         try:
             await frontend.client.load_adapter(body.lora_name, path, replace=body.load_inplace)
         except FileNotFoundError as error:
-            raise ApiError(404, f"no LoRA adapter found: {error}", "lora_path") from error
+            what = f"no LoRA adapter found: the files of {body.lora_name!r} are gone"
+            raise ApiError(404, what, "lora_path") from error
         except AdapterExistsError as error:
             how = "unload it first, or send load_inplace=true to replace it"
             raise bad_request(f"adapter {body.lora_name!r} is already loaded; {how}", "lora_name") from error
         except OSError as error:
-            raise bad_request(f"the files in {path!r} can't be read: {error}") from error
+            raise bad_request(f"adapter {body.lora_name!r} can't be read: {error.strerror}") from error
         except Exception as error:
             raise to_api_error(error) from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -124,7 +132,7 @@ def _card(info: AdapterInfo) -> dict[str, Any]:
 async def _find(body: LoadAdapterRequest, frontend: Frontend) -> str:
     """Where the adapter's files lie.  Raises ApiError, and what `Registry.resolve` raises."""
     if body.lora_path is not None:
-        return find_files(body.lora_path, body.lora_name)
+        return find_files(body.lora_path, body.lora_name, frontend)
     if frontend.cluster.registry is None:
         raise bad_request(
             "lora_path is missing; give the directory of a PEFT adapter, or start the server with --registry",
@@ -142,7 +150,7 @@ Version = Annotated[int | None, Query(ge=1, le=MAX_COUNT)]
 
 
 def registry_router(frontend: Frontend) -> APIRouter:
-    router = APIRouter(prefix="/v1/registry", tags=["registry"])
+    router = APIRouter(prefix="/v1/registry", tags=["registry"], route_class=bounded_route(frontend.limits))
 
     def check_opened() -> None:
         if frontend.cluster.registry is None:
@@ -169,7 +177,7 @@ def registry_router(frontend: Frontend) -> APIRouter:
         """Add the PEFT adapter in `lora_path` as the next version of `lora_name`; that does not load it."""
         check_opened()
         check_new_name(body.lora_name, frontend)
-        place = find_files(body.lora_path, body.lora_name)
+        place = find_files(body.lora_path, body.lora_name, frontend)
         return JsonResponse(asdict(await ask("add", body.lora_name, place, body.owner, body.link)))
 
     @router.post("/check", response_model=None)

@@ -16,13 +16,16 @@ import moe_lora
 from moe_lora.core.errors import EngineDeadError, LoraServerError
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
+from moe_lora.serve.access import caller_of
+from moe_lora.serve.admin.instance_routes import RESTART_S, RestartLimit
+from moe_lora.serve.bodies import bounded_route
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
 from moe_lora.serve.openai.protocol import CapacityRequest, MigrateRequest
 
 
 def status_router(frontend: Frontend) -> APIRouter:
-    router = APIRouter(tags=["status"])
+    router = APIRouter(tags=["status"], route_class=bounded_route(frontend.limits))
 
     @router.get("/health", response_model=None)
     async def health() -> Response:
@@ -32,6 +35,18 @@ def status_router(frontend: Frontend) -> APIRouter:
                 503,
                 "no engine is running or gets on; if the server's log names no restart, restart the server",
             )
+        return Response()
+
+    @router.get("/ready", response_model=None)
+    async def ready() -> Response:
+        """200 while requests should be sent here: the engine works and the server does not end; else 503."""
+        if frontend.ending.begun:
+            raise ApiError(503, "the server is shutting down; send requests elsewhere")
+        return await health()
+
+    @router.get("/live", response_model=None)
+    async def live() -> Response:
+        """200 as long as the server answers at all: one that does not is to be started again."""
         return Response()
 
     @router.get("/version", response_model=None)
@@ -75,14 +90,15 @@ def status_router(frontend: Frontend) -> APIRouter:
 def models_router(frontend: Frontend) -> APIRouter:
     router = APIRouter(prefix="/v1/models", tags=["models"])
 
-    async def cards() -> list[dict[str, Any]]:
-        info = await frontend.client.model_info()
+    async def cards(request: Request) -> list[dict[str, Any]]:
+        """What the caller may use; places on the host for administrators only."""
+        caller, info = caller_of(request.scope), await frontend.client.model_info()
         base = {
             "id": frontend.model_name,
             "object": "model",
             "created": frontend.created_s,
             "owned_by": "moe_lora",
-            "root": info.model_dir,
+            "root": info.model_dir if caller.is_admin else frontend.model_name,
             "parent": None,
             "max_model_len": info.max_model_len,
         }
@@ -90,25 +106,26 @@ def models_router(frontend: Frontend) -> APIRouter:
             {
                 **base,
                 "id": adapter.name,
-                "root": adapter.path or adapter.name,
+                "root": (caller.is_admin and adapter.path) or adapter.name,
                 "parent": frontend.model_name,
                 "lora_rank": adapter.lora_rank,
                 "version": adapter.version,
                 "residency": adapter.residency,
             }
             for adapter in await frontend.client.list_adapters()
+            if caller.may_use(adapter.name)
         ]
         return [base, *adapters]
 
     @router.get("", response_model=None)
-    async def list_models() -> Response:
+    async def list_models(request: Request) -> Response:
         """Everything that a request's `model` may name."""
-        return JsonResponse({"object": "list", "data": await cards()})
+        return JsonResponse({"object": "list", "data": await cards(request)})
 
     @router.get("/{model:path}", response_model=None)
-    async def retrieve_model(model: str) -> Response:
+    async def retrieve_model(model: str, request: Request) -> Response:
         """One model or adapter."""
-        for card in await cards():
+        for card in await cards(request):
             if card["id"] == model:
                 return JsonResponse(card)
         raise ApiError(404, f"the model {model!r} does not exist; GET /v1/models lists what does", "model")
@@ -120,9 +137,9 @@ def models_router(frontend: Frontend) -> APIRouter:
 
 
 def capacity_router(frontend: Frontend) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["capacity"])
+    router = APIRouter(prefix="/v1", tags=["capacity"], route_class=bounded_route(frontend.limits))
 
-    async def ask_server(method: str, *args: int) -> ServerState:
+    async def ask_server(method: str, *args: float) -> ServerState:
         if frontend.cluster.lora_server is None:
             raise ApiError(404, "there is no LoRA Server; start with --lora-server, or set max_loras")
         state: ServerState = await frontend.controller.call(method, *args)
@@ -148,6 +165,12 @@ def capacity_router(frontend: Frontend) -> APIRouter:
     async def resize(body: CapacityRequest) -> Response:
         """Hold up to `capacity` adapters at once from now on; running requests are served to the end."""
         return JsonResponse(asdict(await ask_server("resize", body.capacity)))
+
+    @router.post("/lora_server/restart", response_model=None)
+    async def restart(limit_s: RestartLimit = RESTART_S) -> Response:
+        """Start its ranks again, one after the other; answers when all are back, 503 if one is not in
+        `limit_s`."""
+        return JsonResponse(asdict(await ask_server("restart_server", limit_s)))
 
     return router
 

@@ -20,6 +20,11 @@ GAUGES = (
     ("vllm:num_requests_running", "Requests being computed.", "num_running"),
     ("vllm:num_requests_waiting", "Requests that wait for room or for their adapter.", "num_waiting"),
     ("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", "kv_usage"),
+    (
+        "moe_lora:merge_kept_bytes",
+        "Original weights that are kept on the host because an adapter was merged, of one process.",
+        "merge_kept_bytes",
+    ),
 )
 COUNTERS = (
     ("vllm:prompt_tokens", "Prompt tokens processed.", "prompt_tokens"),
@@ -30,6 +35,7 @@ COUNTERS = (
     ("moe_lora:merges", "Times an adapter was merged into the weights.", "merges"),
     ("moe_lora:unmerges", "Times an adapter was taken out of the weights.", "unmerges"),
     ("moe_lora:adapter_loads", "Adapters brought to the device.", "adapter_loads"),
+    ("moe_lora:adapters_preloaded", "Of these, before anybody asked for them.", "adapters_preloaded"),
     ("moe_lora:adapter_evictions", "Adapters that had to leave the device.", "adapter_evictions"),
     ("moe_lora:adapter_load_bytes", "Bytes of adapters read from their files.", "adapter_load_bytes"),
     ("moe_lora:adapter_hits", "Requests that found their adapter on the device.", "adapter_hits"),
@@ -42,6 +48,11 @@ COUNTERS = (
         "moe_lora:lora_server_fallback_rows",
         "Rows of deltas that the engine computed because the LoRA Server did not.",
         "lora_server_fallback_rows",
+    ),
+    (
+        "moe_lora:lora_server_host_rows",
+        "Rows of deltas that host workers of the LoRA Server computed.",
+        "lora_server_host_rows",
     ),
     (
         "moe_lora:host_fallback_rows",
@@ -99,6 +110,7 @@ TIERS = ("device", "host")
 INSTANCE_GAUGES = (
     ("moe_lora:instance_up", "1 while the instance answers.", "live"),
     ("moe_lora:instance_silent", "1 while it gets no requests because it does not get on.", "silent"),
+    ("moe_lora:instance_drained", "1 while it is drained: others get its requests.", "drained"),
     ("moe_lora:instance_requests_running", "Requests being computed.", "num_running"),
     ("moe_lora:instance_requests_waiting", "Requests that wait in the instance.", "num_waiting"),
     ("moe_lora:instance_kv_cache_usage", "Share of KV pages in use, 0 to 1.", "kv_usage"),

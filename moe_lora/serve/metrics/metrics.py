@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -61,10 +61,10 @@ class Metrics:
     """All metrics of one app, in a registry of its own.
 
     stats: the engine's, None if it is gone.  server: the LoRA Server's state, None if it did not answer or is
-    not there.
+    not there.  refusals: reasons for which clients are refused, each counted from 0.
     """
 
-    def __init__(self, cluster: ClusterConfig, controller: Controller) -> None:
+    def __init__(self, cluster: ClusterConfig, controller: Controller, refusals: Iterable[str] = ()) -> None:
         self.stats: EngineStats | None = None
         self.server: ServerState | None = None
         self.max_loras = 0
@@ -74,6 +74,13 @@ class Metrics:
         self._registry.register(self)
         labels = ["model_name", "finished_reason"]
         self._success = Counter("vllm:request_success", "Finished requests.", labels, registry=self._registry)
+        refused = Counter(
+            "moe_lora:http_refused",
+            "Requests and connections that limits of the front end, keys and their rates refused or ended.",
+            ["model_name", "reason"],
+            registry=self._registry,
+        )
+        self._refused = {reason: refused.labels(model_name, reason) for reason in refusals}
         self.histograms = {
             key: Histogram(name, text, labels[:1], buckets=buckets, registry=self._registry).labels(
                 model_name
@@ -91,6 +98,10 @@ class Metrics:
     def count(self, reason: str) -> None:
         """Count a finished request."""
         self._success.labels(self._model_name, reason).inc()
+
+    def refuse(self, reason: str) -> None:
+        """Count what a limit refused; one of `refusals`."""
+        self._refused[reason].inc()
 
     def collect(self) -> Iterator[Metric]:
         """What is made anew for each reader, as prometheus_client's registry asks for it."""

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Coroutine, Sequence
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
 from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moe_lora.core.request import SamplingParams, TokenLogprobs
+from moe_lora.core.request import TokenLogprobs
+from moe_lora.serve.access import caller_of
+from moe_lora.serve.bodies import Handler, body_of
 from moe_lora.serve.frontend import Frontend
-from moe_lora.serve.http_errors import JsonResponse, bad_request, to_api_error, to_json
+from moe_lora.serve.http_errors import NOT_JSON, JsonResponse, bad_request, to_api_error, to_json
+from moe_lora.serve.limits import client_of
 
 from .generation import Delta, Generation
-from .protocol import ChatRequest, CompletionRequest, SamplingFields, StreamOptions, whole_characters
+from .preparing import Prepared, Preparer
+from .protocol import MAX_TIMEOUT_S, ChatRequest, CompletionRequest, SamplingFields, StreamOptions
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
@@ -35,14 +40,12 @@ LEAST_LOGPROB = -9999.0
 class ChoiceFormat:
     """One endpoint's form of choices, for one request.
 
-    default_max_tokens: less where the context has less room; None: all of it.  continues_prompt: the answer's
-    text goes on where the prompt's stops.
+    continues_prompt: the answer's text goes on where the prompt's stops.
     """
 
     object_name: str
     chunk_object_name: str
     id_prefix: str
-    default_max_tokens: int | None = None
     continues_prompt = False
 
     def __init__(self, tokenizer: Tokenizer | None, *, with_token_ids: bool) -> None:
@@ -86,7 +89,6 @@ class CompletionFormat(ChoiceFormat):
 
     object_name = chunk_object_name = "text_completion"
     id_prefix = "cmpl"
-    default_max_tokens = 16
     continues_prompt = True
 
     def __init__(self, tokenizer: Tokenizer | None, *, with_token_ids: bool) -> None:
@@ -189,7 +191,7 @@ class EventStream(Response):
         """send: sees the start, as error handlers do.  send_body: goes past them."""
         last, started = b"data: [DONE]\n\n", False
         try:
-            async with aclosing(self._generation.deltas()) as deltas:
+            async with self._generation.deltas() as deltas:
                 async for delta in deltas:
                     if not started:
                         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -216,7 +218,7 @@ class EventStream(Response):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None if the client leaves first, in which case `work` is cancelled."""
+    """The result of `work`; None if it was cancelled, as it is if the client leaves first."""
 
     async def left() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -225,32 +227,64 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
     task, watcher = asyncio.create_task(work), asyncio.create_task(left())
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        return task.result() if task.done() and not task.cancelled() else None
     finally:
         task.cancel()
         watcher.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-def generating_router(frontend: Frontend) -> APIRouter:
-    router = APIRouter(tags=["generate"])
+def prepared_route(frontend: Frontend, preparer: Preparer) -> type[APIRoute]:
+    """Routes whose body is read, checked and made token ids within the limits: `request.state.prepared`."""
+    limits = frontend.limits
 
-    async def answer(
-        request: Request,
-        body: SamplingFields,
-        sampling: SamplingParams,
-        prompts: Sequence[Sequence[int]],
-        form: ChoiceFormat,
-    ) -> Response:
+    class PreparedRoute(APIRoute):
+        def get_route_handler(self) -> Handler:
+            assert self.body_field is not None
+            kind = cast("type[SamplingFields]", self.body_field.field_info.annotation)
+
+            async def handle(request: Request) -> Response:
+                media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if media != "application/json" and not _JSON_LIKE.fullmatch(media):
+                    raise bad_request(NOT_JSON)
+                info = await frontend.client.model_info()
+                async with body_of(request, limits, limits.config.max_body_bytes) as content:
+                    prepared = await preparer.prepare(kind, content, info, client_of(request.scope))
+                request.state.prepared = prepared
+                found: Response = await self.endpoint(prepared.body, request)
+                return found
+
+            return handle
+
+    return PreparedRoute
+
+
+_JSON_LIKE = re.compile(r"application/[^/]+\+json")
+
+
+def generating_router(frontend: Frontend) -> APIRouter:
+    preparer = Preparer(frontend.tokenizer, frontend.limits)
+    router = APIRouter(tags=["generate"], route_class=prepared_route(frontend, preparer))
+
+    async def answer(request: Request, form: ChoiceFormat) -> Response:
         """Generate for this client; the engine stops working on it when the client leaves."""
+        prepared: Prepared = request.state.prepared
+        body = prepared.body
         model = body.model or frontend.model_name
         generation = Generation(
             frontend=frontend,
+            client=client_of(request.scope),
+            caller=caller_of(request.scope),
             adapter=None if model == frontend.model_name else model,
-            prompts=[tuple(prompt) for prompt in prompts],
+            prompts=prepared.prompts,
+            answer_tokens=prepared.answer_tokens,
             num_choices=body.num_choices,
-            sampling=await frontend.for_engine(prompts, sampling, form.default_max_tokens),
+            sampling=prepared.sampling,
             continues_prompt=form.continues_prompt,
+            priority=body.priority or 0,
+            timeout_s=body.timeout
+            if TIMEOUT not in request.headers
+            else timeout_of(request.headers[TIMEOUT]),
         )
         request_id = f"{form.id_prefix}-{name_request(request, body.request_id)}"
         head = {"id": request_id, "created": int(time.time()), "model": model}
@@ -265,40 +299,32 @@ def generating_router(frontend: Frontend) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue each prompt."""
-        sampling = body.sampling(body.logprobs, body.max_tokens)
-        if sampling.stop:
-            frontend.need_tokenizer("stop (other than stop_token_ids)")
-        prompts = [
-            await frontend.encode(prompt, add_special_tokens=body.add_special_tokens)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in body.prompts
-        ]
         # Without a tokenizer the ids are all there is to give.
         with_token_ids = bool(body.return_token_ids) or frontend.tokenizer is None
-        form = CompletionFormat(frontend.tokenizer, with_token_ids=with_token_ids)
-        return await answer(request, body, sampling, prompts, form)
+        return await answer(request, CompletionFormat(frontend.tokenizer, with_token_ids=with_token_ids))
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        sampling = body.sampling((body.top_logprobs or 0) if body.logprobs else None, limit)
-        tokenizer = frontend.need_tokenizer("/v1/chat/completions")
-        try:
-            text = tokenizer.render_chat(
-                [message.for_template() for message in body.messages],
-                add_generation_prompt=body.add_generation_prompt,
-                variables=body.chat_template_kwargs,
-            )
-            whole_characters(text)
-        except ValueError as error:
-            raise bad_request(str(error), "messages") from error
-        prompt = await frontend.encode(text, add_special_tokens=body.add_special_tokens)
-        form = ChatFormat(tokenizer, with_token_ids=bool(body.return_token_ids))
-        return await answer(request, body, sampling, [prompt], form)
+        return await answer(
+            request, ChatFormat(frontend.tokenizer, with_token_ids=bool(body.return_token_ids))
+        )
 
     return router
+
+
+TIMEOUT = "X-Request-Timeout"
+
+
+def timeout_of(text: str) -> float:
+    """Seconds that a header says.  Raises ApiError."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= MAX_TIMEOUT_S:
+        raise bad_request(f"{TIMEOUT}: {text[:50]!r} must be seconds above 0 and at most {MAX_TIMEOUT_S:g}")
+    return found
 
 
 # What a request is called: `X-Request-Id` and the body's `request_id`.

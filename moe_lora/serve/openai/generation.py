@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from moe_lora.core.errors import AdapterNotFoundError
+from moe_lora.core.errors import AdapterNotFoundError, UnreadError
 from moe_lora.core.request import GenerateRequest, RequestTiming, SamplingParams, TokenLogprobs, TokenOutput
 from moe_lora.engine.text.detokenize import TextStream
+from moe_lora.serve.access import Caller, Reservation
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import ApiError, to_api_error
 from moe_lora.serve.metrics.metrics import RequestWatch
@@ -22,8 +24,11 @@ T = TypeVar("T")
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Items of all streams as they come.  The first error ends all; closing this closes them."""
-    items: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
+    """Items of all streams as they come.  The first error ends all; closing this closes them.
+
+    A stream whose item nobody takes is not asked for the next one.
+    """
+    items: asyncio.Queue[T | BaseException | None] = asyncio.Queue(maxsize=len(streams))
     tasks = [asyncio.create_task(_pump(stream, items)) for stream in streams]
     try:
         num_open = len(tasks)
@@ -46,11 +51,11 @@ async def _pump(stream: AsyncGenerator[T, None], items: asyncio.Queue[T | BaseEx
     try:
         async with aclosing(stream):
             async for item in stream:
-                items.put_nowait(item)
+                await items.put(item)
     except Exception as error:
-        items.put_nowait(error)
+        await items.put(error)
     else:
-        items.put_nowait(None)
+        await items.put(None)
 
 
 class Delta(msgspec.Struct):
@@ -63,35 +68,82 @@ class Delta(msgspec.Struct):
     finish_reason: str | None
 
 
+class Deadline:
+    """Ends a request when its time is over, wherever it is: one that waits is not computed any more.
+
+    abort: of the engine.
+    """
+
+    def __init__(self, timeout_s: float | None, abort: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._timeout_s = timeout_s
+        self._abort = abort
+        self._ending: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._end)
+
+    def _end(self) -> None:
+        self._ending = asyncio.create_task(self._abort())
+
+    def check(self, output: TokenOutput) -> None:
+        """Raises ApiError for the output that ends the request because of it."""
+        if self._ending is not None and output.finish_reason == "abort":
+            raise ApiError(408, f"not done within timeout={self._timeout_s:g} s, and ended; allow it more")
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
 @dataclass(kw_only=True)
 class Generation:
     """`num_choices` answers to each prompt, prompt by prompt; run once, by `deltas` or `whole`.
 
+    client: whom it counts for in the limits.  caller: who sent it.  answer_tokens: of each prompt, how many
+    its answer may have.
     continues_prompt: the answer's text goes on where the prompt's stops (keeps a leading space).
+    priority: among those of its tenant.  timeout_s: after which all is ended that is not done.
     """
 
     frontend: Frontend
+    client: str
+    caller: Caller
     adapter: str | None
     prompts: Sequence[tuple[int, ...]]
+    answer_tokens: Sequence[int]
     num_choices: int
     sampling: SamplingParams
     continues_prompt: bool
+    priority: int = 0
+    timeout_s: float | None = None
     _timings: list[RequestTiming] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._completion_tokens = [0] * (len(self.prompts) * self.num_choices)
         self._cached_tokens = [0] * len(self._completion_tokens)
 
-    def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Deltas of all choices as they come.  Closing it aborts what still runs."""
+    @asynccontextmanager
+    async def deltas(self) -> AsyncIterator[AsyncGenerator[Delta, None]]:
+        """Deltas of all choices as they come.  Leaving it aborts what still runs.
+
+        Raises ApiError if the caller's rate has no room for all that the choices may take.
+        """
+        num_tokens = self.num_choices * (sum(map(len, self.prompts)) + sum(self.answer_tokens))
+        refusal = self.caller.token_refusal(num_tokens)
+        if refusal is not None:
+            raise self.frontend.limits.refusal("key_tokens", refusal)
         engine_id = uuid.uuid4().hex
-        choices = [self._choice(index, engine_id) for index in range(len(self._completion_tokens))]
-        return choices[0] if len(choices) == 1 else merge(choices)
+        with self.caller.reserved(num_tokens) as reserved:
+            choices = [
+                self._choice(index, engine_id, reserved) for index in range(len(self._completion_tokens))
+            ]
+            async with aclosing(choices[0] if len(choices) == 1 else merge(choices)) as deltas:
+                yield deltas
 
     async def whole(self) -> list[Delta]:
         """All choices, the deltas of each joined to one."""
         parts: list[list[Delta]] = [[] for _ in self._completion_tokens]
-        async with aclosing(self.deltas()) as deltas:
+        async with self.deltas() as deltas:
             async for delta in deltas:
                 parts[delta.index].append(delta)
         return [
@@ -125,7 +177,7 @@ class Generation:
             }
         return usage
 
-    async def _choice(self, index: int, engine_id: str) -> AsyncGenerator[Delta, None]:
+    async def _choice(self, index: int, engine_id: str, reserved: Reservation) -> AsyncGenerator[Delta, None]:
         """The deltas of one choice; a stop string ends it with "stop".  Raises ApiError."""
         frontend, request = self.frontend, self._request(index, engine_id)
         text = visit = None
@@ -136,17 +188,28 @@ class Generation:
                 min_tokens=self.sampling.min_tokens,
                 prompt_token_ids=request.prompt_token_ids if self.continues_prompt else (),
             )
+        answer_tokens = self.answer_tokens[index // self.num_choices]
+        waiting = frontend.limits.enter_queue(self.client, request.prompt_tokens + answer_tokens)
         window = frontend.controller.window
         if window is not None and self.adapter is not None:
             visit = window.begin(self.adapter)
         watch = RequestWatch(frontend.metrics, visit)
-        reason, timing, cut = "abort", None, False
+        reason, timing, cut, began = "abort", None, False, False
         outputs = cast("AsyncGenerator[TokenOutput, None]", frontend.client.generate(request))
+        deadline = Deadline(self.timeout_s, partial(frontend.client.abort, request.request_id))
+        reserved.spend(request.prompt_tokens)
         try:
+            if not self.caller.may_use(self.adapter):  # as if it were not there
+                raise AdapterNotFoundError(f"no adapter is named {self.adapter!r}")
             with frontend.ending.ends():
                 async with aclosing(outputs):
                     async for output in outputs:
+                        if waiting:
+                            waiting = frontend.limits.leave_queue(self.client, waiting)
+                        reserved.spend(len(output.token_ids))
+                        began = began or bool(output.token_ids)
                         timing = output.timing
+                        deadline.check(output)
                         if cut:
                             continue
                         watch.tokens(len(output.token_ids))
@@ -162,9 +225,16 @@ class Generation:
             if isinstance(error, AdapterNotFoundError):
                 what = f"the model {self.adapter!r} does not exist; GET /v1/models lists what does"
                 failure = ApiError(404, what, "model")
+            if isinstance(error, UnreadError):
+                frontend.limits.count("unread")
+            if not began and failure.status != 408:  # its prompt was not computed, or in vain
+                reserved.spend(-request.prompt_tokens)
             reason = "refused" if failure.status < 500 else "error"
             raise failure from error
         finally:
+            deadline.close()
+            if waiting:
+                frontend.limits.leave_queue(self.client, waiting)
             watch.end(reason, timing)
             if timing is not None:
                 self._timings.append(timing)
@@ -173,6 +243,7 @@ class Generation:
         """That of one choice, under an id of its own.  Choices of a seeded request get seeds of their own, or
         they would be equal."""
         number, choice = divmod(index, self.num_choices)
+        shares_prompts = self.frontend.cluster.front_end.share_prefix_cache
         sampling = self.sampling
         if sampling.seed is not None and choice:
             sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
@@ -181,6 +252,10 @@ class Generation:
             prompt_token_ids=self.prompts[number],
             sampling=sampling,
             adapter=self.adapter,
+            tenant=self.caller.tenant,
+            share=self.caller.share,
+            priority=self.priority,
+            cache_salt="" if shares_prompts else self.caller.tenant,
         )
 
     def _delta(self, index: int, output: TokenOutput, text: TextStream | None) -> Delta:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # asks for nothing.  Fields that never change the result are dropped.
 
 
+MAX_ID_CHARS = 256
 IGNORED = frozenset(
     {
         "metadata",
@@ -50,7 +51,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ("continue_final_message", "echo", "include_stop_str_in_output", "use_beam_search"), (None, False)
     ),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "priority"), (None, 0)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (None, 0)),
     **dict.fromkeys(("length_penalty", "repetition_penalty"), (None, 1)),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True)),
     **dict.fromkeys(
@@ -122,12 +123,27 @@ def whole_characters(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(whole_characters)]
+T = TypeVar("T")
+Listed = Annotated[list[T], Field(fail_fast=True)]
+"""A list that is checked up to its first wrong item: a million would be a million errors."""
 
 
 class ApiModel(BaseModel):
     """Settings of every request model: exact types, no unknown fields, no NaN or infinity."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        """Refuses the first unknown field; pydantic itself would name them all."""
+        if isinstance(data, dict):
+            for name in data:
+                if name not in cls.model_fields:
+                    raise FieldError(
+                        name, f"{name[:MAX_ID_CHARS]} is not a field of this request; leave it out"
+                    )
+        return data
 
 
 class ApiRequest(ApiModel):
@@ -139,14 +155,17 @@ class ApiRequest(ApiModel):
         return drop_neutral(data, IGNORED, NEUTRAL)
 
 
-MAX_CHOICES = 1024
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
-MAX_ID_CHARS = 256
+MAX_STOP_TOKENS = 1024
+MAX_MODEL_CHARS = 1024
 SAMPLING_FIELDS = {"min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"}
 
 StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0)]
+MAX_PRIORITY = 1000
+MAX_TIMEOUT_S = 86400.0
+Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
 
 
 class StreamOptions(ApiModel):
@@ -158,7 +177,10 @@ class StreamOptions(ApiModel):
 class SamplingFields(ApiRequest):
     """What both generating endpoints share.  null means the default everywhere."""
 
-    model: Text | None = None
+    default_max_tokens: ClassVar[int | None] = None
+    """Where none are asked for; less where the context has less room; None: all of it."""
+
+    model: Annotated[Text, Field(max_length=MAX_MODEL_CHARS)] | None = None
     request_id: Annotated[Text, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     best_of: int | None = None
@@ -171,14 +193,20 @@ class SamplingFields(ApiRequest):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: StopString | Annotated[Listed[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[Listed[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    timeout: Timeout | None = None
 
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    def without_prompt(self) -> Self:
+        """The body without what may be large."""
+        raise NotImplementedError
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -217,13 +245,15 @@ class SamplingFields(ApiRequest):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: Text | list[Text] | list[int] | list[list[int]]
+    default_max_tokens = 16
+
+    prompt: Text | Listed[Text] | Listed[int] | Listed[Listed[int]]
     logprobs: int | None = None
     add_special_tokens: bool = True
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt.  Raises ApiError if there is none, an empty one, or too many."""
+        """One entry per prompt.  Raises ApiError if there is none, or an empty one."""
         if isinstance(self.prompt, str):
             prompts: list[Any] = [self.prompt]
         elif self.prompt and isinstance(self.prompt[0], int):
@@ -232,10 +262,10 @@ class CompletionRequest(SamplingFields):
             prompts = list(self.prompt)
         if not prompts or not all(prompts):
             raise bad_request("the prompt is empty; give at least one token or character", "prompt")
-        if len(prompts) * self.num_choices > MAX_CHOICES:
-            given = f"{len(prompts)} prompts with n={self.num_choices}"
-            raise bad_request(f"{given} make more than {MAX_CHOICES} choices; send several requests", "n")
         return prompts
+
+    def without_prompt(self) -> Self:
+        return self.model_copy(update={"prompt": ""})
 
 
 class TextPart(ApiModel):
@@ -245,7 +275,7 @@ class TextPart(ApiModel):
 
 class ChatMessage(ApiModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Listed[TextPart] | None = None
     name: Text | None = None
 
     @model_validator(mode="before")
@@ -264,7 +294,7 @@ class ChatMessage(ApiModel):
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -277,6 +307,9 @@ class ChatRequest(SamplingFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise FieldError("top_logprobs", "top_logprobs needs logprobs=true")
         return self
+
+    def without_prompt(self) -> Self:
+        return self.model_copy(update={"messages": []})
 
 
 class LoadAdapterRequest(ApiModel):

@@ -170,7 +170,7 @@ def test_check_of_files_imports_no_torch():
 
 
 def test_numbers_that_the_kernels_can_hold_are_served(per_expert, shape_of, tmp_path):
-    for n, alpha in enumerate((0, -8, 1e-300, 1e29)):
+    for n, alpha in enumerate((0, -8, 1e-300, 1e5)):
         path = damaged_copy(per_expert, tmp_path / f"alpha{n}", config={"lora_alpha": alpha})
         assert read_adapter(path, shape_of("mixtral"), torch.float32).targets
     path = damaged_copy(per_expert, tmp_path / "big")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,11 @@ import torch
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import content_hash
+from moe_lora.adapters.peft import file_check
+from moe_lora.adapters.peft.file_check import opened
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
-from moe_lora.adapters.peft.reader import read_adapter, read_files
+from moe_lora.adapters.peft.match import match
+from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.errors import AdapterError, StorageError
 from tests.adapters.peft_folders import alter
 from tests.families import make_adapter
@@ -76,55 +81,175 @@ def test_folder_exchanged_between_its_two_files_is_never_a_mixture(
     (other / CONFIG_FILE).write_text((adapter / CONFIG_FILE).read_text().replace("16", "8"))
     link = tmp_path / "link"
     link.symlink_to(adapter)
-    read_text = Path.read_text
+    read_json = file_check.read_json
 
-    def switch(path: Path, *args, **keywords):
-        text = read_text(path, *args, **keywords)
-        if path.name == CONFIG_FILE and not os.path.islink(path):
-            fresh = tmp_path / "fresh"
-            fresh.symlink_to(other)
-            os.replace(fresh, link)
-        return text
+    def switch(*args):
+        found = read_json(*args)
+        fresh = tmp_path / "fresh"
+        fresh.symlink_to(other)
+        os.replace(fresh, link)
+        return found
 
-    monkeypatch.setattr(Path, "read_text", switch)
-    config, weights, _ = read_files(link, shape_of("mixtral"))
-    assert config.lora_rank == 16
-    assert weights == (adapter / WEIGHTS_FILE).read_bytes()
+    monkeypatch.setattr(file_check, "read_json", switch)
+    with opened(link, shape_of("mixtral")) as found:
+        assert found.match.layers[0][0].lora_rank == 16
+        assert os.path.samestat(os.fstat(found.weights.fileno()), (adapter / WEIGHTS_FILE).stat())
+    assert link.resolve() == other
 
 
-def test_file_exchanged_while_the_other_is_read_is_refused(adapter, shape_of, monkeypatch):
-    read_bytes = Path.read_bytes
-
-    def rewrite(path: Path) -> bytes:
-        content = read_bytes(path)
-        (path.parent / CONFIG_FILE).write_text((path.parent / CONFIG_FILE).read_text() + " ")
-        return content
-
-    monkeypatch.setattr(Path, "read_bytes", rewrite)
-    with pytest.raises(AdapterError, match="changed while they were read"):
-        read_files(adapter, shape_of("mixtral"))
+def test_file_exchanged_while_the_other_is_read_is_refused(adapter, shape_of):
+    with (
+        pytest.raises(AdapterError, match="changed while they were read"),
+        opened(adapter, shape_of("mixtral")),
+    ):
+        (adapter / CONFIG_FILE).write_text((adapter / CONFIG_FILE).read_text() + " ")
 
 
 def test_file_that_vanishes_while_it_is_read_is_an_adapter_error(adapter, shape_of, monkeypatch):
-    def lose(path: Path) -> bytes:
+    def lose(path: Path, *_) -> None:
         raise FileNotFoundError(2, "No such file or directory", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", lose)
+    monkeypatch.setattr(file_check, "open_file", lose)
     with pytest.raises(AdapterError, match="load it again"):
         read_adapter(adapter, shape_of("mixtral"), torch.float32)
 
 
-def test_store_without_room_says_so(adapter, shape_of, tmp_path):
+def test_where_no_file_can_be_opened_it_says_so_and_not_that_the_adapter_is_bad(
+    adapter, shape_of, monkeypatch
+):
+    def no_handle(*_) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    contents = AdapterContents(shape_of("mixtral"), torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_lora.adapters.peft.file_check.open_file", no_handle)
+        with pytest.raises(StorageError, match=r"Too many open files; raise the limit .* ulimit -n"):
+            contents.read("a", str(adapter))
+        assert contents.read_all([("a", str(adapter))], leave_out_bad=True) == []
+    assert contents.read("a", str(adapter)).name == "a"
+
+
+def test_file_cut_after_its_header_was_checked_is_refused(adapter, shape_of, monkeypatch):
+    def cut(entries, config, shape, where):
+        os.truncate(adapter / WEIGHTS_FILE, (adapter / WEIGHTS_FILE).stat().st_size - 100)
+        return match(entries, config, shape, where)
+
+    monkeypatch.setattr(file_check, "match", cut)
+    with pytest.raises(AdapterError, match="cut while it was read"):
+        read_adapter(adapter, shape_of("mixtral"), torch.float32)
+
+
+def test_store_without_room_says_so(adapter, shape_of, tmp_path, caplog):
     store = HostStore(tmp_path / "store")
     packed = read_adapter(adapter, shape_of("mixtral"), torch.float32)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
     try:
-        with pytest.raises(StorageError, match="free room there"):
+        with pytest.raises(StorageError, match="free room there") as found:
             store.put(packed)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(tmp_path) not in str(found.value), "clients are told too"
+    assert str(store.directory) in caplog.text
     assert list(store.directory.iterdir()) == []
+
+
+def test_without_room_what_is_new_is_refused_and_what_is_served_already_is_served_on(
+    adapter, shape_of, tmp_path, caplog
+):
+    contents = AdapterContents(shape_of("mixtral"), torch.float32, HostStore(tmp_path / "store"))
+    known = read_adapter(adapter, shape_of("mixtral"), torch.float32).content_hash
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        with pytest.raises(StorageError):
+            contents.read("a", str(adapter))
+        with pytest.raises(StorageError):
+            contents.read_all([("a", str(adapter))], leave_out_bad=False)
+        assert contents.read("a", str(adapter), known).content_hash == known
+        [(again, _)] = contents.read_all([("a", str(adapter))], leave_out_bad=True)
+        assert again.content_hash == known
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caplog.text.count("no copy of it is kept") == 2
+    contents.read("a", str(adapter), known)
+    assert known in HostStore(tmp_path / "store"), "it is kept once there is room"
+
+
+KILLED_WRITER = """
+import os, sys
+from moe_lora.adapters.host_store import HostStore
+
+def blocks():
+    yield b"part of an adapter"
+    print("writing", flush=True)
+    sys.stdin.read()
+
+HostStore(sys.argv[1]).adopt("0" * 64, blocks())
+"""
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_that_opens_the_store_and_no_sooner(tmp_path):
+    writer = subprocess.Popen(
+        [sys.executable, "-c", KILLED_WRITER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert writer.stdout is not None
+    try:
+        assert writer.stdout.readline() == b"writing\n"
+        HostStore(tmp_path)
+        assert [len(list(one.iterdir())) for one in tmp_path.iterdir()] == [1], "it is being written"
+    finally:
+        writer.kill()
+        writer.wait()
+    assert len(list(tmp_path.iterdir())) == 1
+    HostStore(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_peer_that_stops_within_a_file_is_no_want_of_room(tmp_path):
+    def blocks() -> Iterator[bytes]:
+        yield b"part of an adapter"
+        raise ConnectionError("the peer is gone")
+
+    store = HostStore(tmp_path)
+    with pytest.raises(ConnectionError, match="the peer is gone"):
+        store.adopt("0" * 64, blocks())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_can_not_be_written_says_why(tmp_path, monkeypatch):
+    def replace(*_: object) -> None:
+        raise OSError("a reason without a number")
+
+    monkeypatch.setattr("moe_lora.adapters.host_store.os.replace", replace)
+    with pytest.raises(StorageError, match=r"on this host \(a reason without a number\); free room"):
+        HostStore(tmp_path).adopt("0" * 64, [b"all of it"])
+    assert list(tmp_path.iterdir()) == []
+
+
+OPENS_AND_WRITES = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.packed import PackedAdapter, PackedLayer
+
+layer = PackedLayer(data=torch.ones(9), table=torch.zeros(1, 3, dtype=torch.int64), scale=torch.ones(1))
+one = PackedAdapter(name="a", layers=(layer,), max_lora_rank=1, nbytes=36, targets=("q",), content_hash="0")
+for number in range(300):
+    store = HostStore(sys.argv[1])
+    store.put(replace(one, content_hash=f"{sys.argv[2]}-{number}"))
+"""
+
+
+def test_processes_that_open_and_write_a_store_at_once_lose_nothing(tmp_path):
+    writers = [
+        subprocess.Popen([sys.executable, "-c", OPENS_AND_WRITES, str(tmp_path), str(number)])
+        for number in range(2)
+    ]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    assert len(list(tmp_path.glob("*.packed.safetensors"))) == len(list(tmp_path.iterdir())) == 600
 
 
 def test_file_that_the_store_has_lost_is_written_again_while_it_is_in_use(adapter, shape_of, tmp_path):

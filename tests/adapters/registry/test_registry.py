@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -259,6 +260,28 @@ def test_a_folder_that_can_not_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RegistryError, match="file/x can't be opened: Not a directory"):
         Registry(tmp_path / "file" / "x", create=True)
+
+
+def test_unfinished_work_of_a_killed_writer_goes_when_the_registry_is_opened_again(registry, source):
+    registry.add("x", source(1), base_hash=BASE)
+    (left := registry.folder / "store" / ".staged-killed").mkdir()
+    (left / WEIGHTS_FILE).write_bytes(b"part")
+    with Registry(registry.folder) as again:
+        assert len(stored(again)) == 1
+        assert again.resolve("x", BASE).version == 1
+
+
+def test_a_registry_that_became_read_only_is_served_and_refuses_changes(registry, source, monkeypatch):
+    registry.add("x", source(1), base_hash=BASE)
+
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.mkdtemp", read_only)
+    with pytest.raises(RegistryError, match=r"Read-only file system.*check disk and permissions"):
+        registry.add("y", source(2), base_hash=BASE)
+    assert registry.resolve("x", BASE).version == 1
+    assert [one.name for one in registry.adapters()] == ["x"]
 
 
 def test_a_registry_can_be_moved(tmp_path, source):

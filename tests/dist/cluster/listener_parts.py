@@ -96,6 +96,11 @@ class ScriptedLoop(threading.Thread):
         output = TokenOutput(request_id=request_id, token_ids=(self._number,), finish_reason="length")
         self._emit(Outputs([output]))
 
+    def say(self, request_id: str, token: int, reason: str | None = None) -> None:
+        """One more token of a request that it holds."""
+        output = TokenOutput(request_id=request_id, token_ids=(token,), finish_reason=reason)
+        self._emit(Outputs([output]))
+
     def model_info(self):
         return INFO
 
@@ -154,6 +159,10 @@ class Instance:
         self._running = asyncio.run_coroutine_threadsafe(
             self.dial.run(hello, self.loop.pulse), self._thread.loop
         )
+
+    def in_its_loop(self, function: Callable[[], object]) -> None:
+        """Call it in the event loop of its connections."""
+        self._thread.loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
         self.loop.may_go_on.set()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from unittest.mock import patch
 
 import pytest
 from msgspec import structs
@@ -14,6 +15,7 @@ from moe_lora.core.errors import (
     CapacityError,
     EngineDeadError,
     EngineSilentError,
+    MoveError,
 )
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
@@ -393,3 +395,51 @@ def test_one_that_was_silent_and_is_back_before_others_have_answered_stays(monke
     fleet = fleet_of(back, other)
     assert [info.name for info in asyncio.run(fleet.list_adapters())] == ["a"]
     assert len(fleet._instance_registry.live) == 2
+
+
+def test_what_an_instance_failed_to_say_while_silent_takes_it_out_of_nothing_once_it_is_back():
+    class Unread(CountingEngine):
+        """Its stream says late that it was silent, behind tokens that nobody read in time."""
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+            self.requests.append(request)
+            yield TokenOutput(request_id=request.request_id, token_ids=(2,))
+            raise EngineSilentError("it sent no beats")
+
+    async def run() -> None:
+        fleet = fleet_of(late := Unread(), CountingEngine(), router=RoundRobin())
+        assert await tokens_of(fleet, ask()) == list(range(2, 10))
+        assert len(late.requests) == 1
+        assert [one.live for one in fleet.instances] == [True, True]
+        assert [one.num_resent for one in fleet.instances] == [1, 0]
+
+    asyncio.run(run())
+
+
+def test_a_request_whose_move_off_a_drained_instance_failed_is_moved_once_more_and_never_twice_at_once():
+    async def run() -> None:
+        fleet = fleet_of(CountingEngine(), CountingEngine(), router=RoundRobin())
+        registry, [first, second] = fleet._instance_registry, fleet.instances
+        may_end, targets = asyncio.Event(), []
+
+        async def refuse(resumable, target, *_):
+            targets.append(target)
+            await may_end.wait()
+            raise MoveError("no room")
+
+        stream = fleet.generate(ask())
+        await anext(stream)
+        with patch.object(fleet.mover, "move", refuse):
+            registry.drain({first.name}, ())
+            for _ in range(2):
+                registry.on_drain(first)
+                await asyncio.sleep(0.01)
+            assert targets == [second.name]
+            may_end.set()
+            await asyncio.sleep(0.01)
+            registry.on_drain(first)
+            await asyncio.sleep(0.01)
+            assert targets == [second.name] * 2
+        assert len([output async for output in stream]) == 7
+
+    asyncio.run(run())

@@ -51,6 +51,8 @@ class Watched:
         self.instance.incarnation = "the same"
         self.seen: list[tuple[bool, bool]] = []
         self.num_given_up = 0
+        self.unheard_s: list[float] = []
+        self.instance_registry.on_unheard = lambda _: self.unheard_s.append(self.clock.now_s())
         self.came = asyncio.Event()
 
     def pass_s(self, *steps_s: float, beat: Beat | None = None) -> None:
@@ -103,9 +105,21 @@ def test_engine_that_says_nothing_is_drained_and_then_given_up(caplog):
     watched.pass_s(*[1.0] * 32)
     watched.run()
     assert watched.seen == [LIVE] * 5 + [SILENT] * 27
+    assert watched.unheard_s == [float(second) for second in range(5, 30)]
     assert watched.num_given_up == 3
     assert len(watched.engine.failed) == 25
     assert "give heartbeat_dead_s more" in caplog.text
+
+
+def test_what_a_drained_engine_still_has_is_moved_again_and_again():
+    watched = Watched()
+    registry, moved_s = watched.instance_registry, []
+    watched.pass_s(*[1.0] * 8, beat=Beat())
+    watched.script.append(lambda: registry.drain({"0"}, ()))
+    registry.on_drain = lambda _: moved_s.append(watched.clock.now_s())
+    watched.pass_s(*[1.0] * 11, beat=Beat())
+    watched.run()
+    assert moved_s == [8.0, 8.0, 13.0, 18.0]
 
 
 def test_engine_that_says_it_hangs_is_silent_all_the_same():
@@ -114,6 +128,7 @@ def test_engine_that_says_it_hangs_is_silent_all_the_same():
         watched.pass_s(1.0, beat=Beat(stuck_s=second + 1.0))
     watched.run()
     assert watched.seen == [LIVE] * 5 + [SILENT] * 3
+    assert watched.unheard_s == []  # its process is there, at one step
 
 
 def test_engine_that_beats_again_is_brought_back():
@@ -151,11 +166,12 @@ def test_engine_that_can_not_be_brought_is_given_up():
 
 def test_a_beat_tells_the_router_what_others_ask_of_the_engine():
     watched = Watched()
-    watched.pass_s(1.0, beat=Beat(num_running=2, num_waiting=1, outstanding_tokens=70))
+    watched.pass_s(1.0, beat=Beat(num_running=2, num_waiting=1, outstanding_tokens=70, held_back=True))
     watched.instance.asked_tokens = 30
     watched.run()
     assert watched.instance.outstanding_tokens == 100
     assert watched.instance.load.num_requests == 3
+    assert watched.instance.load.held_back
 
 
 def test_pulse_counts_from_the_beginning_of_the_work_under_way():

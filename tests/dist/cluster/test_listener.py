@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
@@ -12,12 +13,13 @@ from dataclasses import replace
 import pytest
 
 from moe_lora.core.address import Address
-from moe_lora.core.errors import ConfigError, EngineDeadError
-from moe_lora.core.request import AdapterInfo
+from moe_lora.core.errors import ConfigError, EngineDeadError, UnreadError
+from moe_lora.core.request import AdapterInfo, GenerateRequest, TokenOutput
 from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served, ServedVersion
-from moe_lora.dist.cluster.listener import AsItIs, CatchUp
+from moe_lora.dist.cluster.listener import AsItIs, CatchUp, DialledClient
 from moe_lora.dist.net.keys import make_keys
-from moe_lora.engine.client.messages import Dead
+from moe_lora.engine.client.heartbeat import Heartbeat
+from moe_lora.engine.client.messages import Abort, Dead, Outputs
 
 from .fleet_parts import INFO
 from .listener_parts import ADVICE, FrontEnd, Instance, until
@@ -83,6 +85,87 @@ def test_requests_of_one_that_leaves_go_on_at_another(front_end, join):
     asking.join(20)
     assert answers == [(1, 2)]
     assert front_end.names() == ["two"]
+
+
+def until_both(front_end: FrontEnd) -> None:
+    until(lambda: front_end.names() == ["one", "two"])
+
+
+@pytest.mark.slow
+def test_what_a_late_waker_says_of_a_request_that_went_on_elsewhere_is_refused(made):
+    made.append(front_end := FrontEnd(heartbeat=Heartbeat(timeout_s=3.0, dead_s=120.0)))
+    made.append(late := Instance("one", front_end.socket, number=1))
+    late.loop.holds.set()
+    until(lambda: front_end.names() == ["one"])
+    answers: list[tuple[int, ...]] = []
+    asking = threading.Thread(target=lambda: answers.append(front_end.ask("a", 4)))
+    asking.start()
+    until(lambda: late.loop.held == ["a"])
+    made.append(other := Instance("two", front_end.socket, number=2))
+    other.loop.holds.set()
+    until_both(front_end)
+    wakes = threading.Event()
+    late.in_its_loop(wakes.wait)  # no beats, and nothing is sent
+    until(lambda: other.loop.held == ["a~1"])
+    for token in (98, 99):
+        late.loop.say("a", token)
+    wakes.set()
+    until(lambda: late.loop.aborted == ["a"])
+    until_both(front_end)
+    for loop in (late.loop, other.loop):
+        loop.holds.clear()
+    assert {front_end.ask(str(n)) for n in range(2)} == {(1,), (2,)}  # behind all that was said
+    other.loop.say("a~1", 2, "length")
+    asking.join(20)
+    assert answers == [(1, 2, 2)]
+
+
+def test_what_is_said_of_a_request_that_was_given_up_is_refused(front_end, join):
+    silent = join("one", number=1, adapters=START)
+    silent.loop.holds.set()
+    until(lambda: front_end.names() == ["one"])
+    answers: list[tuple[int, ...]] = []
+    asking = threading.Thread(target=lambda: answers.append(front_end.ask("a", 4)))
+    asking.start()
+    until(lambda: silent.loop.held == ["a"])
+    other = join("two", number=2, adapters=START)
+    other.loop.holds.set()
+    until_both(front_end)
+    registry = front_end.instance_registry
+    entry = next(one for one in registry.instances if one.name == "one")
+
+    async def fall_silent() -> None:
+        entry.live = False
+        registry.on_unheard(entry)
+
+    front_end.run(fall_silent())
+    until(lambda: other.loop.held == ["a~1"])
+    silent.loop.say("a", 98)
+    until(lambda: silent.loop.aborted == ["a"])
+    until_both(front_end)
+    other.loop.say("a~1", 2, "length")
+    asking.join(20)
+    assert answers == [(1, 2, 2)]
+
+
+@pytest.mark.slow
+def test_request_of_an_engine_at_one_long_step_stays_with_it(made):
+    made.append(front_end := FrontEnd(heartbeat=Heartbeat(timeout_s=3.0, dead_s=120.0)))
+    for number, name in enumerate(("one", "two")):
+        made.append(Instance(name, front_end.socket, number=number))
+    until_both(front_end)
+    assert {front_end.ask(f"before {n}") for n in range(2)} == {(0,), (1,)}
+    hangs = made[1].loop
+    hangs.may_go_on.clear()
+    answers: list[tuple[int, ...]] = []
+    asking = threading.Thread(target=lambda: answers.extend(front_end.ask(str(n)) for n in range(2)))
+    asking.start()
+    until(lambda: front_end.names() == ["two"])
+    time.sleep(1.0)  # some looks later, which beats come between
+    hangs.may_go_on.set()
+    asking.join(20)
+    assert sorted(answers) == [(0,), (1,)]
+    assert [one.num_resent for one in front_end.instance_registry.instances] == [0, 0]
 
 
 def test_one_that_joins_gets_what_was_loaded_and_loses_what_is_not_served(front_end, join):
@@ -344,3 +427,52 @@ def test_directed_front_end_routes_by_what_its_controller_says(directed, join):
     directed.instance_registry.follow(served, {"unseen": Holding(unseen.incarnation, frozenset({"start"}))})
     assert sorted(one.name for one in directed.instance_registry.candidates("new")) == ["seen", "unseen"]
     assert [one.name for one in directed.instance_registry.candidates("start")] == ["seen"]
+
+
+class RecordingPeer:
+    """The other end of a connection: says these messages, and keeps what it is told."""
+
+    problem = "it was closed"
+
+    def __init__(self, said) -> None:
+        self.ended = asyncio.Event()
+        self.sent: list[object] = []
+        self._said = said
+
+    def send(self, message) -> None:
+        self.sent.append(message)
+
+    async def messages(self):
+        for message in self._said:
+            yield message
+
+
+def test_request_whose_outputs_nobody_takes_ends_and_is_aborted_and_others_go_on():
+    def output(name, token):
+        return TokenOutput(request_id=name, token_ids=(token,), finish_reason=None)
+
+    def asked(name):
+        return GenerateRequest(request_id=name, prompt_token_ids=(1,))
+
+    async def run():
+        said = [Outputs([output("unread", token), output("read", token)]) for token in range(9)]
+        peer = RecordingPeer(said[:6])
+        client = DialledClient(peer, "one", max_unread=6)
+        streams = [
+            client.generate(GenerateRequest(request_id=name, prompt_token_ids=(1,)))
+            for name in ("unread", "read")
+        ]
+        await client.read()
+        taken = [(await anext(streams[1])).token_ids for _ in range(6)]
+        assert taken == [(token,) for token in range(6)]
+        assert (await anext(streams[0])).token_ids == (0,)
+
+        peer = RecordingPeer(said[:7])
+        client = DialledClient(peer, "two", max_unread=6)
+        stream = client.generate(asked("unread"))
+        await client.read()
+        with pytest.raises(UnreadError, match="more than 6 steps"):
+            await anext(stream)
+        assert isinstance(peer.sent[-1], Abort)
+
+    asyncio.run(run())

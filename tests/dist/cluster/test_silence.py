@@ -20,6 +20,7 @@ from moe_lora.core.request import FleetStats, GenerateRequest, SamplingParams
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.engine.client.heartbeat import Heartbeat
 from tests.dist.cluster_jobs import children
+from tests.stopped_processes import stop
 
 from .listener_parts import HELD_TOKENS, FrontEnd, until
 
@@ -38,7 +39,7 @@ class Process:
         )
 
     def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        stop(self.process.pid)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)
@@ -78,31 +79,8 @@ def tokens_out(front_end: FrontEnd, name: str) -> int:
     return next(one.asked_tokens for one in front_end.instance_registry.instances if one.name == name)
 
 
-def test_stopped_instance_is_drained_and_comes_back_with_its_request(pair):
+def test_request_of_a_stopped_instance_goes_on_elsewhere_long_before_it_counts_as_dead(pair):
     front_end, first, _ = pair(Heartbeat(timeout_s=1.0, dead_s=120.0))
-    answers: list = []
-    asking = [ask_aside(front_end, request_id, answers) for request_id in "ab"]
-    until(lambda: tokens_out(front_end, "one") == tokens_out(front_end, "two") == HELD_TOKENS - 1)
-    first.pause()
-    until(lambda: front_end.names() == ["two"])
-    assert {front_end.ask(f"new {n}") for n in range(3)} == {(2,)}
-    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
-    assert answers == []
-    first.go_on()
-    until(lambda: sorted(front_end.names()) == ["one", "two"])
-    assert all(thread.is_alive() for thread in asking)
-    for request_id in "ab":
-        front_end.run(front_end.fleet.abort(request_id))
-    for thread in asking:
-        thread.join(20)
-    # Its own tokens, once, and from nobody else.
-    assert sorted(answers) == [(1,), (2,)]
-    assert [one.num_resent for one in front_end.instance_registry.instances] == [0, 0]
-    assert [one.num_restarts for one in front_end.instance_registry.instances] == [0, 0]
-
-
-def test_request_of_one_that_stays_stopped_goes_on_elsewhere_and_is_not_answered_twice(pair):
-    front_end, first, _ = pair(Heartbeat(timeout_s=1.0, dead_s=2.5))
     answers: list = []
     asking = [ask_aside(front_end, request_id, answers) for request_id in "ab"]
     until(lambda: tokens_out(front_end, "one") == tokens_out(front_end, "two") == HELD_TOKENS - 1)
@@ -111,6 +89,8 @@ def test_request_of_one_that_stays_stopped_goes_on_elsewhere_and_is_not_answered
     until(lambda: answers)
     assert answers == [(1, 2)]
     assert front_end.names() == ["two"]
+    assert {front_end.ask(f"new {n}") for n in range(3)} == {(2,)}
+    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
     first.go_on()
     until(lambda: sorted(front_end.names()) == ["one", "two"])
     for request_id in "ab":
@@ -118,8 +98,26 @@ def test_request_of_one_that_stays_stopped_goes_on_elsewhere_and_is_not_answered
     for thread in asking:
         thread.join(20)
     assert sorted(answers) == [(1, 2), (2,)]
+    # It was never ended, and is the same as before.
     assert sum(one.num_resent for one in front_end.instance_registry.instances) == 1
+    assert [one.num_restarts for one in front_end.instance_registry.instances] == [0, 0]
     assert {front_end.ask(str(n)) for n in range(4)} == {(1,), (2,)}
+
+
+def test_request_of_one_that_stays_stopped_alone_waits_until_another_is_there(made):
+    made.append(front_end := FrontEnd(adapters=START, heartbeat=Heartbeat(timeout_s=1.0, dead_s=120.0)))
+    made.append(first := Process("one", 1, front_end.socket))
+    until(lambda: front_end.names() == ["one"])
+    answers: list = []
+    asking = ask_aside(front_end, "a", answers)
+    until(lambda: tokens_out(front_end, "one") == HELD_TOKENS - 1)
+    first.pause()
+    until(lambda: front_end.names() == [])
+    assert answers == []
+    assert asking.is_alive()
+    made.append(Process("two", 2, front_end.socket))
+    asking.join(20)
+    assert answers == [(1, 2)]
 
 
 CONFIG = EngineConfig(
@@ -133,7 +131,8 @@ def engines() -> Iterator[tuple[EngineClient, list[int]]]:
     """Two engines behind a client, and the ids of their processes."""
     before = set(children(os.getpid()))
     with engine_processes(CONFIG, FRONT_END) as client:
-        yield client, sorted({*children(os.getpid())} - before)
+        found = {*children(os.getpid())} - before
+        yield client, sorted(pid for pid in found if b"run_role" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def test_stopped_engine_process_is_killed_and_started_again(engines):
@@ -157,7 +156,7 @@ def test_stopped_engine_process_is_killed_and_started_again(engines):
         victim = pids[0]
         requests = [asyncio.create_task(ask(str(n))) for n in range(4)]
         await asyncio.sleep(0)
-        os.kill(victim, signal.SIGSTOP)
+        stop(victim)
         assert await asyncio.gather(*requests) == [undisturbed] * 4
         deadline = time.monotonic() + 120
         while await ups() != [True, True]:

@@ -11,12 +11,14 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from moe_lora.config import EngineConfig, FrontEndConfig, ProvisionConfig, RegistryConfig
 from moe_lora.config.cluster import ClusterConfig, cluster_text, read_cluster
 from moe_lora.core.errors import ConfigError, EngineDeadError
+from moe_lora.dist.launch import host_roles
 from moe_lora.dist.launch.host_roles import HostRoles, RestartPolicy, Role, cluster_file, on_sockets, roles_of
 from moe_lora.dist.net.thread import LoopThread, entered
 from tests.dist.cluster_jobs import alive, until
@@ -175,6 +177,41 @@ def test_stopping_ends_what_runs(caplog):
         until(lambda: pids(caplog, "sleeper"), lambda: caplog.text)
     assert not alive(pids(caplog, "sleeper")[0])
     assert not kept.failed.done()
+
+
+def test_what_does_not_end_when_told_to_is_killed_when_all_is_to_end_at_once(caplog, monkeypatch):
+    caplog.set_level("INFO", logger="moe_lora")
+    monkeypatch.setattr(host_roles, "STOP_S", 3600.0)
+    stubborn = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+import os
+os.close(int(sys.argv[sys.argv.index("--status-fd") + 1]))
+time.sleep(600)
+"""
+    at_once = []
+
+    @asynccontextmanager
+    async def kept() -> AsyncIterator[None]:
+        at_once.append(asyncio.Event())
+        found = HostRoles([Role(name="stubborn", kind="one", words=("-c", stubborn))], at_once=at_once[0])
+        yield
+        stopping = asyncio.create_task(found.stop())
+        done, _ = await asyncio.wait([stopping], timeout=0.3)
+        assert not done
+        at_once[0].set()
+        await stopping
+
+    with entered(kept):
+        until(lambda: pids(caplog, "stubborn"), lambda: caplog.text)
+        [pid] = pids(caplog, "stubborn")
+        until(lambda: ignores_sigterm(pid), lambda: "it does not ignore the signal")
+    assert not alive(pid)
+
+
+def ignores_sigterm(pid: int) -> bool:
+    ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return ignored is not None and bool(int(ignored[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_pauses_grow_up_to_a_bound():

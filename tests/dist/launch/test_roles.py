@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from moe_lora.config import EngineConfig
 from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError
+from moe_lora.dist.launch import roles
 from moe_lora.dist.launch.roles import JobPlace, serve_instance, serve_lora_server
 from moe_lora.dist.net.keys import make_keys
 
@@ -82,3 +87,32 @@ def test_command_ends_with_one_line(write, options, code, reason):
     assert done.returncode == code
     assert reason in done.stderr
     assert "Traceback" not in done.stderr
+
+
+class Hangs:
+    """Links whose process was told to restart, and an engine loop that does not end."""
+
+    restarts, stop, emit, pulse = True, None, None, None
+
+    def __init__(self, *_: object) -> None:
+        self.start = lambda: None
+
+    async def run(self, *_: object) -> None:
+        pass
+
+    def join(self) -> None:
+        time.sleep(600)
+
+
+def test_a_process_that_is_to_be_started_again_ends_whatever_its_engine_hangs_at(monkeypatch):
+    core = SimpleNamespace(info=SimpleNamespace(max_model_len=64))
+    monkeypatch.setattr("moe_lora.dist.cluster.instance_links.FrontEndLinks", Hangs)
+    monkeypatch.setattr("moe_lora.engine.loop.EngineLoop", Hangs)
+    monkeypatch.setattr("moe_lora.engine.build.build_engine", lambda *_: core)
+    monkeypatch.setattr("moe_lora.engine.client.messages.Hello", lambda *_: None)
+    monkeypatch.setattr(roles, "RESTART_S", 0.1)
+    pid = os.fork()
+    if not pid:
+        roles._serve_engine(EngineConfig(model_dir="base"), JobPlace(), {}, None, None)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == roles.RESTART_CODE

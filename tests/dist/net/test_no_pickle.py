@@ -15,9 +15,10 @@ WITHIN_ONE_INSTANCE = {
     "engine/runner.py",
     "core/processes.py",
     "dist/host_workers/worker.py",
+    "dist/host_workers/worker_link.py",
 }
-"""Rank 0 and its followers: processes of one user and host, over socket pairs or a socket that only that user
-enters, which no link of `dist.net` leads to."""
+"""Rank 0, its followers and their host workers: processes of one user and host, over socket pairs or a socket
+that only that user enters, which no link of `dist.net` leads to."""
 
 
 def unsafe_parts(path: Path) -> list[str]:

@@ -135,5 +135,9 @@ def test_adapter_that_could_never_be_ready_is_refused_and_forgotten(leases):
 
 
 def test_counters_are_those_of_the_backend(leases):
-    leases._server.backend.num_requests = 3
-    assert leases.counters() == {"lora_server_requests": 3, "lora_server_fallback_rows": 0}
+    leases._server.backend.num_requests, leases._server.backend.num_host_rows = 3, 2
+    assert leases.counters() == {
+        "lora_server_requests": 3,
+        "lora_server_fallback_rows": 0,
+        "lora_server_host_rows": 2,
+    }

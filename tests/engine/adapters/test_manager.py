@@ -354,6 +354,8 @@ def test_preloaded_adapters_come_before_a_request_and_count_as_no_visit():
     assert parts.manager.info(a).device_bytes == 2 * PAGE_BYTES
     assert parts.manager.preload(["a", "gone", "b"]) == 2
     parts.move()
+    assert parts.manager.preload(["a"]) == 1
+    assert parts.manager.num_preloaded == 2, "what is there is not brought again"
     assert a.slot is not None
     assert b.slot is not None
     assert not a.pinned

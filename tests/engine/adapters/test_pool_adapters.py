@@ -19,7 +19,7 @@ from moe_lora.adapters.host_store import adapter_without_data, facts_of, has_dat
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.cache.orders import Copy
-from moe_lora.core.errors import AdapterError
+from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.transport import make_transport
 from moe_lora.engine.adapters.adapter_store import ShardSizes
@@ -184,6 +184,25 @@ def test_source_for_which_no_file_is_left_is_a_source_that_failed(instances, pac
     monkeypatch.setattr(two._transport, "attach", attach)
     assert fetched(two.reader(packed.content_hash), packed)
     assert counted(two) == (0, 1, 1)
+
+
+@pytest.mark.parametrize("instances", ["shm"], indirect=True)
+def test_windows_leave_files_for_what_is_fetched_and_read(instances, packed, folder, monkeypatch):
+    one, two = instances(), instances()
+    monkeypatch.setattr("moe_lora.engine.adapters.pool_store.num_open_files", lambda: two._max_files - 9)
+    with pytest.raises(StorageError, match=r"Too many open files.*raise the limit with ulimit -n"):
+        two.prepare(packed)
+    two.keep(bare(packed), folder)
+    two.set_sources(packed.content_hash, [holder_of_elsewhere(one, packed, monkeypatch)])
+    assert fetched(two.reader(packed.content_hash), packed)
+    assert counted(two) == (1, 0, 0)
+
+
+def holder_of_elsewhere(instance: PoolAdapters, packed: PackedAdapter, monkeypatch) -> bytes:
+    """`holder_of` in a process that has files left."""
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_lora.engine.adapters.pool_store.num_open_files", lambda: 9)
+        return holder_of(instance, packed)
 
 
 def test_directory_that_can_not_be_read_is_tried_once(packed):

@@ -248,7 +248,7 @@ def test_engine_that_cannot_start_says_why(tmp_path):
     assert set(children(os.getpid())) == before
 
 
-def test_killed_engine_fails_its_requests_and_is_started_again():
+def test_killed_engine_fails_its_requests_and_is_started_again(start_anew):
     before = set(children(os.getpid()))
     with instance_processes(CONFIG) as [client]:
         [pid] = {*children(os.getpid())} - before

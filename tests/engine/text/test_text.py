@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -181,3 +182,21 @@ def test_older_tokenizer_files_are_converted(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.encode("hello 日本")) == "hello 日本"
+
+
+def test_a_long_text_is_tokenized_as_a_short_one_while_other_threads_go_on():
+    turns, over = [], threading.Event()
+
+    def turn():
+        while not over.wait(0.001):
+            turns.append(1)
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    before = len(turns)
+    found = CHARACTERS.encode("hello world" * 100_000, add_special_tokens=False)
+    during = len(turns) - before
+    over.set()
+    thread.join()
+    assert found == CHARACTERS.encode("hello world", add_special_tokens=False) * 100_000
+    assert during > 5

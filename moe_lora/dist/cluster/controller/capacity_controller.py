@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
+
+from anyio import fail_after
 
 from moe_lora.config import ProvisionConfig
 from moe_lora.config.cluster import ClusterConfig
@@ -17,6 +20,8 @@ from moe_lora.engine.client.client import EngineClient
 from moe_lora.provision.online import DemandWindow, Outlook, outlook, resized
 
 logger = logging.getLogger(__name__)
+
+LOOK_S = 0.2
 
 
 class CapacityController:
@@ -41,6 +46,7 @@ class CapacityController:
         self._server = server
         self._suffices = True
         self._problem = LastProblem()
+        self._restarting = asyncio.Lock()
 
     async def run(self) -> None:
         """Evaluate until cancelled."""
@@ -80,6 +86,43 @@ class CapacityController:
         state = await asyncio.to_thread(self._server.resize, capacity)
         logger.info("the LoRA Server's capacity is now %d adapters", state.capacity)
         return state
+
+    async def restart_server(self, limit_s: float) -> ServerState:
+        """Have the LoRA Server's ranks started again, one after the other, its leader last; the state then.
+
+        Instances compute what a rank that is away would.  Raises LoraServerError if one is not back, and
+        instances linked to the leader as before, within limit_s.
+        """
+        assert self._server is not None
+        async with self._restarting:  # two at once would end the leader while another rank loads
+            before = state = await asyncio.to_thread(self._server.state)
+            for server_rank in (*range(1, len(before.ranks)), 0):
+                if state.incarnation != before.incarnation:
+                    break  # all ranks are started again with one of them, as torchrun does
+                logger.info("rank %d of the LoRA Server is told to end, to be started again", server_rank)
+                await asyncio.to_thread(self._server.restart, server_rank)
+                state = await self._rank_back(state, server_rank, limit_s)
+            return state
+
+    async def _rank_back(self, before: ServerState, server_rank: int, limit_s: float) -> ServerState:
+        assert self._server is not None
+        try:
+            with fail_after(limit_s):
+                while True:
+                    await asyncio.sleep(LOOK_S)
+                    with suppress(LoraServerError):
+                        state = await asyncio.to_thread(self._server.state)
+                        is_new = (
+                            state.incarnation != before.incarnation
+                            or state.ranks[server_rank] > before.ranks[server_rank]
+                        )
+                        if is_new and all(state.ranks) and state.num_instances >= before.num_instances:
+                            return state
+        except TimeoutError:
+            raise LoraServerError(
+                f"rank {server_rank} of the LoRA Server was ended and is not back, with the instances, after "
+                f"limit_s={limit_s:g}; its log says why, and instances compute its part meanwhile"
+            ) from None
 
     async def _places(self) -> tuple[int, int]:
         """Adapters resident on an instance at once, and the number of instances that are live."""

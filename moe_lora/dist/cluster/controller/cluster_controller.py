@@ -24,6 +24,7 @@ from moe_lora.provision.online import DemandWindow
 
 from .capacity_controller import CapacityController, make_capacity_controller
 from .cluster_state import ControllerMethods, Figures
+from .instance_control import InstanceControl
 from .migration_controller import MigrationController, make_migration_controller
 from .placement_controller import PlacementController, Routes
 from .served_registry import ServedRegistry
@@ -36,7 +37,7 @@ class ClusterController(ControllerMethods):
 
     An only front end has it in its process and calls it; for several it is in a process of its own, behind a
     `FrontEndListener`.  placement: None: adapters are not divided over instances.  migration: None: requests
-    are not moved between them.
+    are not moved between them.  instances: see `ControllerMethods`.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class ClusterController(ControllerMethods):
         registry: ServedRegistry | None = None,
         placement: PlacementController | None = None,
         migration: MigrationController | None = None,
+        instances: InstanceControl | None = None,
     ) -> None:
-        super().__init__(adapters, provision, registry)
+        super().__init__(adapters, provision, registry, instances)
         self.placement, self.migration = placement, migration
         self.window: DemandWindow | None = None if provision is None else provision.window
 
@@ -141,9 +143,10 @@ async def controlled_fleet(
         registry,
         routes.placement(fleet, adapters.pool),
         make_migration_controller(cluster, routes, instance_registry),
+        InstanceControl(instance_registry, cluster.front_end.drain_s),
     )
     catch_up = CatchUp(instance_registry, recovery_s)
-    listener = InstanceListener(instance_registry, catch_up, on_give_up)
+    listener = InstanceListener(instance_registry, catch_up, on_give_up, cluster.front_end.max_unread_steps)
     async with listener.open(setting, address, keys_of(cluster)):
         try:
             yield ControlledFleet(

@@ -24,10 +24,11 @@ from moe_lora.provision.online import Outlook, VisitWindow
 from moe_lora.provision.placement.placement_problem import PlacementQuality
 
 from .capacity_controller import CapacityController
+from .instance_control import InstanceControl
 from .placement_controller import PlacementController, Routes
 from .served_registry import ServedRegistry
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 PINGS = Pings()
 
 
@@ -35,14 +36,18 @@ class ClusterState(Message, frozen=True, kw_only=True):
     """What the controller has decided.
 
     number: counts up with each change, also over the controller's restarts.  ranks: LoRA ranks by adapter.
-    holdings: of the instances in the controller's routing.  table: adapter -> (instance name, phi) of the
-    routing table, and the number of that; demand: tokens/s by adapter that it was made for.
+    holdings: of the instances in the controller's routing.  drained: names of instances, by an operator;
+    restarting: while this controller has them started again, which the next one does not go on with.  table:
+    adapter -> (instance name, phi) of the routing table, and the number of that; demand: tokens/s by adapter
+    that it was made for.
     """
 
     number: int
     served: Served = field(default_factory=Served)
     ranks: Mapping[str, int] = field(default_factory=dict)
     holdings: Mapping[str, Holding] = field(default_factory=dict)
+    drained: tuple[str, ...] = ()
+    restarting: tuple[str, ...] = ()
     table: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     table_version: int = 0
     demand: Mapping[str, float] = field(default_factory=dict)
@@ -73,10 +78,14 @@ class VisitEvent:
 
 
 class FrontEndReport(Message, frozen=True):
-    """What a front end's requests did since the last report.  tokens: by adapter."""
+    """What a front end's requests did since the last report.  tokens: by adapter.
+
+    instances: those that it has in routing, with the incarnation of each.
+    """
 
     tokens: Mapping[str, int]
     visits: tuple[VisitEvent, ...]
+    instances: Mapping[str, str | None] = field(default_factory=dict)
 
 
 class Taken(Message, frozen=True):
@@ -126,15 +135,29 @@ class ControllerMethods:
     """What a front end may ask of the controller, with annotations that say what travels.
 
     provision: None: the load on adapters is not watched.  registry: None: adapters are known by their paths
-    only.
+    only.  instances: None: nobody drains them.
     """
 
     def __init__(
-        self, adapters: FleetAdapters, provision: CapacityController | None, registry: ServedRegistry | None
+        self,
+        adapters: FleetAdapters,
+        provision: CapacityController | None,
+        registry: ServedRegistry | None,
+        instances: InstanceControl | None = None,
     ) -> None:
         self.adapters = adapters
         self.provision = provision
         self.registry = registry
+        self.instances = instances
+
+    async def drain_instance(self, name: str) -> None:
+        _given(self.instances).drain(name)
+
+    async def undrain_instance(self, name: str) -> None:
+        _given(self.instances).undrain(name)
+
+    async def restart_instance(self, name: str, limit_s: float) -> None:
+        await _given(self.instances).restart(name, limit_s)
 
     async def load_adapter(self, name: str, path: str, replace: bool) -> AdapterInfo:
         return await self.adapters.load_adapter(name, path, replace)
@@ -151,6 +174,9 @@ class ControllerMethods:
     async def resize(self, capacity: int) -> ServerState:
         return await _given(self.provision).resize(capacity)
 
+    async def restart_server(self, limit_s: float) -> ServerState:
+        return await _given(self.provision).restart_server(limit_s)
+
     async def registry_base(self) -> str:
         return _given(self.registry).base_hash
 
@@ -164,7 +190,9 @@ class ControllerMethods:
 
     async def registry_add(self, name: str, source: str, owner: str, link: bool) -> RegisteredAdapter:
         served = _given(self.registry)
-        add = partial(served.registry.add, base_hash=served.base_hash, owner=owner, link=link)
+        add = partial(
+            served.registry.add, base_hash=served.base_hash, owner=owner, link=link, root=served.root
+        )
         return await asyncio.to_thread(add, name, source)
 
     async def registry_check(self) -> list[tuple[RegisteredAdapter, str | None]]:
@@ -215,6 +243,8 @@ class ClusterStateLog:
             served=self._instance_registry.served,
             ranks=dict(self._routes.ranks),
             holdings=self._instance_registry.holdings,
+            drained=tuple(sorted(self._instance_registry.drained_by_operator)),
+            restarting=tuple(sorted(self._instance_registry.restarting)),
         )
         router = self._routes.table
         if router is not None and self._placement is not None:
@@ -234,8 +264,11 @@ class ClusterStateLog:
         """Go on from what a front end had from the controller before this one.
 
         Of each adapter the higher version counts, as `Served.joined` says; of tables the one with the higher
-        number, with the demand that it was made for.  Numbers go on above all that were heard of.
+        number, with the demand that it was made for; who is drained, the latest state says.  Numbers go on
+        above all that were heard of.
         """
+        if state.number >= self.state.number:
+            self._instance_registry.drain(state.drained, ())
         self.state = replace(self.state, number=max(self.state.number, state.number))
         self._instance_registry.recover(state.served)
         self._routes.ranks.update(state.ranks)

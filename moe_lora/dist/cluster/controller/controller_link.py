@@ -111,7 +111,7 @@ class ControllerLink:
         except PeerEndedError as error:
             raise ControllerAwayError(
                 "the controller was lost before it answered, so it is not known whether this was done; look "
-                "what is there (GET /v1/adapters) once it is back, then send it again"
+                "what is there (GET /v1/adapters, GET /v1/instances) once it is back, then send it again"
             ) from error
 
     async def load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
@@ -142,14 +142,17 @@ class ControllerLink:
                 self._serve,
             )
         )
+        reported: tuple[Peer | None, dict[str, str | None]] = None, {}
         try:
             while True:
                 await asyncio.sleep(REPORT_S)
                 # While nobody listens what was counted is dropped: no later time step is to have it.
                 tokens = self._routes.meter.take()
                 visits = () if self.window is None else self.window.take()
-                if self._peer is not None and (tokens or visits):
-                    self._peer.send(FrontEndReport(tokens, visits))
+                now = self._peer, {one.name: one.incarnation for one in self._instance_registry.live}
+                if self._peer is not None and (tokens or visits or now != reported):
+                    self._peer.send(FrontEndReport(tokens, visits, now[1]))
+                    reported = now
         finally:
             dialling.cancel()
             if self._peer is not None:
@@ -186,6 +189,7 @@ class ControllerLink:
         if self.state is None or state.number > self.state.number:
             self.state = state
             self._instance_registry.follow(state.served, state.holdings)
+            self._instance_registry.drain(state.drained, state.restarting)
             self.ranks.clear()
             self.ranks.update(state.ranks)
             if state.table_version != self._routes.table_version:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Collection, Coroutine
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,13 +49,14 @@ LONGEST_RECOVERY_S = 10.0
 @dataclass(eq=False)
 class Session:
     """A front end that is connected.  taken: number of the state that it routes by.  visits: requests of its
-    that are under way.
+    that are under way.  instances: see `FrontEndReport`.
     """
 
     name: str
     peer: Peer
     taken: int = 0
     visits: dict[int, Visit] = field(default_factory=dict)
+    instances: Mapping[str, str | None] = field(default_factory=dict)
 
     def see(self, window: DemandWindow, event: VisitEvent) -> None:
         """Bring what a request did into the window of the load."""
@@ -86,6 +87,8 @@ class FrontEndListener:
         self._state_log = ClusterStateLog(
             controlled.instance_registry, controlled.routes, controlled.controller.placement
         )
+        if self._controller.instances is not None:
+            self._controller.instances.seen_by_all = self._seen_by_all
         self._awaited = set(front_ends)
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()
@@ -150,6 +153,12 @@ class FrontEndListener:
         if self._state_log.write():
             self._send_all()
 
+    def _seen_by_all(self, name: str, incarnation: str) -> bool:
+        """Whether all front ends have this process in routing; while there is none, nobody has."""
+        return bool(self.sessions) and all(
+            session.instances.get(name) == incarnation for session in self.sessions
+        )
+
     def _send_all(self) -> None:
         for session in self.sessions:
             session.peer.send(self._state_log.state)
@@ -212,6 +221,7 @@ class FrontEndListener:
             session.taken = message.number
             self._changed.set()
         elif isinstance(message, FrontEndReport):
+            session.instances = message.instances
             for adapter, num_tokens in message.tokens.items():
                 self._controlled.routes.meter.add(adapter, num_tokens)
             window = self._controller.window

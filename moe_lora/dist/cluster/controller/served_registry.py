@@ -17,10 +17,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedRegistry:
-    """A registry and the hash of the base model that is served."""
+    """A registry and the hash of the base model that is served; root: as `EngineConfig.adapter_root`."""
 
     registry: Registry
     base_hash: str
+    root: str | None = None
 
 
 @contextmanager
@@ -57,4 +58,4 @@ def opened_registry(
                     raise
                 logger.error("left out: %s", error)
         config = replace(config, adapters=(*config.adapters, *found))
-        yield replace(cluster, engine=config), ServedRegistry(registry, base_hash)
+        yield replace(cluster, engine=config), ServedRegistry(registry, base_hash, config.adapter_root)

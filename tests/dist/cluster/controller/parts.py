@@ -16,6 +16,7 @@ from moe_lora.dist.cluster.controller.capacity_controller import CapacityControl
 from moe_lora.dist.cluster.controller.cluster_controller import ClusterController, ControlledFleet
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.cluster.controller.front_end_listener import FrontEndListener
+from moe_lora.dist.cluster.controller.instance_control import InstanceControl
 from moe_lora.dist.cluster.controller.placement_controller import make_routes
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 from moe_lora.dist.cluster.instances import InstanceRegistry
@@ -60,7 +61,10 @@ class ControllerSide:
         )
         self.placement = self.routes.placement(self.fleet)
         self.provision = CapacityController(ProvisionConfig(), self.fleet, None, self.clock)
-        self.controller = ClusterController(adapters, self.provision, registry, self.placement)
+        self.controller = ClusterController(
+            *(adapters, self.provision, registry, self.placement),
+            instances=InstanceControl(self.instance_registry, 20.0),
+        )
         controlled = ControlledFleet(
             controller=self.controller,
             fleet=self.fleet,

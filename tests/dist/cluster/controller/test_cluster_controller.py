@@ -9,7 +9,7 @@ import pytest
 
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, ControllerAwayError
-from moe_lora.core.request import RequestTiming
+from moe_lora.core.request import EngineStats, RequestTiming
 from moe_lora.dist.cluster.controller import controller_link as link
 from moe_lora.dist.cluster.controller import front_end_listener, placement_controller
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState
@@ -269,5 +269,62 @@ def test_one_that_joins_later_gets_the_state():
         await until(lambda: late.link.state is not None)
         assert await late.ask("r", "new") == [2, 3, 4, 5]
         await late.stop()
+
+    in_cluster(test)
+
+
+def test_all_front_ends_and_a_new_controller_know_who_is_drained():
+    async def test(cluster: Cluster) -> None:
+        first, second = cluster.front_ends
+        await first.link.call("drain_instance", "0")
+        for number, front_end in enumerate((first, second)):
+            assert front_end.instance_registry.drained == {"0"}
+            assert len(await front_end.ask(f"drained {number}")) == 4
+        assert [len(engine.requests) for engine in cluster.engines] == [0, 2]
+        await cluster.controller.stop()
+        await cluster.restart_controller()
+        await until(cluster.controller.listener._ready.is_set)
+        assert cluster.controller.instance_registry.drained == {"0"}
+        await second.link.call("undrain_instance", "0")
+        assert first.instance_registry.drained == frozenset()
+
+    in_cluster(test)
+
+
+def test_a_restart_that_its_controller_does_not_outlive_leaves_nobody_drained():
+    async def test(cluster: Cluster) -> None:
+        cluster.engines[0].stats_now = EngineStats(num_running=1)  # so it is not told to end yet
+        first, second = cluster.front_ends
+        restarting = asyncio.create_task(first.link.call("restart_instance", "0", 20.0))
+        for one in (first, second):
+            await until(lambda one=one: one.instance_registry.drained == {"0"})
+        await cluster.controller.stop()
+        with pytest.raises(ControllerAwayError, match="GET /v1/instances"):
+            await restarting
+        await cluster.restart_controller()
+        for one in (first, second):
+            await until(lambda one=one: one.instance_registry.drained == frozenset())
+
+    in_cluster(test)
+
+
+def test_an_instance_is_back_when_every_front_end_has_it():
+    async def test(cluster: Cluster) -> None:
+        control = cluster.controller.controller.instances
+        instances = [one.instance_registry.instances[0] for one in cluster.front_ends]
+        instances[0].incarnation = "new"
+        await until(
+            lambda: (
+                cluster.controller.listener.sessions[0].instances.get("0") == "new"
+                or cluster.controller.listener.sessions[1].instances.get("0") == "new"
+            )
+        )
+        assert not control.seen_by_all("0", "new")
+        instances[1].incarnation = "new"
+        await until(lambda: control.seen_by_all("0", "new"))
+        for front_end in cluster.front_ends:
+            await front_end.stop()
+        await until(lambda: not cluster.controller.listener.sessions)
+        assert not control.seen_by_all("0", "new")
 
     in_cluster(test)

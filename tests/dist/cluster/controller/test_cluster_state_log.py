@@ -67,3 +67,13 @@ def test_of_several_front_ends_the_newest_table_counts_in_any_order():
         kept.state_log.write()
         assert (kept.state_log.state.table, kept.state_log.state.table_version) == (new.table, 3)
         assert kept.state_log.state.number == 10
+
+
+def test_the_latest_state_says_who_is_drained_and_nobody_is_being_restarted():
+    old = ClusterState(number=4, drained=("x", "y"))
+    new = ClusterState(number=9, drained=("y",), restarting=("x",))
+    for states in ((old, new), (new, old)):
+        kept = Kept("x", "y")
+        for state in states:
+            kept.state_log.recover(state)
+        assert kept.instance_registry.drained == {"y"}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.assemble import local_instances
-from moe_lora.config import EngineConfig, FrontEndConfig
+from moe_lora.assemble import local_instances, local_lora_server
+from moe_lora.config import EngineConfig, FrontEndConfig, LoraServerConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.config.engine import PoolConfig
 from moe_lora.core.clock import VirtualClock
@@ -40,17 +40,24 @@ def ask(name: str, adapter: str) -> GenerateRequest:
     )
 
 
-def figures(cluster: ClusterConfig) -> tuple[list[set[str]], EngineStats]:
-    """What each instance has on its device before the first request; after one of each adapter: the sums."""
+def figures(cluster: ClusterConfig, num_preloaded: int | None = None) -> tuple[list[set[str]], EngineStats]:
+    """What each instance has on its device before the first request; after one of each adapter: the sums.
+
+    num_preloaded: by all instances, which is waited for; None: until all adapters are on devices.
+    """
 
     async def run() -> tuple[list[set[str]], EngineStats]:
-        async with local_instances(cluster) as controlled:
+        async with local_lora_server(cluster) as joined, local_instances(joined) as controlled:
             fleet, controller = controlled.fleet, controlled.controller
             running = asyncio.create_task(controller.run())
             placed = cluster.front_end.placement is not None
             for _ in range(3000):
                 stats = await fleet.stats()
-                if not placed or set(stats.resident_adapters) == set(NAMES):
+                if num_preloaded is not None:
+                    there = controller.figures.num_tables and stats.adapters_preloaded >= num_preloaded
+                else:
+                    there = set(stats.resident_adapters) == set(NAMES)
+                if there or not placed:
                     break
                 await asyncio.sleep(0.01)
             resident = [set(one.latest.resident_adapters) for one in fleet.instances]
@@ -87,6 +94,21 @@ def test_adapters_of_a_pool_and_of_several_ranks_are_preloaded_too(settings):
     resident, stats = figures(ClusterConfig(engine=engine, served_model_name="demo", front_end=front_end))
     assert set().union(*resident) == set(NAMES)
     assert (stats.adapter_hits, stats.adapter_misses) == (len(NAMES), 0)
+
+
+@pytest.mark.parametrize(
+    ("sites", "num_preloaded"), [("experts", len(NAMES)), pytest.param("all", 0, marks=pytest.mark.slow)]
+)
+def test_with_a_lora_server_what_instances_compute_themselves_is_preloaded(sites, num_preloaded):
+    """Each once, as all have equal loads; of what the server computes nothing belongs on their devices."""
+    front_end = FrontEndConfig(placement="burst_tolerance", placement_interval_s=30.0)
+    server = LoraServerConfig(capacity=len(NAMES), sites=sites)
+    cluster = ClusterConfig(engine=ENGINE, served_model_name="demo", front_end=front_end, lora_server=server)
+    _, stats = figures(cluster, num_preloaded)
+    assert stats.adapters_preloaded == num_preloaded
+    assert (stats.device_adapter_bytes > 0) == (num_preloaded > 0)
+    assert stats.lora_rows_leased > 0
+    assert (stats.lora_rows_local > 0) == (num_preloaded > 0)
 
 
 def steps_file(folder: Path) -> str:

@@ -1,0 +1,1 @@
+"""Hostile clients against one front end, beside ordinary ones."""

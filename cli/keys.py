@@ -1,0 +1,96 @@
+"""`moe-lora keys`: the API keys of a server's tenants and administrators."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from pathlib import Path
+
+import click
+
+from .adapters import print_table
+from .errors import user_errors
+
+_FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+
+
+@click.group()
+def keys() -> None:
+    """Keep the file of API keys that `moe-lora serve --api-keys` reads (docs/guides/tenants.md).
+
+    Servers look at it once a second: a key works, or no longer does, without a restart.
+    """
+
+
+@keys.command()
+@_FILE
+@click.option("--tenant", required=True, metavar="NAME", help="Whom requests with the key count for.")
+@click.option(
+    "--adapters",
+    multiple=True,
+    metavar="PATTERN",
+    help="Adapters that it may use, as a name or a pattern (acme-*); may be given several times.  "
+    "[default: the base model only]",
+)
+@click.option("--admin", is_flag=True, help="It may load, unload and see everything, and use all adapters.")
+@click.option("--requests-per-minute", type=float, metavar="N", help="[default: any number]")
+@click.option("--tokens-per-minute", type=float, metavar="N", help="Of prompts and answers.  [default: any]")
+@click.option(
+    "--share",
+    type=click.FloatRange(1e-3, 1e3),
+    default=1.0,
+    show_default=True,
+    help="Weight of the tenant where tenants compete.",
+)
+@user_errors
+def add(
+    file: Path,
+    tenant: str,
+    adapters: tuple[str, ...],
+    admin: bool,
+    requests_per_minute: float | None,
+    tokens_per_minute: float | None,
+    share: float,
+) -> None:
+    """Make a key, write its digest into FILE, and print it: this once, it can't be found out again."""
+    from moe_lora.serve.api_keys import ApiKey, add_key
+
+    rights = ApiKey(
+        id="new",
+        digest="",
+        tenant=tenant,
+        adapters=adapters,
+        admin=admin,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        share=share,
+    )
+    click.echo(add_key(file, rights))
+
+
+@keys.command(name="list")
+@_FILE
+@user_errors
+def list_keys(file: Path) -> None:
+    """Table of the keys in FILE, by the part that may be shown."""
+    from moe_lora.serve.api_keys import read_keys
+
+    heads, rows = ("id", "tenant", "may use", "requests/min", "tokens/min", "share", "made"), []
+    for key in read_keys(file):
+        rates = [
+            "-" if rate is None else f"{rate:g}" for rate in (key.requests_per_minute, key.tokens_per_minute)
+        ]
+        made = datetime.fromtimestamp(key.created_s, timezone.utc).strftime("%Y-%m-%d")
+        uses = "everything (admin)" if key.admin else " ".join(key.adapters) or "the base model"
+        rows.append((key.id, key.tenant, uses, *rates, f"{key.share:g}", made))
+    print_table(heads, rows)
+
+
+@keys.command()
+@_FILE
+@click.argument("key_id", metavar="ID")
+@user_errors
+def remove(file: Path, key_id: str) -> None:
+    """Take the key with this ID (see list) out of FILE."""
+    from moe_lora.serve.api_keys import remove_key
+
+    click.echo(f"removed {key_id}, of {remove_key(file, key_id).tenant}")

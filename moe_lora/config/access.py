@@ -1,0 +1,44 @@
+"""Who may do what at a front end, and by which connection (docs/guides/tenants.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from moe_lora.core.address import parse_address
+from moe_lora.core.errors import ConfigError
+
+from .settings import Settings, setting
+
+
+def _access(default: Any, **rule: Any) -> Any:
+    return setting(default, group="Access", **rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessConfig(Settings):
+    """Keys, the place of administration, TLS."""
+
+    SECTION: ClassVar[str] = "front_end"
+
+    api_keys: str | None = _access(
+        None, path="place", option="--api-keys", metavar="FILE", unset="whoever connects may do everything"
+    )
+    """Serve those only who send a key of this file (moe-lora keys add).  It is read again when it changes."""
+    share_prefix_cache: bool = _access(False, option="--share-prefix-cache")
+    """Let tenants use each other's computed prompts, of adapters that both may use and of the base model: how
+    long a prompt takes then tells whether somebody else has sent it."""
+    admin_address: str | None = _access(
+        None, check=parse_address, option="--admin-address", metavar="ADDRESS", unset="with all else"
+    )
+    """Serve what administrators ask for here only: host:port, or the absolute path of a Unix socket, which
+    its owner alone may open."""
+    tls_cert: str | None = _access(None, path="place", option="--tls-cert", metavar="FILE", unset="no TLS")
+    """Certificate, with its chain, in PEM: serve HTTPS."""
+    tls_key: str | None = _access(None, path="place", option="--tls-key", metavar="FILE")
+    """Its private key, in PEM."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert and tls_key go together; give both, or neither")

@@ -1,0 +1,154 @@
+"""Instances that an operator drains, or has started again, while the others serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import cast
+
+from anyio import fail_after, move_on_after
+
+from moe_lora.core.errors import ConfigError, EngineDeadError, EngineSilentError
+from moe_lora.dist.cluster.instances import Instance, InstanceRegistry
+from moe_lora.engine.client.client import CallableEngine
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+SETTLE_S = 0.5
+"""All front ends know by then that an instance is drained."""
+
+
+class InstanceControl:
+    """Drains instances and starts them again, one at a time.
+
+    drain_s: how long one that is started again may take to be without requests; what it has then goes on
+    elsewhere as if it had failed.  seen_by_all: whether all front ends send requests to the process of that
+    name and incarnation.
+    """
+
+    def __init__(self, instance_registry: InstanceRegistry, drain_s: float) -> None:
+        self.seen_by_all: Callable[[str, str], bool] = lambda name, incarnation: True
+        self._registry = instance_registry
+        self._drain_s = drain_s
+        self._restarting = asyncio.Lock()
+
+    def drain(self, name: str) -> None:
+        """Give an instance no requests, and have those that it has go on elsewhere where they can.
+
+        Raises ConfigError for an unknown one, and for the last that takes requests.
+        """
+        self._named(name)
+        self._check_others(name)
+        self._registry.drain(self._registry.drained_by_operator | {name}, self._registry.restarting)
+        logger.info("instance %s is drained", name)
+
+    def undrain(self, name: str) -> None:
+        """Give it requests again, if it is being restarted then once it is back.
+
+        Raises ConfigError for an unknown one.
+        """
+        if name not in self._registry.drained_by_operator:  # one that has gone for good may be
+            self._named(name)
+        self._registry.drain(self._registry.drained_by_operator - {name}, self._registry.restarting)
+        logger.info("instance %s is not drained any more", name)
+
+    def _check_others(self, name: str) -> None:
+        if all(one.name == name for one in self._registry.undrained):
+            raise ConfigError(
+                f"instance {name!r} can't be drained: no other takes requests; start or undrain one first"
+            )
+
+    async def restart(self, name: str, limit_s: float) -> None:
+        """Drain an instance, end its process, and return when its next one takes part.
+
+        Whoever keeps the process running starts it again.  Raises ConfigError as `drain` does and for one
+        that does not get on, EngineDeadError if it is not back within limit_s, or if no other takes requests
+        at all front ends.
+        """
+        async with self._restarting:
+            instance = self._named(name)
+            if not instance.live:
+                raise _not_here(name)
+            before = instance.incarnation
+            self._check_others(name)
+            self._registry.drain(self._registry.drained_by_operator, {name})
+            logger.info("instance %s is drained until it is started again", name)
+            try:
+                await asyncio.sleep(SETTLE_S)
+                await self._until_idle(instance)
+                await self._until_others(name, limit_s)
+                await self._end(instance)
+                await self._until_back(instance, before, limit_s)
+            finally:
+                self._registry.drain(self._registry.drained_by_operator, ())
+
+    def _named(self, name: str) -> Instance:
+        for instance in self._registry.instances:
+            if instance.name == name:
+                return instance
+        names = ", ".join(one.name for one in self._registry.instances) or "none"
+        raise ConfigError(f"there is no instance {name!r}; choose one of {names}")
+
+    async def _until_idle(self, instance: Instance) -> None:
+        with move_on_after(self._drain_s):
+            while True:
+                try:
+                    stats = await instance.client.stats()
+                except EngineSilentError:
+                    raise _not_here(instance.name) from None
+                except EngineDeadError:
+                    return  # `_end` says so
+                if not stats.num_running + stats.num_waiting:
+                    return
+                await asyncio.sleep(LOOK_S)
+        logger.info(
+            "instance %s has requests after drain_s=%g; others take them", instance.name, self._drain_s
+        )
+
+    async def _until_others(self, name: str, limit_s: float) -> None:
+        try:
+            with fail_after(limit_s):
+                while not any(
+                    self.seen_by_all(one.name, str(one.incarnation)) for one in self._registry.undrained
+                ):
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise EngineDeadError(
+                f"instance {name} was not ended: after limit_s={limit_s:g} no other takes requests at all "
+                "front ends; start or undrain one first"
+            ) from None
+
+    async def _end(self, instance: Instance) -> None:
+        if instance.silent:
+            raise _not_here(instance.name)
+        logger.info("instance %s is told to end, to be started again", instance.name)
+        try:
+            await cast("CallableEngine", instance.client).ask("restart")
+        except EngineSilentError:
+            logger.warning("instance %s does not say that it ends; it may still", instance.name)
+        except EngineDeadError:
+            logger.info("instance %s has ended by itself", instance.name)
+
+    async def _until_back(self, instance: Instance, before: str | None, limit_s: float) -> None:
+        try:
+            with fail_after(limit_s):
+                while not (
+                    instance.live
+                    and instance.incarnation not in (None, before)
+                    and self.seen_by_all(instance.name, str(instance.incarnation))
+                ):
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise EngineDeadError(
+                f"instance {instance.name} was ended and is not back after limit_s={limit_s:g}; its log says "
+                "why, and it takes part as soon as it is"
+            ) from None
+
+
+def _not_here(name: str) -> ConfigError:
+    return ConfigError(
+        f"instance {name!r} does not take part now, so it can't be told to end; end its process, which is "
+        "started again"
+    )

@@ -1,0 +1,241 @@
+"""Who asks, and what it may do: keys, rates, what only administrators may (docs/guides/tenants.md)."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import ceil
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from moe_lora.config import FrontEndConfig
+from moe_lora.core.address import parse_address
+from moe_lora.core.errors import ConfigError
+
+from .api_keys import ApiKey, KeyRing
+from .http_errors import ApiError, JsonResponse
+
+OPEN = frozenset({"/health", "/live", "/ready"})
+"""Paths that need no key: balancers ask them, and they tell nothing of anybody."""
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+_FOR_ALL = GENERATING | {"/", "/docs", "/openapi.json", "/version", "/v1/models"}
+"""Paths for every key, beside those below /v1/models/; all others are administrators'."""
+_PERIOD_S = 60.0
+
+
+class Allowance:
+    """So much of something a minute: what was not used is there later, up to a minute's worth."""
+
+    def __init__(self, what: str, per_minute: float) -> None:
+        self.what = what
+        self.per_minute = per_minute
+        self._left = per_minute
+        self._held = 0.0
+        self._at_s = time.monotonic()
+
+    def change(self, per_minute: float) -> None:
+        """Another rate from now on: what is left stays, up to a minute's worth, and what is held is held."""
+        self.wait_s()
+        self.per_minute = per_minute
+
+    def wait_s(self, amount: float = 1.0) -> float:
+        """Until so much may be taken, of more than a minute's worth until that is there; 0: now."""
+        now_s = time.monotonic()
+        self._left = min(self.per_minute, self._left + (now_s - self._at_s) * self.per_minute / _PERIOD_S)
+        self._at_s = now_s
+        return max(0.0, (min(amount, self.per_minute) - self._left) * _PERIOD_S / self.per_minute)
+
+    def take(self, amount: float) -> None:
+        """May go below nothing, by what one request takes: it is waited for later."""
+        self._left -= amount
+
+    def hold(self, amount: float) -> None:
+        """Take what may be needed, until `settle` says what was."""
+        self._left -= amount
+        self._held += amount
+
+    def settle(self, held: float, taken: float) -> None:
+        self._held -= held
+        self._left += held - taken
+
+    def refusal(self, amount: float = 1.0) -> ApiError | None:
+        """What to answer to a request that needs so much; None: it may have it."""
+        wait_s = self.wait_s(amount)
+        if not wait_s:
+            return None
+        # Most of what is held comes back, and soon: for that nobody is told to wait longer than a minute.
+        missing = min(amount, self.per_minute) - (self._left + self._held)
+        wait_s = max(missing * _PERIOD_S / self.per_minute, min(wait_s, _PERIOD_S))
+        rate = f"this key may have {self.per_minute:g} {self.what} a minute"
+        return ApiError(429, f"{rate}; wait {wait_s:.1f} s", retry_s=ceil(wait_s))
+
+
+class Reservation:
+    """Tokens that a request may take, held from its admission to its end."""
+
+    def __init__(self, allowance: Allowance | None, num_tokens: int) -> None:
+        self._allowance = allowance
+        self._held = num_tokens
+        self._spent = 0
+        if allowance is not None:
+            allowance.hold(num_tokens)
+
+    def spend(self, num_tokens: int) -> None:
+        """Count tokens of a prompt, or of an answer; below 0: not after all."""
+        self._spent += num_tokens
+
+    def settle(self) -> None:
+        """Give back what was not spent, or take what was spent besides."""
+        if self._allowance is not None:
+            self._allowance.settle(self._held, self._spent)
+
+
+class Caller:
+    """Who sent a request.
+
+    key: None where there are no keys.  tokens: what it may have of them.  is_admin: whether it may do
+    everything.
+    """
+
+    def __init__(self, key: ApiKey | None = None, tokens: Allowance | None = None, *, is_admin: bool) -> None:
+        self.key = key
+        self.is_admin = is_admin
+        self._tokens = tokens
+
+    @property
+    def tenant(self) -> str:
+        """Empty where there are no keys."""
+        return "" if self.key is None else self.key.tenant
+
+    @property
+    def share(self) -> float:
+        return 1.0 if self.key is None else self.key.share
+
+    def may_use(self, adapter: str | None) -> bool:
+        return adapter is None or self.key is None or self.key.may_use(adapter)
+
+    def token_refusal(self, num_tokens: int) -> ApiError | None:
+        """What to answer to a request that may take so many; None: it may."""
+        return None if self._tokens is None else self._tokens.refusal(num_tokens)
+
+    @contextmanager
+    def reserved(self, num_tokens: int) -> Iterator[Reservation]:
+        """Hold so many for one request, so that those at once do not have more than their rate together."""
+        found = Reservation(self._tokens, num_tokens)
+        try:
+            yield found
+        finally:
+            found.settle()
+
+
+ANYONE, NO_ADMIN = Caller(is_admin=True), Caller(is_admin=False)
+"""Without keys: whoever connects, and where administrators have an address of their own, all elsewhere."""
+
+
+def caller_of(scope: Mapping[str, Any]) -> Caller:
+    """Who sent the request of an ASGI scope."""
+    found: Caller = scope.get("state", {}).get("caller", NO_ADMIN)
+    return found
+
+
+def checked_keys(config: FrontEndConfig) -> KeyRing | None:
+    """The keys of a front end, None if it has none.
+
+    Raises ConfigError if they, or certificate and key of TLS, can't be read.
+    """
+    if config.tls_cert is not None and config.tls_key is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"tls_cert={config.tls_cert} and tls_key={config.tls_key} can't be used ({error}); give a "
+                "certificate and its private key, both in PEM and without a password"
+            ) from error
+    return None if config.api_keys is None else KeyRing(config.api_keys)
+
+
+class Access:
+    """Lets requests through to `app` that may have what they ask for, and says whose they are."""
+
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing | None, address: str | None, count: Callable[[str], None]
+    ) -> None:
+        """address: the administrators' own.  count: called with the reason of each refusal."""
+        self._app = app
+        self._keys = keys
+        self._count = count
+        self._admin_address = None if address is None else parse_address("admin_address", address)
+        self._requests: dict[str, Allowance] = {}
+        self._tokens: dict[str, Allowance] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            await self._app(scope, receive, send)
+            return
+        refusal = self._admit(scope)
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            reason, error = refusal
+            self._count(reason)
+            headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else error.headers
+            await JsonResponse(error.body, error.status, headers)(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> tuple[str, ApiError] | None:
+        """Note the caller; or why it may not have what it asks for (one of REFUSALS), and what to answer."""
+        path: str = scope["path"]
+        is_admins = path not in _FOR_ALL and not path.startswith("/v1/models/")
+        at_admins = self._came_to_admins(scope)
+        if is_admins and not at_admins:
+            return "admin", ApiError(404, f"Not Found ({scope['method']} {path})")
+        if self._keys is None:
+            scope.setdefault("state", {})["caller"] = ANYONE if at_admins else NO_ADMIN
+            return None
+        key = self._keys.find(_bearer(scope))
+        if key is None:
+            what = "no valid API key was sent; send one as Authorization: Bearer KEY"
+            return "key", ApiError(401, what)
+        if is_admins and not key.admin:
+            return "admin", ApiError(403, f"{scope['method']} {path} needs the key of an administrator")
+        tokens = _allowance(self._tokens, key.id, "tokens", key.tokens_per_minute)
+        if path in GENERATING:
+            requests = _allowance(self._requests, key.id, "requests", key.requests_per_minute)
+            for reason, allowance in (("key_requests", requests), ("key_tokens", tokens)):
+                error = None if allowance is None else allowance.refusal()
+                if error is not None:
+                    return reason, error
+            if requests is not None:
+                requests.take(1)
+        scope.setdefault("state", {})["caller"] = Caller(key, tokens, is_admin=key.admin)
+        return None
+
+    def _came_to_admins(self, scope: Scope) -> bool:
+        """Whether the connection came where administrators are served: everywhere without an address."""
+        if self._admin_address is None:
+            return True
+        _, port = scope.get("server") or (None, None)
+        return port == (self._admin_address.port or None)
+
+
+def _bearer(scope: Scope) -> str:
+    """The key that a request carries, empty if none."""
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            kind, _, text = value.decode("latin-1").partition(" ")
+            return text.strip() if kind.lower() == "bearer" else ""
+    return ""
+
+
+def _allowance(kept: dict[str, Allowance], key: str, what: str, per_minute: float | None) -> Allowance | None:
+    """What is left for a key."""
+    if per_minute is None:
+        return None
+    found = kept.get(key)
+    if found is None:
+        found = kept[key] = Allowance(what, per_minute)
+    elif found.per_minute != per_minute:  # not another one: requests hold from this one
+        found.change(per_minute)
+    return found

@@ -1,0 +1,79 @@
+"""Instances as operators see them: listed, drained, started again."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from starlette.responses import Response
+
+from moe_lora.core.request import FleetStats, InstanceStats
+from moe_lora.serve.bodies import bounded_route
+from moe_lora.serve.frontend import Frontend
+from moe_lora.serve.http_errors import ApiError, JsonResponse
+
+RESTART_S = 300.0
+RestartLimit = Annotated[float, Query(gt=0, le=3600)]
+
+
+def instances_router(frontend: Frontend) -> APIRouter:
+    router = APIRouter(prefix="/v1/instances", tags=["instances"], route_class=bounded_route(frontend.limits))
+
+    async def known() -> dict[str, InstanceStats]:
+        stats = await frontend.client.stats()
+        if not isinstance(stats, FleetStats):
+            raise ApiError(404, "there is but one engine; start with moe-lora serve")
+        return {one.name: one for one in stats.instances}
+
+    async def do(method: str, name: str, *args: Any) -> Response:
+        found = await known()
+        if name not in found and method != "undrain":
+            raise ApiError(404, f"there is no instance {name!r}; choose one of {', '.join(found)}")
+        await frontend.controller.call(f"{method}_instance", name, *args)
+        left = InstanceStats(
+            index=0,
+            name=name,
+            live=False,
+            num_running=0,
+            num_waiting=0,
+            kv_usage=0.0,
+            outstanding_tokens=0,
+            num_restarts=0,
+            num_resent=0,
+        )  # one that was drained when it was there
+        return JsonResponse(_card((await known()).get(name, left)))
+
+    @router.get("", response_model=None)
+    async def list_instances() -> Response:
+        """Every instance: whether it takes requests, and how many it has."""
+        return JsonResponse({"object": "list", "data": [_card(one) for one in (await known()).values()]})
+
+    @router.post("/{name}/drain", response_model=None)
+    async def drain(name: str) -> Response:
+        """Give it no requests, and have those that it has go on at others, or end there."""
+        return await do("drain", name)
+
+    @router.post("/{name}/undrain", response_model=None)
+    async def undrain(name: str) -> Response:
+        """Give it requests again."""
+        return await do("undrain", name)
+
+    @router.post("/{name}/restart", response_model=None)
+    async def restart(name: str, limit_s: RestartLimit = RESTART_S) -> Response:
+        """Drain it, end its process, and answer when its next one takes part: 503 if not in `limit_s`."""
+        return await do("restart", name, limit_s)
+
+    return router
+
+
+def _card(one: InstanceStats) -> dict[str, Any]:
+    return {
+        "id": one.name,
+        "object": "instance",
+        "live": one.live,
+        "silent": one.silent,
+        "drained": one.drained,
+        "requests_running": one.num_running,
+        "requests_waiting": one.num_waiting,
+        "restarts": one.num_restarts,
+    }

@@ -1,0 +1,201 @@
+"""API keys: a file of their digests, and what each may do.
+
+A key is random (256 bits), so that a plain SHA-256 keeps it: there is nothing to guess.  The file is replaced
+whole; servers look at it again when it changes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from moe_lora.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "moelora"
+_NOBODYS_DIGEST = hashlib.sha256(b"").hexdigest()
+_LOOK_AGAIN_S = 1.0
+_MAX_FILE_BYTES = 16 << 20
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[\w.@:-]+$")]
+_Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the file knows of a key.
+
+    id: the part of the key that may be shown.  digest: SHA-256 of the whole key, in hex.  adapters: names,
+    or patterns as of a shell, of those that it may use; the base model needs none.  admin: it may do all
+    that administrators do, and use all adapters.  share: the weight of its tenant where tenants compete.
+    """
+
+    id: _Name
+    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    tenant: _Name
+    adapters: tuple[str, ...] = ()
+    admin: bool = False
+    requests_per_minute: _Rate | None = None
+    tokens_per_minute: _Rate | None = None
+    share: Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)] = 1.0
+    created_s: int = 0
+
+    def may_use(self, adapter: str) -> bool:
+        return self.admin or any(fnmatchcase(adapter, pattern) for pattern in self.adapters)
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    keys: list[ApiKey] = []
+
+
+def read_keys(path: Path) -> list[ApiKey]:
+    """The keys of a file.  Raises ConfigError if it can't be read, or contradicts itself."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES + 1)
+        if len(text) > _MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
+        keys = msgspec.json.decode(text, type=_File).keys
+        if len({key.id for key in keys}) < len(keys):
+            raise ValueError("two keys have one id")
+        shares: dict[str, float] = {}
+        for key in keys:
+            if shares.setdefault(key.tenant, key.share) != key.share:
+                raise ValueError(f"keys of the tenant {key.tenant} have different shares")
+    except OSError as error:
+        raise ConfigError(f"the keys in {path} can't be read: {error.strerror}") from error
+    except ValueError as error:  # msgspec's too
+        raise ConfigError(
+            f"the keys in {path} can't be read: {error}; mend the file by moe-lora keys"
+        ) from error
+    return keys
+
+
+def add_key(path: Path, key: ApiKey) -> str:
+    """Write a key with these rights into the file, which is made if need be; the new key, told this once.
+
+    key: its id, digest and created_s are replaced.  Raises ConfigError.
+    """
+    identity = secrets.token_hex(4)
+    text = f"{PREFIX}-{identity}-{secrets.token_urlsafe(32)}"
+    new = msgspec.structs.replace(key, id=identity, digest=_digest(text), created_s=int(time.time()))
+    try:
+        new = msgspec.convert(msgspec.to_builtins(new), ApiKey)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"such a key can't be: {error}") from error
+    with _locked(path):
+        keys = read_keys(path) if path.exists() else []
+        for other in keys:
+            if other.tenant == new.tenant and other.share != new.share:
+                raise ConfigError(
+                    f"the tenant {new.tenant} has share {other.share:g}; give its keys one share, not "
+                    f"{new.share:g} too"
+                )
+        _write(path, [*keys, new])
+    return text
+
+
+def remove_key(path: Path, identity: str) -> ApiKey:
+    """Take a key out of the file, by its id.  Raises ConfigError."""
+    with _locked(path):
+        keys = read_keys(path)
+        for key in keys:
+            if key.id == identity:
+                _write(path, [other for other in keys if other is not key])
+                return key
+    raise ConfigError(f"{path} has no key {identity!r}; see moe-lora keys list")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One writer at a time."""
+    try:
+        with open(f"{path}.lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise ConfigError(f"the keys in {path} can't be written: {error.strerror}") from error
+
+
+def _write(path: Path, keys: Sequence[ApiKey]) -> None:
+    """Replace the file as a whole.  A new one is its owner's alone; else whoever could read it still can."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            if path.exists():
+                before = path.stat()
+                if before.st_uid != os.geteuid():
+                    os.fchown(handle, before.st_uid, before.st_gid)
+                os.fchmod(handle, before.st_mode & 0o777)
+            file.write(msgspec.json.format(msgspec.json.encode(_File(list(keys))), indent=1))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+class KeyRing:
+    """The keys of a file, as it is now.
+
+    A file that can't be read any more is logged, and the keys stay as they were.  Raises ConfigError where it
+    can't be read at the start.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._stamp = self._stamp_now()
+        self._failed_stamp: tuple[int, int, int] | None = None
+        self._keys = {key.id: key for key in read_keys(self._path)}
+        self._looked_s = time.monotonic()
+
+    def find(self, text: str) -> ApiKey | None:
+        """Whose key this is; None: nobody's.  Takes as long whichever it is not."""
+        self._look()
+        parts = text.split("-", 2)
+        key = self._keys.get(parts[1]) if len(parts) == 3 else None
+        digest = _NOBODYS_DIGEST if key is None else key.digest
+        return key if hmac.compare_digest(_digest(text), digest) else None
+
+    def _look(self) -> None:
+        """Read the file again if it has changed, looking once a second."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _LOOK_AGAIN_S:
+            return
+        self._looked_s, stamp = now_s, self._stamp_now()
+        if stamp == self._stamp:
+            return
+        try:
+            self._keys = {key.id: key for key in read_keys(self._path)}
+        except ConfigError as error:
+            if stamp != self._failed_stamp:
+                logger.error("%s; the keys that were read before hold until it can", error)
+            self._failed_stamp = stamp
+        else:
+            self._stamp, self._failed_stamp = stamp, None
+            logger.info("%d API keys are read", len(self._keys))
+
+    def _stamp_now(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns

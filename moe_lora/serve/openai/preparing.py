@@ -1,0 +1,316 @@
+"""From a body's bytes to what the engine is asked: parsed, checked, token ids.  Large bodies in a process of
+their own, since whatever holds Python's lock holds up everyone's tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakValueDictionary
+
+from anyio import BrokenWorkerProcess, CapacityLimiter, fail_after, to_process
+from pydantic import ValidationError
+
+from moe_lora.core.host import return_memory
+from moe_lora.core.request import ModelInfo, SamplingParams
+from moe_lora.engine.text.text import LONG_TEXT_CHARS
+from moe_lora.serve.http_errors import ApiError, bad_request, describe_validation
+from moe_lora.serve.limits import RETRY_S, Limits
+
+from .protocol import ChatRequest, CompletionRequest, SamplingFields, whole_characters
+
+if TYPE_CHECKING:
+    from moe_lora.engine.text.text import Tokenizer
+
+_UNBOUNDED_ANSWER_TOKENS = 4096
+"""What an answer without max_tokens counts at most: few fill the model's context."""
+INLINE_BYTES = 1 << 14
+"""Bodies from here on are checked in the other process; smaller ones take the event loop milliseconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What holds for every request: of the model, and of `LimitsConfig`."""
+
+    info: ModelInfo
+    max_json_depth: int
+    max_choices: int
+    max_request_tokens: int
+
+    @staticmethod
+    def of(info: ModelInfo, limits: Limits) -> Bounds:
+        config = limits.config
+        return Bounds(
+            info=info,
+            max_json_depth=config.max_json_depth,
+            max_choices=config.max_choices,
+            max_request_tokens=config.max_request_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A request that the engine can be asked.
+
+    body: without its prompt or messages.  prompts: token ids.  answer_tokens: of each prompt, how many its
+    answer may have, as limits count it.
+    """
+
+    body: SamplingFields
+    sampling: SamplingParams
+    prompts: list[tuple[int, ...]]
+    answer_tokens: list[int]
+
+
+class Preparer:
+    """Prepares one front end's requests; belongs to one event loop.  tokenizer: None: of token ids only."""
+
+    def __init__(self, tokenizer: Tokenizer | None, limits: Limits) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._one: CapacityLimiter | None = None
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def prepare(
+        self, kind: type[SamplingFields], content: bytearray, info: ModelInfo, client: str
+    ) -> Prepared:
+        """What a body of this kind asks for.  Raises ApiError, for the first thing that is wrong with it."""
+        bounds = Bounds.of(info, self._limits)
+        if len(content) >= INLINE_BYTES:
+            return await self._elsewhere(kind, bytes(content), bounds, client)
+        body = parse(kind, content, bounds.max_json_depth)
+        sampling, prompts = asked_of(body, self._tokenizer, bounds)
+        add_special = cast("Any", body).add_special_tokens
+        encoded = [await self._encode(prompt, add_special) for prompt in prompts]
+        return prepared(body, sampling, encoded, self._tokenizer, bounds)
+
+    async def _encode(self, prompt: str | Sequence[int], add_special: bool) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        tokenizer = needed(self._tokenizer, "a text prompt")
+        if len(prompt) < LONG_TEXT_CHARS:
+            return tokenizer.encode(prompt, add_special_tokens=add_special)
+        return await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=add_special)
+
+    async def _elsewhere(
+        self, kind: type[SamplingFields], content: bytes, bounds: Bounds, client: str
+    ) -> Prepared:
+        """In the other process, which takes turns between clients: each has one body in its queue."""
+        limits = self._limits
+        self._one = self._one or CapacityLimiter(1)
+        turn = self._turns.setdefault(client, asyncio.Lock())
+        try:
+            with fail_after(limits.config.check_timeout_s):
+                async with turn:
+                    return await to_process.run_sync(
+                        prepare_now,
+                        kind,
+                        content,
+                        self._tokenizer,
+                        bounds,
+                        cancellable=True,
+                        limiter=self._one,
+                    )
+        except TimeoutError:
+            what = "large requests wait too long to be checked; send this one again later, or less at once"
+            raise limits.refusal("check_time", ApiError(503, what, retry_s=RETRY_S)) from None
+        except (BrokenWorkerProcess, OSError) as error:
+            what = "the process that checks large requests ended, or can't be started; send this one again"
+            raise limits.refusal("check_time", ApiError(503, what, retry_s=RETRY_S)) from error
+
+
+def prepare_now(
+    kind: type[SamplingFields], content: bytes, tokenizer: Tokenizer | None, bounds: Bounds
+) -> Prepared:
+    """As `Preparer.prepare`, in one go; what it took is given back to the system."""
+    try:
+        body = parse(kind, content, bounds.max_json_depth)
+        sampling, prompts = asked_of(body, tokenizer, bounds)
+        add_special = cast("Any", body).add_special_tokens
+        encoded = [
+            needed(tokenizer, "a text prompt").encode(prompt, add_special_tokens=add_special)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+        del prompts
+        return prepared(body, sampling, encoded, tokenizer, bounds)
+    finally:
+        return_memory()
+
+
+def parse(kind: type[SamplingFields], content: bytes | bytearray, max_depth: int) -> SamplingFields:
+    """The body, checked up to its first error.  Raises ApiError."""
+    try:
+        data = json.loads(content)
+    except json.JSONDecodeError as error:
+        raise bad_request(f"the body is not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise _too_deep(max_depth) from None
+    except ValueError as error:  # no UTF-8, or a number of more digits than Python takes
+        raise bad_request(f"the body is not valid JSON: {str(error)[:200]}") from None
+    if content.count(b"[") + content.count(b"{") > max_depth and _is_deeper(data, max_depth):
+        raise _too_deep(max_depth)
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise describe_validation(error) from None
+
+
+def _too_deep(max_depth: int) -> ApiError:
+    return bad_request(f"the body's lists and objects lie more than {max_depth} deep in each other")
+
+
+def _is_deeper(data: Any, max_depth: int) -> bool:
+    level = [data]
+    for _ in range(max_depth):
+        level = [
+            inner
+            for one in level
+            if type(one) in (list, dict)
+            for inner in (one.values() if type(one) is dict else one)
+            if type(inner) in (list, dict)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def needed(tokenizer: Tokenizer | None, purpose: str) -> Tokenizer:
+    """The tokenizer.  Raises ApiError where there is none."""
+    if tokenizer is None:
+        raise bad_request(
+            f"{purpose} needs a tokenizer, but the model's directory has none; "
+            "send prompts as token ids to /v1/completions",
+        )
+    return tokenizer
+
+
+def asked_of(
+    body: SamplingFields, tokenizer: Tokenizer | None, bounds: Bounds
+) -> tuple[SamplingParams, Sequence[str | list[int]]]:
+    """How to sample, and the prompts as texts or token ids.  Raises ApiError."""
+    if isinstance(body, ChatRequest):
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        sampling = body.sampling((body.top_logprobs or 0) if body.logprobs else None, limit)
+        _check_choices(1, body.num_choices, bounds)
+        return sampling, [_rendered(body, needed(tokenizer, "/v1/chat/completions"))]
+    assert isinstance(body, CompletionRequest)
+    sampling = body.sampling(body.logprobs, body.max_tokens)
+    if sampling.stop:
+        needed(tokenizer, "stop (other than stop_token_ids)")
+    prompts = body.prompts
+    _check_choices(len(prompts), body.num_choices, bounds)
+    return sampling, prompts
+
+
+def _rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
+    try:
+        text = tokenizer.render_chat(
+            [message.for_template() for message in body.messages],
+            add_generation_prompt=body.add_generation_prompt,
+            variables=body.chat_template_kwargs,
+        )
+        return whole_characters(text)
+    except (ValueError, RecursionError) as error:
+        raise bad_request(str(error), "messages") from error
+
+
+def _check_choices(num_prompts: int, num_choices: int, bounds: Bounds) -> None:
+    if num_prompts * num_choices > bounds.max_choices:
+        given = f"{num_prompts} prompts with n={num_choices}"
+        raise bad_request(f"{given} make more than {bounds.max_choices} choices; send several requests", "n")
+
+
+def prepared(
+    body: SamplingFields,
+    sampling: SamplingParams,
+    prompts: Sequence[Sequence[int]],
+    tokenizer: Tokenizer | None,
+    bounds: Bounds,
+) -> Prepared:
+    """What to ask of the engine.
+
+    Raises ApiError unless the model can take each of these prompts and give as many tokens as asked for, and
+    for more tokens than one request may ask for.
+    """
+    info = bounds.info
+    for token_ids in prompts:
+        _check_prompt(token_ids, sampling, info)
+    _check_vocabulary("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+    sampling = for_engine(sampling, max(map(len, prompts)), body.default_max_tokens, tokenizer, info)
+    answer_tokens = [
+        min(info.max_model_len - len(one), _UNBOUNDED_ANSWER_TOKENS)
+        if sampling.max_tokens is None
+        else sampling.max_tokens
+        for one in prompts
+    ]
+    others = sampling.logprobs or 0
+    work = body.num_choices * (sum(map(len, prompts)) + sum(answer_tokens) * (1 + others))
+    if work > bounds.max_request_tokens and (body.num_choices * len(prompts) > 1 or others):
+        raise bad_request(
+            f"all choices of the request may take {work} tokens, log probabilities of others included, more "
+            f"than the {bounds.max_request_tokens} of one request; lower max_tokens, n or logprobs",
+            "max_tokens",
+        )
+    return Prepared(
+        body=body.without_prompt(),
+        sampling=sampling,
+        prompts=[tuple(one) for one in prompts],
+        answer_tokens=answer_tokens,
+    )
+
+
+def for_engine(
+    sampling: SamplingParams,
+    longest_prompt: int,
+    default_max_tokens: int | None,
+    tokenizer: Tokenizer | None,
+    info: ModelInfo,
+) -> SamplingParams:
+    """The parameters as the engine gets them.
+
+    default_max_tokens: where none are asked for, if there is room; None: all that there is room for.  The
+    tokenizer's end tokens that the engine doesn't know of are added, unless they are to be ignored.
+    top_k beyond the vocabulary means all of it, and is not passed on as a number that may be huge.
+    """
+    if sampling.max_tokens is None and default_max_tokens is not None:
+        default = max(default_max_tokens, sampling.min_tokens)
+        sampling = replace(sampling, max_tokens=min(default, info.max_model_len - longest_prompt))
+    if sampling.top_k >= info.vocab_size:
+        sampling = replace(sampling, top_k=0)
+    if tokenizer is None or sampling.ignore_eos:
+        return sampling
+    known = {*info.eos_token_ids, *sampling.stop_token_ids}
+    more = tuple(i for i in tokenizer.eos_token_ids if i not in known and i < info.vocab_size)
+    return replace(sampling, stop_token_ids=sampling.stop_token_ids + more) if more else sampling
+
+
+def _check_prompt(token_ids: Sequence[int], sampling: SamplingParams, info: ModelInfo) -> None:
+    limit, num_tokens = info.max_model_len, len(token_ids)
+    if not token_ids:
+        raise bad_request("the prompt has no tokens; give at least one", "prompt")
+    if num_tokens >= limit:
+        raise bad_request(
+            f"the prompt has {num_tokens} tokens, but this model's context is {limit} tokens, "
+            "one of which the answer needs; shorten the prompt",
+            "prompt",
+        )
+    for name in ("max_tokens", "min_tokens"):
+        asked = getattr(sampling, name) or 0
+        if num_tokens + asked > limit:
+            raise bad_request(
+                f"the prompt's {num_tokens} tokens and {name}={asked} exceed this "
+                f"model's context of {limit} tokens; shorten the prompt or lower {name}",
+                name,
+            )
+    _check_vocabulary("prompt", token_ids, info.vocab_size)
+
+
+def _check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise bad_request(f"{name}: token id {wrong} is not in the vocabulary (0 to {vocab_size - 1})", name)

@@ -1,0 +1,94 @@
+"""Settings that are read again while a front end serves: SIGHUP, as other servers have it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+from moe_lora.config import FrontEndConfig, LimitsConfig
+from moe_lora.config.cluster import ClusterConfig
+
+from .limits import Limits
+
+logger = logging.getLogger(__name__)
+
+_FIXED = frozenset({"trusted_proxies", "idle_timeout_s", "max_unread_steps"})
+"""Limits that connections take over when they begin."""
+RELOADED = ("log_level", *(one.name for one in fields(LimitsConfig) if one.name not in _FIXED))
+"""Settings of `front_end` that change without a restart."""
+
+
+def set_log_level(level: str) -> None:
+    """Log what is at least that important, of this package."""
+    logging.getLogger("moe_lora").setLevel(level.upper())
+
+
+class Reload:
+    """Reads a front end's settings again, and takes over those that can change while it serves.
+
+    read: as they are now, of file and options.  Raises what that raises.
+    """
+
+    def __init__(self, read: Callable[[], ClusterConfig]) -> None:
+        self._read = read
+        self._now = read()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, limits: Limits | None, context: ssl.SSLContext | None = None) -> None:
+        """Have it done beside all else.  limits: None: there are none, as at a controller.  context: whose
+        certificate is read again."""
+        task = asyncio.create_task(self._reload(limits, context))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reload(self, limits: Limits | None, context: ssl.SSLContext | None) -> None:
+        now = await self.read_again(self._now.front_end)
+        if now is None:
+            return
+        if limits is not None:
+            limits.change(now)
+        if context is not None and now.tls_cert is not None:
+            try:
+                context.load_cert_chain(now.tls_cert, now.tls_key)
+            except OSError as error:
+                logger.error("the certificate %s can't be read again and stays: %s", now.tls_cert, error)
+
+    async def read_again(self, config: FrontEndConfig) -> FrontEndConfig | None:
+        """A front end's settings with those that can change as they are now, which is logged.
+
+        None: they can't be read, and stay as they were read before.
+        """
+        before = self._now.front_end
+        try:
+            found = await asyncio.to_thread(self._read)
+        except Exception as error:  # whatever is wrong with the file, requests go on by what was read before
+            logger.error("the settings can't be read again and stay as they are: %s", error)
+            return None
+        now = {name: getattr(found.front_end, name) for name in RELOADED}
+        told = [f"{name}={value}" for name, value in now.items() if value != getattr(before, name)]
+        self._now = replace(self._now, front_end=replace(before, **now))
+        set_log_level(found.front_end.log_level)
+        logger.warning("the settings were read again: %s", ", ".join(told) or "nothing has changed")
+        if found != self._now:
+            logger.warning(
+                "settings that can't change while it serves have changed too; restart it for those"
+            )
+        return replace(config, **now)
+
+
+def on_hang_up(stop: Callable[[], None], reload: Callable[[], None]) -> Callable[[], None]:
+    """What to do at SIGHUP: it says that the terminal was closed, or else, that settings have changed."""
+    had_terminal = _has_terminal()
+    return lambda: stop() if had_terminal and not _has_terminal() else reload()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import torch
+from click.testing import CliRunner
+
+from bench.quantised import bench_perplexity
+from moe_lora.report.results import read_results
+
+
+def test_each_format_has_a_record_and_only_the_quantised_differ(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOE_LORA_BENCH_ALLOW_DIRTY", "1")
+    out, threads = tmp_path / "out.jsonl", torch.get_num_threads()
+    done = CliRunner().invoke(bench_perplexity.main, ["--quick", "--out", str(out)])
+    torch.set_num_threads(threads)
+    assert done.exit_code == 0, done.output
+    found = {
+        (r["config"]["model"], r["config"]["weights"]): r["result"]["over_unquantised"]
+        for r in read_results(out)
+    }
+    assert len(found) == 2 * len(bench_perplexity.FORMATS)
+    for model in ("demo", "bytes"):
+        assert found[model, "none"] == 1.0
+        assert found[model, "int8"] != 1.0
+        assert abs(found[model, "int8"] - 1) < abs(found[model, "int4-128"] - 1) < 0.5

@@ -1,0 +1,166 @@
+"""Instances drained and started again, over scripted engines that dial in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from moe_lora.core.errors import ConfigError, EngineDeadError, EngineSilentError
+from moe_lora.dist.cluster.controller import instance_control
+from moe_lora.dist.cluster.controller.instance_control import InstanceControl
+from tests.dist.cluster.listener_parts import FrontEnd, Instance, until
+
+
+@pytest.fixture
+def made() -> Iterator[list]:
+    things: list = []
+    yield things
+    for thing in reversed(things):
+        thing.stop() if isinstance(thing, Instance) else thing.close()
+
+
+@pytest.fixture
+def front_end(made) -> FrontEnd:
+    """Two instances behind it, numbered 0 and 1, each of which has answered."""
+    made.append(front_end := FrontEnd())
+    made.extend(Instance(name, front_end.socket, number=number) for number, name in enumerate(("one", "two")))
+    until(lambda: front_end.names() == ["one", "two"])
+    assert {front_end.ask(f"first {n}") for n in range(2)} == {(0,), (1,)}
+    return front_end
+
+
+@pytest.fixture
+def control(front_end, monkeypatch) -> InstanceControl:
+    monkeypatch.setattr(instance_control, "SETTLE_S", 0.05)
+    return InstanceControl(front_end.instance_registry, drain_s=20.0)
+
+
+def called(front_end: FrontEnd, function, *args) -> None:
+    async def call() -> None:
+        function(*args)
+
+    front_end.run(call())
+
+
+def answers(front_end: FrontEnd, name: str) -> set[tuple[int, ...]]:
+    return {front_end.ask(f"{name} {number}") for number in range(4)}
+
+
+def test_a_drained_instance_gets_no_requests_but_all_adapters(front_end, control, made):
+    called(front_end, control.drain, "one")
+    assert answers(front_end, "drained") == {(1,)}
+    assert front_end.names() == ["one", "two"]
+    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    assert "later" in made[1].loop.adapters
+    called(front_end, control.undrain, "one")
+    assert answers(front_end, "back") == {(0,), (1,)}
+
+
+def test_the_last_that_takes_requests_and_a_stranger_are_not_drained(front_end, control):
+    called(front_end, control.drain, "one")
+    with pytest.raises(ConfigError, match="no other takes requests"):
+        called(front_end, control.drain, "two")
+    with pytest.raises(ConfigError, match="choose one of one, two"):
+        called(front_end, control.undrain, "three")
+    assert answers(front_end, "still") == {(1,)}
+
+
+def test_a_drained_instance_takes_requests_when_the_others_have_gone(front_end, control, made):
+    called(front_end, control.drain, "one")
+    made[2].dial.stop()
+    until(lambda: front_end.names() == ["one"])
+    assert answers(front_end, "alone") == {(0,)}
+
+
+def test_it_stays_drained_when_it_comes_back(front_end, control, made):
+    called(front_end, control.drain, "one")
+    made[1].dial.stop()
+    until(lambda: front_end.names() == ["two"])
+    made.append(Instance("one", front_end.socket, number=5))
+    until(lambda: front_end.names() == ["one", "two"])
+    assert answers(front_end, "again") == {(1,)}
+
+
+def restart_aside(front_end: FrontEnd, control: InstanceControl) -> tuple[threading.Thread, list[Exception]]:
+    """Instance one is being started again by a thread; what that raises."""
+    errors: list[Exception] = []
+
+    def restart() -> None:
+        try:
+            front_end.run(control.restart("one", 20.0))
+        except Exception as error:
+            errors.append(error)
+
+    restarting = threading.Thread(target=restart)
+    restarting.start()
+    return restarting, errors
+
+
+def test_one_that_is_started_again_is_drained_until_its_next_process_takes_part(front_end, control, made):
+    first, second = made[1:]
+    restarting, errors = restart_aside(front_end, control)
+    until(lambda: front_end.names() == ["two"])
+    assert first.dial.restarts
+    assert not second.dial.restarts
+    assert answers(front_end, "meanwhile") == {(1,)}
+    made.append(Instance("one", front_end.socket, number=7))
+    restarting.join(20)
+    assert errors == []
+    assert answers(front_end, "after") == {(1,), (7,)}
+
+
+def test_one_that_does_not_come_back_is_an_error_that_names_the_limit(front_end, control):
+    with pytest.raises(EngineDeadError, match=r"not back after limit_s=0\.2"):
+        front_end.run(control.restart("one", 0.2))
+    assert front_end.instance_registry.drained == frozenset()
+    with pytest.raises(ConfigError, match="does not take part"):
+        front_end.run(control.restart("one", 0.2))
+
+
+@pytest.mark.parametrize("drained_after", [False, True])
+def test_what_an_operator_says_while_one_is_started_again_counts_after_it(
+    front_end, control, made, drained_after
+):
+    if not drained_after:
+        called(front_end, control.drain, "one")
+    restarting, errors = restart_aside(front_end, control)
+    until(lambda: front_end.names() == ["two"])
+    called(front_end, control.drain if drained_after else control.undrain, "one")
+    assert front_end.instance_registry.drained == {"one"}
+    made.append(Instance("one", front_end.socket, number=7))
+    restarting.join(20)
+    assert errors == []
+    assert front_end.instance_registry.drained == (frozenset({"one"}) if drained_after else frozenset())
+
+
+def test_one_that_falls_silent_before_it_was_told_to_end_is_not_told(front_end, control, made):
+    entry = front_end.instance_registry.instances[0]
+    made[1].loop.may_go_on.clear()
+    restarting, errors = restart_aside(front_end, control)
+
+    def fail() -> list[Exception]:
+        called(front_end, entry.client.fail_all, EngineSilentError("it does not get on"))
+        return errors
+
+    until(fail)
+    restarting.join(20)
+    with pytest.raises(ConfigError, match="end its process"):
+        raise errors[0]
+    assert not made[1].dial.restarts
+    assert front_end.instance_registry.drained == frozenset()
+
+
+def test_none_is_ended_before_another_is_seen_by_all_front_ends(front_end, control, made):
+    control.seen_by_all = lambda name, incarnation: name == "one"
+    with pytest.raises(EngineDeadError, match="was not ended"):
+        front_end.run(control.restart("one", 0.2))
+    assert not made[1].dial.restarts
+    assert front_end.names() == ["one", "two"]
+
+
+def test_one_that_has_left_for_good_can_be_undrained(front_end, control):
+    called(front_end, front_end.instance_registry.drain, {"gone"}, ())
+    called(front_end, control.undrain, "gone")
+    assert front_end.instance_registry.drained == frozenset()

@@ -1,0 +1,286 @@
+"""Processes that the product starts as `python -m moe_lora...`, forked from one that has torch loaded.
+
+Importing torch takes a process more than a second, forking takes milliseconds.  What runs is the module that
+the product names, with its options, descriptors and environment; parent, session, command line and exit
+status are those of a process that was started anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import fcntl
+import gc
+import os
+import pickle
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from moe_lora.core import processes
+
+_PR_SET_CHILD_SUBREAPER = 36
+_COMMAND_LINE = "." * 400
+"""Room for the command line of a child, which is written over this process's own."""
+_FIRST_HIGH_FD = 512
+_START_AWAITED = asyncio.create_subprocess_exec
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class ForkedChild(subprocess.Popen[bytes]):
+    """A child that this process did not start itself."""
+
+    def __init__(self, pid: int, args: Sequence[str]) -> None:
+        self.pid, self.args, self.returncode = pid, args, None
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created = True
+        self._waitpid_lock = threading.Lock()
+
+
+class _AwaitedChild:
+    """What asyncio shows of a child."""
+
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        self.pid, self.send_signal = child.pid, child.send_signal
+        self.terminate, self.kill = child.terminate, child.kill
+
+    async def wait(self) -> int:
+        while (code := self._child.poll()) is None:
+            await asyncio.sleep(0.01)
+        return code
+
+
+def _is_of_the_product(args: Sequence[str]) -> bool:
+    return list(args[:2]) == [sys.executable, "-m"] and args[2].startswith("moe_lora.")
+
+
+class Forks:
+    """Starts processes by asking the one at the other end of a socket to fork."""
+
+    def __init__(self, asks: socket.socket) -> None:
+        self._asks = asks
+        self._lock = threading.Lock()
+
+    def start(
+        self,
+        args: Sequence[str],
+        *,
+        pass_fds: Sequence[int] = (),
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stdout: Any = None,
+        stderr: Any = None,
+        start_new_session: bool = False,
+    ) -> subprocess.Popen[bytes]:
+        """Stands in for subprocess.Popen; forks what is a module of the product."""
+        if not _is_of_the_product(args):
+            return subprocess.Popen(
+                args,
+                pass_fds=pass_fds,
+                env=env,
+                cwd=cwd,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=start_new_session,
+            )
+        env = os.environ if env is None else env
+        fds = [0, *(own if file is None else file.fileno() for own, file in ((1, stdout), (2, stderr)))]
+        # The fork becomes our child when who forked it ends.
+        with self._lock, _orphans_become_ours():
+            facts = (
+                list(args),
+                list(pass_fds),
+                dict(env),
+                str(cwd or os.getcwd()),
+                start_new_session,
+                os.getpid(),
+            )
+            socket.send_fds(self._asks, [pickle.dumps(facts)], [*fds, *pass_fds])
+            answer = self._asks.recv(64)
+        assert answer, "the process that forks is gone"
+        return ForkedChild(int(answer), args)
+
+    async def start_awaited(self, *args: str, **options: Any) -> Any:
+        """Stands in for asyncio.create_subprocess_exec; who starts anything else gets that."""
+        if not _is_of_the_product(args):
+            return await _START_AWAITED(*args, **options)
+        return _AwaitedChild(self.start(args, **options))
+
+
+@contextmanager
+def _orphans_become_ours() -> Iterator[None]:
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+class _FirstStart(Forks):
+    """Starts the process that forks when it is first needed."""
+
+    def __init__(self) -> None:
+        asks, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(asks)
+        self._start_lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        with self._start_lock:
+            if self._process is None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(self._theirs.fileno()), _COMMAND_LINE],
+                    pass_fds=[self._theirs.fileno()],
+                    env=processes.worker_environment(1),
+                    start_new_session=True,
+                )
+                self._theirs.close()
+        return super().start(args, **options)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._asks.shutdown(socket.SHUT_RDWR)  # closing is not enough where a process has a copy
+        self._asks.close()
+        if self._process is None:
+            self._theirs.close()
+        else:
+            self._process.wait()
+
+
+@contextmanager
+def children_are_forked() -> Iterator[Forks | None]:
+    """What the product starts of its own modules is forked, by children too.  None: not on this system."""
+    if sys.platform != "linux":
+        yield None
+        return
+    forks = _FirstStart()
+    with _starting_by(forks):
+        try:
+            yield forks
+        finally:
+            forks.close()
+
+
+@contextmanager
+def _starting_by(forks: Forks) -> Iterator[None]:
+    with (
+        mock.patch.object(processes, "subprocess", SimpleNamespace(Popen=forks.start)),
+        mock.patch.object(asyncio, "create_subprocess_exec", forks.start_awaited),
+    ):
+        yield
+
+
+@contextmanager
+def children_start_anew() -> Iterator[None]:
+    """As outside of tests."""
+    with (
+        mock.patch.object(processes, "subprocess", subprocess),
+        mock.patch.object(asyncio, "create_subprocess_exec", _START_AWAITED),
+    ):
+        yield
+
+
+def main() -> None:
+    """Fork until the other end hangs up."""
+    import moe_lora.dist.host_workers.worker
+    import moe_lora.engine.ranks.follower  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    _fork_when_asked(socket.socket(fileno=int(sys.argv[1])))
+
+
+def _fork_when_asked(asks: socket.socket) -> None:
+    while True:
+        data, fds, *_ = socket.recv_fds(asks, 1 << 17, 64)
+        if not data:
+            os._exit(0)
+        between = os.fork()
+        if not between:
+            if os.fork():
+                os._exit(0)
+            _become(asks, fds, *pickle.loads(data))
+            return
+        os.waitpid(between, 0)
+        for fd in fds:
+            os.close(fd)
+
+
+def _become(
+    asks: socket.socket,
+    fds: Sequence[int],
+    args: Sequence[str],
+    pass_fds: Sequence[int],
+    env: Mapping[str, str],
+    folder: str,
+    new_session: bool,
+    parent: int,
+) -> None:
+    """Run what was asked for, as the asking process's child."""
+    while os.getppid() != parent:
+        time.sleep(0.0001)
+    if new_session:
+        os.setsid()
+    own_asks = _own_forks(asks, fds)
+    _show_command_line(args)
+    asks.send(str(os.getpid()).encode())
+    asks.close()
+    for ours, wanted in zip(_high(fds), (0, 1, 2, *pass_fds), strict=True):
+        os.dup2(ours, wanted)
+        os.close(ours)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+
+    import torch
+
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
+    module, sys.argv = args[2], list(args[2:])
+    sys.modules.pop(module, None)
+    with _starting_by(Forks(own_asks)):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _own_forks(asks: socket.socket, fds: Sequence[int]) -> socket.socket:
+    """Socket of a process that forks for this one, from now on: no thread runs yet, and nothing is open."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not os.fork():
+        for fd in fds:
+            os.close(fd)
+        asks.close()
+        ours.close()
+        _fork_when_asked(theirs)
+        sys.exit()
+    theirs.close()
+    return socket.socket(fileno=_high([ours.detach()])[0])
+
+
+def _high(fds: Sequence[int]) -> list[int]:
+    """The same files under numbers that no parent's descriptor has."""
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_HIGH_FD) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    return high
+
+
+def _show_command_line(args: Sequence[str]) -> None:
+    """Have /proc show these words as the command of this process."""
+    with open("/proc/self/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    words = b"\0".join(word.encode() for word in args)[: end - start - 1]
+    ctypes.memmove(start, words.ljust(end - start, b"\0"), end - start)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Requests that have a time to be done in, and those that go before others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from .conftest import scripted, serving
+
+COMPLETE = "/v1/completions"
+LONG = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True}
+
+
+@pytest.fixture
+def slow(tokenizer):
+    return scripted(tokenizer, step_s=0.05)
+
+
+def test_a_request_that_is_not_done_in_time_ends_with_408_and_costs_no_more(slow, tokenizer):
+    with serving(slow, tokenizer) as server:
+        answer = server.post(COMPLETE, {**LONG, "timeout": 0.12})
+        assert answer.status_code == 408
+        assert answer.json()["error"]["message"].startswith("not done within timeout=0.12 s")
+        header = server.http.post(
+            COMPLETE, json={**LONG, "timeout": 60}, headers={"X-Request-Timeout": "0.12"}
+        )
+        assert header.status_code == 408
+        assert len(slow.aborted) == 2
+        assert not slow.running
+        assert slow.num_tokens < 20
+
+
+def test_a_stream_that_is_not_done_in_time_ends_with_an_error_event(slow, tokenizer):
+    with serving(slow, tokenizer) as server:
+        answer = server.post(COMPLETE, {**LONG, "timeout": 0.2, "stream": True, "n": 2})
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert answer.status_code == 200
+    assert events[0]["choices"]
+    assert events[-1]["error"]["code"] == 408
+    assert not slow.running
+
+
+def test_a_request_that_is_done_in_time_is_not_touched(server, engine):
+    assert server.post(COMPLETE, {"prompt": "hello", "timeout": 30}).status_code == 200
+    assert not engine.aborted
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 1e9, "1", True])
+def test_times_that_none_is_are_400(server, timeout):
+    assert server.post(COMPLETE, {"prompt": "hello", "timeout": timeout}).status_code == 400
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "nan", "inf", "1e9", "soon"])
+def test_headers_that_say_no_time_are_400(server, text):
+    answer = server.http.post(COMPLETE, json={"prompt": "hello"}, headers={"X-Request-Timeout": text})
+    assert (answer.status_code, "X-Request-Timeout" in answer.text) == (400, True)
+
+
+def test_a_priority_goes_to_the_engine(server, engine):
+    for priority in (None, 0, -3, 1000):
+        assert server.post(COMPLETE, {"prompt": "hello", "priority": priority}).status_code == 200
+    assert [request.priority for request in engine.requests] == [0, 0, -3, 1000]
+    for priority in (1001, 0.5, "1", True):
+        assert server.post(COMPLETE, {"prompt": "hello", "priority": priority}).status_code == 400

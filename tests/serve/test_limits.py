@@ -1,0 +1,292 @@
+"""What a front end refuses before it works for it: connections, bytes, time; each refusal is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from urllib.parse import urlsplit
+
+import pytest
+
+from moe_lora.config import LimitsConfig
+from moe_lora.core.errors import ConfigError
+from moe_lora.serve import http_errors
+from moe_lora.serve import server as server_module
+from moe_lora.serve.bodies import UNCOUNTED_BYTES
+from moe_lora.serve.limits import Limits, Quota, client_at, client_of
+from moe_lora.serve.openai.generation import merge
+from moe_lora.serve.server import create_app
+
+from .conftest import as_served, frontend_of, scripted
+from .live_server import ServerThread, wait_until
+
+BODY = json.dumps({"prompt": [5, 6, 7], "max_tokens": 1}).encode()
+HEAD = b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+START = HEAD % b"/v1/completions"
+POST = START + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+@contextlib.contextmanager
+def limited_server(tokenizer, engine=None, **limits):
+    """A server of its own with these settings; (as tests see it, its front end)."""
+    engine = engine or scripted(tokenizer)
+    frontend = frontend_of(engine, tokenizer, **limits)
+    with (
+        ServerThread(create_app(frontend), frontend.limits) as thread,
+        as_served(thread.url, engine) as served,
+    ):
+        yield served, frontend
+
+
+def connect(served, address="127.0.0.1"):
+    place = urlsplit(served.url)
+    return socket.create_connection((place.hostname, place.port), timeout=20, source_address=(address, 0))
+
+
+def answer(connection):
+    """All that comes until the server closes."""
+    found = b""
+    with contextlib.suppress(ConnectionError):
+        while more := connection.recv(1 << 16):
+            found += more
+    return found
+
+
+def refused(served, reason):
+    lines = served.get("/metrics").text.splitlines()
+    [line] = [one for one in lines if one.startswith("moe_lora:http_refused_total") and f'"{reason}"' in one]
+    return float(line.split()[-1])
+
+
+def error_in(text):
+    """Status and message of an answer's bytes."""
+    head, _, body = text.partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert head.startswith(b"HTTP/1.1 %d " % error["code"])
+    return error["code"], error["message"], head.decode()
+
+
+@pytest.fixture(autouse=True)
+def short_lingering(monkeypatch):
+    monkeypatch.setattr(http_errors, "LINGER_S", 0.1)
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """A server that looks at its connections all the time."""
+    monkeypatch.setattr(server_module, "SWEEP_S", 0.02)
+
+
+def test_a_client_is_an_address_and_all_of_an_ipv6_network():
+    assert client_at("10.0.0.1") == client_of({"client": ("10.0.0.1", 5)}) == "10.0.0.1"
+    assert client_at("2001:db8::1") == client_at("2001:db8::ffff:1") != client_at("2001:db8:0:1::1")
+    assert client_at("::ffff:10.0.0.1") == "10.0.0.1"
+    assert client_at(None) == client_of({"client": None}) == client_of({})
+
+
+def test_a_quota_says_whose_part_is_over_and_forgets_who_has_nothing():
+    quota = Quota(most=10, most_per_client=6)
+    quota.take("a", 6)
+    assert quota.exceeded("a", 1) == "client"
+    assert quota.exceeded("b", 4) is None
+    assert quota.exceeded("b", 5) == "all"
+    quota.give_back("a", 6)
+    assert (quota.in_all, quota.of_client("a"), quota.exceeded("b", 6)) == (0, 0, None)
+
+
+@pytest.mark.parametrize("proxy", ["nowhere", "10.0.0.1/8", "*"])
+def test_proxies_are_addresses_or_networks(proxy):
+    with pytest.raises(ConfigError, match=r"front_end\.trusted_proxies"):
+        LimitsConfig(trusted_proxies=(proxy,))
+
+
+def test_a_body_of_too_many_bytes_is_413_before_it_is_sent_and_when_it_goes_on_without_end(tokenizer):
+    with limited_server(tokenizer, max_body_bytes=2000) as (served, frontend):
+        with connect(served) as one:
+            one.sendall(START + b"Content-Length: 1000000000000\r\n\r\n")
+            status, message, head = error_in(answer(one))
+        assert (status, "2000 bytes" in message, "connection: close" in head.lower()) == (413, True, True)
+        with connect(served) as one:
+            one.sendall(START + b"Transfer-Encoding: chunked\r\n\r\n" + b"400\r\n" + b" " * 1024 + b"\r\n")
+            one.sendall(b"400\r\n" + b" " * 1024 + b"\r\n")
+            assert error_in(answer(one))[0] == 413
+        body = json.dumps({"lora_name": "x", "lora_path": "y" * 70_000})
+        assert served.post_raw("/v1/load_lora_adapter", body.encode()).status_code == 413
+        assert refused(served, "body_size") == 3
+        assert served.post_raw("/v1/completions", BODY).status_code == 200
+        assert frontend.limits.bodies.in_all == 0
+
+
+def test_bodies_under_way_are_bounded_for_each_client_and_in_all(tokenizer):
+    limits = {"max_bodies_bytes": 6000, "max_bodies_bytes_per_client": 4000}
+    start = START + b"Content-Length: %d\r\n\r\n{" % (UNCOUNTED_BYTES + 3000)
+    with limited_server(tokenizer, **limits) as (served, frontend):
+        with connect(served, "127.0.0.2") as first, connect(served, "127.0.0.3") as second:
+            first.sendall(start)
+            wait_until(lambda: frontend.limits.bodies.in_all == 3000, "the body is awaited")
+            with connect(served, "127.0.0.2") as one:
+                one.sendall(start)
+                status, message, head = error_in(answer(one))
+                assert (status, "4000 bytes" in message, "retry-after: 1" in head.lower()) == (
+                    429,
+                    True,
+                    True,
+                )
+            second.sendall(start)
+            wait_until(lambda: frontend.limits.bodies.in_all == 6000, "both are awaited")
+            with connect(served, "127.0.0.4") as one:
+                one.sendall(start)
+                assert error_in(answer(one))[0] == 503
+            assert served.post_raw("/v1/completions", BODY).status_code == 200  # small ones count nothing
+        wait_until(lambda: frontend.limits.bodies.in_all == 0, "what left is forgotten")
+        assert (refused(served, "client_bodies"), refused(served, "bodies")) == (1, 1)
+
+
+def test_connections_are_bounded_for_each_client_and_in_all(tokenizer):
+    limits = {"max_connections": 6, "max_connections_per_client": 3}
+    with limited_server(tokenizer, **limits) as (served, frontend), contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connect(served, "127.0.0.2"))
+        wait_until(lambda: frontend.limits.connections.in_all == 3, "they are open")
+        with connect(served, "127.0.0.2") as one:
+            status, message, head = error_in(answer(one))
+        assert (status, "more than 3" in message, "retry-after: 1" in head.lower()) == (429, True, True)
+        for _ in range(3):
+            stack.enter_context(connect(served, "127.0.0.3"))
+        wait_until(lambda: frontend.limits.connections.in_all == 6, "all are open")
+        with connect(served, "127.0.0.4") as one:
+            assert error_in(answer(one))[0] == 503
+        stack.close()
+        wait_until(lambda: frontend.limits.connections.in_all == 0, "closed ones don't count")
+        assert (refused(served, "client_connections"), refused(served, "connections")) == (1, 1)
+
+
+def test_a_proxy_names_clients_and_has_no_limit_of_its_own(tokenizer):
+    limits = {"max_connections_per_client": 1, "trusted_proxies": ("127.0.0.2",)}
+    with limited_server(tokenizer, **limits) as (served, frontend), contextlib.ExitStack() as stack:
+        held = [stack.enter_context(connect(served, "127.0.0.2")) for _ in range(3)]
+        wait_until(lambda: frontend.limits.connections.in_all == 3, "they are open")
+        held[0].sendall(POST)
+        assert held[0].recv(100).startswith(b"HTTP/1.1 200")
+    limits = Limits(LimitsConfig(trusted_proxies=("10.0.0.0/8",)))
+    assert [limits.is_proxy(one) for one in ("10.1.1.1", "11.0.0.0", "x")] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("start", "reason", "setting"),
+    [
+        (b"POST /v1/compl", "header_time", "header_timeout_s"),
+        (START, "header_time", "header_timeout_s"),
+        (START + b"Content-Length: 100\r\n\r\n{", "body_time", "body_timeout_s"),
+        (START + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{", "body_time", "body_timeout_s"),
+    ],
+)
+def test_what_does_not_come_in_time_is_408(tokenizer, often, start, reason, setting):
+    with limited_server(tokenizer, **{setting: 0.2}) as (served, _):
+        with connect(served) as one:
+            one.sendall(start)
+            assert error_in(answer(one))[0] == 408
+        with connect(served) as one:
+            one.sendall(POST)
+            assert one.recv(100).startswith(b"HTTP/1.1 200")
+            time.sleep(0.4)
+            one.recv(1 << 16)
+            one.sendall(POST)  # the time counts from a request's first byte
+            assert one.recv(100).startswith(b"HTTP/1.1 200")
+        assert refused(served, reason) == 1
+
+
+def test_an_idle_connection_is_closed_and_drops_between_requests_don_t_keep_it(tokenizer, often):
+    with limited_server(tokenizer, idle_timeout_s=0.3) as (served, _):
+        with connect(served) as one:
+            assert answer(one) == b""
+        with connect(served) as one, contextlib.suppress(ConnectionError):
+            one.settimeout(0.02)
+            for _ in range(200):
+                one.sendall(b"\r\n")
+                with contextlib.suppress(TimeoutError):
+                    if one.recv(10) == b"":
+                        break
+            else:
+                raise AssertionError("it was kept")
+
+
+def test_a_connection_answered_before_its_body_came_is_closed_when_it_is_idle(tokenizer, often):
+    with limited_server(tokenizer, idle_timeout_s=0.3) as (served, _), connect(served) as one:
+        one.sendall(HEAD % b"/v1/nothing" + b"Content-Length: 4\r\n\r\n")
+        found = b""
+        while b"}}" not in found:
+            found += one.recv(1 << 16)
+        assert found.startswith(b"HTTP/1.1 404")
+        one.sendall(b"body")
+        assert answer(one) == b""
+
+
+def test_a_client_that_does_not_read_is_ended_and_its_requests_with_it(tokenizer, often):
+    engine = scripted(tokenizer, max_model_len=1_000_000, tokens_per_step=200)
+    asked = json.dumps({"prompt": "a", "max_tokens": 900_000, "ignore_eos": True, "stream": True}).encode()
+    with limited_server(tokenizer, engine, write_timeout_s=0.5) as (served, _):
+        with socket.socket() as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.connect((urlsplit(served.url).hostname, urlsplit(served.url).port))
+            one.sendall(START + b"Content-Length: %d\r\n\r\n" % len(asked) + asked)
+            wait_until(lambda: len(engine.running) == 1, "it runs")
+            wait_until(lambda: not engine.running, "it is ended")
+        assert engine.num_tokens < 900_000
+        assert refused(served, "write_time") == 1
+
+
+def test_headers_and_requests_before_an_answer_are_bounded_in_number(tokenizer):
+    engine = scripted(tokenizer, step_s=0.5)
+    with limited_server(tokenizer, engine) as (served, _):
+        with connect(served) as one:
+            one.sendall(START + b"a: b\r\n" * 200 + b"\r\n")
+            assert answer(one).startswith(b"HTTP/1.1 400")
+        with connect(served) as one:
+            one.sendall(POST + b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n" * 100)
+            assert answer(one).startswith(b"HTTP/1.1 400")
+        assert refused(served, "http") == 2
+
+
+def test_what_a_client_sent_is_never_given_back_whole(tokenizer):
+    with limited_server(tokenizer) as (served, _):
+        for body in (
+            {"prompt": "a", "model": "m" * 1_000_000},
+            {"prompt": "a", "x" * 1_000_000: 1},
+            {"prompt": "a", **{f"field_{number}": 1 for number in range(10_000)}},
+            {"prompt": [{}] * 10_000},
+        ):
+            response = served.post("/v1/completions", body)
+            assert 400 <= response.status_code < 500
+            assert len(response.content) < 3000
+
+
+def test_memory_is_given_back_after_a_peak(tokenizer, often, monkeypatch):
+    sizes, given_back = iter([100, 100, 100 + (65 << 20)]), []
+    monkeypatch.setattr(server_module, "resident_bytes", lambda: next(sizes, 100))
+    monkeypatch.setattr(server_module, "return_memory", lambda: given_back.append(1))
+    with limited_server(tokenizer):
+        wait_until(lambda: bool(given_back), "memory is given back")
+        wait_until(lambda: next(sizes, None) is None, "it is looked at further")
+    assert given_back == [1]
+
+
+def test_choices_of_an_answer_that_nobody_takes_are_not_asked_for_more():
+    asked = []
+
+    async def endless(name):
+        while True:
+            asked.append(name)
+            yield name
+
+    async def run():
+        async with contextlib.aclosing(merge([endless("a"), endless("b")])) as merged:
+            assert await anext(merged) in ("a", "b")
+            for _ in range(100):
+                await asyncio.sleep(0)
+            return len(asked)
+
+    assert asyncio.run(run()) < 10

@@ -1,0 +1,180 @@
+"""What a body asks for, checked within the limits: small ones here, large ones in a process of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+
+import pytest
+
+from moe_lora.config import LimitsConfig
+from moe_lora.core.request import ModelInfo
+from moe_lora.serve.http_errors import ApiError
+from moe_lora.serve.limits import Limits
+from moe_lora.serve.openai import preparing
+from moe_lora.serve.openai.preparing import Preparer
+from moe_lora.serve.openai.protocol import ChatRequest, CompletionRequest
+
+from .conftest import scripted
+from .test_limits import limited_server, refused
+
+INFO = ModelInfo(
+    name="base",
+    model_dir="base",
+    family="mixtral",
+    dtype="float32",
+    max_model_len=100_000,
+    vocab_size=37,
+    max_loras=4,
+    eos_token_ids=(2,),
+)
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def prepare(bodies, tokenizer, **limits):
+    """What each of (kind, body) asks for, or the error."""
+
+    async def run():
+        preparer, found = Preparer(tokenizer, Limits(LimitsConfig(**limits))), []
+        for kind, body in bodies:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            try:
+                found.append(await preparer.prepare(kind, bytearray(content), INFO, "client"))
+            except ApiError as error:
+                found.append(error.body)
+        return found
+
+    return asyncio.run(run())
+
+
+def test_a_large_body_is_checked_in_another_process_and_asks_for_the_same(tokenizer, monkeypatch):
+    bodies = [
+        (CompletionRequest, {"prompt": "hello world", "n": 2, "stop": ["x"]}),
+        (CompletionRequest, {"prompt": [[5, 6], [7]], "max_tokens": 3, "stream": True, "model": "shout"}),
+        (ChatRequest, {**CHAT, "top_k": 1000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": 5}]}),
+        (CompletionRequest, {"prompt": [5, 10**400]}),
+        (CompletionRequest, {"prompt": "a", "temperature": -1}),
+        (CompletionRequest, b"{"),
+        (CompletionRequest, b'{"prompt": "\xff"}'),
+    ]
+    here = prepare(bodies, tokenizer)
+    calls, run_sync = [], preparing.to_process.run_sync
+
+    async def counted(*args, **keywords):
+        calls.append(args)
+        return await run_sync(*args, **keywords)
+
+    monkeypatch.setattr(preparing.to_process, "run_sync", counted)
+    monkeypatch.setattr(preparing, "INLINE_BYTES", 0)
+    assert prepare(bodies, tokenizer) == here
+    assert len(calls) == len(bodies)
+    assert [one["error"]["code"] for one in here[3:]] == [400] * 5
+    assert here[2].sampling.top_k == 0
+    assert here[0].body.prompt == ""
+
+
+def test_a_check_that_takes_too_long_ends_with_a_503_and_so_does_its_process(tokenizer, monkeypatch):
+    monkeypatch.setattr(preparing, "INLINE_BYTES", 0)
+    bodies = [(CompletionRequest, {"prompt": "hello"})]
+    [error] = prepare(bodies, tokenizer, check_timeout_s=0.01)
+    assert error["error"]["code"] == 503
+
+
+def test_a_tokenizer_goes_to_another_process_by_its_folder_or_whole(tokenizer):
+    again = pickle.loads(pickle.dumps(tokenizer))
+    text = "hello world"
+    assert again.encode(text) == tokenizer.encode(text)
+    chat = [{"role": "user", "content": "fox"}]
+    assert again.render_chat(chat) == tokenizer.render_chat(chat)
+    assert again.eos_token_ids == tokenizer.eos_token_ids
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_the_first_error_ends_the_check(tokenizer, kind):
+    wrong = [
+        {**CHAT, "prompt": "a", **{f"field_{number}": 1 for number in range(300)}},
+        {"messages": [{"role": "wizard"}] * 300} if kind is ChatRequest else {"prompt": [{}] * 300},
+    ]
+    for error in prepare([(kind, body) for body in wrong], tokenizer):
+        assert error["error"]["code"] == 400
+        assert len(error["error"]["message"]) < 200
+        assert "more problems" not in error["error"]["message"]
+
+
+def test_json_is_bounded_in_depth(tokenizer):
+    def body(depth):
+        inner = json.loads("[" * (depth - 2) + "]" * (depth - 2))
+        return {**CHAT, "max_tokens": 1, "chat_template_kwargs": {"x": inner}}
+
+    fits, deep = prepare([(ChatRequest, body(32)), (ChatRequest, body(33))], tokenizer)
+    assert fits.sampling.max_tokens == 1
+    assert "32 deep" in deep["error"]["message"]
+    [endless] = prepare([(ChatRequest, b"[" * 15_000)], tokenizer)
+    assert endless["error"]["code"] == 400
+
+
+def test_choices_and_tokens_of_a_request_are_bounded_but_for_one_choice(tokenizer):
+    bodies = [
+        {"prompt": [[5]] * 3, "n": 2},
+        {"prompt": [[5]] * 3, "n": 3},
+        {"prompt": [5], "max_tokens": 90_000},
+        {"prompt": [5], "max_tokens": 600, "n": 2},
+        {"prompt": [5], "max_tokens": 100, "logprobs": 9},
+    ]
+    found = prepare(
+        [(CompletionRequest, one) for one in bodies], tokenizer, max_choices=6, max_request_tokens=1000
+    )
+    assert found[0].answer_tokens == [16] * 3
+    assert "more than 6 choices" in found[1]["error"]["message"]
+    assert found[2].answer_tokens == [90_000]
+    assert "1202 tokens" in found[3]["error"]["message"]
+    assert "1001 tokens" in found[4]["error"]["message"]
+
+
+def test_an_answer_without_a_limit_counts_less_than_the_models_whole_context(tokenizer):
+    [found] = prepare([(ChatRequest, CHAT)], tokenizer)
+    assert (found.sampling.max_tokens, found.answer_tokens) == (None, [4096])
+
+
+def test_tokens_that_wait_are_bounded_for_each_client_and_in_all(tokenizer):
+    engine = scripted(tokenizer, step_s=0.3)
+    limits = {"max_queued_tokens": 5000, "max_queued_tokens_per_client": 2500}
+    asked = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
+    with limited_server(tokenizer, engine, **limits) as (served, frontend):
+        # A choice counts 1 024 tokens at least: two may wait, four may not, however they come.
+        response = served.post("/v1/completions", {**asked, "n": 4})
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) >= 1
+        assert served.post("/v1/completions", {**asked, "n": 2}).status_code == 200
+        assert frontend.limits.queue.in_all == 0
+        frontend.limits.queue.take("another", 4500)
+        response = served.post("/v1/completions", asked)
+        assert (response.status_code, "retry-after" in response.headers) == (503, True)
+        with served.http.stream("POST", "/v1/completions", json={**asked, "stream": True}) as stream:
+            assert stream.status_code == 503
+        frontend.limits.queue.give_back("another", 4500)
+        assert served.post("/v1/completions", asked).status_code == 200
+        assert (refused(served, "client_queue"), refused(served, "queue")) == (2, 2)  # of choices
+
+
+def test_one_choice_may_wait_whatever_it_counts(tokenizer):
+    with limited_server(tokenizer, max_queued_tokens=10, max_queued_tokens_per_client=10) as (
+        served,
+        frontend,
+    ):
+        assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert frontend.limits.queue.in_all == 0
+
+
+def test_large_bodies_over_http(tokenizer):
+    engine = scripted(tokenizer, max_model_len=40_000)
+    with limited_server(tokenizer, engine) as (served, frontend):
+        text = served.post("/v1/completions", {"prompt": "hello" * 6000, "max_tokens": 1})
+        assert text.json()["usage"]["prompt_tokens"] == 30_000 + len(tokenizer.encode(""))
+        ids = served.post("/v1/completions", {"prompt": [5] * 30_000, "max_tokens": 1})
+        assert ids.json()["usage"]["prompt_tokens"] == 30_000
+        wrong = served.post("/v1/completions", {"prompt": [{}] * 100_000})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt")
+        assert frontend.limits.bodies.in_all == 0

@@ -1,0 +1,34 @@
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_lora.core.processes import start_child
+
+from .forked_children import ForkedChild
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere children are started anew")
+WORKER = "moe_lora.dist.host_workers.worker"
+
+
+def test_forked_child_is_a_child_as_any_other():
+    process, connection = start_child(WORKER, num_threads=1)
+    assert isinstance(process, ForkedChild)
+    facts = Path(f"/proc/{process.pid}")
+    command = (facts / "cmdline").read_bytes().strip(b"\0").split(b"\0")
+    assert command[1:3] == [b"-m", WORKER.encode()]
+    assert int((facts / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
+    assert os.getsid(process.pid) == process.pid
+    assert process.poll() is None
+    process.kill()
+    assert process.wait(20) == -signal.SIGKILL
+    with pytest.raises((EOFError, OSError)):
+        connection.recv_bytes()
+
+
+def test_forked_child_ends_with_the_exit_status_of_its_module():
+    process, connection = start_child("moe_lora.no_such_module", num_threads=1)
+    connection.close()
+    assert process.wait(20) == 1
