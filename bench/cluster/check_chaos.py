@@ -29,6 +29,8 @@ from tests.dist.chaos import (
     FAULTS,
     HOLDER_FAULTS,
     HOST_FAULTS,
+    OPERATOR_FAULTS,
+    PAUSED_FAULTS,
     SERVER_FAULTS,
     TOLD_FAULTS,
     ChaosPlan,
@@ -90,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def plan_of(num_requests: int, seed: int, part: str, *, of_host: bool) -> ChaosPlan:
     """All faults that there are with this part, in an order drawn from the seed."""
     found, more = PARTS[part]
-    faults = [*FAULTS, *TOLD_FAULTS, *more, *(HOST_FAULTS if of_host else ())]
+    faults = [*FAULTS, *TOLD_FAULTS, *PAUSED_FAULTS, *OPERATOR_FAULTS, *more]
+    faults += HOST_FAULTS if of_host else ()
     random.Random(seed).shuffle(faults)
     plan = ChaosPlan(num_requests=num_requests, faults=tuple(faults), seed=seed, recovery_s=RECOVERY_S)
     return replace(plan, **found)

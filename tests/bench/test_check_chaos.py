@@ -8,7 +8,16 @@ import pytest
 
 from bench.cluster import check_chaos
 from moe_lora.report.results import read_results
-from tests.dist.chaos import FAULTS, HOLDER_FAULTS, HOST_FAULTS, TOLD_FAULTS, ChaosPlan, ChaosReport
+from tests.dist.chaos import (
+    FAULTS,
+    HOLDER_FAULTS,
+    HOST_FAULTS,
+    OPERATOR_FAULTS,
+    PAUSED_FAULTS,
+    TOLD_FAULTS,
+    ChaosPlan,
+    ChaosReport,
+)
 from tests.dist.chaos_faults import Strike
 
 
@@ -38,7 +47,7 @@ def test_a_round_is_recorded_and_told(plans, tmp_path, capsys):
     out = tmp_path / "chaos.jsonl"
     options = ["--out", str(out), "--rounds", "1", "--requests", "40", "--parts", "none", "pool-2"]
     assert check_chaos.main([*options, "--in-namespace"]) == 0
-    everywhere = (*FAULTS, *TOLD_FAULTS, *HOST_FAULTS)
+    everywhere = (*FAULTS, *TOLD_FAULTS, *PAUSED_FAULTS, *OPERATOR_FAULTS, *HOST_FAULTS)
     assert [plan.pool_replicas for plan in plans] == [None, 2]
     assert sorted(plans[0].faults) == sorted(everywhere)
     assert sorted(plans[1].faults) == sorted((*everywhere, *HOLDER_FAULTS))

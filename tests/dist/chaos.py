@@ -30,10 +30,17 @@ FAULTS = (
     "controller and front end killed",
     "all instances killed",
 )
+PAUSED_FAULTS = ("front end stopped for a while",)
+OPERATOR_FAULTS = ("instances restarted one by one", "instance drained and undrained", "limits read again")
 HOLDER_FAULTS = ("holder killed", "holder killed")
 """Where there is a pool, beside those."""
 TOLD_FAULTS = ("instance told to end", "front end told to end", "controller told to end", SERVER_KILLED)
-SERVER_FAULTS = ("LoRA Server rank killed", "LoRA Server rank told to end")
+SERVER_FAULTS = (
+    "LoRA Server rank killed",
+    "LoRA Server rank told to end",
+    "LoRA Server rank stopped for a while",
+    "LoRA Server restarted rank by rank",
+)
 """Where there is a LoRA Server."""
 HOST_FAULTS = tuple(OF_HOST)
 """In a mount namespace (`ChaosHost`)."""

@@ -60,9 +60,8 @@ class ChaosCluster:
         self.model, self.has_server = model, lora_server is not None
         self.num_tables_before = 0
         beats = {"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "heartbeat_dead_s": HEARTBEAT_DEAD_S}
-        front_end = {**MIGRATION, **beats}
-        file = {"model_dir": str(model.model_dir), "served_model_name": "base", "front_end": front_end}
-        (folder / "cluster.yaml").write_text(yaml.safe_dump(file))
+        self._file, self._front_end = folder / "cluster.yaml", {**MIGRATION, **beats}
+        self._write_file({})
         command = ["-m", "moe_lora.cli.main", "serve", "--config", str(folder / "cluster.yaml")]
         command += ["--lora-dir", str(model.adapter_dir), "--eager", "--dtype", "float32"]
         command += ["--port", str(free_port()), "--state-dir", str(self.state)]
@@ -85,6 +84,19 @@ class ChaosCluster:
             self.process = processes.subprocess.Popen(  # may fork, see `tests.forked_children`
                 self._command, stdout=file, stderr=file, cwd=ROOT, env=environment
             )
+
+    def _write_file(self, front_end: Mapping[str, object]) -> None:
+        names = {"model_dir": str(self.model.model_dir), "served_model_name": "base"}
+        self._file.write_text(yaml.safe_dump({**names, "front_end": {**self._front_end, **front_end}}))
+
+    def reload(self, front_end: Mapping[str, object]) -> None:
+        """Have these settings read, beside those of the beginning; return when all processes have them."""
+        self._write_file(front_end)
+        said = "the settings were read again: max_choices"
+        before = self.count(said)
+        self.process.send_signal(signal.SIGHUP)
+        # The controller reads them too, and the process that starts all others.
+        self.until(lambda: self.count(said) >= before + self.num_front_ends + 2, said, 60.0)
 
     def kill_and_start_again(self, limit_s: float) -> None:
         """SIGKILL to the process that started all others; once these have ended, start the whole again."""

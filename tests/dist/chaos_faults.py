@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -90,6 +91,12 @@ class Striker:
             assert self.host is not None, f"{fault}: needs a host of its own"
             OF_HOST[fault](self, self.host)
             return
+        if fault in OF_OPERATOR:
+            OF_OPERATOR[fault](self)
+            return
+        if fault in PAUSES:
+            self._pause(victims)
+            return
         if fault in TOLD:
             self._end(victims, signal.SIGTERM)
             return
@@ -109,6 +116,15 @@ class Striker:
         for name in victims:
             os.kill(pids[name], signal.SIGSTOP)
         self._wait(lambda: self.cluster.count(said) > before, f"the silence of {victims} is noticed")
+        for name in victims:
+            os.kill(pids[name], signal.SIGCONT)
+
+    def _pause(self, victims: Sequence[str]) -> None:
+        """Stop processes for a while, which nobody has to notice."""
+        pids = self.cluster.pids()
+        for name in victims:
+            os.kill(pids[name], signal.SIGSTOP)
+        time.sleep(PAUSE_S)
         for name in victims:
             os.kill(pids[name], signal.SIGCONT)
 
@@ -140,7 +156,7 @@ class Striker:
         ended = self.replay.outcomes.num_ended + num_requests
         self._wait(partial(self._have_ended, ended), f"{num_requests} requests end")
 
-    def expect(self, status: int, said: str, path: str, body: dict[str, str]) -> None:
+    def expect(self, status: int, said: str, path: str, body: dict[str, Any] | None = None) -> None:
         """Raises AssertionError for another answer."""
         url = f"{self.cluster.url}{path}"
         answer = httpx.post(url, json=body, timeout=RECOVERY_S, trust_env=False)
@@ -222,6 +238,8 @@ VICTIMS: dict[str, Choice] = {
     "front end told to end": _front_end,
     "LoRA Server rank killed": _server_rank,
     "LoRA Server rank told to end": _server_rank,
+    "front end stopped for a while": _front_end,
+    "LoRA Server rank stopped for a while": _server_rank,
 }
 SERVER_KILLED = "server killed"
 """The process that started all others; it is started again."""
@@ -236,7 +254,10 @@ SILENCES = {
     "instance silent for long": r"is silent for \d+ s and is ended",
     "controller silent": r"lost the controller",
 }
-"""Faults that stop a process until the log says this once more; all others kill."""
+"""Faults that stop a process until the log says this once more."""
+PAUSES = tuple(fault for fault in VICTIMS if fault.endswith("stopped for a while"))
+PAUSE_S = 6.0
+"""Longer than a LoRA Server's rank may be silent."""
 
 
 # What the host lacks for a while: each a clear answer for whom it touches, and nothing for the rest.
@@ -315,3 +336,51 @@ FRESH = "fresh"
 
 def fresh_load(place: Path) -> dict[str, str]:
     return {"lora_name": FRESH, "lora_path": str(place)}
+
+
+# What an operator orders while all goes on: nothing that is asked meanwhile is refused.
+
+
+def _restart_instances(striker: Striker) -> None:
+    """One after the other, as `moe-lora restart` does."""
+    before = striker.cluster.pids()
+    names = _all_instances(striker, {})
+    with striker.untouched():
+        for name in names:
+            striker.expect(200, "", f"/v1/instances/{name}/restart")
+    after = striker.cluster.pids()
+    assert all(before[name] != after[name] for name in names), "not all instances were started again"
+
+
+def _drain_instance(striker: Striker) -> None:
+    [name] = _busy_instance(striker, striker.cluster.figures())
+    with striker.untouched():
+        striker.expect(200, '"drained":true', f"/v1/instances/{name}/drain")
+        striker.let_pass(_DURING)
+        striker.expect(200, '"drained":false', f"/v1/instances/{name}/undrain")
+
+
+def _reload_limits(striker: Striker) -> None:
+    """A request beyond the new limit is refused, by whichever front end has it; with the old one, none."""
+    body = {"model": "base", "prompt": [1], "max_tokens": 1, "n": 2}
+    with striker.untouched():
+        striker.cluster.reload({"max_choices": 1})
+        for _ in range(4 * striker.cluster.num_front_ends):
+            striker.expect(400, "make more than 1 choices", "/v1/completions", body)
+        striker.let_pass(_DURING)
+        striker.cluster.reload({})
+        striker.expect(200, "", "/v1/completions", body)
+
+
+def _restart_server(striker: Striker) -> None:
+    """Rank by rank, as `moe-lora restart --lora-server` does."""
+    with striker.untouched():
+        striker.expect(200, "", "/v1/lora_server/restart")
+
+
+OF_OPERATOR: dict[str, Callable[[Striker], None]] = {
+    "instances restarted one by one": _restart_instances,
+    "instance drained and undrained": _drain_instance,
+    "limits read again": _reload_limits,
+    "LoRA Server restarted rank by rank": _restart_server,
+}
