@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import signal
+import time
+from pathlib import Path
 
 import pytest
 
@@ -69,17 +72,65 @@ def test_a_large_body_is_checked_in_another_process_and_asks_for_the_same(tokeni
     monkeypatch.setattr(preparing.to_process, "run_sync", counted)
     monkeypatch.setattr(preparing, "INLINE_BYTES", 0)
     assert prepare(bodies, tokenizer) == here
-    assert len(calls) == len(bodies)
+    assert [args[0] for args in calls].count(preparing.prepare_now) == len(bodies)
     assert [one["error"]["code"] for one in here[3:]] == [400] * 5
     assert here[2].sampling.top_k == 0
     assert here[0].body.prompt == ""
 
 
-def test_a_check_that_takes_too_long_ends_with_a_503_and_so_does_its_process(tokenizer, monkeypatch):
+@pytest.fixture
+def started(monkeypatch):
+    """The processes that checked large bodies, all bodies being large."""
+    found, open_process = [], preparing.to_process.open_process
+
+    async def noted(*args, **words):
+        found.append(await open_process(*args, **words))
+        return found[-1]
+
+    monkeypatch.setattr(preparing.to_process, "open_process", noted)
     monkeypatch.setattr(preparing, "INLINE_BYTES", 0)
-    bodies = [(CompletionRequest, {"prompt": "hello"})]
-    [error] = prepare(bodies, tokenizer, check_timeout_s=0.01)
-    assert error["error"]["code"] == 503
+    return found
+
+
+def test_checks_that_end_while_their_process_starts_are_503_and_leave_one_process(tokenizer, started):
+    body = bytearray(b'{"prompt": "hello"}')
+
+    async def run():
+        limits = Limits(LimitsConfig(check_timeout_s=0.001))
+        preparer = Preparer(tokenizer, limits)
+        for _ in range(4):
+            with pytest.raises(ApiError) as refused:
+                await preparer.prepare(CompletionRequest, body, INFO, "client")
+            assert refused.value.status == 503
+        limits.change(LimitsConfig())
+        found = await preparer.prepare(CompletionRequest, body, INFO, "client")
+        return found.prompts, [one.returncode for one in started]
+
+    prompts, codes = asyncio.run(run())
+    assert prompts == [tuple(tokenizer.encode("hello"))]
+    assert codes == [None]
+
+
+def endless(kind, content, tokenizer, bounds):
+    Path(json.loads(content)["prompt"]).touch()
+    time.sleep(60)
+
+
+def test_a_check_that_is_given_up_ends_with_its_process(tokenizer, started, tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "prepare_now", endless)
+    begun = tmp_path / "begun"
+    body = bytearray(json.dumps({"prompt": str(begun)}).encode())
+
+    async def run():
+        preparer = Preparer(tokenizer, Limits(LimitsConfig()))
+        check = asyncio.create_task(preparer.prepare(CompletionRequest, body, INFO, "client"))
+        while not begun.exists():
+            await asyncio.sleep(0.01)
+        check.cancel()
+        await asyncio.wait([check])
+        return [one.returncode for one in started]
+
+    assert asyncio.run(run()) == [-signal.SIGKILL]
 
 
 def test_a_tokenizer_goes_to_another_process_by_its_folder_or_whole(tokenizer):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
-from anyio import BrokenWorkerProcess, CapacityLimiter, fail_after, to_process
+from anyio import BrokenWorkerProcess, fail_after, to_process
 from pydantic import ValidationError
 
 from moe_lora.core.host import return_memory
@@ -71,8 +71,9 @@ class Preparer:
     def __init__(self, tokenizer: Tokenizer | None, limits: Limits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
-        self._one: CapacityLimiter | None = None
+        self._alone = asyncio.Lock()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._starting: asyncio.Task[None] | None = None
 
     async def prepare(
         self, kind: type[SamplingFields], content: bytearray, info: ModelInfo, client: str
@@ -100,19 +101,13 @@ class Preparer:
     ) -> Prepared:
         """In the other process, which takes turns between clients: each has one body in its queue."""
         limits = self._limits
-        self._one = self._one or CapacityLimiter(1)
         turn = self._turns.setdefault(client, asyncio.Lock())
         try:
             with fail_after(limits.config.check_timeout_s):
-                async with turn:
+                async with turn, self._alone:
+                    await asyncio.shield(self._start())
                     return await to_process.run_sync(
-                        prepare_now,
-                        kind,
-                        content,
-                        self._tokenizer,
-                        bounds,
-                        cancellable=True,
-                        limiter=self._one,
+                        prepare_now, kind, content, self._tokenizer, bounds, cancellable=True
                     )
         except TimeoutError:
             what = "large requests wait too long to be checked; send this one again later, or less at once"
@@ -120,6 +115,19 @@ class Preparer:
         except (BrokenWorkerProcess, OSError) as error:
             what = "the process that checks large requests ended, or can't be started; send this one again"
             raise limits.refusal("check_time", ApiError(503, what, retry_s=RETRY_S)) from error
+
+    def _start(self) -> asyncio.Task[None]:
+        """Done when the other process is there.  It outlives who waits for it: a process whose start is
+        cancelled would be neither used nor ended, and the next request would start another one.
+        """
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(to_process.run_sync(_started))
+            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._starting
+
+
+def _started() -> None:
+    """What a process does that only has to be there."""
 
 
 def prepare_now(
