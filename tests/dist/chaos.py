@@ -147,7 +147,15 @@ async def _drive(replay: Replay, publisher: Publisher, striker: Striker, migrato
 def _fill_in(report: ChaosReport, cluster: ChaosCluster, replay: Replay, striker: Striker) -> None:
     figures = striker.count_resent()
     outcomes = replay.outcomes
-    outcomes.check_cuts([(one.at_s, one.whole_s) for one in striker.strikes if one.fault in BREAKING])
+    breaking = [(one.at_s, one.whole_s) for one in striker.strikes if one.fault in BREAKING]
+    for began_s, ended_s in outcomes.wrong_cuts(breaking):
+        before = [one for one in striker.strikes if one.at_s <= ended_s]
+        last = (
+            f"{ended_s - before[-1].at_s:.1f} s after the beginning of {before[-1].fault}" if before else ""
+        )
+        report.complaints.append(
+            f"a connection of {ended_s - began_s:.2f} s broke while no front end was killed, {last}"
+        )
     if outcomes.num_ended != replay.num_asked:
         outcomes.complaints.append(f"{replay.num_asked} requests were asked, {outcomes.num_ended} ended")
     report.strikes, report.num_asked, report.counts = striker.strikes, replay.num_asked, outcomes.counts

@@ -290,8 +290,8 @@ def _registry_read_only(striker: Striker, host: ChaosHost) -> None:
 
 
 def _adapter_files_cut(striker: Striker, host: ChaosHost) -> None:
-    """Those of an adapter that is served, while an instance is started again."""
-    name = striker.rng.choice(striker.cluster.model.adapters)
+    """Those of an adapter that is served, not published again, while an instance is started again."""
+    name = striker.rng.choice(striker.cluster.model.adapters[1:-1])
     weights = striker.cluster.model.adapter_dir / name / "adapter_model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])

@@ -42,14 +42,16 @@ class Outcomes:
     def num_ended(self) -> int:
         return sum(self.counts.values()) + len(self.complaints)
 
-    def check_cuts(self, times_s: list[tuple[float, float]]) -> None:
-        """Complain of connections that broke when no front end was killed.
+    def wrong_cuts(self, times_s: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        """Connections that broke when no front end was killed: when they began and ended.
 
         times_s: from when to when they may, on the monotonic clock.
         """
-        for began_s, ended_s in self.cuts:
-            if not any(began_s - 1.0 <= until_s and from_s <= ended_s for from_s, until_s in times_s):
-                self.complaints.append("a connection broke while no front end was killed")
+        return [
+            (began_s, ended_s)
+            for began_s, ended_s in self.cuts
+            if not any(began_s - 1.0 <= until_s and from_s <= ended_s for from_s, until_s in times_s)
+        ]
 
 
 class Replay:

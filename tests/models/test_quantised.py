@@ -311,9 +311,9 @@ DYNAMIC_ERROR = {"int8-dynamic": 0.02, "int4-dynamic": 1e-5}
 largest input to 127.5: where it is negative its last bit decides between -127 and -128.
 """
 MAX_DYNAMIC_ERROR = 0.05
-"""Of all positions.  Layers elsewhere add in another order than ours, which depends on the processor too; where
-that carries one input over a step of 8 bits, or a token to another expert, this position and those after it
-differ by that.
+"""Of all positions.  Layers elsewhere add in another order than ours, which depends on the processor too.
+Where that carries one input over a step of 8 bits, or a token to another expert, this position and those
+after it differ by that.
 """
 
 
