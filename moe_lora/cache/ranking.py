@@ -20,6 +20,8 @@ CHUNK = 8192
 """Rows valued at once: their columns and the policy's intermediates stay in the processor's cache."""
 FRESH_S, HOST_FRESH_S = 0.1, 1.0
 """Age above which a ranking of victims is made anew."""
+SOON_S_PER_NODE = 1e-5
+"""Age above which `Ranking.leaving_soon` looks at all nodes again, for each: it takes 2 % of that."""
 LEAVING_SHARE = 0.2
 """Part of the device whose history the host should have too, so that it can go at any moment."""
 BATCH_WINDOW_S = 5.0
@@ -57,6 +59,9 @@ class Ranking:
         self._within: set[tuple[Kind, int]] = set()
         """Whose victims are within shares: there were no others."""
         self._num_loads = 0
+        self._soon: tuple[NDArray[np.int64], Floats] = np.zeros(0, np.int64), np.zeros(0)
+        """What leaves soon, and when each was used last by then."""
+        self._soon_asking, self._soon_until_s = -1, -np.inf
 
     def note_batch(self, now_s: float, batch_size: int) -> None:
         """One sample of the number of running requests."""
@@ -207,12 +212,21 @@ class Ranking:
         return [(node, float(columns.last_used_s[row])) for row in victims if (node := columns.nodes[row])]
 
     def leaving_soon(self, now_s: float) -> NDArray[np.int64]:
-        """Rows of the least valued idle nodes of the device, `LEAVING_SHARE` of its pages."""
-        rows = self.columns.where(CAN_LEAVE | CAN_BACK_UP)
-        num_pages = int(LEAVING_SHARE * self.mover.device.num_pages)
-        values = self.values(rows, now_s)
-        ordered = first_to_go(rows, values, self.eviction_order(rows, values, now_s), num_pages)
-        return self._enough(ordered, num_pages)
+        """Rows of the least valued idle nodes of the device, `LEAVING_SHARE` of its pages.
+
+        Those found last, for `SOON_S_PER_NODE`, without what was used or is not idle any more.
+        """
+        columns, asking = self.columns, self.shares.asking
+        if now_s >= self._soon_until_s or asking != self._soon_asking:
+            rows = columns.where(CAN_LEAVE | CAN_BACK_UP)
+            num_pages = int(LEAVING_SHARE * self.mover.device.num_pages)
+            values = self.values(rows, now_s)
+            ordered = first_to_go(rows, values, self.eviction_order(rows, values, now_s), num_pages)
+            found = self._enough(ordered, num_pages)
+            self._soon = found, columns.last_used_s[found]
+            self._soon_asking, self._soon_until_s = asking, now_s + SOON_S_PER_NODE * len(rows)
+        found, used_s = self._soon
+        return found[columns.has(found, CAN_LEAVE | CAN_BACK_UP) & (columns.last_used_s[found] == used_s)]
 
     def nodes(self, rows: NDArray[np.int64]) -> list[Node]:
         return [node for row in rows.tolist() if (node := self.columns.nodes[row])]
