@@ -16,7 +16,10 @@ def server_options(command: Command) -> Command:
         "--api-key", envvar="OPENAI_API_KEY", help="Of an administrator, sent as bearer token."
     )(command)
     return click.option(
-        "--url", default="http://127.0.0.1:8000", show_default=True, help="Of the server, as requests use it."
+        "--url",
+        default="http://127.0.0.1:8000",
+        show_default=True,
+        help="Of the server, as requests use it, or the path of its socket for administrators.",
     )(command)
 
 
@@ -28,7 +31,10 @@ def call(
 
     try:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        with httpx.Client(base_url=url, timeout=timeout_s, headers=headers) as http:
+        transport, base_url = None, url
+        if url.startswith("/"):
+            transport, base_url = httpx.HTTPTransport(uds=url), "http://localhost"
+        with httpx.Client(base_url=base_url, transport=transport, timeout=timeout_s, headers=headers) as http:
             answer = http.request(method, path, json=body)
         found: dict[str, Any] = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

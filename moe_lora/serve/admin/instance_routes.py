@@ -30,18 +30,7 @@ def instances_router(frontend: Frontend) -> APIRouter:
         if name not in found and method != "undrain":
             raise ApiError(404, f"there is no instance {name!r}; choose one of {', '.join(found)}")
         await frontend.controller.call(f"{method}_instance", name, *args)
-        left = InstanceStats(
-            index=0,
-            name=name,
-            live=False,
-            num_running=0,
-            num_waiting=0,
-            kv_usage=0.0,
-            outstanding_tokens=0,
-            num_restarts=0,
-            num_resent=0,
-        )  # one that was drained when it was there
-        return JsonResponse(_card((await known()).get(name, left)))
+        return JsonResponse(_card((await known()).get(name) or _absent(name)))
 
     @router.get("", response_model=None)
     async def list_instances() -> Response:
@@ -64,6 +53,21 @@ def instances_router(frontend: Frontend) -> APIRouter:
         return await do("restart", name, limit_s)
 
     return router
+
+
+def _absent(name: str) -> InstanceStats:
+    """One that was drained when it was there."""
+    return InstanceStats(
+        index=0,
+        name=name,
+        live=False,
+        num_running=0,
+        num_waiting=0,
+        kv_usage=0.0,
+        outstanding_tokens=0,
+        num_restarts=0,
+        num_resent=0,
+    )
 
 
 def _card(one: InstanceStats) -> dict[str, Any]:

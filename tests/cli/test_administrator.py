@@ -1,0 +1,46 @@
+"""Calls of commands reach a server over the network, or over its socket for administrators."""
+
+from __future__ import annotations
+
+import json
+import socketserver
+import threading
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import pytest
+
+from moe_lora.cli.administrator import call, call_instance
+
+
+class Answering(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        found = {"path": self.path, "key": self.headers["Authorization"]}
+        body = json.dumps(found).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+class AtSocket(socketserver.UnixStreamServer):
+    def get_request(self) -> tuple[Any, Any]:
+        return super().get_request()[0], ("local", 0)  # the handler wants an address
+
+
+def test_a_path_is_a_socket_for_administrators(tmp_path):
+    path = str(tmp_path / "admin")
+    with AtSocket(path, Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = call_instance(path, "key", "one/two", "drain", 10)
+        server.shutdown()
+    assert found == {"path": "/v1/instances/one%2Ftwo/drain", "key": "Bearer key"}
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "/nowhere/admin"])
+def test_a_server_that_is_not_there_is_named(url):
+    with pytest.raises(ValueError, match=url):
+        call(url, None, "GET", "/v1/instances", 10)
