@@ -97,8 +97,9 @@ DRAIN_S = 20.0
 _LAST_WORDS_S = 5.0
 UNSENT_BYTES = 1 << 17
 """Of a connection, that the kernel keeps of what its client does not read; it would take megabytes."""
-PEAK_BYTES = 64 << 20
-"""Memory that grew by so much since it was last given back to the system is given back again."""
+PEAK_BYTES, RETURN_S = 64 << 20, 60.0
+"""Memory that grew by so much since it was last given back to the system is given back again; and now and
+then what requests leave free between what lasts: some 100 bytes of each, and it takes 1 ms."""
 SWEEP_S = 1.0
 """How often connections are ended whose client takes too long."""
 BACKLOG = 4096
@@ -141,14 +142,15 @@ class HttpServer(uvicorn.Server):
             self.on_ready(self.url)
 
     async def _sweep(self) -> None:
-        kept_bytes = resident_bytes()
+        kept_bytes, returned_s = resident_bytes(), time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = time.monotonic()
             kept_bytes = min(kept_bytes, found_bytes := resident_bytes())
-            if found_bytes > kept_bytes + PEAK_BYTES and not self._limits.bodies.in_all:
+            is_peak = found_bytes > kept_bytes + PEAK_BYTES and not self._limits.bodies.in_all
+            if is_peak or now_s >= returned_s + RETURN_S:
                 await asyncio.to_thread(return_memory)
-                kept_bytes = resident_bytes()
+                kept_bytes, returned_s = resident_bytes(), now_s
             for connection in list(self.server_state.connections):
                 if isinstance(connection, Connection):
                     connection.end_if_late(now_s)

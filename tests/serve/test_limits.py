@@ -274,6 +274,15 @@ def test_memory_is_given_back_after_a_peak(tokenizer, often, monkeypatch):
     assert given_back == [1]
 
 
+def test_memory_is_given_back_now_and_then_where_there_is_no_peak(tokenizer, often, monkeypatch):
+    given_back = []
+    monkeypatch.setattr(server_module, "RETURN_S", 0.02)
+    monkeypatch.setattr(server_module, "resident_bytes", lambda: 100)
+    monkeypatch.setattr(server_module, "return_memory", lambda: given_back.append(1))
+    with limited_server(tokenizer):
+        wait_until(lambda: len(given_back) > 2, "memory is given back again and again")
+
+
 def test_choices_of_an_answer_that_nobody_takes_are_not_asked_for_more():
     asked = []
 
