@@ -89,9 +89,10 @@ class QuietLoop:
             logger.error("no connection can be accepted: %s; raise the limit with ulimit -n", error.strerror)
 
 
-RARE_COLLECTIONS = (20_000, 10, 1000)
-"""Thresholds of Python's collector in a front end's process; with its defaults it took 6 % of the time.  The
-middle one: what a young collection finds alive, requests under way, must not be kept for long."""
+RARE_COLLECTIONS = (20_000, 10, 10)
+"""Thresholds of Python's collector in a front end's process; with its defaults it took 6 % of the time.  What
+a middle collection finds alive, requests under way, is kept until ten of them have been, and it is cyclic: at
+Python's sense of rare, 1000, each of 1000 streams at once left its objects behind."""
 DRAIN_S = 20.0
 """Requests under way at shutdown get this long to finish, in seconds; then they are ended with an error."""
 _LAST_WORDS_S = 5.0
@@ -285,6 +286,7 @@ async def serve_forever(
         loop.add_signal_handler(signal.SIGHUP, on_hang_up(stop, lambda: reload.begin(limits, config.ssl)))
     # What is there now is never looked at again, and what comes later seldom: requests leave few cycles.
     gc.freeze()
+    gc.collect()  # the collector would wait for a quarter of what it found the last time, which is frozen
     gc.set_threshold(*RARE_COLLECTIONS)
     deciding = asyncio.create_task(frontend.controller.run())
     try:

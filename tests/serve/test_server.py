@@ -20,6 +20,24 @@ from moe_lora.serve.server import bind, create_app
 from .conftest import frontend_of
 from .live_server import ServerThread
 
+REQUESTS = """
+    import gc
+    from collections import deque
+    from moe_lora.serve.server import RARE_COLLECTIONS
+
+    class Request:
+        def __init__(self):
+            self.own = self
+
+    young, middle, old = RARE_COLLECTIONS
+    gc.freeze()
+    gc.collect()
+    gc.set_threshold(young // 100, middle, old)
+    under_way = deque(maxlen=100)
+    for _ in range(200_000):
+        under_way.append(Request())
+    print(sum(isinstance(one, Request) for one in gc.get_objects()))
+"""
 PROGRAM = """
     import logging
     from moe_lora.serve.server import bind, run_server
@@ -196,3 +214,10 @@ def test_the_front_end_imports_no_torch():
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_requests_that_a_collection_finds_under_way_are_not_kept():
+    told = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(REQUESTS)], capture_output=True, text=True, check=True
+    )
+    assert int(told.stdout) < 4000
