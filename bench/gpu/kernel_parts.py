@@ -104,10 +104,11 @@ def facts(log: Log) -> None:
     log("facts", what="sync_us", value=(time.perf_counter() - begin) / 200 * 1e6)
 
 
-def whole_delta(by_tma: bool) -> dict[str, tuple[float, Any]]:
+def whole_delta(by_tma: bool, one_launch: bool = False) -> dict[str, tuple[float, Any]]:
     """Largest relative error of shrink + expand against fp32, and the result, by site."""
     import torch
 
+    from moe_lora.kernels.triton.segments import Zeros
     from moe_lora.kernels.triton.triton_lora import lora_delta
 
     results = {}
@@ -115,7 +116,9 @@ def whole_delta(by_tma: bool) -> dict[str, tuple[float, Any]]:
         c = case(shape, 32)
         with weights_come(by_tma):
             out = torch.empty_like(c.y[0])
-            lora_delta(c.operands(0), out, decode=True, segments=segments_of(c.operands(0)))
+            given: dict[str, Any] = {"segments": segments_of(c.operands(0))}
+            given["zeros"] = Zeros() if one_launch else None
+            lora_delta(c.operands(0), out, decode=True, **given)
         torch.cuda.synchronize()
         results[name] = (float((out.float() - c.exact).abs().max() / c.exact.abs().max()), out)
     return results
@@ -134,14 +137,15 @@ def weights_come(by_tma: bool) -> Iterator[None]:
 
 
 def tma(log: Log) -> None:
-    """Errors by pointer and by TMA, and whether the bits are the same."""
+    """Errors by pointer, by TMA and in one launch, and whether the bits are the same."""
     import torch
 
     by_pointer = whole_delta(False)
     log("tma", by_tma=False, error={name: error for name, (error, _) in by_pointer.items()})
-    by_tma = whole_delta(True)
-    same = {name: bool(torch.equal(by_tma[name][1], out)) for name, (_, out) in by_pointer.items()}
-    log("tma", by_tma=True, error={name: error for name, (error, _) in by_tma.items()}, same_bits=same)
+    for way in ({"by_tma": True}, {"by_tma": False, "one_launch": True}):
+        found = whole_delta(**way)
+        same = {name: bool(torch.equal(found[name][1], out)) for name, (_, out) in by_pointer.items()}
+        log("tma", **way, error={name: error for name, (error, _) in found.items()}, same_bits=same)
 
 
 def race(log: Log) -> None:
@@ -184,6 +188,7 @@ def lora(log: Log) -> None:
 def _time_site(log: Log, name: str, shape: Any, lora_rank: int) -> None:
     from bench.kernels.lora_kernel_cases import work
     from moe_lora.kernels.triton import configs
+    from moe_lora.kernels.triton.segments import Zeros
     from moe_lora.kernels.triton.triton_lora import lora_expand, lora_shrink
 
     c = case(shape, lora_rank)
@@ -191,11 +196,23 @@ def _time_site(log: Log, name: str, shape: Any, lora_rank: int) -> None:
     copies = range(c.num_copies)
     about: dict[str, Any] = {"site": name, "rank": lora_rank}
 
+    given: dict[str, Any] = {"decode": True, "segments": segments, "max_lora_rank": lora_rank}
+
     def shrink_all() -> list[Any]:
-        given: dict[str, Any] = {"decode": True, "segments": segments, "max_lora_rank": lora_rank}
         return [lora_shrink(c.operands(i), **given) for i in copies]
 
+    def whole_sites(one_launch: bool) -> None:
+        zeros = Zeros() if one_launch else None
+        for i in copies:
+            lora_expand(lora_shrink(c.operands(i), **given, zeros=zeros), c.y[i])
+
     log("lora", **about, kernel="segments", us=cuda_us(lambda: segments_of(c.operands(0)).tiles(16))[0])
+    for one_launch in (False, True):
+        us, how = cuda_us(lambda one=one_launch: whole_sites(one), 7)  # type: ignore[misc]
+        gb_per_s = work(c.spec).bytes["delta"] * len(copies) / us / 1e3
+        log(
+            "lora", **about, kernel="site", one_launch=one_launch, us=us / len(copies), how=how, GB_s=gb_per_s
+        )
     for kernel, change in TRIALS:
         trial = {**about, "kernel": kernel, "change": change}
         try:

@@ -9,6 +9,7 @@ rank), and the papers' baselines "bgmv" (Punica: a row at a time, padded to the 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Union
 
 import torch
@@ -18,7 +19,7 @@ from .cpu import cpu
 from .operands import LoraOperands
 
 if TYPE_CHECKING:
-    from moe_lora.kernels.triton.segments import Segments
+    from moe_lora.kernels.triton.segments import Segments, Zeros
     from moe_lora.kernels.triton.triton_lora import Shrunk as GpuShrunk
 
 Shrunk = Union[cpu.CpuShrunk, "GpuShrunk", torch.Tensor]
@@ -29,6 +30,7 @@ _DENSE = -1
 class SharedSegments:
     """Rows as `kernel` walks them, made once for the sites of a step that share them (CUDA only).
 
+    And what counters of the step's launches are taken from.
     Dense sites of the same token_slots share one order; a layer's expert sites also that of their ids.  For
     one kernel.
     """
@@ -36,15 +38,23 @@ class SharedSegments:
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor, Segments]] = {}
 
-    def of(self, operands: LoraOperands, kernel: str) -> Segments:
+    @cached_property
+    def zeros(self) -> Zeros:
+        from moe_lora.kernels.triton.segments import Zeros
+
+        return Zeros()
+
+    def of(self, operands: LoraOperands, kernel: str, decode: bool = False) -> Segments:
         """`triton.segments.rows_for` of these rows; tensors are kept: no others can be taken for them."""
         from moe_lora.kernels.triton.segments import rows_for
+        from moe_lora.kernels.triton.steps import tile_rows
 
         ids, slots = operands.ids, operands.token_slots
         place = _DENSE if ids is None else operands.layer, id(slots)
         known = self._known.get(place)
         if known is None or known[0] is not ids:
-            known = self._known[place] = ids, slots, rows_for(operands, kernel)
+            rows = rows_for(operands, kernel, tile_rows(operands.x, operands.site, decode), self.zeros)
+            known = self._known[place] = ids, slots, rows
         return known[2]
 
 
@@ -70,9 +80,10 @@ def lora_shrink(
 
         segments = None
         if shared is not None:
-            segments = shared.of(operands, kernel)
+            segments = shared.of(operands, kernel, decode)
+        zeros = shared.zeros if decode and shared is not None else None
         return triton_lora.lora_shrink(
-            operands, kernel=kernel, decode=decode, segments=segments, batch_rank=batch_rank
+            operands, kernel=kernel, decode=decode, segments=segments, batch_rank=batch_rank, zeros=zeros
         )
     return reference.lora_delta(operands)
 

@@ -3,7 +3,8 @@
 Operations that touch the arena or the LoRA tables take a channel: a small int64 tensor [handle, layer].
 It is declared mutated, which keeps their executed order (begin < base GEMM < add_to, KV writes in place)
 under torch.compile, and the arena itself never enters a graph.  `begin` also declares x mutated, so that
-the base GEMM, which reads x, can't be moved before it.  On CPU one operation is all three (`lora_linear`):
+the base GEMM, which reads x, can't be moved before it.  `add_to` names x, which may be read only then: no
+other buffer takes its memory before.  On CPU one operation is all three (`lora_linear`):
 within it nothing can be moved, and it leaves x alone.
 """
 
@@ -39,7 +40,7 @@ def _lora_begin(channel: torch.Tensor, x: torch.Tensor, ids: torch.Tensor | None
     _handlers[handle].lora_begin(layer, site, x, ids)
 
 
-def _lora_add_to(channel: torch.Tensor, y: torch.Tensor, site: int) -> None:
+def _lora_add_to(channel: torch.Tensor, y: torch.Tensor, x: torch.Tensor, site: int) -> None:
     handle, layer = channel.tolist()
     _handlers[handle].lora_add_to(layer, site, y)
 
@@ -138,6 +139,12 @@ def _experts() -> Any:
     return experts
 
 
+def _choose_experts(
+    logits: torch.Tensor, live: torch.Tensor, top_k: int, softmax_first: bool, norm: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _experts().choose(logits, live, top_k, softmax_first, norm)
+
+
 def _expert_order(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     return _experts().order(ids, num_experts)
 
@@ -210,7 +217,10 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
             x.shape[0] if ids is None else ids.numel(), num_out
         ),
     ),
-    "lora_add_to(Tensor(a!) channel, Tensor(b!) y, int site) -> ()": (_lora_add_to, lambda *_: None),
+    "lora_add_to(Tensor(a!) channel, Tensor(b!) y, Tensor x, int site) -> ()": (
+        _lora_add_to,
+        lambda *_: None,
+    ),
     "paged_attention(Tensor(a!) channel, Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, "
     "int window) -> Tensor": (
         _paged_attention,
@@ -232,6 +242,14 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor ids, Tensor? order=None) -> Tensor": (
         _expert_linear,
         lambda x, weight, bias, ids, order=None: x.new_empty(ids.numel(), weight.shape[1]),
+    ),
+    "choose_experts(Tensor logits, Tensor live, int top_k, bool softmax_first, float norm) "
+    "-> (Tensor, Tensor)": (
+        _choose_experts,
+        lambda logits, live, top_k, *_: (
+            logits.new_empty(logits.shape[0], top_k, dtype=torch.float32),
+            logits.new_empty(logits.shape[0], top_k, dtype=torch.int32),
+        ),
     ),
     "expert_order(Tensor ids, int num_experts) -> Tensor": (
         _expert_order,
@@ -269,6 +287,7 @@ exchange_experts = torch.ops.moe_lora.exchange_experts
 sum_over_ranks = torch.ops.moe_lora.sum_over_ranks
 gather_logits = torch.ops.moe_lora.gather_logits
 expert_linear = torch.ops.moe_lora.expert_linear
+choose_experts = torch.ops.moe_lora.choose_experts
 expert_order = torch.ops.moe_lora.expert_order
 gated_expert_linear = torch.ops.moe_lora.gated_expert_linear
 sum_experts = torch.ops.moe_lora.sum_experts

@@ -36,7 +36,7 @@ class LoraBackend(Protocol):
         x: [T, d_in] (or [T*K, d_in] at an expert site whose rows are already spread over the experts).
         ids: None at a dense site, else [T, K] int32 experts of each token row, numbered in the whole model,
         -1 for padding and for experts that another rank holds.
-        x may be overwritten once the base GEMM has read it.
+        x stays as it is until the deltas are added.
         """
         ...
 

@@ -77,7 +77,7 @@ class LoraLinear(nn.Module):
             return site_linear(channel, x, self.weight, self.bias, None, self.site, 0)
         ops.lora_begin(channel, x, None, self.site)
         y = linear(x, self.weight, self.bias)
-        ops.lora_add_to(channel, y, self.site)
+        ops.lora_add_to(channel, y, x, self.site)
         return y
 
 
@@ -109,7 +109,7 @@ class ExpertLinear(nn.Module):
             y = self.weight.multiply(x, self.bias, rows_TK)
         else:
             y = ops.expert_linear(x, self.weight, self.bias, rows_TK, order)
-        ops.lora_add_to(channel, y, self.site)
+        ops.lora_add_to(channel, y, x, self.site)
         return y
 
     def gated(
@@ -190,8 +190,11 @@ class MoeMlp(nn.Module):
         self.gate_kind, self.gate_norm = spec.gate, spec.gate_norm
         self.activation, self.limit = spec.activation, spec.activation_limit
 
-    def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expert weights [T, K] fp32 and ids [T, K] int32, ids ascending in each row."""
+    def choose(self, logits_TE: torch.Tensor, live_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Expert weights [T, K] fp32 and ids [T, K] int32, ascending in each row, -1 in rows of padding."""
+        if logits_TE.is_cuda:
+            softmax_first = self.gate_kind == "softmax_topk"
+            return ops.choose_experts(logits_TE, live_T, self.top_k, softmax_first, self.gate_norm or 0.0)
         scores = logits_TE.float()
         if self.gate_kind == "softmax_topk":
             scores = torch.softmax(scores, dim=-1)
@@ -201,11 +204,10 @@ class MoeMlp(nn.Module):
         elif self.gate_norm is not None:
             weights = weights / weights.norm(p=self.gate_norm, dim=-1, keepdim=True)
         ids, order = ids.sort(dim=-1)
-        return weights.gather(-1, order), ids.int()
+        return weights.gather(-1, order), torch.where(live_T.unsqueeze(1), ids.int(), -1)
 
     def forward(self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor) -> torch.Tensor:
-        weights_TK, ids_TK = self.choose(self.gate(x, channel))
-        ids_TK = torch.where(live_T.unsqueeze(1), ids_TK, -1)
+        weights_TK, ids_TK = self.choose(self.gate(x, channel), live_T)
         own_TK = ids_TK if self.holds_all else self.held(ids_TK)
         order = self.order(own_TK)
         inner = self.gate_up.gated(x, own_TK, channel, order, self.activation, self.limit)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from bench.kernels.autotune_lora import TUNING_GPU, main, targets
+from bench.kernels.autotune_lora import TUNING_GPU, main, rank_mixes, targets
 from bench.kernels.lora_tuning import (
     Found,
     Pair,
@@ -23,6 +23,11 @@ from moe_lora.kernels.triton.triton_lora import choose
 
 TARGET = Target(kernel="vector_expand", dtype="bf16", in_features=4096, out_features=4096)
 WIDTHS = (4096, 4096)
+
+
+def test_expand_is_tuned_where_ranks_take_one_lane_and_where_they_take_two() -> None:
+    assert sorted(max(ranks) > 64 for ranks in rank_mixes("wgmma_expand")) == [False, True]
+    assert len(rank_mixes("wgmma_shrink")) == 1
 
 
 def start() -> Pair:

@@ -17,9 +17,9 @@ from tests.stand_in_device import Launch, launches, stand_in_device
 from .on_device import FAMILIES, QUICK, OnDevice, checkpoint_and_adapter
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="in a process of its own, with TRITON_INTERPRET=1")
-FOR_LORA = {"llama": 8, "mixtral": 12, "qwen3_moe": 12, "gpt_oss": 12, "dbrx": 12}
-"""Launches of a layer by which a step with adapters exceeds one without; 6 are wanted."""
-OF_BASE = {"llama": 2, "mixtral": 6, "qwen3_moe": 6, "gpt_oss": 6, "dbrx": 6}
+FOR_LORA = {"llama": 4, "mixtral": 6, "qwen3_moe": 6, "gpt_oss": 6, "dbrx": 6}
+"""Launches of a layer by which a step with adapters exceeds one without; at most 6 are wanted."""
+OF_BASE = {"llama": 2, "mixtral": 7, "qwen3_moe": 7, "gpt_oss": 7, "dbrx": 7}
 """The package's other launches of a layer.  What the compiler makes of torch's operations comes to it."""
 
 
@@ -42,7 +42,7 @@ def test_a_layer_launches_as_many_as_the_docs_say(family, tmp_path):
         base = launches_of_a_layer(harness, (-1, -1))
         lora = launches_of_a_layer(harness, (0, -1, 0))
     assert Counter(one.name for one in base)["attend"] == 1
-    assert any("shrink" in one.name for one in lora)
+    assert any(one.name == "wgmma_site" for one in lora)
     for_lora = Counter(one.name for one in lora) - Counter(one.name for one in base)
     assert for_lora.total() == FOR_LORA[family], for_lora
     assert len(base) == OF_BASE[family], Counter(one.name for one in base)

@@ -81,6 +81,7 @@ def assert_sites_in_order(code: str, num_sites: int) -> None:
         (add,) = [call for call in calls if call.name == "lora_add_to" and _site(call) == _site(begin)]
         (gemm,) = [call for call in calls if call.name.endswith("linear") and call.result == add.operands[1]]
         assert gemm.operands[0] == begin.operands[1], "the base GEMM reads another x than begin"
+        assert add.operands[2] == begin.operands[1], "x may be gone when the deltas are added"
         assert begin.position < gemm.position < add.position
 
 

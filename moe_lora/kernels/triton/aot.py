@@ -10,13 +10,10 @@ its 16-byte copies, TMA or one of its buffers, or if anything spills or exceeds 
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib
 import itertools
 import os
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,13 +25,16 @@ from moe_lora.core.shape import Site
 from moe_lora.kernels.operands import AttentionOperands, KvLayout, SlotTable, StepTables
 
 from . import configs, steps, triton_attention
+from .aot_check import check
 from .problem import Problem
-from .sass import COPIES, MARKS, TENSOR_CORES, TMA, Compiled, inspect
-from .segments import Segments, build_segments, unsorted_rows
+from .sass import COPIES, MARKS, TENSOR_CORES, TMA
+from .segments import Segments, Zeros, build_segments, unsorted_rows
 
 _ROWS, _RANK, _TOP_K = 2, 64, 8
 _WIDTHS = {True: 1024, False: 1001}
-"""Widths of a site whose rows are, or are not, multiples of 16 bytes."""
+"""Widths of a site whose rows are, or are not, multiples of 16 elements."""
+_IN_WIDTHS = {True: (1024, 2880, 3072, 4096), False: (1001, 4004)}
+"""Input widths that are summed in one part to four by the default table; GPT-OSS's is no whole steps."""
 _ALL_RANKS = configs.Choice(algorithm="any")
 _MODULES = {"bf16": (1, 2, 3), "fp16": (2,), "fp32": (2,)}
 
@@ -54,7 +54,7 @@ class Pointer:
 class Build:
     """One compilation: a kernel, by its module and name, and what it is launched with; see `_known`.
 
-    bytes_in_flight: that a program's loops must at least keep on their way.
+    rings: buffers that its loops must have, as (how many, rows, columns) each.
     """
 
     module: str
@@ -64,7 +64,7 @@ class Build:
     required: tuple[str, ...]
     dtype: str
     label: str
-    bytes_in_flight: int = 0
+    rings: tuple[tuple[int, int, int], ...] = ()
     programs_per_sm: int = 1
 
 
@@ -85,7 +85,7 @@ def _recorded(dtype: str = "", label: str = "") -> Iterator[list[Build]]:
 
     def record(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
         required: tuple[str, ...] = ()
-        if {"GATED", "PACKED", "TMA"} & meta.keys() and operands[0].dtype != torch.float32:
+        if {"GATED", "PACKED", "TMA", "SHRINK_STAGES"} & meta.keys() and operands[0].dtype != torch.float32:
             required = (TENSOR_CORES, TMA) if meta.get("TMA") else (TENSOR_CORES,)
         build = Build(
             module=kernel.fn.__module__,
@@ -108,8 +108,8 @@ def table_builds() -> list[Build]:
     from . import experts, quantised_linear, sampling, signals  # needs Triton
 
     with _recorded() as builds:
-        for top_k in (None, _TOP_K):
-            _segments(top_k).tiles(64)
+        for top_k, zeros in itertools.product((None, _TOP_K), (None, Zeros())):
+            _segments(top_k, zeros).tiles(64)
         word = torch.zeros(8, dtype=torch.int64)
         signals.launch_ask(word, word, word, (0,) * 5)
         signals.launch_wait(word, word)
@@ -126,8 +126,25 @@ def table_builds() -> list[Build]:
                 split_k = table.config("vector_shrink", dtype, phase, *widths)["split_k"]
                 for modules in _MODULES[dtype]:
                     builds += config_builds(entry.kernel, entry.config, dtype, modules, split_k)
+        for halves in _decode_pairs(table):
+            for dtype in configs.DTYPES[:2]:
+                for modules in _MODULES[dtype]:
+                    builds += site_builds(*halves, dtype, modules)
     builds += attention_builds()
     return [build for i, build in enumerate(builds) if build not in builds[:i]]
+
+
+def _decode_pairs(table: configs.ConfigTable) -> list[tuple[configs.Config, configs.Config]]:
+    """Configurations of shrink and of expand that one launch may have together."""
+    shrinks, expands = (
+        [
+            entry.config
+            for entry in table.entries
+            if entry.kernel == kernel and entry.phase != "prefill" and not entry.config["tma"]
+        ]
+        for kernel in ("wgmma_shrink", "wgmma_expand")
+    )
+    return list(itertools.product(shrinks, expands))
 
 
 def deciding(builds: list[Build]) -> list[Build]:
@@ -161,38 +178,68 @@ def config_builds(kernel: str, config: configs.Config, dtype: str, modules: int,
             _launch(kernel, dtype, modules, _WIDTHS[aligned], split_k)
         for build in launched:
             if kernel.startswith("wgmma") and aligned and build.kernel == kernel:
-                build = _pipelined(build, configs.dtype_named(dtype).itemsize)
+                build = _pipelined(build)
             builds.append(replace(build, programs_per_sm=config["programs_per_sm"]))
     return [build for build in builds if build.kernel != "cut_tiles"]
+
+
+def site_builds(shrink: configs.Config, expand: configs.Config, dtype: str, modules: int) -> list[Build]:
+    """What one launch of both halves is."""
+    builds: list[Build] = []
+    zeros = Zeros()
+    for aligned in (True, False):
+        halves = configs.override("wgmma_shrink", shrink), configs.override("wgmma_expand", expand)
+        with halves[0], halves[1], _recorded(dtype, "decode") as launched:
+            for in_width in _IN_WIDTHS[aligned]:
+                problem, y, total = _problem(dtype, modules, _WIDTHS[aligned], in_width)
+                for out, add, subtract in ((y, True, False), (total, True, True), (y, False, False)):
+                    steps.wgmma_site(problem, _ALL_RANKS, out, add, subtract, zeros)
+            high_rank = replace(problem, max_lora_rank=2 * _RANK)
+            steps.wgmma_site(high_rank, _ALL_RANKS, y, True, False, zeros)
+        per_sm = min(shrink["programs_per_sm"], expand["programs_per_sm"])
+        for build in launched:
+            build = _pipelined(build) if aligned else build
+            builds.append(replace(build, programs_per_sm=per_sm))
+    return [build for build in builds if build.kernel == "wgmma_site"]
 
 
 def _launch(kernel: str, dtype: str, modules: int, width: int, split_k: int) -> None:
     """Launch a kernel in every way that a site of this width does."""
     problem, y, total = _problem(dtype, modules, width)
     high_rank = replace(problem, max_lora_rank=2 * _RANK)
-    h = torch.empty(split_k, modules, _ROWS, problem.h_width)
     added = ((y, True, False), (total, True, False), (total, True, True))
     if kernel == "wgmma_shrink":
-        for one in (problem, _problem(dtype, modules, 4 * width)[0]):
-            steps.wgmma_shrink(one, _ALL_RANKS)
+        for in_width in _IN_WIDTHS[width % 16 == 0]:
+            steps.wgmma_shrink(_problem(dtype, modules, width, in_width)[0], _ALL_RANKS)
     elif kernel == "vector_shrink":
         for walk in ("sgmv", "bgmv"):
             steps.vector_shrink(problem, _ALL_RANKS, walk)
     elif kernel == "wgmma_expand":
+        h = torch.empty(len(_IN_WIDTHS[True]), modules, _ROWS, problem.h_width)
         for out, add, subtract in (*added, (y, False, False)):
-            steps.wgmma_expand(problem, _ALL_RANKS, h, out, add, subtract)
-        steps.wgmma_expand(high_rank, _ALL_RANKS, h[:1], y, True)
+            steps.wgmma_expand(problem, _ALL_RANKS, h[:1], out, add, subtract)
+        for parts in range(1, len(h) + 1):
+            for one in (problem, high_rank):
+                steps.wgmma_expand(one, _ALL_RANKS, h[:parts], y, True)
     else:
+        h = torch.empty(split_k, modules, _ROWS, problem.h_width)
         for (out, add, subtract), walk in itertools.product((*added, (y, False, False)), ("sgmv", "bgmv")):
             steps.vector_expand(problem, _ALL_RANKS, walk, h, out, add, subtract)
 
 
-def _pipelined(build: Build, itemsize: int) -> Build:
-    """The build, of which weights must come through all its buffers, by 16 bytes or TMA."""
+def _pipelined(build: Build) -> Build:
+    """The build, of which weights, and x, must come through all their buffers, by 16 bytes or TMA."""
     meta = build.meta
-    tile = 64 * meta.get("BLOCK_K", meta.get("BLOCK_C", 0)) * itemsize
-    required = build.required if meta["TMA"] else (*build.required, COPIES)
-    return replace(build, required=required, bytes_in_flight=(meta["STAGES"] - 1) * tile)
+    shrink, expand = (
+        int(meta.get(name, meta.get("STAGES", 0))) for name in ("SHRINK_STAGES", "EXPAND_STAGES")
+    )
+    rings: list[tuple[int, int, int]] = []
+    if "BLOCK_K" in meta:
+        rings += [(shrink, rows, meta["BLOCK_K"]) for rows in (64, meta["BLOCK_T"])]
+    if "BLOCK_C" in meta:
+        rings += [(expand, 64, meta["BLOCK_C"])]
+    required = build.required if meta.get("TMA") else (*build.required, COPIES)
+    return replace(build, required=required, rings=tuple(rings))
 
 
 def attention_builds() -> list[Build]:
@@ -234,25 +281,29 @@ def _attention(dtype: torch.dtype, head_dim: int, group: int, plain: bool) -> At
     return AttentionOperands(q, k, v, sinks, 0.125, window, 0, step, layout, arena)
 
 
-def _segments(top_k: int | None) -> Segments:
+def _segments(top_k: int | None, zeros: Zeros | None) -> Segments:
     token_slots = torch.zeros(_ROWS, dtype=torch.int32)
     ids = None if top_k is None else torch.zeros(_ROWS, top_k, dtype=torch.int32)
-    return build_segments(token_slots, ids, num_slots=5, num_experts=3)
+    return build_segments(token_slots, ids, 5, 3, 64, zeros)
 
 
-def _problem(dtype: str, modules: int, width: int) -> tuple[Problem, torch.Tensor, torch.Tensor]:
-    """Operands of a dense site of so many modules, its output, and one in fp32."""
+def _problem(
+    dtype: str, modules: int, width: int, in_width: int | None = None
+) -> tuple[Problem, torch.Tensor, torch.Tensor]:
+    """Operands of a dense site of so many modules, its output, and one in fp32.  width: of its modules, and
+    of its input where that is not given."""
+    in_width = in_width or width
     of_model = configs.dtype_named(dtype)
     site = Site(
         name="aot",
         modules=("module",) * modules,
-        in_features=width,
+        in_features=in_width,
         out_features=(width,) * modules,
         num_experts=0,
         entry_base=0,
     )
     problem = Problem(
-        x=torch.empty(_ROWS, width, dtype=of_model),
+        x=torch.empty(_ROWS, in_width, dtype=of_model),
         site=site,
         layer=0,
         slots=SlotTable(1, 1, modules, torch.device("cpu")),
@@ -266,80 +317,6 @@ def _problem(dtype: str, modules: int, width: int) -> tuple[Problem, torch.Tenso
     columns = skipped + modules * width
     y, total = (torch.empty(_ROWS, columns, dtype=one)[:, skipped:] for one in (of_model, torch.float32))
     return problem, y, total
-
-
-class _Hopper:
-    """What Triton asks of a driver before it compiles, answered for sm_90a; the device is nobody's."""
-
-    def get_current_device(self) -> str:
-        return "sm_90a"
-
-    def get_current_stream(self, device: str) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
-def compile_build(build: Build) -> Compiled:
-    """Compile for sm_90a what a launch would, and read the machine code.
-
-    In a process that launches nothing: Triton compiles for sm_90a from then on.
-    """
-    from triton.runtime.driver import driver
-
-    function = getattr(importlib.import_module(build.module), build.kernel)
-    driver.set_active(_Hopper())
-    compiled = function.warmup(*build.operands, grid=(1,), **build.meta)
-    return inspect(
-        compiled.asm["cubin"],
-        compiled.metadata.shared,
-        compiled.asm["ttgir"],
-        32 * compiled.metadata.num_warps,
-    )
-
-
-def line(build: Build, compiled: Compiled) -> str:
-    """One row of the printed table."""
-    variant = [name.lower() for name, on in build.meta.items() if on is True]
-    variant += [str(build.meta[name]) for name in ("MODULES", "NAME", "GROUP") if name in build.meta]
-    variant += [f"{build.meta['BLOCK_T']}t"] if "GATED" in build.meta else []
-    marks = " ".join(f"{name if name in compiled.instructions else '-':<11}" for name in MARKS)
-    in_flight = compiled.in_flight_per_sm(build.programs_per_sm) // 1024
-    return (
-        f"{build.kernel:<14}{build.dtype:<5}{compiled.registers:>4}{compiled.shared_bytes:>8}"
-        f"{compiled.stack_bytes:>6}{compiled.local_bytes:>6}{compiled.spill_instructions:>7}{in_flight:>6}"
-        f"  {marks}{'+'.join(variant) or '-':<16}{build.label}"
-    )
-
-
-def check(builds: list[Build], processes: int = 2) -> list[str]:
-    """Compile all, print the table as results come in, return what is wrong."""
-    wanted = " ".join(f"{name:<11}" for name in MARKS)
-    header = (
-        f"{'kernel':<14}{'type':<5}{'regs':>4}{'shared':>8}{'stack':>6}{'local':>6}{'spills':>7}{'KB/SM':>6}"
-        f"  {wanted}"
-    )
-    print(f"{'':9}{header}{'variant':<16}config")
-    wrong: list[str] = []
-    # Workers are forks: one that collected a process group of this process would wait for its threads.
-    gc.collect()
-    with ProcessPoolExecutor(processes, initializer=gc.disable) as pool:
-        running = {pool.submit(compile_build, build): build for build in builds}
-        for number, done in enumerate(as_completed(running), 1):
-            build = running[done]
-            if done.exception() is not None:
-                found = [f"does not compile: {done.exception()}"]
-                row = f"{build.kernel:<14}{build.dtype:<5} does not compile"
-            else:
-                compiled = done.result()
-                found = compiled.complaints(build.required, build.bytes_in_flight)
-                row = line(build, compiled)
-            print(f"[{number:>3}/{len(builds)}]{' !' if found else '  '}{row.rstrip()}"[:220], flush=True)
-            wrong += [f"{build.kernel} {build.dtype} {build.label}: {complaint}" for complaint in found]
-    return wrong
 
 
 def main() -> int:

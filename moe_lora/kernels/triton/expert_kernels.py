@@ -19,6 +19,49 @@ import triton.language as tl
 from .entries import dot, rounded
 
 
+@triton.jit(do_not_specialize=("power",))
+def choose_experts(
+    logits,
+    live,
+    weights,
+    ids,
+    num_experts,
+    power,
+    TOP_K: tl.constexpr,
+    SOFTMAX_FIRST: tl.constexpr,
+    NORM: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """A token's TOP_K experts of the largest scores, ascending by number, and their weights: see
+    `experts.choose`.  EXPERTS: a power of 2, E at least.  A program per token."""
+    token = tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
+    logit_E = tl.load(logits + token * num_experts + e, mask=e < num_experts, other=-float("inf")).to(
+        tl.float32
+    )
+    logit_E = tl.where(logit_E == logit_E, logit_E, -float("inf"))
+    largest = tl.maximum(tl.max(logit_E, axis=0), -3e38)
+    exp_E = tl.exp(logit_E - largest)
+    score_E = exp_E / tl.sum(exp_E, axis=0) if SOFTMAX_FIRST else logit_E
+    score_E = tl.where(score_E == score_E, score_E, 0.0)  # so that each time some expert has the largest
+    left_E = e < num_experts
+    for _ in tl.static_range(TOP_K):
+        best = tl.max(tl.where(left_E, score_E, -float("inf")), axis=0)
+        first = tl.min(tl.where(left_E & (score_E == best), e, EXPERTS), axis=0)
+        left_E = left_E & (e != first)
+    chosen_E = (e < num_experts) & (left_E == 0)
+    kept_E = tl.where(chosen_E, score_E if SOFTMAX_FIRST else exp_E, 0.0)
+    if NORM == 1:
+        kept_E = kept_E / tl.sum(kept_E, axis=0)
+    if NORM == 2:
+        powers_E = tl.where(chosen_E, tl.exp2(tl.log2(kept_E) * power), 0.0)
+        kept_E = kept_E / tl.exp2(tl.log2(tl.sum(powers_E, axis=0)) / power)
+    place_E = token * TOP_K + tl.cumsum(chosen_E.to(tl.int32), axis=0) - 1
+    tl.store(weights + place_E, kept_E, mask=chosen_E)
+    is_live = tl.load(live + token) != 0
+    tl.store(ids + place_E, tl.where(is_live, e, -1), mask=chosen_E)
+
+
 @triton.jit
 def _expert_of(ids, row, num_rows, num_experts):
     """Expert of each row, E for one without, E + 1 past the last row."""

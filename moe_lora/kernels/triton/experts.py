@@ -2,6 +2,7 @@
 
 Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.
 
+    choose         each token's experts and their weights, from the logits
     order          rows by expert, made once for the layers of a step's experts
     linear         y = x_row @ weight[expert].T + bias; with a gate, the activation too
     gate           the activation alone, where deltas were added before it
@@ -69,6 +70,38 @@ def rows_of_tiles(num_rows: int, num_experts: int) -> int:
     while block_t < 128 and 2 * block_t * num_experts < 3 * num_rows:
         block_t *= 2
     return block_t
+
+
+def choose(
+    logits: torch.Tensor, live: torch.Tensor, top_k: int, softmax_first: bool, norm: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expert weights [T, K] fp32 and ids [T, K] int32, ids ascending in each row; of equal scores the first.
+
+    softmax_first: the largest of the softmax over all experts, divided by their p-norm if `norm`, p, is not
+    0; else the softmax over the largest logits.  live: [T] bool; ids of other rows are -1.  logits: [T, E].
+    Raises ValueError for operands that don't fit.
+    """
+    num_tokens, num_experts = logits.shape
+    if live.shape != (num_tokens,) or live.dtype != torch.bool or not 1 <= top_k <= num_experts:
+        raise ValueError(
+            f"logits are {tuple(logits.shape)}, live {tuple(live.shape)} {live.dtype}, top_k={top_k}; needed "
+            "are a bool for each row, and 1 to as many experts as there are"
+        )
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
+    by_sum = norm == 1 or not softmax_first  # a softmax over the chosen is their exponentials by their sum
+    if num_tokens:
+        configs.start(
+            configs.kernels("expert_kernels").choose_experts,
+            num_tokens,
+            *(logits.contiguous(), live.contiguous(), weights, ids, num_experts, float(norm)),
+            TOP_K=top_k,
+            SOFTMAX_FIRST=softmax_first,
+            NORM=1 if by_sum else 2 if norm else 0,
+            EXPERTS=1 << (num_experts - 1).bit_length(),
+            num_warps=1,
+        )
+    return weights, ids
 
 
 def by_rows(ids: torch.Tensor, num_experts: int) -> bool:
@@ -219,6 +252,9 @@ def launch_all(dtype: torch.dtype) -> None:
         ]
         biases = [weight.new_empty(weight.shape[:2]) if biased else None for weight in weights]
         tiled = dtype == torch.bfloat16 and inner % _BLOCK_K == 0
+        logits, live = torch.empty(2, num_experts, dtype=dtype), torch.empty(2, dtype=torch.bool)
+        for softmax_first, norm in ((True, 0.0), (True, 1.0), (True, 2.0), (False, 0.0)):
+            choose(logits, live, top_k, softmax_first, norm)
         for rows_per_expert in (0, 2, 20, 40, 80) if tiled else (0, 2):
             num_tokens = max(1, rows_per_expert * num_experts // top_k)
             ids = torch.empty(num_tokens, top_k, dtype=torch.int32)

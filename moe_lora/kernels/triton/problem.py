@@ -95,9 +95,14 @@ class Problem:
 
     def config(self, kernel: str) -> dict[str, Any]:
         """Launch configuration of a kernel here."""
-        dtype, phase = configs.DTYPE_NAMES[self.x.dtype], "decode" if self.decode else "prefill"
-        widths = (self.site.in_features, sum(self.site.out_features))
-        return configs.table_of(self.x.device).config(kernel, dtype, phase, *widths)
+        return config_of(kernel, self.x, self.site, self.decode)
+
+
+def config_of(kernel: str, x: torch.Tensor, site: Site, decode: bool) -> dict[str, Any]:
+    """Launch configuration of a kernel at a site.  x: for dtype and device."""
+    dtype, phase = configs.DTYPE_NAMES[x.dtype], "decode" if decode else "prefill"
+    widths = (site.in_features, sum(site.out_features))
+    return configs.table_of(x.device).config(kernel, dtype, phase, *widths)
 
 
 def checked_problem(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 MAX_REGISTERS = 255
 MAX_SHARED_BYTES = 227 * 1024
@@ -15,6 +16,15 @@ MARKS = TENSOR_CORES, COPIES, TMA = "HGMMA", "LDGSTS.128", "UTMALDG"
 """Products by warpgroup, 16-byte copies into shared memory, those by TMA: what SGMV is made of on Hopper."""
 _SM_SHARED_BYTES, _SM_REGISTERS, _RESERVED_BYTES = 228 * 1024, 65536, 1024
 _BITS = {"f32": 32, "i32": 32, "bf16": 16, "f16": 16, "i8": 8, "f8E4M3FN": 8}
+
+
+class Ring(NamedTuple):
+    """Buffers that a loop fills while it computes on one of them.  bits: of an element."""
+
+    buffers: int
+    rows: int
+    columns: int
+    bits: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +37,13 @@ class Compiled:
     local_bytes: int
     spill_instructions: int
     instructions: frozenset[str]
-    bytes_in_flight: int = 0
+    rings: tuple[Ring, ...] = ()
     threads: int = 128
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """What loops keep on their way: of each ring of buffers, all but the one that is computed on."""
+        return sum((ring.buffers - 1) * ring.rows * ring.columns * ring.bits // 8 for ring in self.rings)
 
     def in_flight_per_sm(self, programs: int) -> int:
         """Bytes that loops keep on their way to an SM, with so many programs on it or as many as fit."""
@@ -36,12 +51,14 @@ class Compiled:
         by_registers = _SM_REGISTERS // (-(-max(self.registers, 1) // 8) * 8 * self.threads)
         return min(programs, by_shared, by_registers) * self.bytes_in_flight
 
-    def complaints(self, required: tuple[str, ...] = (), bytes_in_flight: int = 0) -> list[str]:
+    def complaints(
+        self, required: tuple[str, ...] = (), rings: tuple[tuple[int, int, int], ...] = ()
+    ) -> list[str]:
         """What is wrong with it: lost instructions or buffers, spills, limits exceeded.  Empty if nothing
         is."""
         found = [f"lost {name}" for name in required if name not in self.instructions]
-        if self.bytes_in_flight < bytes_in_flight:
-            found.append(f"keeps {self.bytes_in_flight} bytes in flight instead of {bytes_in_flight}")
+        lost = Counter(rings) - Counter(ring[:3] for ring in self.rings)
+        found += [f"lost {number} buffers of {rows} x {columns}" for number, rows, columns in lost.elements()]
         if "USETMAXREG" in self.instructions:
             found.append(
                 "is warp-specialized: Triton waits there for no copy by pointer, and writes tensor maps anew "
@@ -75,18 +92,16 @@ def inspect(cubin: bytes, dynamic_shared_bytes: int, ttgir: str = "", threads: i
             subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
             for option in ("--dump-resource-usage", "-sass")
         )
-    return replace(
-        parse(usage, sass, dynamic_shared_bytes), bytes_in_flight=staged_bytes(ttgir), threads=threads
-    )
+    return replace(parse(usage, sass, dynamic_shared_bytes), rings=rings_of(ttgir), threads=threads)
 
 
-def staged_bytes(ttgir: str) -> int:
-    """Bytes that loops keep on their way: of each ring of buffers, all but the one that is computed on."""
-    rings = re.findall(r"local_alloc[^:]*: \(\) -> !ttg\.memdesc<(\d+)x([\dx]+)x([a-zA-Z]\w*),", ttgir)
-    return sum(
-        (int(ring) - 1) * prod(map(int, shape.split("x"))) * _BITS[kind] // 8
-        for ring, shape, kind in rings
-        if kind in _BITS and "x" in shape
+def rings_of(ttgir: str) -> tuple[Ring, ...]:
+    """The rings of two-dimensional buffers that a kernel's loops have."""
+    found = re.findall(r"local_alloc[^:]*: \(\) -> !ttg\.memdesc<(\d+)x(\d+)x(\d+)x([a-zA-Z]\w*),", ttgir)
+    return tuple(
+        Ring(int(buffers), int(rows), int(columns), _BITS[kind])
+        for buffers, rows, columns, kind in found
+        if kind in _BITS
     )
 
 

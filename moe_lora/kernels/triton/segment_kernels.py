@@ -27,22 +27,48 @@ def _row_keys(
 
 
 @triton.jit
+def _cut(described, total, tiles, num_tiles, tile_rows, BLOCK: tl.constexpr):
+    """One tile per `tile_rows` positions of each segment, in order of position."""
+    written = 0
+    for first in tl.range(0, total, BLOCK):
+        position = first + tl.arange(0, BLOCK)
+        inside = position < total
+        segment_first = tl.load(described + position * 4, mask=inside, other=0)
+        segment_end = tl.load(described + position * 4 + 1, mask=inside, other=0)
+        starts = inside & ((position - segment_first) % tile_rows == 0)
+        tile = written + tl.cumsum(starts.to(tl.int32), axis=0) - 1
+        tl.store(tiles + tile * 4, position, mask=starts)
+        tl.store(tiles + tile * 4 + 1, tl.minimum(position + tile_rows, segment_end), mask=starts)
+        for part in tl.static_range(2, 4):
+            value = tl.load(described + position * 4 + part, mask=inside, other=0)
+            tl.store(tiles + tile * 4 + part, value, mask=starts)
+        written += tl.sum(starts.to(tl.int32), axis=0)
+    tl.store(num_tiles, written)
+
+
+@triton.jit
 def sort_rows(
     token_slots,
     ids,
     rows,
     described,
     count,
+    tiles,
+    num_tiles,
+    sorted_blocks,
     num_rows,
     num_slots,
     num_experts,
+    tile_rows,
     TOP_K: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    CUT: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_OTHER: tl.constexpr,
+    BLOCK_CUT: tl.constexpr,
 ):
     """Stable sort by counting: a row's position is how many rows have a smaller key, or its own and come
-    first.
+    first.  CUT: the program that is done last cuts `tiles`; sorted_blocks [1] is 0 before.
 
     Quadratic in R, but one launch: right for decode steps, where sorting must cost microseconds.
     """
@@ -70,24 +96,14 @@ def sort_rows(
     tl.store(described + position * 4 + 3, tl.where(none, -1, key // num_slots), mask=inside)
     if tl.program_id(0) == 0:
         tl.store(count, with_adapter)
+    if CUT:
+        tl.debug_barrier()  # all threads have stored
+        done_before = tl.atomic_add(sorted_blocks, 1, sem="acq_rel")
+        if done_before == tl.num_programs(0) - 1:
+            _cut(described, with_adapter, tiles, num_tiles, tile_rows, BLOCK_CUT)
 
 
 @triton.jit
 def cut_tiles(described, count, tiles, num_tiles, tile_rows, BLOCK: tl.constexpr):
-    """One tile per `tile_rows` positions of each segment, in order of position.  One program."""
-    total = tl.load(count)
-    written = 0
-    for first in tl.range(0, total, BLOCK):
-        position = first + tl.arange(0, BLOCK)
-        inside = position < total
-        segment_first = tl.load(described + position * 4, mask=inside, other=0)
-        segment_end = tl.load(described + position * 4 + 1, mask=inside, other=0)
-        starts = inside & ((position - segment_first) % tile_rows == 0)
-        tile = written + tl.cumsum(starts.to(tl.int32), axis=0) - 1
-        tl.store(tiles + tile * 4, position, mask=starts)
-        tl.store(tiles + tile * 4 + 1, tl.minimum(position + tile_rows, segment_end), mask=starts)
-        for part in tl.static_range(2, 4):
-            value = tl.load(described + position * 4 + part, mask=inside, other=0)
-            tl.store(tiles + tile * 4 + part, value, mask=starts)
-        written += tl.sum(starts.to(tl.int32), axis=0)
-    tl.store(num_tiles, written)
+    """`_cut` alone, for tiles of a second size.  One program."""
+    _cut(described, tl.load(count), tiles, num_tiles, tile_rows, BLOCK)

@@ -20,6 +20,8 @@ from . import configs
 SORT_MAX_ROWS = 4096
 """Above this many rows `torch.sort` replaces the counting sort; both are stable and give the same order."""
 
+_ZEROS, _LINE = 1 << 16, 32
+
 
 class Tiles(NamedTuple):
     """table: [R, 4] int32, of which the first `num` ([1] int32) rows are (first position, last + 1, slot,
@@ -27,6 +29,25 @@ class Tiles(NamedTuple):
 
     table: torch.Tensor
     num: torch.Tensor
+
+
+class Zeros:
+    """Integers of a device that are 0 when they are taken: one fill serves many launches.
+
+    For what is launched on one stream while the object lives, and for replays of a graph that was captured
+    meanwhile: the fill is in it.
+    """
+
+    def __init__(self) -> None:
+        self._left: torch.Tensor | None = None
+
+    def take(self, count: int, device: torch.device) -> torch.Tensor:
+        """[count] int32 that nobody else gets, from a cache line's begin on."""
+        if self._left is None or self._left.numel() < count:
+            self._left = torch.zeros(max(count, _ZEROS), dtype=torch.int32, device=device)
+        taken = self._left[:count]
+        self._left = self._left[-(-count // _LINE) * _LINE :]
+        return taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +69,33 @@ class Segments:
     def tiles(self, tile_rows: int) -> Tiles:
         """Segments cut into tiles of at most `tile_rows` rows; made once per size."""
         if tile_rows not in self._tiles:
-            tiles = Tiles(torch.empty_like(self.described), torch.empty_like(self.count))
-            operands = (self.described, self.count, *tiles, tile_rows)
+            operands = (self.described, self.count, *self.new_tiles(tile_rows), tile_rows)
             configs.start(configs.kernels("segment_kernels").cut_tiles, 1, *operands, BLOCK=1024, num_warps=8)
-            self._tiles[tile_rows] = tiles
         return self._tiles[tile_rows]
 
+    def new_tiles(self, tile_rows: int) -> Tiles:
+        """Memory of `tiles`, which the caller has filled."""
+        made = Tiles(torch.empty_like(self.described), torch.empty_like(self.count))
+        return self._tiles.setdefault(tile_rows, made)
 
-def rows_for(operands: LoraOperands, kernel: str) -> Segments:
+
+def rows_for(operands: LoraOperands, kernel: str, tile_rows: int = 0, zeros: Zeros | None = None) -> Segments:
     """What `kernel` walks: `build_segments` for "sgmv", `unsorted_rows` for the baselines."""
-    build = build_segments if kernel == "sgmv" else unsorted_rows
-    return build(operands.token_slots, operands.ids, operands.slots.num_slots, operands.site.num_experts)
+    rows = (operands.token_slots, operands.ids, operands.slots.num_slots, operands.site.num_experts)
+    return build_segments(*rows, tile_rows, zeros) if kernel == "sgmv" else unsorted_rows(*rows)
 
 
 def build_segments(
-    token_slots: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
+    token_slots: torch.Tensor,
+    ids: torch.Tensor | None,
+    num_slots: int,
+    num_experts: int,
+    tile_rows: int = 0,
+    zeros: Zeros | None = None,
 ) -> Segments:
     """Sort rows by (expert, slot), stably; rows without adapter or expert go last.
+
+    tile_rows, zeros: cut tiles of so many rows in the same launch, with a counter from there.
 
     token_slots: [T] int32, -1 = no adapter.  ids: [T, K] int32, -1 = no expert here, or None at dense sites.
     Slots outside 0..num_slots-1 and experts outside 0..num_experts-1 count as none (num_experts 0 is taken as
@@ -76,13 +107,16 @@ def build_segments(
     experts = max(1, num_experts)
     rows = torch.empty(num_rows, dtype=torch.int32, device=token_slots.device)
     described = torch.empty(num_rows, 4, dtype=torch.int32, device=token_slots.device)
-    count = torch.zeros(1, dtype=torch.int32, device=token_slots.device)
-    segments = Segments(rows=rows, described=described, count=count)
     if num_rows == 0:
-        return segments
+        count = torch.zeros(1, dtype=torch.int32, device=token_slots.device)
+        return Segments(rows=rows, described=described, count=count)
     if num_rows > SORT_MAX_ROWS:
         return _sorted_by_torch(token_slots, ids, num_slots, experts)
-    block = 64
+    segments = Segments(rows=rows, described=described, count=rows.new_empty(1))
+    cut, sorted_blocks, block = (described, segments.count), segments.count, 64
+    if tile_rows and zeros is not None:
+        cut = segments.new_tiles(tile_rows)
+        sorted_blocks = zeros.take(1, token_slots.device)
     configs.start(
         configs.kernels("segment_kernels").sort_rows,
         -(-num_rows // block),
@@ -91,15 +125,20 @@ def build_segments(
             token_slots if ids is None else ids,
             rows,
             described,
-            count,
+            segments.count,
+            *cut,
+            sorted_blocks,
             num_rows,
             num_slots,
             experts,
+            tile_rows,
         ),
         TOP_K=1 if ids is None else ids.shape[1],
         HAS_IDS=ids is not None,
+        CUT=isinstance(cut, Tiles),
         BLOCK=block,
         BLOCK_OTHER=128,
+        BLOCK_CUT=1024,
         num_warps=8,
     )
     return segments

@@ -34,7 +34,7 @@ from moe_lora.kernels.operands import LoraOperands
 from . import configs, steps
 from .configs import Choice, ConfigTable, matches
 from .problem import Problem, check_output, checked_problem
-from .segments import Segments, rows_for
+from .segments import Segments, Zeros, rows_for
 
 if TYPE_CHECKING:
     from moe_lora.core.shape import Site
@@ -93,11 +93,15 @@ def forced(algorithm: str) -> tuple[Choice, ...]:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What `lora_shrink` leaves for `lora_expand`: h of each class of ranks, on the device."""
+    """What `lora_shrink` leaves for `lora_expand`: h of each class of ranks, on the device.
+
+    zeros: for counters of classes without h, which expand computes in the same launch.
+    """
 
     problem: Problem
     kernel: str
-    parts: tuple[tuple[Choice, torch.Tensor], ...]
+    parts: tuple[tuple[Choice, torch.Tensor | None], ...]
+    zeros: Zeros
 
 
 def lora_shrink(
@@ -109,6 +113,7 @@ def lora_shrink(
     algorithm: str | None = None,
     max_lora_rank: int | None = None,
     batch_rank: int | None = None,
+    zeros: Zeros | None = None,
 ) -> Shrunk:
     """h = x_row @ A.T for each row that has an adapter and each module of the site.
 
@@ -117,10 +122,12 @@ def lora_shrink(
     batch_rank: no row of this batch has a larger rank; workspaces are of that width, and "bgmv" pads to it
     (without it, it waits for the device to learn it).  Modules that share A (same a_offset and rank) are
     computed once.
+    zeros: where counters are taken from.  With them, where `steps.takes_one_launch`, `lora_expand` launches
+    both halves as one kernel, with the same bits, and x must be as it is until then.
     Raises ValueError for operands that don't fit.
     """
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
-    return _shrunk(problem, kernel, _choices(problem, kernel, algorithm))
+    return _shrunk(problem, kernel, _choices(problem, kernel, algorithm), zeros)
 
 
 def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
@@ -144,6 +151,7 @@ def lora_delta(
     algorithm: str | None = None,
     max_lora_rank: int | None = None,
     batch_rank: int | None = None,
+    zeros: Zeros | None = None,
 ) -> None:
     """out = delta of each row, zeros where it has no adapter; all of out is overwritten.
 
@@ -153,7 +161,7 @@ def lora_delta(
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     check_output(out, problem, "out")
     out.zero_()
-    _expand(_shrunk(problem, kernel, _choices(problem, kernel, algorithm)), out, add=False)
+    _expand(_shrunk(problem, kernel, _choices(problem, kernel, algorithm), zeros), out, add=False)
 
 
 def _problem(
@@ -198,20 +206,24 @@ def _choices(problem: Problem, kernel: str, algorithm: str | None) -> tuple[Choi
     return possible
 
 
-def _shrunk(problem: Problem, kernel: str, choices: tuple[Choice, ...]) -> Shrunk:
-    parts = []
+def _shrunk(problem: Problem, kernel: str, choices: tuple[Choice, ...], zeros: Zeros | None) -> Shrunk:
+    parts: list[tuple[Choice, torch.Tensor | None]] = []
     has_rows = problem.num_rows > 0 and problem.max_lora_rank > 0
     for choice in choices if has_rows else ():
-        if choice.algorithm == "wgmma":
-            parts.append((choice, steps.wgmma_shrink(problem, choice)))
-        else:
+        if choice.algorithm != "wgmma":
             parts.append((choice, steps.vector_shrink(problem, choice, kernel)))
-    return Shrunk(problem, kernel, tuple(parts))
+        elif zeros is not None and steps.takes_one_launch(problem):
+            parts.append((choice, None))
+        else:
+            parts.append((choice, steps.wgmma_shrink(problem, choice)))
+    return Shrunk(problem, kernel, tuple(parts), Zeros() if zeros is None else zeros)
 
 
 def _expand(shrunk: Shrunk, y: torch.Tensor, add: bool, subtract: bool = False) -> None:
     for choice, h in shrunk.parts:
-        if choice.algorithm == "wgmma":
+        if h is None:
+            steps.wgmma_site(shrunk.problem, choice, y, add, subtract, shrunk.zeros)
+        elif choice.algorithm == "wgmma":
             steps.wgmma_expand(shrunk.problem, choice, h, y, add, subtract)
         else:
             steps.vector_expand(shrunk.problem, choice, shrunk.kernel, h, y, add, subtract)

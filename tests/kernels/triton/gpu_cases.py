@@ -17,6 +17,7 @@ ODD = SiteCase("o", ("o",), 37, (29,))
 GATE_UP = SiteCase("gate_up", ("gate", "up"), 48, (32, 32), num_experts=3)
 DOWN = SiteCase("down", ("down",), 35, (21,), num_experts=3)
 SITES = (QKV, ODD, GATE_UP, DOWN)
+EVEN_QKV = SiteCase("qkv", ("q", "k", "v"), 64, (80, 16, 144))
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 
 

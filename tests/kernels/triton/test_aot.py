@@ -47,16 +47,21 @@ TTGIR = """
 
 
 def test_bytes_in_flight_are_those_of_all_buffers_of_a_ring_but_one():
-    assert sass.staged_bytes(TTGIR) == 2 * 64 * 128 * 2
-    one = replace(sass.parse(USAGE, SASS, 60 * 1024), bytes_in_flight=32768)
+    one = replace(sass.parse(USAGE, SASS, 60 * 1024), rings=sass.rings_of(TTGIR))
     assert [one.in_flight_per_sm(programs) for programs in (1, 3, 9)] == [32768, 3 * 32768, 3 * 32768]
-    assert one.complaints(bytes_in_flight=32768) == []
-    assert "instead of 32769" in one.complaints(bytes_in_flight=32769)[0]
+
+
+def test_a_ring_does_not_stand_for_another_of_the_same_size():
+    """In prefill those of x are as large as those of weights."""
+    one = replace(sass.parse(USAGE, SASS, 60 * 1024), rings=sass.rings_of(TTGIR))
+    assert one.complaints(rings=((3, 64, 128),)) == []
+    assert one.complaints(rings=((3, 64, 128),) * 2) == ["lost 3 buffers of 64 x 128"]
+    assert one.complaints(rings=((4, 64, 128),)) == ["lost 4 buffers of 64 x 128"]
 
 
 def wgmma_build(kernel: str, phase: str = "decode") -> aot.Build:
     config = configs.load_table(configs.FALLBACK).config(kernel, "bf16", phase, 4096, 4096)
-    return next(b for b in aot.config_builds(kernel, config, "bf16", 2, 1) if b.bytes_in_flight)
+    return next(b for b in aot.config_builds(kernel, config, "bf16", 2, 1) if b.rings)
 
 
 class Owned:
@@ -93,7 +98,7 @@ def test_kernel_that_lost_its_pipeline_fails_the_check(capsys):
     build = wgmma_build("wgmma_expand")
     plain = replace(build, meta={**build.meta, "STAGES": 1, "num_stages": 1})
     wrong = aot.check([plain], processes=1)
-    assert any("bytes in flight instead of 32768" in one for one in wrong)
+    assert any("lost 3 buffers of 64 x 128" in one for one in wrong)
     assert "!" in capsys.readouterr().out
 
 
@@ -131,13 +136,17 @@ def test_every_kernel_of_the_tables_is_built(builds):
         "quantised_tiles",
         "join_parts",
     }
-    pipelined = [b for b in builds if b.kernel.startswith("wgmma") and b.bytes_in_flight]
-    assert {(b.kernel, b.meta["TMA"], b.dtype) for b in pipelined} == set(
-        itertools.product(("wgmma_shrink", "wgmma_expand"), (False, True), ("bf16", "fp16"))
-    )
-    assert all((sass.TMA if b.meta["TMA"] else sass.COPIES) in b.required for b in pipelined)
-    assert {b.meta["ONE_LANE"] for b in pipelined if b.kernel == "wgmma_expand"} == {False, True}
-    assert {b.meta["SPLIT_K"] for b in pipelined if b.kernel == "wgmma_shrink"} == {1, 4}
+    pipelined = [b for b in builds if b.kernel.startswith("wgmma") and b.rings]
+    assert {(b.kernel, b.meta.get("TMA", False), b.dtype) for b in pipelined} == {
+        *itertools.product(("wgmma_shrink", "wgmma_expand"), (False, True), ("bf16", "fp16")),
+        *itertools.product(("wgmma_site",), (False,), ("bf16", "fp16")),
+    }
+    assert all((sass.TMA if b.meta.get("TMA") else sass.COPIES) in b.required for b in pipelined)
+    for kernel in ("wgmma_expand", "wgmma_site"):
+        assert {b.meta["ONE_LANE"] for b in pipelined if b.kernel == kernel} == {False, True}
+    for kernel in ("wgmma_shrink", "wgmma_expand", "wgmma_site"):
+        assert {b.meta["SPLIT_K"] for b in pipelined if b.kernel == kernel} == {1, 2, 3, 4}
+    assert {b.meta["EVEN"] for b in pipelined if b.kernel != "wgmma_expand"} == {False, True}
     for kernel in configs.KERNEL_NAMES:
         found = {(build.dtype, build.meta["MODULES"]) for build in builds if build.kernel == kernel}
         dtypes = {"bf16", "fp16"} | ({"fp32"} if kernel.startswith("vector") else set())

@@ -246,6 +246,34 @@ def test_layer_computes_its_experts_by_these_kernels(device, family, monkeypatch
     assert torch.equal(outs[0][4:], outs[1][4:])
 
 
+@pytest.mark.parametrize("kind", ["softmax_topk", "topk_softmax"])
+@pytest.mark.parametrize("norm", [None, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_experts_are_chosen_as_by_torch(device, kind, norm, dtype):
+    layer, _ = moe("qwen3_moe", device)
+    layer.gate_kind, layer.gate_norm, layer.top_k = kind, norm, 3
+    logits = random(torch.Generator().manual_seed(2), 5, 13, dtype=dtype)
+    live = torch.tensor([True, True, False, True, True])
+    weights, ids = layer.choose(logits, live)
+    found = experts.choose(
+        logits.to(device), live.to(device), 3, kind == "softmax_topk", layer.gate_norm or 0.0
+    )
+    assert torch.equal(found[1].cpu(), ids)
+    torch.testing.assert_close(found[0].cpu(), weights)
+
+
+def test_chosen_experts_are_different_ones_whatever_the_logits_are(device):
+    """Of equal ones the first; what is no number comes last."""
+    inf, nan = float("inf"), float("nan")
+    logits = torch.tensor([[1.0, 2, 2, 2, 0], [nan, 1, nan, nan, nan], [-inf] * 5]).to(device)
+    live = torch.ones(3, dtype=torch.bool, device=device)
+    for softmax_first in (True, False):
+        _, ids = experts.choose(logits, live, 2, softmax_first, 1.0)
+        assert ids.tolist() == [[1, 2], [0, 1], [0, 1]]
+    with pytest.raises(ValueError, match="top_k=6"):
+        experts.choose(logits, live, 6, True, 1.0)
+
+
 def test_layer_on_cuda_orders_its_rows_for_these_kernels():
     """Seen on tensors without memory; where there is an order, the test above says what follows."""
     layer, _ = moe("mixtral", torch.device("cpu"))

@@ -29,16 +29,20 @@ def described_rows(token_slots, ids) -> list[tuple[int, int, int]]:
     top_k=st.integers(0, 3),
     tile_rows=st.sampled_from([1, 2, 16]),
     by_torch=st.booleans(),
+    cut_at_once=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_segments_are_a_sorted_permutation_cut_into_tiles(device, slots, top_k, tile_rows, by_torch, seed):
+def test_segments_are_a_sorted_permutation_cut_into_tiles(
+    device, slots, top_k, tile_rows, by_torch, cut_at_once, seed
+):
     token_slots = torch.tensor(slots, dtype=torch.int32, device=device)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, 3, (len(slots), top_k), generator=generator).int().to(device) if top_k else None
     limit = segments.SORT_MAX_ROWS
     try:
         segments.SORT_MAX_ROWS = 0 if by_torch else limit
-        built = segments.build_segments(token_slots, ids, 4, 3 if top_k else 0)
+        zeros = segments.Zeros() if cut_at_once else None
+        built = segments.build_segments(token_slots, ids, 4, 3 if top_k else 0, tile_rows, zeros)
     finally:
         segments.SORT_MAX_ROWS = limit
     expected, count = described_rows(token_slots, ids), int(built.count)
@@ -85,11 +89,11 @@ def test_wrong_shapes_and_dtypes_are_refused(device):
 def test_order_is_shared_by_sites_of_the_same_rows_only(device):
     token_slots = torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
     ids = torch.tensor([[0, 1], [2, 3], [1, 0]], dtype=torch.int32, device=device)
-    shared = SharedSegments()
+    shared, x = SharedSegments(), torch.zeros(3, 1, dtype=torch.bfloat16, device=device)
 
     def of(layer, ids):
         site, slots = QKV if ids is None else GATE_UP, SlotTable(2, 2, 1, device)
-        return shared.of(LoraOperands(token_slots, ids, site, layer, token_slots, slots, token_slots), "sgmv")
+        return shared.of(LoraOperands(x, ids, site, layer, token_slots, slots, token_slots), "sgmv")
 
     dense, experts = of(0, None), of(0, ids)
     assert of(1, None) is dense
