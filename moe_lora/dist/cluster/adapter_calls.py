@@ -63,7 +63,10 @@ class FleetAdapters:
             async with self._locks.setdefault(name, asyncio.Lock()):
                 return await change
 
-        return await asyncio.shield(work())
+        task = asyncio.ensure_future(work())
+        # Who asked may have left; that it failed is then nobody's.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
 
     async def _load(self, name: str, path: str, replace: bool) -> AdapterInfo:
         registry, pool = self._instance_registry, self.pool

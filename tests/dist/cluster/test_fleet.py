@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from unittest.mock import patch
 
@@ -304,6 +305,27 @@ def test_instance_that_ends_while_loading_is_left_out():
         assert await tokens_of(fleet, ask(adapter="a")) == list(range(2, 10))
 
     asyncio.run(run())
+
+
+def test_load_that_fails_after_its_caller_left_is_nobodys_error():
+    said = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+        engine = CountingEngine()
+        load = asyncio.create_task(fleet_of(engine).load_adapter("a", "p"))
+        await asyncio.sleep(0)
+        engine.alive = False
+        load.cancel()
+        await asyncio.wait([load])
+        assert load.cancelled()
+        [left] = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.wait([left])
+        del left
+        gc.collect()
+
+    asyncio.run(run())
+    assert said == []
 
 
 def test_loads_of_one_name_at_once_leave_all_instances_alike():
