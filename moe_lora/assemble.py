@@ -19,6 +19,7 @@ from .config import ONE_FRONT_END, EngineConfig, FrontEndConfig, LoraServerConfi
 if TYPE_CHECKING:
     from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet
     from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
+    from moe_lora.dist.launch.host_roles import HostRoles
 
     from .serve.reload import Reload
 
@@ -43,8 +44,8 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     async def run(cluster: ClusterConfig, registry: ServedRegistry | None) -> None:
         at_once = asyncio.Event()
         async with (
-            local_lora_server(cluster, at_once) as joined,
-            local_instances(joined, registry, at_once=at_once) as controlled,
+            local_lora_server(cluster, at_once, reload) as joined,
+            local_instances(joined, registry, at_once=at_once, reload=reload) as controlled,
         ):
             frontend = Frontend(
                 client=controlled.fleet, tokenizer=tokenizer, cluster=joined, controller=controlled.controller
@@ -76,7 +77,6 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
     from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.processes import usable_cores
     from moe_lora.dist.launch.host_roles import (
-        HostRoles,
         cluster_file,
         on_sockets,
         roles_of,
@@ -99,7 +99,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
 
     async def run(folder: str, contents_dir: str) -> int:
         at_once = asyncio.Event()
-        async with local_lora_server(cluster, at_once) as joined:
+        async with local_lora_server(cluster, at_once, reload) as joined:
             whole = on_sockets(joined, num_front_ends, folder)
             whole = replace(whole, engine=replace(whole.engine, contents_dir=contents_dir))
             with cluster_file(whole) as file:
@@ -172,11 +172,12 @@ async def local_instances(
     registry: ServedRegistry | None = None,
     router: Router | None = None,
     at_once: asyncio.Event | None = None,
+    reload: Reload | None = None,
 ) -> AsyncIterator[ControlledFleet]:
     """Engine processes of this host that stand in for each other, ended with the context.
 
     Each that ends is started again.  registry: see `controlled_fleet`.  router: another than the settings
-    name.  at_once: see `HostRoles`.  Raises what keeps one from starting.
+    name.  at_once: see `HostRoles`.  reload: read again by them too.  Raises what keeps one from starting.
     """
     from moe_lora.core.address import parse_address
     from moe_lora.core.host import OwnFolder, run_folder
@@ -203,7 +204,8 @@ async def local_instances(
             kept = stack.enter_context(run_folder(config.state_dir))
             config = replace(config, contents_dir=str(kept / "contents"))
         cluster = on_sockets(replace(cluster, engine=config), 1, str(folder))
-        parts = instance_roles(config.num_instances, stack.enter_context(cluster_file(cluster)))
+        file = stack.enter_context(cluster_file(cluster))
+        parts = instance_roles(config.num_instances, file)
         async with controlled_fleet(
             cluster,
             routes,
@@ -217,6 +219,7 @@ async def local_instances(
             for part in parts:
                 instance_registry.number_of(part.name)
             roles = HostRoles(parts, at_once=at_once)
+            _pass_on(reload, file, cluster, roles)
             roles.failed.add_done_callback(
                 lambda failed: setattr(instance_registry, "advice", str(failed.result()))
             )
@@ -227,6 +230,19 @@ async def local_instances(
             finally:
                 await controlled.fleet.close()
                 await roles.stop()
+
+
+def _pass_on(reload: Reload | None, file: int, cluster: ClusterConfig, roles: HostRoles) -> None:
+    """Have the log level of these processes follow this one's.  file: what they read; it says `cluster`."""
+    from moe_lora.dist.launch.host_roles import write_cluster
+
+    def tell(now: FrontEndConfig) -> None:
+        front_end = replace(cluster.front_end, log_level=now.log_level)
+        write_cluster(file, replace(cluster, front_end=front_end))
+        roles.hang_up()
+
+    if reload is not None:
+        reload.passes_on.append(tell)
 
 
 _ALL_ENDED = "each that ended is being started again; send the request again in a while"
@@ -279,12 +295,12 @@ def _instances_only(config: EngineConfig, front_end: FrontEndConfig) -> ClusterC
 
 @asynccontextmanager
 async def local_lora_server(
-    cluster: ClusterConfig, at_once: asyncio.Event | None = None
+    cluster: ClusterConfig, at_once: asyncio.Event | None = None, reload: Reload | None = None
 ) -> AsyncIterator[ClusterConfig]:
     """The LoRA Server's ranks on this host, ended with the context; yields settings that name the server.
 
-    Its address and store_dir are chosen here.  at_once: see `HostRoles`.  Without a LoRA Server nothing is
-    started.
+    Its address and store_dir are chosen here.  at_once: see `HostRoles`.  reload: read again by them too.
+    Without a LoRA Server nothing is started.
     """
     if cluster.lora_server is None:
         yield cluster
@@ -315,8 +331,9 @@ async def local_lora_server(
             front_ends={},
             controller=None,
         )
-        ranks = server_roles(layout.num_ranks, stack.enter_context(cluster_file(alone)))
-        roles = HostRoles(ranks, at_once=at_once)
+        file = stack.enter_context(cluster_file(alone))
+        roles = HostRoles(server_roles(layout.num_ranks, file), at_once=at_once)
+        _pass_on(reload, file, alone, roles)
         try:
             await roles.ready()
             yield cluster

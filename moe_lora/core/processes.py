@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -83,3 +84,20 @@ def wait_for_hang_up(fd: int) -> None:
     # Hang-ups are reported without being asked for; POLLRDHUP, where there is one, tells a half-closed peer.
     hang_up.register(fd, getattr(select, "POLLRDHUP", 0))
     hang_up.poll()
+
+
+# What holds for a process of any role.
+
+
+def set_log_level(level: str) -> None:
+    """Log what is at least that important, of this package."""
+    logging.getLogger("moe_lora").setLevel(level.upper())
+
+
+def has_terminal() -> bool:
+    """Whether a terminal can end this process by SIGHUP."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

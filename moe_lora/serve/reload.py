@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import ssl
 from collections.abc import Callable
 from dataclasses import fields, replace
 
 from moe_lora.config import FrontEndConfig, LimitsConfig
 from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core.processes import has_terminal, set_log_level
 
 from .limits import Limits
 
@@ -20,11 +20,6 @@ _FIXED = frozenset({"trusted_proxies", "idle_timeout_s", "max_unread_steps"})
 """Limits that connections take over when they begin."""
 RELOADED = ("log_level", *(one.name for one in fields(LimitsConfig) if one.name not in _FIXED))
 """Settings of `front_end` that change without a restart."""
-
-
-def set_log_level(level: str) -> None:
-    """Log what is at least that important, of this package."""
-    logging.getLogger("moe_lora").setLevel(level.upper())
 
 
 class Reload:
@@ -37,6 +32,8 @@ class Reload:
         self._read = read
         self._now = read()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.passes_on: list[Callable[[FrontEndConfig], None]] = []
+        """Called with what was read again, for processes that know these settings from this one."""
 
     def begin(self, limits: Limits | None, context: ssl.SSLContext | None = None) -> None:
         """Have it done beside all else.  limits: None: there are none, as at a controller.  context: whose
@@ -77,18 +74,12 @@ class Reload:
             logger.warning(
                 "settings that can't change while it serves have changed too; restart it for those"
             )
+        for pass_on in self.passes_on:
+            pass_on(self._now.front_end)
         return replace(config, **now)
 
 
 def on_hang_up(stop: Callable[[], None], reload: Callable[[], None]) -> Callable[[], None]:
     """What to do at SIGHUP: it says that the terminal was closed, or else, that settings have changed."""
-    had_terminal = _has_terminal()
-    return lambda: stop() if had_terminal and not _has_terminal() else reload()
-
-
-def _has_terminal() -> bool:
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
+    had_terminal = has_terminal()
+    return lambda: stop() if had_terminal and not has_terminal() else reload()

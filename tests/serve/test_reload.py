@@ -15,8 +15,9 @@ import pytest
 from moe_lora.config import EngineConfig, FrontEndConfig, LimitsConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.processes import set_log_level
 from moe_lora.serve.limits import Limits
-from moe_lora.serve.reload import Reload, on_hang_up, set_log_level
+from moe_lora.serve.reload import Reload, on_hang_up
 
 
 class Written:

@@ -161,6 +161,10 @@ def test_limits_and_log_level_of_the_file_are_read_again_on_sighup(server):
     reread(
         "front_end: {max_choices: 2, log_level: warning}\n", "read again: log_level=warning, max_choices=2"
     )
+    wait_until(
+        lambda: server.log.read_text().count("log_level is warning") == 3,
+        "the instance and both ranks are told",
+    )
     assert status() == 400
     reread("front_end: {max_choices: none}\n", "can't be read again and stay as they are")
     assert status() == 400

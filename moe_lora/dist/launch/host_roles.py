@@ -125,14 +125,13 @@ class HostRoles:
                 found[1].kill()
 
     def hang_up(self) -> None:
-        """Have front ends and the controller read their settings again.
+        """Have all read again what they can of their settings.
 
         One that does not listen for the signal yet ends by it, and reads them when it is started again.
         """
-        for role, process in self._running.values():
-            if role.kind in (FRONT_END, CONTROLLER):
-                with suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGHUP)
+        for _, process in self._running.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGHUP)
 
     async def stop(self) -> None:
         """End all, those first that others work for; return when they have ended."""

@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moe_lora.config import EngineConfig
-from moe_lora.config.cluster import ClusterConfig
+from moe_lora.config.cluster import ClusterConfig, read_cluster
 from moe_lora.core.address import Address
-from moe_lora.core.errors import ConfigError
+from moe_lora.core.errors import ConfigError, MoeLoraError
 from moe_lora.core.host import state_folder
+from moe_lora.core.processes import has_terminal, set_log_level
 from moe_lora.dist.net.keys import Keys, keys_of
 
 from .host_roles import say_started, thread_share
@@ -244,6 +245,26 @@ def stop_on_signals(stop: Callable[[], None], place: JobPlace) -> None:
         threading.Thread(
             target=_stop_with_parent, args=(os.getppid(), stop), name="parent-watch", daemon=True
         ).start()
+
+
+def reread_on_hang_up(config: str) -> None:
+    """Log what is at least as important as the cluster's file says, now and from each SIGHUP on what it says
+    by then.  Raises ConfigError.  Whoever has a terminal ends by the signal, which says that it was closed.
+    """
+
+    def reread() -> None:
+        try:
+            level = read_cluster(config).front_end.log_level
+        except (MoeLoraError, OSError, ValueError) as error:
+            logger.error("log_level can't be read again and stays as it is: %s", error)
+            return
+        set_log_level(level)
+        logger.warning("log_level is %s", level)
+
+    set_log_level(read_cluster(config).front_end.log_level)
+    if not has_terminal():
+        # Not in the handler, as in `stop_on_signals`.
+        signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=reread, daemon=True).start())
 
 
 def end_for_restart() -> None:

@@ -36,11 +36,12 @@ def main() -> None:
         parser.error("--name is an instance's")
     from moe_lora.config.cluster import read_cluster
 
-    from .roles import JobPlace, end_with, serve_instance, serve_lora_server
+    from .roles import JobPlace, end_with, reread_on_hang_up, serve_instance, serve_lora_server
 
     status, place = options.status_fd, JobPlace.here()
     try:
         with failure_told(status):
+            reread_on_hang_up(options.config)
             cluster = read_cluster(options.config)
             if options.parent is not None:
                 end_with(options.parent, cluster.folder_of_sockets)
