@@ -15,7 +15,7 @@ venv: $(VENV)/.installed
 
 # torch first and pinned: a range would let another package pull in a build with CUDA libraries.
 $(VENV)/.installed: setup.cfg setup.py pyproject.toml $(wildcard moe_lora/*/csrc/* moe_lora/*/*/csrc/*)
-	@echo "Installing into $(VENV): downloads torch and builds two C++ libraries, which takes some minutes."
+	@echo "Installing into $(VENV): downloads torch and builds C++ libraries, which takes some minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip "setuptools>=74.1" wheel
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"

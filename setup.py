@@ -1,18 +1,28 @@
-"""Builds the two C++ libraries: plain C++, no torch headers, loaded by ctypes. The rest is in setup.cfg."""
+"""Builds the C++ libraries, which ctypes loads. The rest is in setup.cfg.
+
+Two are plain C++. The third has torch's headers and serves the torch that it was built beside. Where there is
+none (an isolated build), or it can't be built, its operations run in Python.
+"""
 
 import sys
 from glob import glob
 
 from setuptools import Extension, setup
 
+try:
+    from torch.utils import cpp_extension
+except ImportError:
+    cpp_extension = None
+
 KERNELS = "moe_lora/kernels/cpu/csrc"
+OPERATIONS = f"{KERNELS}/operations.cpp"
 TRANSPORT = "moe_lora/dist/transport/csrc"
 FLAGS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden"]
 
 extensions = [
     Extension(
         "moe_lora.kernels.cpu._cpu",
-        sources=sorted(glob(f"{KERNELS}/*.cpp")),
+        sources=sorted(set(glob(f"{KERNELS}/*.cpp")) - {OPERATIONS}),
         depends=sorted(glob(f"{KERNELS}/*.h") + glob(f"{KERNELS}/*.inl")),
         # No contraction: a delta is rounded before it is added (see sums.inl).
         extra_compile_args=[*FLAGS, "-fopenmp", "-fno-math-errno", "-ffp-contract=off"],
@@ -20,6 +30,20 @@ extensions = [
         language="c++",
     )
 ]
+if cpp_extension is not None:
+    extensions.append(
+        Extension(
+            "moe_lora.kernels.cpu._operations",
+            sources=[OPERATIONS],
+            depends=[f"{KERNELS}/kernels.h"],
+            include_dirs=cpp_extension.include_paths(),
+            library_dirs=cpp_extension.library_paths(),
+            libraries=["c10", "torch_cpu"],
+            extra_compile_args=["-O2", "-g0", "-std=c++20", "-fvisibility=hidden"],
+            language="c++",
+            optional=True,
+        )
+    )
 if sys.platform == "linux":  # futexes and memfds
     extensions.append(
         Extension(

@@ -20,8 +20,9 @@ import torch
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.ranks.exchange import ExpertExchange, RankSums
 from moe_lora.kernels import ops, reference
-from moe_lora.kernels.cpu import cpu
+from moe_lora.kernels.cpu import cpu, step_calls
 from moe_lora.kernels.cpu.site_linear import SiteLinear
+from moe_lora.kernels.cpu.step_calls import StepCalls
 from moe_lora.kernels.operands import AttentionOperands, KvLayout, StepBounds, StepTables
 from moe_lora.kernels.quantised import QuantisedOperand
 from moe_lora.kernels.triton import triton_attention
@@ -140,7 +141,8 @@ class ExecutionContext:
         self._begun: dict[tuple[int, int], AddTo] = {}
         self._linears: dict[tuple[int, int], SiteLinear] = {}
         self._attention: cpu.StepAttention | None = None
-        self.channels = ops.open_channels(self, layout.num_layers)
+        self._calls = StepCalls(layout.num_layers) if arena.is_cpu and step_calls.are_built else None
+        self.channels = ops.open_channels(self, layout.num_layers, self._calls)
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         """Make `step` the batch that the operations work on."""
@@ -150,6 +152,10 @@ class ExecutionContext:
         if self._arena.is_cpu:
             self._attention = cpu.StepAttention(step, self._layout, self._arena)
         self.backend.begin_step(step, routing)
+        if self._calls is not None and self._attention is not None:
+            first, same = routing.groups[0], routing.groups.count(routing.groups[0]) == len(routing.groups)
+            rows = [self.backend.rows_here(0, site) for site in range(len(first))] if same else []
+            self._calls.begin_step(rows, self._attention)
 
     def lora_begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> None:
         add_to = self.backend.begin(layer, site, x, ids)
@@ -192,7 +198,9 @@ class ExecutionContext:
         if rows is not None and known is None:
             experts = None if ids is None else first_expert
             operands = (weight, bias, x.shape[1], num_out, experts)
-            self._linears[layer, site] = SiteLinear(layer, x.dtype, *operands)
+            linear = self._linears[layer, site] = SiteLinear(layer, x.dtype, *operands)
+            if self._calls is not None:
+                self._calls.see(layer, site, linear)
         return y
 
     def has_deltas(self, layer: int, site: int) -> bool:

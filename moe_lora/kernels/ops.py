@@ -1,11 +1,12 @@
 """The operations a compiled step is made of, registered with torch.library.
 
-Operations that touch the arena or the LoRA tables take a channel: a small int64 tensor [handle, layer].
-It is declared mutated, which keeps their executed order (begin < base GEMM < add_to, KV writes in place)
-under torch.compile, and the arena itself never enters a graph.  `begin` also declares x mutated, so that
-the base GEMM, which reads x, can't be moved before it.  `add_to` names x, which may be read only then: no
-other buffer takes its memory before.  On CPU one operation is all three (`lora_linear`):
-within it nothing can be moved, and it leaves x alone.
+Operations that touch the arena or the LoRA tables take a channel: a small int64 tensor [handle, layer,
+address of a `StepCalls` or 0].  It is declared mutated, which keeps their executed order (begin < base GEMM <
+add_to, KV writes in place) under torch.compile, and the arena itself never enters a graph.  `begin` also
+declares x mutated, so that the base GEMM, which reads x, can't be moved before it.  `add_to` names x, which
+may be read only then: no other buffer takes its memory before.  On CPU one operation is all three
+(`lora_linear`): within it nothing can be moved, and it leaves x alone.  It and attention are tried in C++
+first (csrc/operations.cpp).
 """
 
 from __future__ import annotations
@@ -19,34 +20,46 @@ import torch
 
 from . import reference
 from .cpu import cpu
+from .cpu.step_calls import StepCalls
 from .quantised import QuantisedOperand, format_named
 
 _handlers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _next_handle = itertools.count(1)
 
 
-def open_channels(handler: Any, num_layers: int) -> list[torch.Tensor]:
+def open_channels(handler: Any, num_layers: int, calls: StepCalls | None = None) -> list[torch.Tensor]:
     """One channel per layer for this handler; they stay valid as long as the handler lives.
 
     handler: answers the operations of one engine that take a channel (see `engine.runner.ExecutionContext`).
+    calls: what it leaves to C++.
     """
     handle = next(_next_handle)
     _handlers[handle] = handler
-    return [torch.tensor([handle, layer], dtype=torch.int64) for layer in range(num_layers)]
+    address = 0 if calls is None else calls.address
+    channels = [torch.tensor([handle, layer, address], dtype=torch.int64) for layer in range(num_layers)]
+    weakref.finalize(handler, _close_channels, channels, calls).atexit = False
+    return channels
+
+
+def _close_channels(channels: list[torch.Tensor], calls: StepCalls | None) -> None:
+    """No one may follow the address once `calls`, held until here, is gone."""
+    with torch.inference_mode():
+        for channel in channels:
+            channel[2] = 0
 
 
 def _lora_begin(channel: torch.Tensor, x: torch.Tensor, ids: torch.Tensor | None, site: int) -> None:
-    handle, layer = channel.tolist()
+    handle, layer, _ = channel.tolist()
     _handlers[handle].lora_begin(layer, site, x, ids)
 
 
 def _lora_add_to(channel: torch.Tensor, y: torch.Tensor, x: torch.Tensor, site: int) -> None:
-    handle, layer = channel.tolist()
+    handle, layer, _ = channel.tolist()
     _handlers[handle].lora_add_to(layer, site, y)
 
 
 def _paged_attention(channel: torch.Tensor, *operands: Any) -> torch.Tensor:
-    handle, layer = channel.tolist()
+    handle, layer, _ = channel.tolist()
     return _handlers[handle].paged_attention(layer, *operands)
 
 
@@ -84,7 +97,7 @@ def _lora_linear(
     form: str,
     num_out: int,
 ) -> torch.Tensor:
-    handle, layer = channel.tolist()
+    handle, layer, _ = channel.tolist()
     held = weight if scale is None else QuantisedOperand(format_named(form), weight, scale, zero)
     return _handlers[handle].lora_linear(layer, site, x, ids, held, bias, first_expert, num_out)
 
@@ -160,7 +173,7 @@ def _gated_expert_linear(
     limit: float,
     site: int,
 ) -> torch.Tensor:
-    handle, layer = channel.tolist()
+    handle, layer, _ = channel.tolist()
     handler, experts = _handlers[handle], _experts()
     gate = experts.Gate(clamped, limit)
     if not handler.has_deltas(layer, site):

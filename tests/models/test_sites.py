@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from moe_lora.kernels.cpu import step_calls
 from moe_lora.kernels.cpu.site_linear import SiteLinear
 from moe_lora.lora.backend import RoutedBackend
 from moe_lora.lora.row_routing import Source
@@ -17,6 +18,7 @@ from .harness import Harness
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_site_of_a_decode_step_is_one_call(family, served, monkeypatch):
+    monkeypatch.setattr(step_calls, "are_built", False)
     model = served(family)
     harness = Harness(model.model_dir, model.adapters, max_sequences=4)
     harness.context.backend = RoutedBackend({Source.LOCAL: harness.context.backend})  # as engines have it
@@ -37,6 +39,25 @@ def test_every_site_of_a_decode_step_is_one_call(family, served, monkeypatch):
     calls.clear()
     harness.step([(streams[1], [9])])
     assert calls == {(True, False): num_sites}, "a step of the base model"
+
+
+@pytest.mark.skipif(not step_calls.are_built, reason="built without torch's headers")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_operation_of_a_decode_step_is_in_python(family, served, monkeypatch):
+    """Once weights were seen; same bits as with all in Python."""
+    model, steps = served(family), []
+    for in_cpp in (True, False):
+        with monkeypatch.context() as patched:
+            patched.setattr(step_calls, "are_built", in_cpp)
+            harness = Harness(model.model_dir, model.adapters, max_sequences=4, dtype=torch.bfloat16)
+            harness.context.backend = RoutedBackend({Source.LOCAL: harness.context.backend})
+            streams, _ = harness.prefill([[5, 40, 7], [9], [11, 3]], [1, -1, 3])
+            if in_cpp:
+                for operation in ("lora_linear", "paged_attention"):
+                    patched.setattr(harness.context, operation, None, raising=True)
+            steps.append(harness.step([(stream, [9]) for stream in streams]))
+    for in_cpp, in_python in zip(*steps, strict=True):
+        assert torch.equal(in_cpp, in_python)
 
 
 def test_weights_that_lie_elsewhere_are_seen_again(served):

@@ -22,7 +22,7 @@ def _library_path() -> str:
     if spec is None or spec.origin is None:
         raise ImportError(
             "the transport library is not built (Linux only); install the package (pip install .), or in a "
-            "checkout run python -c 'from setuptools import setup; setup()' build_ext --inplace"
+            "checkout run python setup.py build_ext --inplace"
         )
     return spec.origin
 

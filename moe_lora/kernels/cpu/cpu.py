@@ -8,6 +8,7 @@ result does not depend on the other rows of the call, nor on the number of threa
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -312,12 +313,14 @@ class StepAttention:
 
     def __init__(self, step: StepTables, layout: KvLayout, arena: torch.Tensor) -> None:
         self._step, self._layout, self._arena = step, layout, arena
+        self.dtype_code = library.DTYPE_CODES.get(layout.dtype, -1)
         num_seqs, table_stride = step.block_tables.shape
-        self._tables = (
+        self._pages = kv_pages(layout)
+        self.tables = (
             checked(step.query_start, "query_start", torch.int32, num_seqs + 1),
             checked(step.seq_lens, "seq_lens", torch.int32, num_seqs),
             checked(step.block_tables, "block_tables", torch.int32, num_seqs * table_stride),
-            *(num_seqs, table_stride, kv_pages(layout), arena.data_ptr(), arena.numel()),
+            *(num_seqs, table_stride, ctypes.addressof(self._pages), arena.data_ptr(), arena.numel()),
         )
 
     def __call__(
@@ -353,7 +356,7 @@ class StepAttention:
             *(code, _threads(), q.data_ptr(), row_stride(q), k.data_ptr(), row_stride(k)),
             *(v.data_ptr(), row_stride(v)),
             *(None if sinks is None else checked(sinks, "sinks", torch.float32, heads), scale, window, layer),
-            *(*self._tables, rows, heads, out.data_ptr()),
+            *(*self.tables, rows, heads, out.data_ptr()),
         )
         if refusal:
             raise ValueError(library.step_error(refusal))

@@ -84,11 +84,11 @@ def _load() -> ctypes.CDLL:
     if spec is None or spec.origin is None:
         raise ImportError(
             "the CPU kernels are not built; install the package (pip install .), or in a checkout run "
-            "python -c 'from setuptools import setup; setup()' build_ext --inplace"
+            "python setup.py build_ext --inplace"
         )
     library = ctypes.CDLL(spec.origin)
     p, n, i = c_void_p, c_int64, c_int32
-    site, slots, pages, weights = POINTER(_Site), POINTER(_Slots), POINTER(_Pages), POINTER(PackedWeights)
+    site, slots, weights = POINTER(_Site), POINTER(_Slots), POINTER(PackedWeights)
     library.moe_lora_isa.restype = c_char_p
     library.moe_lora_set_isa.argtypes = [c_char_p]
     library.moe_lora_linear.argtypes = [i, i, p, n, p, p, p, n, n, n]
@@ -104,7 +104,7 @@ def _load() -> ctypes.CDLL:
     library.moe_lora_release.restype = None
     library.moe_lora_paged_attention.argtypes = [
         *(i, i, p, n, p, n, p, n, p, c_float, n, n),
-        *(p, p, p, n, n, pages, p, n, n, n, p),
+        *(p, p, p, n, n, p, p, n, n, n, p),
     ]
     return library
 

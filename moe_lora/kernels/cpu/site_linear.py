@@ -95,7 +95,7 @@ class SiteLinear:
         else:
             num_weights = (*experts, 1)[0] * num_out * width
             kind, packed = _PLAIN, PackedWeights(data=checked(weight, "weight", dtype, num_weights))
-        self._max_rows = None if self._has_experts or kind == _DYNAMIC else LINEAR_MAX_ROWS[dtype]
+        self.max_rows = None if self._has_experts or kind == _DYNAMIC else LINEAR_MAX_ROWS[dtype]
         bias_ptr = None
         if bias is not None:
             bias_ptr = checked(bias, "bias", dtype, (*experts, 1)[0] * num_out)
@@ -104,7 +104,7 @@ class SiteLinear:
             *(library.DTYPE_CODES[dtype], kind, bits, packed, bias_ptr),
             *((*experts, 0)[0], first_expert or 0, num_out, width),
         )
-        self._address = ctypes.addressof(self._table)
+        self.address = ctypes.addressof(self._table)
         self._site: Site | None = None
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor | None, rows: LoraRows) -> torch.Tensor | None:
@@ -130,13 +130,13 @@ class SiteLinear:
             or width != self._width
             or stride[1] != 1
             or self._has_experts == (ids is None)
-            or (self._max_rows is not None and num_rows > self._max_rows)
+            or (self.max_rows is not None and num_rows > self.max_rows)
             or (rows.site is not None and not self._takes(rows, tokens))
         ):
             return None
         out = torch.empty((tokens * top_k, self._num_out), dtype=self._dtype)
         refusal = _site_linear(
-            *(_threads(), self._address, rows.address, self._layer),
+            *(_threads(), self.address, rows.address, self._layer),
             *(x.data_ptr(), stride[0], num_rows, ids_ptr, tokens, top_k, out.data_ptr()),
         )
         return None if refusal else out
