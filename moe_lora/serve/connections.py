@@ -28,7 +28,7 @@ ACCEPTED_AT_ONCE = 8
 _LINGERING = 16
 _RESERVE = 5 * ACCEPTED_AT_ONCE + _LINGERING + 16
 """Files for connections that are not looked at yet or being refused, and for what requests open beside."""
-_LINGER_S = 0.2
+_LINGER_S = 1.0
 MAX_HEADERS = 128
 """Of a request: each takes more memory than its bytes."""
 MAX_PIPELINED = 64
@@ -65,6 +65,7 @@ class Connection(HttpToolsProtocol):
 
     _client = ""
     _is_counted = False
+    _lingers: asyncio.TimerHandle | None = None  # until it is closed, having been turned away
     _num_head_bytes = 0  # received since the parser last found a whole head or a piece of a body
     _awaited: str | None = None  # what the client is to send, by _late_s; None: nothing
     _late_s = math.inf
@@ -123,14 +124,13 @@ class Connection(HttpToolsProtocol):
             return
         # Closed before the request has come, the connection would be reset, and the answer with it.
         kind.num_lingering += 1
-        asyncio.get_running_loop().call_later(_LINGER_S, self._close, transport)
-
-    def _close(self, transport: asyncio.Transport) -> None:
-        type(self).num_lingering -= 1
-        transport.close()
+        self._lingers = asyncio.get_running_loop().call_later(_LINGER_S, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.leave()
+        if self._lingers is not None:
+            self._lingers.cancel()
+            type(self).num_lingering -= 1
         if self in self.connections:
             super().connection_lost(exc)
 

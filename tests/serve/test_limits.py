@@ -13,7 +13,7 @@ import pytest
 
 from moe_lora.config import LimitsConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.serve import http_errors
+from moe_lora.serve import connections, http_errors
 from moe_lora.serve import server as server_module
 from moe_lora.serve.bodies import UNCOUNTED_BYTES
 from moe_lora.serve.limits import Limits, Quota, client_at, client_of
@@ -162,6 +162,25 @@ def test_connections_are_bounded_for_each_client_and_in_all(tokenizer):
         stack.close()
         wait_until(lambda: frontend.limits.connections.in_all == 0, "closed ones don't count")
         assert (refused(served, "client_connections"), refused(served, "connections")) == (1, 1)
+
+
+def test_a_connection_turned_away_can_send_its_request_late_and_holds_its_place_no_longer_than_it_is_open(
+    tokenizer, monkeypatch
+):
+    monkeypatch.setattr(connections, "_LINGERING", 1)
+    monkeypatch.setattr(connections, "_LINGER_S", 60.0)
+
+    def num_lingering():
+        return sum(kind.num_lingering for kind in connections.Connection.__subclasses__())
+
+    with limited_server(tokenizer, max_connections=1) as (served, frontend), connect(served):
+        wait_until(lambda: frontend.limits.connections.in_all == 1, "it is open")
+        for _ in range(2):
+            with connect(served, "127.0.0.4") as one:
+                wait_until(lambda: num_lingering() == 1, "it is told so")
+                one.sendall(POST)
+                assert error_in(one.recv(1 << 16))[0] == 503
+            wait_until(lambda: num_lingering() == 0, "it is closed")
 
 
 def test_a_proxy_names_clients_and_has_no_limit_of_its_own(tokenizer):
