@@ -10,8 +10,9 @@ from glob import glob
 from setuptools import Extension, setup
 
 try:
+    import torch.version
     from torch.utils import cpp_extension
-except ImportError:
+except (ImportError, OSError):
     cpp_extension = None
 
 KERNELS = "moe_lora/kernels/cpu/csrc"
@@ -35,7 +36,8 @@ if cpp_extension is not None:
         Extension(
             "moe_lora.kernels.cpu._operations",
             sources=[OPERATIONS],
-            depends=[f"{KERNELS}/kernels.h"],
+            depends=[f"{KERNELS}/kernels.h", torch.version.__file__],
+            define_macros=[("MOE_LORA_TORCH_VERSION", f'"{torch.__version__}"')],
             include_dirs=cpp_extension.include_paths(),
             library_dirs=cpp_extension.library_paths(),
             libraries=["c10", "torch_cpu"],

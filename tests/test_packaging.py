@@ -40,6 +40,16 @@ def metadata() -> configparser.ConfigParser:
     return found
 
 
+def test_what_can_be_built_beside_this_torch_is_built() -> None:
+    """It is optional where a compiler can't; here, not to have it would go unseen."""
+    import torch.version
+
+    from moe_lora.kernels.cpu import step_calls
+
+    assert (Path(torch.version.__file__).parent / "include/torch/library.h").is_file()
+    assert step_calls.are_built, "run python setup.py build_ext --inplace, and look at what it says"
+
+
 def test_listed_packages_are_those_on_disk() -> None:
     folders = {path.parent.relative_to(ROOT).parts for path in ROOT.glob("moe_lora/**/__init__.py")}
     on_disk = {".".join(parts) for parts in folders} | {"moe_lora.cli"}

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import reference
@@ -37,15 +38,18 @@ def open_channels(handler: Any, num_layers: int, calls: StepCalls | None = None)
     _handlers[handle] = handler
     address = 0 if calls is None else calls.address
     channels = [torch.tensor([handle, layer, address], dtype=torch.int64) for layer in range(num_layers)]
-    weakref.finalize(handler, _close_channels, channels, calls).atexit = False
+    views = [channel.numpy() for channel in channels]
+    weakref.finalize(handler, _close_channels, views, calls).atexit = False
     return channels
 
 
-def _close_channels(channels: list[torch.Tensor], calls: StepCalls | None) -> None:
-    """No one may follow the address once `calls`, held until here, is gone."""
-    with torch.inference_mode():
-        for channel in channels:
-            channel[2] = 0
+def _close_channels(channels: list[np.ndarray], calls: StepCalls | None) -> None:
+    """No one may follow the address once `calls`, held until here, is gone.
+
+    Run whenever the handler ends, also while torch traces: so it calls no operation of torch.
+    """
+    for channel in channels:
+        channel[2] = 0
 
 
 def _lora_begin(channel: torch.Tensor, x: torch.Tensor, ids: torch.Tensor | None, site: int) -> None:

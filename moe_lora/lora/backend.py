@@ -43,7 +43,8 @@ class LoraBackend(Protocol):
     def rows_here(self, layer: int, site: int) -> LoraRows | None:
         """What the CPU library needs to compute the site's deltas together with its base layer.
 
-        None: they are computed otherwise; `begin` them.
+        None: they are computed otherwise; `begin` them.  Where a step's routing is the same in all layers,
+        the answer for layer 0 serves them all, until the next step begins.
         """
         ...
 

@@ -180,4 +180,10 @@ def test_channels_of_a_handler_that_is_gone_lead_nowhere(generator):
 def test_a_library_for_another_torch_is_left_alone(monkeypatch, caplog):
     monkeypatch.setattr(torch, "__version__", "9.9.9+cpu")
     assert step_calls._load() is None
-    assert "not 9.9.9+cpu" in caplog.text
+    assert "not for torch 9.9.9+cpu" in caplog.text
+
+
+def test_a_library_for_other_tables_is_left_alone(monkeypatch, caplog):
+    monkeypatch.setattr(step_calls, "_TABLES", step_calls._TABLES[::-1])
+    assert step_calls._load() is None
+    assert "install moe_lora again" in caplog.text

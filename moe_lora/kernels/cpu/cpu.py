@@ -173,7 +173,10 @@ isa = library.isa
 
 _MAX_ROWS = {"avx512_bf16": (128, 4096), "avx512": (32, 4096), "amx_bf16": (16, 4096), "avx2": (4096, 4096)}
 LINEAR_MAX_ROWS = dict(zip((torch.bfloat16, torch.float32), _MAX_ROWS.get(isa(), (4, 4)), strict=True))
-"""Up to this many rows `linear` beats torch's, by dtype (measured; cautious without AVX2)."""
+"""Up to this many rows `linear` computes, by dtype.  With AVX-512 it beats torch's there.  With AVX2 the bits
+decide, which torch's change from a prompt to a step: in fp32 it takes 0.4 to 2.3 of torch's time at 32 to 512
+rows, in bf16 a sixth.  Cautious elsewhere.
+"""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

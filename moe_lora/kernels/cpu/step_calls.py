@@ -78,24 +78,36 @@ class StepCalls:
             self._sites[layer * _MAX_SITES + site] = table
 
 
+_TABLES = (_SeenSite, _StepRows, _StepAttention, _StepCalls)
+
+
+def _wanted() -> str:
+    return f"torch {torch.__version__} and tables of {[ctypes.sizeof(one) for one in _TABLES]} bytes"
+
+
+def _built_for(operations: ctypes.CDLL) -> str:
+    sizes = (c_int64 * len(_TABLES))()
+    operations.moe_lora_table_bytes(sizes)
+    operations.moe_lora_torch_version.restype = c_char_p
+    return f"torch {operations.moe_lora_torch_version().decode()} and tables of {list(sizes)} bytes"
+
+
 def _load() -> ctypes.CDLL | None:
     """Registers the operations; None where they weren't built, or for another torch."""
     spec = importlib.util.find_spec("moe_lora.kernels.cpu._operations")
     if spec is None or spec.origin is None:
         logger.info("operations of a CPU step run in Python: moe_lora was built without torch's headers")
         return None
-    built_for = "another version"
     try:
         operations = ctypes.CDLL(spec.origin)
-        operations.moe_lora_torch_version.restype = c_char_p
-        built_for = operations.moe_lora_torch_version().decode()
-    except OSError:  # a name that this torch has not
-        pass
-    if built_for != torch.__version__.partition("+")[0]:
+        found = _built_for(operations)
+    except (OSError, AttributeError):  # a name that this torch has not, or that library
+        found = "others"
+    if found != (wanted := _wanted()):
         logger.warning(
-            "operations of a CPU step run in Python, which is slower: %s was built for torch %s, not %s; "
+            "operations of a CPU step run in Python, which is slower: %s was built for %s, not for %s; "
             "install moe_lora again beside this torch, without build isolation",
-            *(spec.origin, built_for, torch.__version__),
+            *(spec.origin, found, wanted),
         )
         return None
     kernels = library.lib.moe_lora_site_linear, library.lib.moe_lora_paged_attention

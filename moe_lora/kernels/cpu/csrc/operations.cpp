@@ -7,7 +7,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
-#include <torch/version.h>
 
 #include "kernels.h"
 
@@ -157,7 +156,12 @@ void here_or_in_python(const c10::OperatorHandle& operation, c10::DispatchKeySet
 
 }  // namespace
 
-MOE_LORA_API const char* moe_lora_torch_version() { return TORCH_VERSION; }
+MOE_LORA_API const char* moe_lora_torch_version() { return MOE_LORA_TORCH_VERSION; }
+
+// Of the tables, by which a library is told that was built for others than step_calls.py writes.
+MOE_LORA_API void moe_lora_table_bytes(int64_t* bytes) {
+    bytes[0] = sizeof(SeenSite), bytes[1] = sizeof(StepRows), bytes[2] = sizeof(StepAttention), bytes[3] = sizeof(StepCalls);
+}
 
 // Puts the operations before those in Python, once. Given: functions of the library with the kernels.
 MOE_LORA_API void moe_lora_register_operations(decltype(site_linear) of_site, decltype(attend) of_attention) {
