@@ -219,21 +219,23 @@ async def local_instances(
             for part in parts:
                 instance_registry.number_of(part.name)
             roles = HostRoles(parts, at_once=at_once)
-            _pass_on(reload, file, cluster, roles)
+            told = _passed_on(reload, file, cluster, roles)
             roles.failed.add_done_callback(
                 lambda failed: setattr(instance_registry, "advice", str(failed.result()))
             )
             try:
-                await roles.ready()
-                await controlled.start_together(config.num_instances, config.adapters)
-                yield controlled
+                with told:
+                    await roles.ready()
+                    await controlled.start_together(config.num_instances, config.adapters)
+                    yield controlled
             finally:
                 await controlled.fleet.close()
                 await roles.stop()
 
 
-def _pass_on(reload: Reload | None, file: int, cluster: ClusterConfig, roles: HostRoles) -> None:
-    """Have the log level of these processes follow this one's.  file: what they read; it says `cluster`."""
+@contextmanager
+def _passed_on(reload: Reload | None, file: int, cluster: ClusterConfig, roles: HostRoles) -> Iterator[None]:
+    """The log level of these processes follows this one's.  file: what they read; it says `cluster`."""
     from moe_lora.dist.launch.host_roles import write_cluster
 
     def tell(now: FrontEndConfig) -> None:
@@ -241,8 +243,14 @@ def _pass_on(reload: Reload | None, file: int, cluster: ClusterConfig, roles: Ho
         write_cluster(file, replace(cluster, front_end=front_end))
         roles.hang_up()
 
-    if reload is not None:
-        reload.passes_on.append(tell)
+    if reload is None:
+        yield
+        return
+    reload.passes_on.append(tell)
+    try:
+        yield
+    finally:
+        reload.passes_on.remove(tell)
 
 
 _ALL_ENDED = "each that ended is being started again; send the request again in a while"
@@ -333,9 +341,9 @@ async def local_lora_server(
         )
         file = stack.enter_context(cluster_file(alone))
         roles = HostRoles(server_roles(layout.num_ranks, file), at_once=at_once)
-        _pass_on(reload, file, alone, roles)
         try:
-            await roles.ready()
-            yield cluster
+            with _passed_on(reload, file, alone, roles):
+                await roles.ready()
+                yield cluster
         finally:
             await roles.stop()

@@ -162,7 +162,7 @@ class FrontEndConfig(AccessConfig, LimitsConfig, MigrationConfig, RoutingConfig)
     """Let pages of this origin call the server from a browser (https://app.example.com; * is all); may be
     given several times."""
     log_level: str = setting("info", choices=LOG_LEVELS, option="--log-level", group="Where")
-    """The least that all processes log."""
+    """The least that front ends, the controller, instances and server ranks log."""
     drain_s: float = setting(20.0, least=0, option="--drain-s", group="Where")
     """When told to end, requests under way get so long to finish.  Then each ends with an error, a stream
     with an error event, one without a token with a 503.  A second signal ends it at once."""

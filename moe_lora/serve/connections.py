@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 ACCEPTED_AT_ONCE = 8
 """Connections accepted in one turn of the event loop; the first of them is looked at a few turns later."""
-_LINGERING = 16
+_LINGERING = 32
 _RESERVE = 5 * ACCEPTED_AT_ONCE + _LINGERING + 16
 """Files for connections that are not looked at yet or being refused, and for what requests open beside."""
 _LINGER_S = 1.0

@@ -75,7 +75,10 @@ class Reload:
                 "settings that can't change while it serves have changed too; restart it for those"
             )
         for pass_on in self.passes_on:
-            pass_on(self._now.front_end)
+            try:
+                pass_on(self._now.front_end)
+            except OSError as error:
+                logger.error("processes of this server keep the log level that they have: %s", error)
         return replace(config, **now)
 
 

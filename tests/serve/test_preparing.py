@@ -18,6 +18,7 @@ from moe_lora.serve.limits import Limits
 from moe_lora.serve.openai import preparing
 from moe_lora.serve.openai.preparing import Preparer
 from moe_lora.serve.openai.protocol import ChatRequest, CompletionRequest
+from tests.stopped_processes import stop
 
 from .conftest import scripted
 from .test_limits import limited_server, refused
@@ -111,6 +112,26 @@ def test_checks_that_end_while_their_process_starts_are_503_and_leave_one_proces
     assert codes == [None]
 
 
+def test_a_process_that_stands_still_between_two_bodies_is_ended_and_the_next_one_takes_over(
+    tokenizer, started, monkeypatch
+):
+    body = bytearray(b'{"prompt": "hello"}')
+
+    async def run():
+        preparer = Preparer(tokenizer, Limits(LimitsConfig()))
+        await preparer.prepare(CompletionRequest, body, INFO, "client")
+        stop(started[0].pid)
+        monkeypatch.setattr(preparing, "START_S", 0.05)
+        with pytest.raises(ApiError) as refused:
+            await preparer.prepare(CompletionRequest, body, INFO, "client")
+        monkeypatch.undo()
+        monkeypatch.setattr(preparing, "INLINE_BYTES", 0)
+        await preparer.prepare(CompletionRequest, body, INFO, "client")
+        return refused.value.status, len(started), started[0].returncode
+
+    assert asyncio.run(run()) == (503, 1, -signal.SIGKILL)
+
+
 def endless(kind, content, tokenizer, bounds):
     Path(json.loads(content)["prompt"]).touch()
     time.sleep(60)
@@ -125,6 +146,7 @@ def test_a_check_that_is_given_up_ends_with_its_process(tokenizer, started, tmp_
         preparer = Preparer(tokenizer, Limits(LimitsConfig()))
         check = asyncio.create_task(preparer.prepare(CompletionRequest, body, INFO, "client"))
         while not begun.exists():
+            assert not check.done()
             await asyncio.sleep(0.01)
         check.cancel()
         await asyncio.wait([check])

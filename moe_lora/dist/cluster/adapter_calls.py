@@ -64,9 +64,11 @@ class FleetAdapters:
                 return await change
 
         task = asyncio.ensure_future(work())
-        # Who asked may have left; that it failed is then nobody's.
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(lambda done: _tell(name, done))
+            raise
 
     async def _load(self, name: str, path: str, replace: bool) -> AdapterInfo:
         registry, pool = self._instance_registry, self.pool
@@ -158,3 +160,9 @@ def _refusal(
     return AdapterError(
         f"instance {instance.name} refused adapter {name!r}, so the others took it back: {error}"
     )
+
+
+def _tell(name: str, change: asyncio.Future[Any]) -> None:
+    """Log that a change failed that nobody awaits any more."""
+    if not change.cancelled() and (error := change.exception()) is not None:
+        logger.warning("adapter %s: a change whose caller left failed: %s", name, error)

@@ -41,7 +41,7 @@ def main() -> None:
     status, place = options.status_fd, JobPlace.here()
     try:
         with failure_told(status):
-            reread_on_hang_up(options.config)
+            reread_on_hang_up(options.config, place)
             cluster = read_cluster(options.config)
             if options.parent is not None:
                 end_with(options.parent, cluster.folder_of_sockets)

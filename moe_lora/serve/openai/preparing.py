@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _UNBOUNDED_ANSWER_TOKENS = 4096
 """What an answer without max_tokens counts at most: few fill the model's context."""
+START_S = 30.0
+"""For the other process to start, or to say that it is there."""
 INLINE_BYTES = 1 << 14
 """Bodies from here on are checked in the other process; smaller ones take the event loop milliseconds."""
 
@@ -121,9 +123,15 @@ class Preparer:
         cancelled would be neither used nor ended, and the next request would start another one.
         """
         if self._starting is None or self._starting.done():
-            self._starting = asyncio.create_task(to_process.run_sync(_started))
+            self._starting = asyncio.create_task(_see())
             self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._starting
+
+
+async def _see() -> None:
+    """Have the process started if it is not there, or ended if it stands still."""
+    with fail_after(START_S):
+        await to_process.run_sync(_started, cancellable=True)
 
 
 def _started() -> None:
