@@ -158,8 +158,8 @@ class FixedChoices:
         self.at: int | None = None
         choose = MoeMlp.choose
 
-        def chosen(mlp, logits):
-            weights, ids = choose(mlp, logits)
+        def chosen(mlp, logits, live):
+            weights, ids = choose(mlp, logits, live)
             if self.at is None:
                 self.known.append(ids)
                 return weights, ids
