@@ -248,9 +248,9 @@ def stop_on_signals(stop: Callable[[], None], place: JobPlace) -> None:
 
 
 def reread_on_hang_up(config: str, place: JobPlace) -> None:
-    """Log what is at least as important as the cluster's file says, now and from each SIGHUP on what it says
-    by then.  Raises ConfigError.  Whoever has a terminal, or a torchrun that passes on the end of its own,
-    ends by the signal.
+    """From each SIGHUP on, log what is at least as important as the cluster's file says by then.
+
+    Whoever has a terminal, or a torchrun that passes on the end of its own, ends by the signal.
     """
 
     def reread() -> None:
@@ -262,7 +262,6 @@ def reread_on_hang_up(config: str, place: JobPlace) -> None:
         set_log_level(level)
         logger.warning("log_level is %s", level)
 
-    set_log_level(read_cluster(config).front_end.log_level)
     if not has_terminal() and not place.under_torchrun:
         # Not in the handler, as in `stop_on_signals`.
         signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=reread, daemon=True).start())

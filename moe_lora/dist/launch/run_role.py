@@ -35,14 +35,16 @@ def main() -> None:
     if options.name is not None and options.role != "instance":
         parser.error("--name is an instance's")
     from moe_lora.config.cluster import read_cluster
+    from moe_lora.core.processes import set_log_level
 
     from .roles import JobPlace, end_with, reread_on_hang_up, serve_instance, serve_lora_server
 
     status, place = options.status_fd, JobPlace.here()
     try:
         with failure_told(status):
-            reread_on_hang_up(options.config, place)
             cluster = read_cluster(options.config)
+            set_log_level(cluster.front_end.log_level)
+            reread_on_hang_up(options.config, place)
             if options.parent is not None:
                 end_with(options.parent, cluster.folder_of_sockets)
             if options.role == "lora-server":
