@@ -5,230 +5,28 @@ Legend: T token rows, S sequences, B blocks of the longest sequence.
 
 from __future__ import annotations
 
-import io
 import logging
-import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
-from moe_lora.engine.ranks.exchange import ExpertExchange, RankSums
-from moe_lora.kernels import ops, reference
-from moe_lora.kernels.cpu import cpu, step_calls
-from moe_lora.kernels.cpu.site_linear import SiteLinear
-from moe_lora.kernels.cpu.step_calls import StepCalls
-from moe_lora.kernels.operands import AttentionOperands, KvLayout, StepBounds, StepTables
-from moe_lora.kernels.quantised import QuantisedOperand
-from moe_lora.kernels.triton import triton_attention
-from moe_lora.lora.backend import AddTo, LoraBackend
+from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.row_routing import Lease, RoutedAdapter, RowRouting, Source, content_number, no_terms
-from moe_lora.models.causal_lm import CausalLM, DecoderLayer, LayerForward, numbered_from
+from moe_lora.models.causal_lm import CausalLM, DecoderLayer, LayerForward
 from moe_lora.models.compiled_layers import CompiledLayers
 from moe_lora.scheduling.views import Scheduled
 
+from .execution_context import ExecutionContext
 from .merged_weights import MergedWeights, MergeOrder
 from .sequence import Sequence
+from .step_batch import StepBatch
 from .step_buffer import StepBuffer
 from .step_graphs import StepGraphs
-
-# One step's input, as the ranks of an instance pass it on.
-#
-# Legend: T token rows.
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepBatch:
-    """Tensors on the host until they went `through` a buffer.
-
-    tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: int64, rows whose logits
-    are wanted.  routing: where the rows' deltas are computed.  compiled: whether compiled code runs the
-    layers.  any_rows: mark that code as good for any number of rows.  drawn: tokens of the step before, on
-    the device: token -1 - i is number i of them.
-    """
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    live: torch.Tensor
-    logit_rows: torch.Tensor
-    tables: StepTables
-    routing: RowRouting
-    compiled: bool
-    any_rows: bool
-    drawn: torch.Tensor | None = None
-
-    def with_drawn(self) -> StepBatch:
-        """The same, its tokens taken from `drawn` where they come from there."""
-        if self.drawn is not None and len(self.drawn):  # a step that samples nothing draws nothing
-            number = (-1 - self.tokens).clamp(min=0)
-            self.tokens.copy_(torch.where(self.tokens < 0, self.drawn.index_select(0, number), self.tokens))
-        return self
-
-    def through(self, buffer: StepBuffer, bounds: StepBounds | None = None) -> StepBatch:
-        """The same on the buffer's device, and there too the slots of the rows that it computes.
-
-        bounds: what launches are made for; None: the step's own lengths.
-        """
-        tables, slots = self.tables, self.routing.slots_here()
-        lengths = (tables.query_start, tables.seq_lens)
-        arrays = [self.tokens, self.positions, self.live, self.logit_rows, *lengths, tables.block_tables]
-        tokens, positions, live, logit_rows, query_start, seq_lens, block_tables, *row_slots = buffer.fill(
-            [*(array.numpy() for array in arrays), *slots.values()]
-        )
-        return replace(
-            self,
-            tokens=tokens,
-            positions=positions,
-            live=live,
-            logit_rows=logit_rows,
-            tables=StepTables(
-                query_start=query_start,
-                seq_lens=seq_lens,
-                block_tables=block_tables,
-                decode=tables.decode,
-                bounds=bounds or StepBounds.of(*lengths),
-            ),
-            routing=replace(self.routing, on_device=dict(zip(slots, row_slots, strict=True))),
-        ).with_drawn()
-
-
-class _Pickler(pickle.Pickler):
-    """Host tensors travel as numpy arrays: torch's own way costs a storage object for each."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
-            return torch.from_numpy, (obj.numpy(),)
-        return NotImplemented
-
-
-def packed_message(message: Any) -> bytes:
-    """The message, host tensors anywhere in it included, as one buffer that `pickle.loads` reads."""
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(message)
-    return buffer.getvalue()
-
-
-# What stands behind an engine's channels: the arena, the current step, and the LoRA backend.
-
-
-class ExecutionContext:
-    """Answers the channel operations of one model instance (see `kernels.ops`).
-
-    `channels[l]` is what layer l passes to its operations.  exchange: how this rank gets the outputs of
-    experts that other ranks hold; None where it holds all.  sums: how it adds up with them what each has a
-    part of; None where nothing is divided so.
-    """
-
-    def __init__(
-        self,
-        arena: torch.Tensor,
-        layout: KvLayout,
-        backend: LoraBackend,
-        exchange: ExpertExchange | None = None,
-        sums: RankSums | None = None,
-    ) -> None:
-        self._arena = arena
-        self._layout = layout
-        self.backend = backend
-        self.exchange = exchange
-        self.sums = sums
-        self._step: StepTables | None = None
-        self._begun: dict[tuple[int, int], AddTo] = {}
-        self._linears: dict[tuple[int, int], SiteLinear] = {}
-        self._attention: cpu.StepAttention | None = None
-        self._calls = StepCalls(layout.num_layers) if arena.is_cpu and step_calls.are_built else None
-        self.channels = ops.open_channels(self, layout.num_layers, self._calls)
-
-    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
-        """Make `step` the batch that the operations work on."""
-        assert not self._begun, "a site of the last step was begun, and its deltas were never added"
-        self._step = step
-        self._attention = None
-        if self._arena.is_cpu:
-            self._attention = cpu.StepAttention(step, self._layout, self._arena)
-        self.backend.begin_step(step, routing)
-        if self._calls is not None and self._attention is not None:
-            first, same = routing.groups[0], routing.groups.count(routing.groups[0]) == len(routing.groups)
-            rows = [self.backend.rows_here(0, site) for site in range(len(first))] if same else []
-            self._calls.begin_step(rows, self._attention)
-
-    def lora_begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> None:
-        add_to = self.backend.begin(layer, site, x, ids)
-        if add_to is not None:
-            self._begun[layer, site] = add_to
-
-    def lora_add_to(self, layer: int, site: int, y: torch.Tensor) -> None:
-        if self.has_deltas(layer, site):
-            self._begun.pop((layer, site))(y)
-
-    def lora_linear(
-        self,
-        layer: int,
-        site: int,
-        x: torch.Tensor,
-        ids: torch.Tensor | None,
-        weight: torch.Tensor | QuantisedOperand,
-        bias: torch.Tensor | None,
-        first_expert: int,
-        num_out: int,
-    ) -> torch.Tensor:
-        """Base layer and deltas of a site: one call of the CPU library where the deltas are computed here.
-
-        ids: numbered in the whole model.  first_expert: number there of the weight's first one.  Scales and
-        bias stay with the weight.
-        """
-        rows, known = self.backend.rows_here(layer, site), self._linears.get((layer, site))
-        data = weight.data if isinstance(weight, QuantisedOperand) else weight
-        if known is not None and known.address_of_data != data.data_ptr():
-            known = None
-        if rows is not None and known is not None:
-            y = known(x, ids, rows)
-            if y is not None:
-                return y
-        add_to = self.backend.begin(layer, site, x, ids)
-        held = None if ids is None else numbered_from(first_expert, ids)
-        y = ops.multiply(x, weight, bias, held, num_out)
-        if add_to is not None:
-            add_to(y)
-        if rows is not None and known is None:
-            experts = None if ids is None else first_expert
-            operands = (weight, bias, x.shape[1], num_out, experts)
-            linear = self._linears[layer, site] = SiteLinear(layer, x.dtype, *operands)
-            if self._calls is not None:
-                self._calls.see(layer, site, linear)
-        return y
-
-    def has_deltas(self, layer: int, site: int) -> bool:
-        """Whether `lora_add_to` would do anything."""
-        return (layer, site) in self._begun
-
-    def paged_attention(self, layer: int, *operands: Any) -> torch.Tensor:
-        """operands: q to window of `AttentionOperands`."""
-        if self._attention is not None:
-            return self._attention(layer, *operands)
-        assert self._step is not None, "begin_step comes first"
-        attention = AttentionOperands._make((*operands, layer, self._step, self._layout, self._arena))
-        on_cuda = attention.q.device.type == "cuda"
-        attend = triton_attention.paged_attention if on_cuda else reference.paged_attention
-        return attend(attention)
-
-    def exchange_experts(self, y: torch.Tensor, ids: torch.Tensor) -> None:
-        assert self.exchange is not None, "a model that holds some of its experts needs an exchange"
-        self.exchange.fill(y, ids)
-
-    def sum_over_ranks(self, y: torch.Tensor) -> None:
-        assert self.sums is not None, "a model of divided layers needs sums over its ranks"
-        self.sums.add_up(y)
-
-    def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        assert self.sums is not None
-        return self.sums.gather(logits, vocab_size)
-
 
 logger = logging.getLogger(__name__)
 _NO_LEASE = Lease(-1, 0)

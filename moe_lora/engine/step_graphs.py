@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,10 +16,8 @@ import torch
 from moe_lora.kernels.operands import StepBounds, StepTables
 from moe_lora.lora.row_routing import RowRouting, Source
 
+from .step_batch import StepBatch
 from .step_buffer import StepBuffer
-
-if TYPE_CHECKING:
-    from .runner import StepBatch
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +28,7 @@ RANK_STEP = 64
 
 Place: TypeAlias = tuple[int, int]
 """Source and group of sites (see `RowRouting.slots_here`)."""
-Compute: TypeAlias = "Callable[[StepBatch], torch.Tensor]"
+Compute: TypeAlias = Callable[[StepBatch], torch.Tensor]
 Capture: TypeAlias = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
 """Runs what it is given, and notes what that launches: what launches it again, and its result's memory."""
 

@@ -31,7 +31,7 @@ _next_handle = itertools.count(1)
 def open_channels(handler: Any, num_layers: int, calls: StepCalls | None = None) -> list[torch.Tensor]:
     """One channel per layer for this handler; they stay valid as long as the handler lives.
 
-    handler: answers the operations of one engine that take a channel (see `engine.runner.ExecutionContext`).
+    handler: answers the operations of one engine that take a channel (see `engine.execution_context`).
     calls: what it leaves to C++.
     """
     handle = next(_next_handle)
@@ -52,31 +52,37 @@ def _close_channels(channels: list[np.ndarray], calls: StepCalls | None) -> None
         channel[2] = 0
 
 
-def _lora_begin(channel: torch.Tensor, x: torch.Tensor, ids: torch.Tensor | None, site: int) -> None:
+def _behind(channel: torch.Tensor) -> tuple[Any, int]:
+    """Handler and layer."""
     handle, layer, _ = channel.tolist()
-    _handlers[handle].lora_begin(layer, site, x, ids)
+    return _handlers[handle], layer
+
+
+def _lora_begin(channel: torch.Tensor, x: torch.Tensor, ids: torch.Tensor | None, site: int) -> None:
+    handler, layer = _behind(channel)
+    handler.lora_begin(layer, site, x, ids)
 
 
 def _lora_add_to(channel: torch.Tensor, y: torch.Tensor, x: torch.Tensor, site: int) -> None:
-    handle, layer, _ = channel.tolist()
-    _handlers[handle].lora_add_to(layer, site, y)
+    handler, layer = _behind(channel)
+    handler.lora_add_to(layer, site, y)
 
 
 def _paged_attention(channel: torch.Tensor, *operands: Any) -> torch.Tensor:
-    handle, layer, _ = channel.tolist()
-    return _handlers[handle].paged_attention(layer, *operands)
+    handler, layer = _behind(channel)
+    return handler.paged_attention(layer, *operands)
 
 
 def _exchange_experts(channel: torch.Tensor, y: torch.Tensor, ids: torch.Tensor) -> None:
-    _handlers[channel.tolist()[0]].exchange_experts(y, ids)
+    _behind(channel)[0].exchange_experts(y, ids)
 
 
 def _sum_over_ranks(channel: torch.Tensor, y: torch.Tensor) -> None:
-    _handlers[channel.tolist()[0]].sum_over_ranks(y)
+    _behind(channel)[0].sum_over_ranks(y)
 
 
 def _gather_logits(channel: torch.Tensor, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    return _handlers[channel.tolist()[0]].gather_logits(logits, vocab_size)
+    return _behind(channel)[0].gather_logits(logits, vocab_size)
 
 
 def fuses_sites(x: torch.Tensor) -> bool:
@@ -101,9 +107,9 @@ def _lora_linear(
     form: str,
     num_out: int,
 ) -> torch.Tensor:
-    handle, layer, _ = channel.tolist()
+    handler, layer = _behind(channel)
     held = weight if scale is None else QuantisedOperand(format_named(form), weight, scale, zero)
-    return _handlers[handle].lora_linear(layer, site, x, ids, held, bias, first_expert, num_out)
+    return handler.lora_linear(layer, site, x, ids, held, bias, first_expert, num_out)
 
 
 def multiply(
@@ -177,8 +183,7 @@ def _gated_expert_linear(
     limit: float,
     site: int,
 ) -> torch.Tensor:
-    handle, layer, _ = channel.tolist()
-    handler, experts = _handlers[handle], _experts()
+    (handler, layer), experts = _behind(channel), _experts()
     gate = experts.Gate(clamped, limit)
     if not handler.has_deltas(layer, site):
         return experts.linear(x, weight, bias, ids, order, gate)

@@ -10,7 +10,8 @@ from typing import TypeAlias
 import torch
 
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
-from moe_lora.engine.runner import ExecutionContext, ModelRunner
+from moe_lora.engine.execution_context import ExecutionContext
+from moe_lora.engine.runner import ModelRunner
 from moe_lora.engine.step_buffer import StepBuffer
 from moe_lora.engine.step_graphs import StepGraphs
 from moe_lora.lora.local import LocalBackend

@@ -32,7 +32,8 @@ from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.engine.adapters.copies import Steps
 from moe_lora.engine.adapters.transfers import LOOK_S, Mover
 from moe_lora.engine.merged_weights import MergeOrder
-from moe_lora.engine.runner import ModelRunner, StepBatch, packed_message
+from moe_lora.engine.runner import ModelRunner
+from moe_lora.engine.step_batch import StepBatch, packed_message
 from moe_lora.lora.row_routing import RowRouting
 
 from .followers import (

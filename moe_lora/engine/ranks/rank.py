@@ -28,8 +28,10 @@ from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Mover
 from moe_lora.engine.arena_size import free_bytes, max_model_len
+from moe_lora.engine.execution_context import ExecutionContext
 from moe_lora.engine.merged_weights import MergedWeights, MergeOrder
-from moe_lora.engine.runner import ExecutionContext, ModelRunner, StepBatch
+from moe_lora.engine.runner import ModelRunner
+from moe_lora.engine.step_batch import StepBatch
 from moe_lora.engine.step_buffer import StepBuffer
 from moe_lora.engine.step_graphs import CudaCapture, StepGraphs
 from moe_lora.kernels.cpu.library import advise_huge_pages

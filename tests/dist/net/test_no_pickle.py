@@ -12,7 +12,7 @@ UNSAFE = ("pickle", "cloudpickle", "marshal", "shelve", "dill", "multiprocessing
 WITHIN_ONE_INSTANCE = {
     "engine/ranks/followers.py",
     "engine/ranks/follower.py",
-    "engine/runner.py",
+    "engine/step_batch.py",
     "core/processes.py",
     "dist/host_workers/worker.py",
     "dist/host_workers/worker_link.py",
@@ -53,7 +53,7 @@ def test_only_the_ranks_of_one_instance_exchange_pickles():
 
 
 def test_links_do_not_know_what_the_ranks_exchange():
-    imports = {"followers", "follower", "runner"}
+    imports = {"followers", "follower", "runner", "step_batch"}
     links = [
         *(ROOT / "dist" / "net").glob("*.py"),
         *(ROOT / "dist" / "cluster").rglob("*.py"),

@@ -1,0 +1,89 @@
+"""One step's input, as the ranks of an instance pass it on.
+
+Legend: T token rows, S sequences, B blocks of the longest sequence.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from moe_lora.kernels.operands import StepBounds, StepTables
+from moe_lora.lora.row_routing import RowRouting
+
+from .step_buffer import StepBuffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """Tensors on the host until they went `through` a buffer.
+
+    tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: int64, rows whose logits
+    are wanted.  routing: where the rows' deltas are computed.  compiled: whether compiled code runs the
+    layers.  any_rows: mark that code as good for any number of rows.  drawn: tokens of the step before, on
+    the device: token -1 - i is number i of them.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    live: torch.Tensor
+    logit_rows: torch.Tensor
+    tables: StepTables
+    routing: RowRouting
+    compiled: bool
+    any_rows: bool
+    drawn: torch.Tensor | None = None
+
+    def with_drawn(self) -> StepBatch:
+        """The same, its tokens taken from `drawn` where they come from there."""
+        if self.drawn is not None and len(self.drawn):  # a step that samples nothing draws nothing
+            number = (-1 - self.tokens).clamp(min=0)
+            self.tokens.copy_(torch.where(self.tokens < 0, self.drawn.index_select(0, number), self.tokens))
+        return self
+
+    def through(self, buffer: StepBuffer, bounds: StepBounds | None = None) -> StepBatch:
+        """The same on the buffer's device, and there too the slots of the rows that it computes.
+
+        bounds: what launches are made for; None: the step's own lengths.
+        """
+        tables, slots = self.tables, self.routing.slots_here()
+        lengths = (tables.query_start, tables.seq_lens)
+        arrays = [self.tokens, self.positions, self.live, self.logit_rows, *lengths, tables.block_tables]
+        tokens, positions, live, logit_rows, query_start, seq_lens, block_tables, *row_slots = buffer.fill(
+            [*(array.numpy() for array in arrays), *slots.values()]
+        )
+        return replace(
+            self,
+            tokens=tokens,
+            positions=positions,
+            live=live,
+            logit_rows=logit_rows,
+            tables=StepTables(
+                query_start=query_start,
+                seq_lens=seq_lens,
+                block_tables=block_tables,
+                decode=tables.decode,
+                bounds=bounds or StepBounds.of(*lengths),
+            ),
+            routing=replace(self.routing, on_device=dict(zip(slots, row_slots, strict=True))),
+        ).with_drawn()
+
+
+class _Pickler(pickle.Pickler):
+    """Host tensors travel as numpy arrays: torch's own way costs a storage object for each."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            return torch.from_numpy, (obj.numpy(),)
+        return NotImplemented
+
+
+def packed_message(message: Any) -> bytes:
+    """The message, host tensors anywhere in it included, as one buffer that `pickle.loads` reads."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(message)
+    return buffer.getvalue()
