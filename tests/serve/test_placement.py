@@ -108,7 +108,7 @@ def test_a_drained_instance_is_placed_on_only_where_no_other_is_live():
     async def run() -> None:
         cluster = Cluster()
         registry = cluster.instance_registry
-        registry.drain({"0"}, ())
+        registry.drains.order("0", drained=True)
         await cluster.controller.step()
         assert {index for row in cluster.router.table.values() for index, _ in row} == {1}
         cluster.engines[1].alive = False

@@ -26,6 +26,7 @@ from moe_lora.engine.client.messages import (
     Beat,
     Call,
     Dead,
+    DrainOrder,
     Event,
     Generate,
     Hello,
@@ -68,11 +69,13 @@ class ConnectionMux:
 
     Two peers may use the same ids; what the loop says to one that is gone is dropped.  Belongs to the event
     loop of the connections.  restart: called when a peer asks for this process to be started again.
+    drain: the latest order that a peer has told.
     """
 
     def __init__(self, inbox: Inbox, max_model_len: int, restart: Callable[[], None] = lambda: None) -> None:
         self._inbox = inbox
         self._restart = restart
+        self.drain = DrainOrder()
         self._max_model_len = max_model_len
         self._open: list[Peer] = []
         self._requests: dict[str, _Request] = {}
@@ -100,6 +103,10 @@ class ConnectionMux:
             if message.method == "restart":
                 message.answer(None)
                 self._restart()
+                return
+            if message.method == "remember_drain":
+                self.drain = max(self.drain, args[0], key=lambda order: order.number)
+                message.answer(None)
                 return
             if message.method in REQUEST_METHODS:
                 name = self._names.get((peer, args[0]))
@@ -268,7 +275,7 @@ class FrontEndLinks:
 
     async def _serve(self, peer: Peer, address: Address, hello: Hello, pulse: Pulse) -> str | None:
         """Take commands until the connection ends, then end what it had asked for; why it was refused."""
-        peer.send(hello)
+        peer.send(msgspec.structs.replace(hello, drain=self._mux.drain))
         welcome = await peer.receive(OPEN_S)
         if not isinstance(welcome, Welcome):
             peer.abort("no welcome came first")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -12,9 +12,10 @@ from moe_lora.core.request import AdapterInfo, EngineStats
 from moe_lora.dist.cluster.pool.directory import PoolDirectory
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.engine.client.heartbeat import Heartbeat
-from moe_lora.engine.client.messages import Beat, Move
+from moe_lora.engine.client.messages import Beat, DrainOrder, Move
 from moe_lora.policies.routing import InstanceLoad
 
+from .drains import Drains
 from .reports import add_counters
 
 # What is served under each adapter's name, and which of two accounts of that is the later one.
@@ -174,10 +175,7 @@ class InstanceRegistry:
         """Called with what an instance was told to have moved; who sends requests from here sets it."""
         self.on_unheard: Callable[[Instance], None] = lambda instance: None
         """Called again and again with an instance that sends no beats; set as `on_move` is."""
-        self.drained_by_operator: frozenset[str] = frozenset()
-        """Names of instances that get no requests while others take some, until they are undrained."""
-        self.restarting: frozenset[str] = frozenset()
-        """Those that get none until they are started again."""
+        self.drains = Drains(self._move_off)
         self.on_drain: Callable[[Instance], None] = lambda instance: None
         """Called with one that is drained from now on, and now and then while it is; set as `on_move` is."""
         self._at_rest = asyncio.Event()
@@ -190,20 +188,24 @@ class InstanceRegistry:
     @property
     def drained(self) -> frozenset[str]:
         """Names of instances that get no requests while others take some."""
-        return self.drained_by_operator | self.restarting
+        return self.drains.names
 
     @property
     def undrained(self) -> list[Instance]:
         """Those that are live and take requests."""
         return [instance for instance in self.live if instance.name not in self.drained]
 
-    def drain(self, names: Iterable[str], restarting: Iterable[str]) -> None:
-        """From now on these instances, and no others, get no requests while others take some."""
-        before = self.drained
-        self.drained_by_operator, self.restarting = frozenset(names), frozenset(restarting)
+    def _move_off(self, names: frozenset[str]) -> None:
         for instance in self.instances:
-            if instance.name in self.drained - before:
+            if instance.name in names:
                 self.on_drain(instance)
+
+    def hear_drain(self, name: str, order: DrainOrder) -> None:
+        """What an instance that dials in was told; where a controller elsewhere decides, that one's word
+        counts once it is known.
+        """
+        if not self.directed and order.number:
+            self.drains.learn({name: order})
 
     def candidates(self, adapter: str | None) -> list[Instance]:
         """Instances that can take a request: drained ones where no other can.  Raises as `having` does."""

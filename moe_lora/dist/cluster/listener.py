@@ -149,6 +149,9 @@ class CatchUp:
             have = await held_by(client, registry.pool)  # those that start together are given some meanwhile
         while not await registry.join(instance, client, have, missing, incarnation):
             await catch_up(client, registry.adapters, have, missing, registry.pool)
+        order = registry.drains.orders.get(instance.name)
+        if order is not None:  # its process may be younger than that
+            await client.ask("remember_drain", order)
 
 
 class AsItIs:
@@ -408,6 +411,7 @@ class InstanceListener:
 
         try:
             instance = self._instance_registry.enter(hello.name, client)
+            self._instance_registry.hear_drain(hello.name, hello.drain)
             await HealthMonitor(self._instance_registry, instance, client, come, give_up).run()
             if not self._instance_registry.closed.is_set():
                 logger.warning(

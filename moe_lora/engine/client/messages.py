@@ -111,15 +111,30 @@ class Move(Message, frozen=True):
 REQUEST_METHODS = frozenset({"hold_request", "resume_request", "kv_window", "kv_send"})
 """Methods whose first argument is the id of a request of who calls."""
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
+
+
+@dataclass(frozen=True)
+class DrainOrder:
+    """An operator's last word on an instance: whether it is drained.
+
+    number: counts up over the orders to all instances, so the higher one is the later; 0: there was none.
+    """
+
+    drained: bool = False
+    number: int = 0
 
 
 class Hello(Message, frozen=True):
-    """An engine's first message.  incarnation: the same as long as its process lives."""
+    """An engine's first message.  incarnation: the same as long as its process lives.
+
+    drain: the last that its process was told, for a controller that was started since.
+    """
 
     name: str
     incarnation: str
     info: ModelInfo
+    drain: DrainOrder = DrainOrder()
     protocol: int = PROTOCOL_VERSION
 
 
@@ -250,6 +265,8 @@ class EngineMethods(typing.Protocol):
     def pass_on(self, orders: Sequence[MoveOrder]) -> int: ...
 
     def restart(self) -> None: ...
+
+    def remember_drain(self, order: DrainOrder) -> None: ...
 
     def kv_window(self, request_id: str) -> KvWindow | None: ...
 

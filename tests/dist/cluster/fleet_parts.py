@@ -138,9 +138,11 @@ class CountingEngine:
             raise CapacityError(f"adapter {name!r} can't be pinned")
         return self._info(name)
 
-    async def ask(self, method: str, *args: Any) -> int:
-        assert method == "preload_adapters"
+    async def ask(self, method: str, *args: Any) -> int | None:
         self.check()
+        if method == "remember_drain":
+            return None
+        assert method == "preload_adapters"
         self.calls.append(("preload", *args[0]))
         return len(args[0])
 

@@ -16,6 +16,7 @@ from moe_lora.engine.client.messages import (
     Abort,
     Beat,
     Dead,
+    DrainOrder,
     Generate,
     Inbox,
     Move,
@@ -214,3 +215,12 @@ def test_all_are_told_that_the_engine_failed(two):
     dead = Dead(EngineDeadError("it broke"))
     two.mux.emit(dead)
     assert two.heard == {"one": [dead], "two": [dead]}
+
+
+def test_the_later_drain_order_is_remembered_whoever_tells_it_first():
+    two = TwoConnections()
+    later, older = DrainOrder(True, 4), DrainOrder(False, 3)
+    for number, (name, order) in enumerate((("one", later), ("two", older))):
+        connection = two.connection[name]
+        two.mux.put(connection, Asked(connection, number, "remember_drain", (order,)))
+    assert two.mux.drain == later

@@ -452,7 +452,7 @@ def test_a_request_whose_move_off_a_drained_instance_failed_is_moved_once_more_a
         stream = fleet.generate(ask())
         await anext(stream)
         with patch.object(fleet.mover, "move", refuse):
-            registry.drain({first.name}, ())
+            registry.drains.order(first.name, drained=True)
             for _ in range(2):
                 registry.on_drain(first)
                 await asyncio.sleep(0.01)

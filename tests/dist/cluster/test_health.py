@@ -11,7 +11,7 @@ from moe_lora.core.errors import EngineDeadError
 from moe_lora.dist.cluster.health import HealthMonitor
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.engine.client.heartbeat import Hearing, Heartbeat, Pulse
-from moe_lora.engine.client.messages import Beat
+from moe_lora.engine.client.messages import Beat, DrainOrder
 
 from .fleet_parts import CountingEngine
 
@@ -115,7 +115,7 @@ def test_what_a_drained_engine_still_has_is_moved_again_and_again():
     watched = Watched()
     registry, moved_s = watched.instance_registry, []
     watched.pass_s(*[1.0] * 8, beat=Beat())
-    watched.script.append(lambda: registry.drain({"0"}, ()))
+    watched.script.append(lambda: registry.drains.follow({"0": DrainOrder(True, 1)}, ()))
     registry.on_drain = lambda _: moved_s.append(watched.clock.now_s())
     watched.pass_s(*[1.0] * 11, beat=Beat())
     watched.run()

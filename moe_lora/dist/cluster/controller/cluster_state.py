@@ -20,6 +20,7 @@ from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 from moe_lora.dist.net.codec import Interface, Message, Protocol
 from moe_lora.dist.net.connection import Pings
+from moe_lora.engine.client.messages import DrainOrder
 from moe_lora.provision.online import Outlook, VisitWindow
 from moe_lora.provision.placement.placement_problem import PlacementQuality
 
@@ -28,7 +29,7 @@ from .instance_control import InstanceControl
 from .placement_controller import PlacementController, Routes
 from .served_registry import ServedRegistry
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 PINGS = Pings()
 
 
@@ -36,17 +37,17 @@ class ClusterState(Message, frozen=True, kw_only=True):
     """What the controller has decided.
 
     number: counts up with each change, also over the controller's restarts.  ranks: LoRA ranks by adapter.
-    holdings: of the instances in the controller's routing.  drained: names of instances, by an operator;
-    restarting: while this controller has them started again, which the next one does not go on with.  table:
-    adapter -> (instance name, phi) of the routing table, and the number of that; demand: tokens/s by adapter
-    that it was made for.
+    holdings: of the instances in the controller's routing.  drains: an operator's last order to each instance
+    that ever had one; restarting: names of those that this controller has started again, which the next one
+    does not go on with.  table: adapter -> (instance name, phi) of the routing table, and the number of that;
+    demand: tokens/s by adapter that it was made for.
     """
 
     number: int
     served: Served = field(default_factory=Served)
     ranks: Mapping[str, int] = field(default_factory=dict)
     holdings: Mapping[str, Holding] = field(default_factory=dict)
-    drained: tuple[str, ...] = ()
+    drains: Mapping[str, DrainOrder] = field(default_factory=dict)
     restarting: tuple[str, ...] = ()
     table: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     table_version: int = 0
@@ -151,10 +152,10 @@ class ControllerMethods:
         self.instances = instances
 
     async def drain_instance(self, name: str) -> None:
-        _given(self.instances).drain(name)
+        await _given(self.instances).drain(name)
 
     async def undrain_instance(self, name: str) -> None:
-        _given(self.instances).undrain(name)
+        await _given(self.instances).undrain(name)
 
     async def restart_instance(self, name: str, limit_s: float) -> None:
         await _given(self.instances).restart(name, limit_s)
@@ -243,8 +244,8 @@ class ClusterStateLog:
             served=self._instance_registry.served,
             ranks=dict(self._routes.ranks),
             holdings=self._instance_registry.holdings,
-            drained=tuple(sorted(self._instance_registry.drained_by_operator)),
-            restarting=tuple(sorted(self._instance_registry.restarting)),
+            drains=self._instance_registry.drains.orders,
+            restarting=tuple(sorted(self._instance_registry.drains.restarting)),
         )
         router = self._routes.table
         if router is not None and self._placement is not None:
@@ -264,11 +265,10 @@ class ClusterStateLog:
         """Go on from what a front end had from the controller before this one.
 
         Of each adapter the higher version counts, as `Served.joined` says; of tables the one with the higher
-        number, with the demand that it was made for; who is drained, the latest state says.  Numbers go on
-        above all that were heard of.
+        number, with the demand that it was made for; of an operator's orders to an instance the later one.
+        Numbers go on above all that were heard of.
         """
-        if state.number >= self.state.number:
-            self._instance_registry.drain(state.drained, ())
+        self._instance_registry.drains.learn(state.drains)
         self.state = replace(self.state, number=max(self.state.number, state.number))
         self._instance_registry.recover(state.served)
         self._routes.ranks.update(state.ranks)

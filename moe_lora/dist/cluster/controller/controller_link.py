@@ -189,7 +189,7 @@ class ControllerLink:
         if self.state is None or state.number > self.state.number:
             self.state = state
             self._instance_registry.follow(state.served, state.holdings)
-            self._instance_registry.drain(state.drained, state.restarting)
+            self._instance_registry.drains.follow(state.drains, state.restarting)
             self.ranks.clear()
             self.ranks.update(state.ranks)
             if state.table_version != self._routes.table_version:

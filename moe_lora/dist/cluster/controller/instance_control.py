@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import cast
 
 from anyio import fail_after, move_on_after
@@ -34,25 +35,34 @@ class InstanceControl:
         self._drain_s = drain_s
         self._restarting = asyncio.Lock()
 
-    def drain(self, name: str) -> None:
+    async def drain(self, name: str) -> None:
         """Give an instance no requests, and have those that it has go on elsewhere where they can.
+
+        It is told, so that it can say so to a controller after this one.
 
         Raises ConfigError for an unknown one, and for the last that takes requests.
         """
         self._named(name)
         self._check_others(name)
-        self._registry.drain(self._registry.drained_by_operator | {name}, self._registry.restarting)
+        await self._order(name, drained=True)
         logger.info("instance %s is drained", name)
 
-    def undrain(self, name: str) -> None:
+    async def undrain(self, name: str) -> None:
         """Give it requests again, if it is being restarted then once it is back.
 
         Raises ConfigError for an unknown one.
         """
-        if name not in self._registry.drained_by_operator:  # one that has gone for good may be
+        if name not in self._registry.drains.by_operator:  # one that has gone for good may be
             self._named(name)
-        self._registry.drain(self._registry.drained_by_operator - {name}, self._registry.restarting)
+        await self._order(name, drained=False)
         logger.info("instance %s is not drained any more", name)
+
+    async def _order(self, name: str, *, drained: bool) -> None:
+        order = self._registry.drains.order(name, drained=drained)
+        for instance in self._registry.live:  # one that is away is told when it comes
+            if instance.name == name:
+                with suppress(EngineDeadError):
+                    await cast("CallableEngine", instance.client).ask("remember_drain", order)
 
     def _check_others(self, name: str) -> None:
         if all(one.name == name for one in self._registry.undrained):
@@ -73,7 +83,7 @@ class InstanceControl:
                 raise _not_here(name)
             before = instance.incarnation
             self._check_others(name)
-            self._registry.drain(self._registry.drained_by_operator, {name})
+            self._registry.drains.restart({name})
             logger.info("instance %s is drained until it is started again", name)
             try:
                 await asyncio.sleep(SETTLE_S)
@@ -82,7 +92,7 @@ class InstanceControl:
                 await self._end(instance)
                 await self._until_back(instance, before, limit_s)
             finally:
-                self._registry.drain(self._registry.drained_by_operator, ())
+                self._registry.drains.restart(())
 
     def _named(self, name: str) -> Instance:
         for instance in self._registry.instances:

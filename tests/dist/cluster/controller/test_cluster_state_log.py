@@ -8,6 +8,7 @@ from moe_lora.config import FrontEndConfig
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState, ClusterStateLog
 from moe_lora.dist.cluster.controller.placement_controller import make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry, Served, ServedVersion
+from moe_lora.engine.client.messages import DrainOrder
 from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config, fleet_client
 
 
@@ -69,11 +70,13 @@ def test_of_several_front_ends_the_newest_table_counts_in_any_order():
         assert kept.state_log.state.number == 10
 
 
-def test_the_latest_state_says_who_is_drained_and_nobody_is_being_restarted():
-    old = ClusterState(number=4, drained=("x", "y"))
-    new = ClusterState(number=9, drained=("y",), restarting=("x",))
+def test_of_each_instance_the_latest_order_counts_and_nobody_is_being_restarted():
+    x, y, undrained = DrainOrder(True, 1), DrainOrder(True, 2), DrainOrder(False, 3)
+    old = ClusterState(number=4, drains={"x": x, "y": y})
+    new = ClusterState(number=9, drains={"x": undrained, "y": y}, restarting=("x",))
     for states in ((old, new), (new, old)):
         kept = Kept("x", "y")
         for state in states:
             kept.state_log.recover(state)
         assert kept.instance_registry.drained == {"y"}
+        assert kept.instance_registry.drains.order("x", drained=True).number == 4

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 
 from moe_lora.core.errors import ConfigError, EngineDeadError, EngineSilentError
 from moe_lora.dist.cluster.controller import instance_control
 from moe_lora.dist.cluster.controller.instance_control import InstanceControl
+from moe_lora.dist.cluster.listener import DialledClient
 from tests.dist.cluster.listener_parts import FrontEnd, Instance, until
 
 
@@ -49,33 +51,33 @@ def answers(front_end: FrontEnd, name: str) -> set[tuple[int, ...]]:
 
 
 def test_a_drained_instance_gets_no_requests_but_all_adapters(front_end, control, made):
-    called(front_end, control.drain, "one")
+    front_end.run(control.drain("one"))
     assert answers(front_end, "drained") == {(1,)}
     assert front_end.names() == ["one", "two"]
     front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
     assert "later" in made[1].loop.adapters
-    called(front_end, control.undrain, "one")
+    front_end.run(control.undrain("one"))
     assert answers(front_end, "back") == {(0,), (1,)}
 
 
 def test_the_last_that_takes_requests_and_a_stranger_are_not_drained(front_end, control):
-    called(front_end, control.drain, "one")
+    front_end.run(control.drain("one"))
     with pytest.raises(ConfigError, match="no other takes requests"):
-        called(front_end, control.drain, "two")
+        front_end.run(control.drain("two"))
     with pytest.raises(ConfigError, match="choose one of one, two"):
-        called(front_end, control.undrain, "three")
+        front_end.run(control.undrain("three"))
     assert answers(front_end, "still") == {(1,)}
 
 
 def test_a_drained_instance_takes_requests_when_the_others_have_gone(front_end, control, made):
-    called(front_end, control.drain, "one")
+    front_end.run(control.drain("one"))
     made[2].dial.stop()
     until(lambda: front_end.names() == ["one"])
     assert answers(front_end, "alone") == {(0,)}
 
 
 def test_it_stays_drained_when_it_comes_back(front_end, control, made):
-    called(front_end, control.drain, "one")
+    front_end.run(control.drain("one"))
     made[1].dial.stop()
     until(lambda: front_end.names() == ["two"])
     made.append(Instance("one", front_end.socket, number=5))
@@ -124,10 +126,10 @@ def test_what_an_operator_says_while_one_is_started_again_counts_after_it(
     front_end, control, made, drained_after
 ):
     if not drained_after:
-        called(front_end, control.drain, "one")
+        front_end.run(control.drain("one"))
     restarting, errors = restart_aside(front_end, control)
     until(lambda: front_end.names() == ["two"])
-    called(front_end, control.drain if drained_after else control.undrain, "one")
+    front_end.run(control.drain("one") if drained_after else control.undrain("one"))
     assert front_end.instance_registry.drained == {"one"}
     made.append(Instance("one", front_end.socket, number=7))
     restarting.join(20)
@@ -161,6 +163,45 @@ def test_none_is_ended_before_another_is_seen_by_all_front_ends(front_end, contr
 
 
 def test_one_that_has_left_for_good_can_be_undrained(front_end, control):
-    called(front_end, front_end.instance_registry.drain, {"gone"}, ())
-    called(front_end, control.undrain, "gone")
+    front_end.instance_registry.drains.order("gone", drained=True)
+    front_end.run(control.undrain("gone"))
+    assert front_end.instance_registry.drained == frozenset()
+
+
+def successor(front_end: FrontEnd, made) -> tuple[FrontEnd, InstanceControl]:
+    """The only front end is started again, and both instances are there."""
+    front_end.close()
+    made.append(new := FrontEnd(socket=front_end.socket))
+    until(lambda: new.names() == ["one", "two"])
+    return new, InstanceControl(new.instance_registry, drain_s=20.0)
+
+
+def test_the_next_front_end_learns_from_the_instances_who_is_drained(front_end, control, made):
+    front_end.run(control.drain("one"))
+    second, control = successor(front_end, made)
+    assert second.instance_registry.drained == {"one"}
+    assert answers(second, "second") == {(1,)}
+    second.run(control.undrain("one"))
+    third, _ = successor(second, made)
+    assert third.instance_registry.drained == frozenset()
+    assert answers(third, "third") == {(0,), (1,)}
+
+
+def test_a_process_younger_than_the_order_is_told_it_and_tells_the_next_front_end(front_end, control, made):
+    front_end.run(control.drain("one"))
+    made[1].dial.stop()
+    until(lambda: front_end.names() == ["two"])
+    made.append(young := Instance("one", front_end.socket, number=5))
+    until(lambda: young.dial._mux.drain.drained)
+    second, _ = successor(front_end, made)
+    assert second.instance_registry.drained == {"one"}
+
+
+def test_an_order_given_while_an_instance_was_away_goes_before_what_it_remembers(front_end, control, made):
+    front_end.run(control.drain("one"))
+    with patch.object(DialledClient, "ask", side_effect=EngineSilentError("it does not get on")):
+        front_end.run(control.undrain("one"))
+    entry = front_end.instance_registry.instances[0]
+    front_end.thread.loop.call_soon_threadsafe(entry.client.hang_up, "a cut")
+    until(lambda: not made[1].dial._mux.drain.drained)
     assert front_end.instance_registry.drained == frozenset()
