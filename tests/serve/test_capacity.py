@@ -41,6 +41,7 @@ STATE = ServerState(
     num_instances=2,
     incarnation=1,
     ranks=(1, 1),
+    unlinked=(0, 0),
 )
 
 
@@ -50,7 +51,7 @@ class PaperServer:
     def __init__(self) -> None:
         self.current = STATE
         self.next: ServerState | None = None
-        self.gone = self.stays_away = False
+        self.gone = self.stays_away = self.stays_unlinked = False
         self.restarted: list[int] = []
 
     def state(self) -> ServerState:
@@ -73,7 +74,9 @@ class PaperServer:
         if server_rank == 0:
             ranks, incarnation = [1, 1], incarnation + 1
         if not self.stays_away:
-            self.next = replace(self.current, ranks=tuple(ranks), incarnation=incarnation)
+            unlinked = tuple(int(self.stays_unlinked and one == server_rank) for one in range(2))
+            back = {"ranks": tuple(ranks), "incarnation": incarnation, "unlinked": unlinked}
+            self.next = replace(self.current, **back)
         self.current = replace(self.current, ranks=(self.current.ranks[0], 0))
 
 
@@ -350,3 +353,12 @@ def test_two_restarts_at_once_come_one_after_the_other(controller, paper, monkey
 
     asyncio.run(run())
     assert paper.restarted == [1, 0, 1, 0]
+
+
+def test_no_rank_is_ended_while_an_instance_lacks_its_link_to_the_one_before(controller, paper, monkeypatch):
+    monkeypatch.setattr(capacity_controller, "LOOK_S", 0.01)
+    paper.stays_unlinked = True
+    with pytest.raises(LoraServerError, match="rank 1 of the LoRA Server was ended and is not back"):
+        asyncio.run(controller.restart_server(0.1))
+    assert paper.restarted == [1]
+    assert paper.current.unlinked == (0, 1)

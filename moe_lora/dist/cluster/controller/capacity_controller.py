@@ -90,8 +90,9 @@ class CapacityController:
     async def restart_server(self, limit_s: float) -> ServerState:
         """Have the LoRA Server's ranks started again, one after the other, its leader last; the state then.
 
-        Instances compute what a rank that is away would.  Raises LoraServerError if one is not back, and
-        instances linked to the leader as before, within limit_s.
+        Instances compute what a rank that is away would, so that nothing else is away with it: the next waits
+        until all have their links to it again.  Raises LoraServerError if one is not back, with as many
+        instances as before and links to them all, within limit_s.
         """
         assert self._server is not None
         async with self._restarting:  # two at once would end the leader while another rank loads
@@ -112,11 +113,7 @@ class CapacityController:
                     await asyncio.sleep(LOOK_S)
                     with suppress(LoraServerError):
                         state = await asyncio.to_thread(self._server.state)
-                        is_new = (
-                            state.incarnation != before.incarnation
-                            or state.ranks[server_rank] > before.ranks[server_rank]
-                        )
-                        if is_new and all(state.ranks) and state.num_instances >= before.num_instances:
+                        if _is_back(state, before, server_rank):
                             return state
         except TimeoutError:
             raise LoraServerError(
@@ -157,6 +154,13 @@ class CapacityController:
             await self.resize(wanted)
         except (CapacityError, LoraServerError) as error:
             logger.warning("the LoRA Server's capacity stays %d: %s", state.capacity, error)
+
+
+def _is_back(state: ServerState, before: ServerState, server_rank: int) -> bool:
+    """Whether a rank that was told to end takes part again, and every instance sends it rows."""
+    is_new = state.incarnation != before.incarnation or state.ranks[server_rank] > before.ranks[server_rank]
+    is_linked = state.num_instances >= before.num_instances and not state.unlinked[server_rank]
+    return is_new and all(state.ranks) and is_linked
 
 
 def make_capacity_controller(cluster: ClusterConfig, client: EngineClient) -> CapacityController | None:

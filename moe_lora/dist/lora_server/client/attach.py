@@ -13,7 +13,7 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.protocol.control import Hear, find_rank, join, network, pings_of
 from moe_lora.dist.lora_server.protocol.control_messages import ServerHello
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-from moe_lora.dist.lora_server.protocol.reach import agreed_facts, server_transport
+from moe_lora.dist.lora_server.protocol.reach import agreed_facts, client_name, server_transport
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.net.peer import Peer
@@ -45,7 +45,7 @@ class LoraServerClient:
         self._server = server
         self._instance = instance
         self._keys = keys_in(server.certificates)
-        name = f"{instance}/{client_rank}"
+        name = client_name(instance, client_rank)
         self._hello = ServerHello(name, agreed_facts(shape, dtype, server, client_ranks))
         layout = FrameLayout(shape, dtype, server.max_rows)
         self.store = HostStore(server.store_dir)

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.3
 _HELLO_S = 3.0
 _SETTING = "lora_server.address"
-ADMIN_VERSION = 4
+ADMIN_VERSION = 5
 Hear = Callable[[Peer, Message], Awaitable[None]]
 
 

@@ -78,7 +78,8 @@ class Memory:
 class ServerState(LeaseStats):
     """capacity: adapters resident at once.  max_capacity: the most that the ranks' memory holds, as far as
     the registered adapters tell; None if there is none.  num_instances: that are linked.  incarnation: of the
-    leader.  ranks: of each rank how often it has joined this leader; 0: it is not there.
+    leader.  ranks: of each rank how often it has joined this leader; 0: it is not there.  unlinked: of each
+    rank, how many processes of these instances send it rows when they can, but have no link to it now.
     """
 
     capacity: int
@@ -86,6 +87,7 @@ class ServerState(LeaseStats):
     num_instances: int = 0
     incarnation: int = 0
     ranks: tuple[int, ...] = ()
+    unlinked: tuple[int, ...] = ()
 
 
 class ServerCalls(typing.Protocol):
@@ -108,6 +110,9 @@ class ServerCalls(typing.Protocol):
 
     def join_rank(self, server_rank: int, address: str) -> None:
         """Tell this rank what is resident, then what changes.  address: where it listens itself."""
+
+    def linked(self, clients: tuple[str, ...]) -> None:
+        """Say which client ranks (`client_name`) have a session with this rank now."""
 
     def need(self, adapter_id: str) -> None:
         """Send a rank the content that it lacks, at once or when an instance has given it."""

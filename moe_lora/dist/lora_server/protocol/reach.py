@@ -33,6 +33,11 @@ def agreed_facts(
     }
 
 
+def client_name(instance: str, client_rank: int) -> str:
+    """By which a rank of an instance is known at the LoRA Server."""
+    return f"{instance}/{client_rank}"
+
+
 def own_host(address: str) -> str:
     """The IP address from which this host reaches a control address, and is reached by those around it.
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -30,6 +30,7 @@ from moe_lora.dist.lora_server.protocol.control_messages import (
     ServerState,
 )
 from moe_lora.dist.lora_server.protocol.partition import Partition
+from moe_lora.dist.lora_server.protocol.reach import client_name
 
 from .leases import Grant, LeaseTable, Load
 from .rank_memory import shard_pages
@@ -71,6 +72,8 @@ class Leader:
         self._num_slots = table.capacity
         self._instances: dict[str, Visitor] = {}
         self._ranks: dict[int, Visitor] = {}
+        self._linked: dict[int, frozenset[str]] = {}
+        """Client ranks that have a session, by server rank."""
         self._num_joins: Counter[int] = Counter()
         self._registered_by: dict[str, set[str]] = {}
         self._acquires: dict[tuple[str, str], asyncio.Future[tuple[int, int]]] = {}
@@ -83,8 +86,8 @@ class Leader:
     def answers(self) -> Mapping[str, Answer]:
         """By method."""
         names = (
-            "find memory join_rank need join_instance register give unregister acquire release state resize "
-            "restart"
+            "find memory join_rank linked need join_instance register give unregister acquire release state "
+            "resize restart"
         )
         return {name: getattr(self, name) for name in names.split()}
 
@@ -99,8 +102,15 @@ class Leader:
             num_instances=len(self._instances),
             incarnation=self._first_generation,
             ranks=(1, *(self._num_joins[one] if one in self._ranks else 0 for one in others)),
+            unlinked=tuple(len(self._unlinked(one)) for one in (LEADER, *others)),
             **asdict(table.stats()),
         )
+
+    def _unlinked(self, server_rank: int) -> set[str]:
+        """Client ranks of the instances here that lack their session with this rank."""
+        clients = self._partition.clients_of_server(server_rank)
+        expected = {client_name(instance, client) for instance in self._instances for client in clients}
+        return expected - self._linked.get(server_rank, frozenset())
 
     async def restart(self, visitor: Visitor, server_rank: int) -> None:
         if server_rank == LEADER:
@@ -163,9 +173,18 @@ class Leader:
             self._tell_rank(server_rank, self._load_order(load, server_rank))
         logger.info("server rank %d joined from %s", server_rank, self.addresses[server_rank])
 
+    async def linked(self, visitor: Visitor, clients: tuple[str, ...]) -> None:
+        if self._ranks.get(visitor.server_rank) is visitor:
+            self.hear_links(visitor.server_rank, clients)
+
+    def hear_links(self, server_rank: int, clients: Iterable[str]) -> None:
+        """These client ranks, and no others, have a session with a rank now."""
+        self._linked[server_rank] = frozenset(clients)
+
     def _lose_rank(self, visitor: Visitor) -> None:
         if self._ranks.get(visitor.server_rank) is visitor:
             del self._ranks[visitor.server_rank]
+            self._linked.pop(visitor.server_rank, None)
             self.addresses.pop(visitor.server_rank, None)  # clients wait until it has joined again
         logger.warning("server rank %d left", visitor.server_rank)
 

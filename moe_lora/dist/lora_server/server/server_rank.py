@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
@@ -101,6 +102,9 @@ class ServerRank:
         self._hello = ServerHello(name, agreed)
         self._transport = server_transport(server, name, put_timeout_s=_PUT_TIMEOUT_S)
         self._session_numbers = itertools.count()
+        self._linked: Counter[str] = Counter()
+        """Sessions by client rank: one that came back may have its last one here for a while."""
+        self._tell_links: Callable[[tuple[str, ...]], object] = lambda clients: None
         self._tasks: list[asyncio.Task[None]] = []
         if server_rank == LEADER:
             self._lead()
@@ -209,6 +213,7 @@ class ServerRank:
         self._start(_carry_out(steps))
         self._listen(parse_address("lora_server.address", self._server.address), leader.answers)
         leader.addresses[LEADER] = self._control.address
+        self._tell_links = partial(leader.hear_links, LEADER)
 
     # The other ranks
 
@@ -236,11 +241,14 @@ class ServerRank:
             return
         await asyncio.to_thread(self._orders.start_over, first_generation)
         self._leader = peer
+        self._tell_links = partial(_tell_links, peer)
         try:
             await called(peer, "join_rank", self._server_rank, self._control.address)
+            self._tell_links(tuple(self._linked))
             await peer.ended.wait()
             logger.warning("lost the leader of the LoRA Server: %s", peer.problem)
         finally:
+            self._tell_links = lambda clients: None
             # Nothing is loaded until a leader is back; what is here goes on being served.
             self.loop.server_store.set_led(False)
 
@@ -288,7 +296,14 @@ class ServerRank:
         session = await asyncio.to_thread(begin)
         visitor.left.push_async_callback(asyncio.to_thread, end)
         self.loop.add(session)
+        self._link(peer.name, 1)
+        visitor.left.callback(self._link, peer.name, -1)
         return session.requests.descriptor()
+
+    def _link(self, client: str, change: int) -> None:
+        self._linked[client] += change
+        self._linked += Counter()  # only those that have one are kept
+        self._tell_links(tuple(self._linked))
 
     # Turns within a stage
 
@@ -304,6 +319,11 @@ class ServerRank:
         address = await find_rank(*leader, self._stage_leader, timeout_s)
         begin = "tell_turns", self.loop.turns.descriptor(), self.loop.turns_seen
         return await join(address, self._keys, self._hello, timeout_s, *begin)
+
+
+def _tell_links(leader: Peer, clients: tuple[str, ...]) -> None:
+    if not leader.ended.is_set():  # the next one is told all
+        leader.call("linked", clients)
 
 
 async def _until_ended(peer: Peer) -> None:

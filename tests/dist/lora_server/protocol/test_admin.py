@@ -71,6 +71,36 @@ def test_a_rank_that_is_told_to_end_says_that_it_is_to_be_started_again(cluster)
     until(lambda: cluster.rank(0).restarts)
 
 
+def test_a_rank_that_is_back_counts_instances_whose_link_to_it_is_not(cluster, monkeypatch):
+    asks = admin(cluster)
+    clients = [cluster.client(name) for name in ("one", "two")]
+    assert asks.state().unlinked == (0, 0)  # of instances that have joined
+    for client in clients:
+        cluster.leases(client)
+    until(lambda: asks.state().unlinked == (0, 0) and asks.state().num_instances == 2)
+
+    async def away(timeout_s: float) -> None:
+        raise LoraServerError("not yet")
+
+    link = clients[1].links[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "_join", away)
+        cluster.stop(1)
+        until(lambda: asks.state().ranks == (1, 0) and asks.state().unlinked == (0, 2))
+        cluster.start(1)
+        until(lambda: asks.state().ranks == (1, 2) and asks.state().unlinked == (0, 1))
+        assert link.session is None
+    until(lambda: asks.state().unlinked == (0, 0) and link.session is not None)
+
+
+def test_a_new_leader_hears_from_the_other_ranks_who_is_linked_to_them(cluster):
+    joined(cluster, "one")
+    asks = admin(cluster)
+    cluster.stop(0)
+    cluster.start(0)
+    until(lambda: asks.state().num_instances == 1 and asks.state().unlinked == (0, 0))
+
+
 def test_growing_serves_those_who_wait_on_all_ranks(cluster):
     leases = joined(cluster, "one")
     for adapter_id in "abcd":
