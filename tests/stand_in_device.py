@@ -61,6 +61,11 @@ def launches() -> Iterator[list[Launch]]:
         _noted = before
 
 
+def noting() -> bool:
+    """Whether what is launched is noted now."""
+    return _noted is not None
+
+
 def _note(name: str, again: Callable[[], Any]) -> None:
     if _noted is not None:
         _noted.append(Launch(name, _operation, again))

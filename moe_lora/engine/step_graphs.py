@@ -1,4 +1,4 @@
-"""Whole decode steps as CUDA graphs: captured once for each shape, replayed as one launch.
+"""Decode steps as CUDA graphs: captured once for each shape, replayed as one launch, or in pieces.
 
 Legend: T token rows, S sequences, B blocks of the longest sequence.
 """
@@ -6,7 +6,7 @@ Legend: T token rows, S sequences, B blocks of the longest sequence.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
@@ -14,10 +14,12 @@ import numpy as np
 import torch
 
 from moe_lora.kernels.operands import StepBounds, StepTables
+from moe_lora.lora.backend import LoraBackend
 from moe_lora.lora.row_routing import RowRouting, Source
 
 from .step_batch import StepBatch
 from .step_buffer import StepBuffer
+from .step_pieces import Piece, StepCapture
 
 logger = logging.getLogger(__name__)
 
@@ -27,29 +29,8 @@ RANK_STEP = 64
 """Bounds of ranks are multiples of it, as workspaces are."""
 
 Place: TypeAlias = tuple[int, int]
-"""Source and group of sites (see `RowRouting.slots_here`)."""
+"""Source and group of sites (see `RowRouting.sources`)."""
 Compute: TypeAlias = Callable[[StepBatch], torch.Tensor]
-Capture: TypeAlias = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-"""Runs what it is given, and notes what that launches: what launches it again, and its result's memory."""
-
-
-class CudaCapture:
-    """`Capture` into CUDA graphs that share one pool of memory: no two of them run at once."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, compute: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            compute()  # kernels are compiled now: a capture can't
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads copy meanwhile, on streams of their own.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = compute()
-        return graph.replay, out
 
 
 class GraphShape(NamedTuple):
@@ -61,32 +42,40 @@ class GraphShape(NamedTuple):
     places: tuple[Place, ...]
 
 
-class _Graph(NamedTuple):
-    replay: Callable[[], None]
+class _Captured(NamedTuple):
+    """pieces: graphs and calls of the host, in order.  memory: that of the buffer which they read."""
+
+    pieces: list[Piece]
     logits: torch.Tensor
     memory: torch.Tensor
 
 
 class StepGraphs:
-    """Computes decode steps whose deltas, if any, this device computes; others are left to the caller.
+    """Computes decode steps whose deltas, if any, come from this device or from `hosts`; others are left to
+    the caller.
 
-    rows: decode buckets.  places: of this device's deltas.  site_ranks: largest rank of these slots at each
-    site.  A step is padded to its shape and copied to where the graph reads it; what a launch depends on
-    besides is bounded: lengths by the context, ranks by those of adapters seen so far.  An adapter beyond
-    them has the graphs with deltas captured anew, each when it is next needed.  Arena and slot tables never
-    move.
+    rows: decode buckets.  places: of all deltas that an adapter may have.  site_ranks: largest rank of these
+    slots at each site.  A step is padded to its shape and copied to where the graph reads it; what a launch
+    depends on besides is bounded: lengths by the context, ranks by those of adapters seen so far.  An adapter
+    beyond them has the graphs with deltas captured anew, each when it is next needed.  Arena and slot tables
+    never move.
+    hosts: by source the backends that cut a captured step (`HostCalled`).  Steps in which they have rows are
+    replayed in pieces, all others as one graph.  A row of host workers stays theirs in such a step, whatever
+    of its adapter has come meanwhile.  The first step of a shape that was not captured ahead is computed
+    twice, its requests included.
     """
 
     def __init__(
         self,
         buffer: StepBuffer,
-        capture: Capture,
+        capture: StepCapture,
         site_ranks: Callable[[np.ndarray], list[int]],
         *,
         rows: Sequence[int],
         max_tokens: int,
         block_size: int,
         places: tuple[Place, ...],
+        hosts: Mapping[int, LoraBackend] | None = None,
     ) -> None:
         self.num_captured = self.num_replayed = 0
         self._buffer = buffer
@@ -95,12 +84,13 @@ class StepGraphs:
         self._rows = sorted(rows)
         self._block_size = block_size
         self._places = places
+        self._hosts = dict(hosts or {})
         self._contexts = [max_tokens]
         while self._contexts[-1] > FIRST_CONTEXT:
             self._contexts.append(max(FIRST_CONTEXT, self._contexts[-1] // CONTEXT_FACTOR))
         self._contexts.reverse()
         self._ranks = site_ranks(np.array([-1]))
-        self._graphs: dict[GraphShape, _Graph] = {}
+        self._graphs: dict[GraphShape, _Captured] = {}
 
     def shape_of(self, batch: StepBatch) -> GraphShape | None:
         """The graph that computes this step; None: none does."""
@@ -108,13 +98,14 @@ class StepGraphs:
         wanted = batch.logit_rows.numpy()
         if not tables.decode or num_rows not in self._rows or (wanted != np.arange(len(wanted))).any():
             return None
-        if set().union(*routing.sources) - {Source.LOCAL}:
+        if set().union(*routing.sources) - {Source.LOCAL} - self._hosts.keys():
             return None
         longest = int(tables.seq_lens.max())
         context = next((bound for bound in self._contexts if bound >= longest), None)
         if context is None:
             return None
-        return GraphShape(num_rows, context, tuple(routing.slots_here()))
+        places = [(s, group) for group, sources in enumerate(routing.sources) for s in sorted(sources)]
+        return GraphShape(num_rows, context, tuple(places))
 
     def run(self, shape: GraphShape, batch: StepBatch, compute: Compute) -> torch.Tensor:
         """The batch's logits, valid until the next step.  compute: launches a step on the device."""
@@ -124,7 +115,10 @@ class StepGraphs:
         graph = self._graphs.get(shape)
         if graph is None or graph.memory is not self._buffer.memory:
             graph = self._captured(shape, inputs, compute)
-        graph.replay()
+        for source in self._hosts.keys() & {source for source, _ in shape.places}:
+            self._hosts[source].begin_step(inputs.tables, inputs.routing)
+        for piece in graph.pieces:
+            piece()
         self.num_replayed += 1
         return graph.logits[: len(batch.logit_rows)]
 
@@ -140,14 +134,18 @@ class StepGraphs:
                 batch = replace(batch, routing=_with_places(batch, shape.places))
             inputs = self._padded(shape, batch).through(self._buffer, self._bounds(shape))
             self._captured(shape, inputs, compute)
-        logger.info("captured %d graphs of decode steps", len(shapes))
+        logger.info("captured %d decode steps as graphs", len(shapes))
 
     def _admit(self, ranks: Sequence[int]) -> None:
         """Have graphs serve adapters of these ranks."""
         bounds = [max(b, -(-r // RANK_STEP) * RANK_STEP) for b, r in zip(self._ranks, ranks, strict=True)]
         if bounds != self._ranks:
             self._ranks = bounds
-            self._graphs = {shape: graph for shape, graph in self._graphs.items() if not shape.places}
+            self._graphs = {
+                shape: graph
+                for shape, graph in self._graphs.items()
+                if Source.LOCAL not in (source for source, _ in shape.places)
+            }
 
     def _bounds(self, shape: GraphShape) -> StepBounds:
         return StepBounds(has_single=True, has_several=False, longest_single=shape.context)
@@ -158,18 +156,22 @@ class StepGraphs:
         blocks = torch.zeros(shape.rows, -(-shape.context // self._block_size), dtype=torch.int32)
         known = tables.block_tables[:, : blocks.shape[1]]
         blocks[:, : known.shape[1]] = known
+        routing = replace(batch.routing, site_ranks=self._ranks if shape.places else None)
+        if routing.loading.any():  # who computes a row is settled when a graph is captured
+            here = np.zeros((len(routing.terms) - 1, len(routing.groups)), dtype=bool)
+            routing = replace(routing, here=here)
         return replace(
             batch,
             logit_rows=torch.arange(shape.rows),
             tables=StepTables(
                 query_start=tables.query_start, seq_lens=tables.seq_lens, block_tables=blocks, decode=True
             ),
-            routing=replace(batch.routing, site_ranks=self._ranks if shape.places else None),
+            routing=routing,
         )
 
-    def _captured(self, shape: GraphShape, inputs: StepBatch, compute: Compute) -> _Graph:
-        replay, logits = self._capture(lambda: compute(inputs))
-        graph = self._graphs[shape] = _Graph(replay, logits, self._buffer.memory)
+    def _captured(self, shape: GraphShape, inputs: StepBatch, compute: Compute) -> _Captured:
+        pieces, logits = self._capture(lambda: compute(inputs))
+        graph = self._graphs[shape] = _Captured(pieces, logits, self._buffer.memory)
         self.num_captured += 1
         return graph
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
@@ -14,11 +17,14 @@ from moe_lora.engine.execution_context import ExecutionContext
 from moe_lora.engine.runner import ModelRunner
 from moe_lora.engine.step_buffer import StepBuffer
 from moe_lora.engine.step_graphs import StepGraphs
+from moe_lora.engine.step_pieces import HostCalled, StepCapture
+from moe_lora.kernels.operands import StepTables
+from moe_lora.lora.backend import AddTo, LoraBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend
-from moe_lora.lora.row_routing import Source
+from moe_lora.lora.row_routing import RowRouting, Source
 from tests.families import ALL_TARGETS, make_adapter, make_checkpoint
 from tests.models.harness import BLOCK_SIZE, Harness
-from tests.stand_in_device import CUDA, DeviceTensor, launches, to_device
+from tests.stand_in_device import CUDA, DeviceTensor, Launch, launches, noting, to_device
 
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 QUICK = "gpt_oss"
@@ -34,25 +40,83 @@ def checkpoint_and_adapter(family: str, folder: Path) -> tuple[Path, list[Path]]
     return base, [make_adapter(family, base, folder / "adapter", 4, ALL_TARGETS, seed=1, scale=0.5)]
 
 
-def capture(compute):
-    """As `step_graphs.CudaCapture`: what was launched is launched again, with the numbers that it had."""
-    with launches() as noted:
-        out = compute()
+class Recorder:
+    """As `step_pieces.CudaRecorder`: what was launched is launched again, with the numbers that it had.
 
-    def replay() -> None:
-        for one in noted:
-            one.again()
+    graphs: launches of each, in the order in which they were recorded.
+    """
 
-    return replay, out
+    def __init__(self) -> None:
+        self.graphs: list[list[Launch]] = []
+        self._noting = ExitStack()
+
+    @contextmanager
+    def session(self, compute):
+        with self._noting:
+            yield
+
+    def begin(self) -> None:
+        self.graphs.append(self._noting.enter_context(launches()))
+
+    def end(self):
+        self._noting.close()
+        graph = self.graphs[-1]
+
+        def replay() -> None:
+            for one in graph:
+                one.again()
+
+        return replay
+
+
+class OnHost:
+    """LoraBackend of the host behind the stand-in: what it would copy to and from a GPU lies in its reach.
+
+    num_begun: how often it had deltas.
+    """
+
+    def __init__(self, backend: LoraBackend) -> None:
+        self._backend = backend
+        self.num_begun = 0
+
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        self._backend.begin_step(step, routing)
+
+    def rows_here(self, layer: int, site: int) -> None:
+        pass
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
+        self._refuse_capture()
+        add_to = self._backend.begin(layer, site, x.held.clone(), None if ids is None else ids.held.clone())
+        self.num_begun += add_to is not None
+        return None if add_to is None else partial(self._add_to, add_to)
+
+    def _add_to(self, add_to: AddTo, y: torch.Tensor) -> None:
+        self._refuse_capture()
+        add_to(y.held)
+
+    def _refuse_capture(self) -> None:
+        assert not noting(), "a graph does not hold what the host does"
 
 
 class OnDevice:
     """A harness's model, adapters and arena on the stand-in, behind the engine's runner.
 
-    graph_settings: of `StepGraphs`, if steps go by graphs.
+    packed: of each slot's adapter, where others compute deltas.  hosts: by source what does, and present:
+    see `RoutedBackend`.  sources: of each site.  graph_settings: of `StepGraphs`, if steps go by graphs.
     """
 
-    def __init__(self, harness: Harness, prompts: Prompts = PROMPTS, **graph_settings) -> None:
+    def __init__(
+        self,
+        harness: Harness,
+        prompts: Prompts = PROMPTS,
+        *,
+        packed: Sequence[Any] = (),
+        hosts: Mapping[int, OnHost] | None = None,
+        present: np.ndarray | None = None,
+        sources: Sequence[Source] = (),
+        **graph_settings,
+    ) -> None:
         self.harness = harness
         model, slots = harness.model, harness.slots
         for module in model.modules():
@@ -62,31 +126,38 @@ class OnDevice:
             setattr(slots, name, to_device(getattr(slots, name)))
         self.arena = DeviceTensor(harness.arena)
         shape = model.spec.shape
-        context = ExecutionContext(self.arena, harness.layout, LocalBackend(shape, self.arena, slots))
-        sources = [Source.LOCAL] * len(shape.sites)
+        sources = sources or [Source.LOCAL] * len(shape.sites)
+        self.recorder = Recorder()
+        capture = StepCapture(self.recorder)
+        cut = {source: HostCalled(host, capture) for source, host in (hosts or {}).items()}
+        local = LocalBackend(shape, self.arena, slots)
+        backend = RoutedBackend({**cut, Source.LOCAL: local}, present) if cut else local
+        context = ExecutionContext(self.arena, harness.layout, backend)
         self.graphs = graphs = None
         if graph_settings:
             self.graphs = graphs = StepGraphs(
                 StepBuffer(CUDA),
                 capture,
                 partial(slots.site_ranks, sites=shape.sites),
-                places=((int(Source.LOCAL), 0),),
+                places=tuple((int(source), group) for group, source in enumerate(sorted(set(sources)))),
                 block_size=BLOCK_SIZE,
+                hosts=cut,
                 **graph_settings,
             )
         self.runner = ModelRunner(
             model, context, CUDA, sources, eager=True, decode_buckets=(4,), graphs=graphs
         )
-        self._adapters = [
-            AdapterVersion(uid=slot, version=0, packed=SimpleNamespace(name=str(slot)), path=None, slot=slot)
-            for slot in range(slots.num_slots)
+        given = packed or [SimpleNamespace(name=str(slot)) for slot in range(slots.num_slots)]
+        self.adapters = [
+            AdapterVersion(uid=slot, version=0, packed=one, path=None, slot=slot)
+            for slot, one in enumerate(given)
         ]
         self.sequences = [
             SimpleNamespace(
                 tokens=list(tokens),
                 num_computed=0,
                 table=SimpleNamespace(pages=harness.add().pages),
-                adapter=None if slot < 0 else self._adapters[slot],
+                adapter=None if slot < 0 else self.adapters[slot],
             )
             for slot, tokens in prompts
         ]

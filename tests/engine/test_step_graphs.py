@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from moe_lora.engine import step_graphs
+from moe_lora.engine.step_pieces import StepCapture
 from moe_lora.kernels.triton.configs import interpreted
 from tests.families import ALL_TARGETS, make_adapter, make_checkpoint
 from tests.models.harness import MAX_TOKENS, Harness
 from tests.stand_in_device import DeviceTensor, stand_in_device
 
-from .on_device import OnDevice, capture
+from .on_device import OnDevice, Recorder
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="in a process of its own, with TRITON_INTERPRET=1")
 PROMPTS = [(0, [3]), (-1, [11]), (-1, [13]), (1, [5])]
@@ -102,7 +103,7 @@ def test_what_a_capture_freezes_shows():
     numbers = [2.0]
     with stand_in_device():
         x = DeviceTensor(torch.ones(3))
-        replay, out = capture(lambda: (x + 1) * numbers[0])
+        [replay], out = StepCapture(Recorder())(lambda: (x + 1) * numbers[0])
         x.add_(1)
         numbers[0] = 5.0
         replay()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -33,7 +33,8 @@ from moe_lora.engine.merged_weights import MergedWeights, MergeOrder
 from moe_lora.engine.runner import ModelRunner
 from moe_lora.engine.step_batch import StepBatch
 from moe_lora.engine.step_buffer import StepBuffer
-from moe_lora.engine.step_graphs import CudaCapture, StepGraphs
+from moe_lora.engine.step_graphs import StepGraphs
+from moe_lora.engine.step_pieces import CudaRecorder, HostCalled, StepCapture
 from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.operands import KvLayout, SlotTable
 from moe_lora.kernels.page_locked import page_locked
@@ -239,6 +240,8 @@ class Rank:
         backends: dict[int, LoraBackend] = {}
         if self.lora_server is not None:
             backends[Source.LEASED] = self.lora_server.backend
+            if exchanges is None and (capture := self._capture) is not None:
+                backends[Source.LEASED] = HostCalled(self.lora_server.backend, capture)
         if host is not None:
             backends[Source.HOST] = host.backend
         backends[Source.LOCAL] = LocalBackend(
@@ -251,35 +254,46 @@ class Rank:
             backend = PacedBackend(backend, self.shape, profile, remote=self.lora_server is not None)
         ways = () if exchanges is None else (exchanges.experts, exchanges.sums)
         context = ExecutionContext(self.arena, self.layout, backend, *ways)
+        sources = [Source.LOCAL if s.name in self.local_sites else Source.LEASED for s in self.shape.sites]
         return ModelRunner(
             self.model,
             context,
             self.device,
-            [Source.LOCAL if site.name in self.local_sites else Source.LEASED for site in self.shape.sites],
+            sources,
             num_taken_over=lambda: routed.num_taken_over,
             present=self.slots.present if announce is not None and host is not None else None,
             eager=self.config.eager,
             decode_buckets=self.config.decode_buckets or (),
             announce=announce,
             merged=self._merged_weights(routed, find) if self.merges else None,
-            graphs=self._graphs() if exchanges is None and profile is None else None,
+            graphs=None if exchanges is not None else self._graphs(backends, sources),
         )
 
-    def _graphs(self) -> StepGraphs | None:
-        """Of whole decode steps; None where there are no CUDA graphs."""
+    @cached_property
+    def _capture(self) -> StepCapture | None:
+        """What notes steps; None where there are no CUDA graphs."""
         config = self.config
-        if self.device.type != "cuda" or config.eager:
+        if self.device.type != "cuda" or config.eager or config.emulation.step_profile is not None:
             return None
-        # LOCAL comes first among a runner's sources, if there are any.
-        places = ((int(Source.LOCAL), 0),) if self.local_sites else ()
+        return StepCapture(CudaRecorder())
+
+    def _graphs(self, backends: Mapping[int, LoraBackend], sources: Sequence[Source]) -> StepGraphs | None:
+        """Of decode steps.  sources: of each site.  A runner numbers groups of sites by their sources; it
+        has host workers compute prompts only."""
+        config, capture = self.config, self._capture
+        if capture is None:
+            return None
+        hosts = {source: one for source, one in backends.items() if isinstance(one, HostCalled)}
+        places = tuple((int(source), group) for group, source in enumerate(sorted(set(sources))))
         return StepGraphs(
             StepBuffer(self.device),
-            CudaCapture(),
+            capture,
             partial(self.slots.site_ranks, sites=self.shape.sites),
             rows=config.decode_buckets or (),
             max_tokens=max_model_len(config, self.shape),
             block_size=config.block_size,
             places=places,
+            hosts=hosts,
         )
 
     @cached_property

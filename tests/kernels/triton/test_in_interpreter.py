@@ -25,9 +25,8 @@ def test_kernels_in_the_interpreter(marked):
         "triton_attention",
     )
     files = [folder / f"test_{name}.py" for name in names]
-    files += [
-        folder.parents[1] / f"engine/test_{name}.py" for name in ("host_reads", "launches", "step_graphs")
-    ]
+    of_engine = ("host_reads", "launches", "step_graphs", "step_pieces")
+    files += [folder.parents[1] / f"engine/test_{name}.py" for name in of_engine]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, *map(str, files)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     root = folder.parents[2]

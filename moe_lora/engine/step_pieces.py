@@ -1,0 +1,166 @@
+"""A step's launches in pieces: graphs, and between them what the host has to do.
+
+A graph holds launches, not what the host does.  So where a step that is being captured needs the host, its
+graph ends, the call is noted, and the next graph begins; a replay runs graph, call, graph, … in order.  A
+step that needs no host is one graph.  Not run on a GPU: tests put a stand-in in `CudaRecorder`'s place.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Protocol, TypeAlias
+
+import torch
+
+from moe_lora.kernels.cpu.site_linear import LoraRows
+from moe_lora.kernels.operands import StepTables
+from moe_lora.lora.backend import AddTo, LoraBackend
+from moe_lora.lora.row_routing import RowRouting
+
+Piece: TypeAlias = Callable[[], None]
+Compute: TypeAlias = Callable[[], torch.Tensor]
+
+
+class Recorder(Protocol):
+    """Notes what is launched, so that it can be launched again."""
+
+    def session(self, compute: Compute) -> AbstractContextManager[None]:
+        """Within the context graphs are recorded, of which `compute` is the whole."""
+        ...
+
+    def begin(self) -> None:
+        """What is launched from here on is noted."""
+        ...
+
+    def end(self) -> Piece:
+        """Launches again what was noted since `begin`, in the same memory."""
+        ...
+
+
+class CudaRecorder:
+    """`Recorder` of CUDA graphs that share one pool of memory: no two of them run at once.
+
+    What one graph of a step leaves in the pool the next may read, and what was freed it may take: they are
+    replayed in the order in which they were recorded.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @contextmanager
+    def session(self, compute: Compute) -> Iterator[None]:
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            compute()  # kernels are compiled now: a capture can't
+            torch.cuda.synchronize()
+            gc.collect()  # once, not for each piece: what it frees it could not free while one is captured
+            torch.cuda.empty_cache()
+            yield
+        current.wait_stream(side)
+
+    def begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads copy meanwhile, on streams of their own.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> Piece:
+        graph, self._graph = self._graph, None
+        assert graph is not None, "begin comes first"
+        graph.capture_end()
+        return graph.replay
+
+
+class StepCapture:
+    """Notes a step's launches, and the host's calls between them.
+
+    running: what is launched now is noted.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._pieces: list[Piece] = []
+        self.running = False
+
+    def __call__(self, compute: Compute) -> tuple[list[Piece], torch.Tensor]:
+        """What does `compute` again, in order, and its result's memory."""
+        self._pieces = pieces = []
+        with self._recorder.session(compute):
+            self._recorder.begin()
+            self.running = True
+            try:
+                out = compute()
+            finally:
+                self.running = False
+                pieces.append(self._recorder.end())
+        return pieces, out
+
+    def cut(self, call: Piece) -> None:
+        """Have the host do this at each replay, after what was launched before and before what follows."""
+        assert self.running, "only a step under capture is cut"
+        self._pieces += [self._recorder.end(), call]
+        self._recorder.begin()
+
+
+class HostCalled:
+    """LoraBackend over one whose calls are the host's: a captured step is cut at each of them.
+
+    A replay has the backend begin on a copy of x and ids, and add its deltas to zeros; the next graph adds
+    these to y.  Copies and deltas lie where they are for good: each site has its x and ids, and deltas of one
+    shape share their memory, since they are added before the next are asked for.  So y gets the bits that
+    the backend's own `add_to` gives, as long as it adds to an element of y once.
+    The backend is told of each replay's step by `begin_step`, and where it begins nothing, nothing is copied
+    to the host or back.
+    """
+
+    def __init__(self, backend: LoraBackend, capture: StepCapture) -> None:
+        self._backend = backend
+        self._capture = capture
+        self._memory: dict[tuple[object, torch.Size, torch.dtype], torch.Tensor] = {}
+        self._zero: set[int] = set()
+        """Addresses of deltas that are zero."""
+
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        self._backend.begin_step(step, routing)
+
+    def rows_here(self, layer: int, site: int) -> LoraRows | None:
+        return self._backend.rows_here(layer, site)
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
+        if not self._capture.running:
+            return self._backend.begin(layer, site, x, ids)
+        kept_x = self._memory_of((site, "x"), x, x.shape).copy_(x)
+        kept_ids = None if ids is None else self._memory_of((site, "ids"), ids, ids.shape).copy_(ids)
+        begun: list[AddTo | None] = []
+        self._capture.cut(partial(self._begin, begun, layer, site, kept_x, kept_ids))
+        return partial(self._add_to, begun, x)
+
+    def _add_to(self, begun: list[AddTo | None], x: torch.Tensor, y: torch.Tensor) -> None:
+        deltas = self._memory_of("deltas", x, y.shape)
+        self._capture.cut(partial(self._compute, begun, deltas))
+        y.add_(deltas)
+
+    def _memory_of(self, role: object, like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Of the role's and the shape's own, of the type and on the device of `like`."""
+        key = role, shape, like.dtype
+        if key not in self._memory:
+            self._memory[key] = like.new_empty(shape)
+        return self._memory[key]
+
+    def _begin(
+        self, begun: list[AddTo | None], layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None
+    ) -> None:
+        begun[:] = [self._backend.begin(layer, site, x, ids)]
+
+    def _compute(self, begun: list[AddTo | None], deltas: torch.Tensor) -> None:
+        add_to, address = begun.pop(), deltas.data_ptr()
+        if address not in self._zero:
+            deltas.zero_()
+            self._zero.add(address)
+        if add_to is not None:
+            self._zero.remove(address)
+            add_to(deltas)
