@@ -73,6 +73,9 @@ class _Recorder:
         self.token_slots = torch.from_numpy(routing.terms_from(Source.LOCAL, 0)["slot"])
         self.inner.begin_step(step, routing)
 
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
+        """`begin` does it."""
+
     def rows_here(self, layer: int, site: int) -> None:
         """So that each site is begun, and noted."""
 

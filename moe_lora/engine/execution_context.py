@@ -14,6 +14,7 @@ from moe_lora.kernels.cpu.step_calls import StepCalls
 from moe_lora.kernels.operands import AttentionOperands, KvLayout, StepTables
 from moe_lora.kernels.quantised import QuantisedOperand
 from moe_lora.kernels.triton import triton_attention
+from moe_lora.kernels.triton.segments import RowsToSort, Zeros
 from moe_lora.lora.backend import AddTo, LoraBackend
 from moe_lora.lora.row_routing import RowRouting
 from moe_lora.models.causal_lm import numbered_from
@@ -41,6 +42,7 @@ class ExecutionContext:
         self.exchange = exchange
         self.sums = sums
         self._step: StepTables | None = None
+        self.zeros = Zeros()
         self._begun: dict[tuple[int, int], AddTo] = {}
         self._linears: dict[tuple[int, int], SiteLinear] = {}
         self._attention: cpu.StepAttention | None = None
@@ -51,6 +53,7 @@ class ExecutionContext:
         """Make `step` the batch that the operations work on."""
         assert not self._begun, "a site of the last step was begun, and its deltas were never added"
         self._step = step
+        self.zeros = Zeros()
         self._attention = None
         if self._arena.is_cpu:
             self._attention = cpu.StepAttention(step, self._layout, self._arena)
@@ -105,6 +108,10 @@ class ExecutionContext:
             if self._calls is not None:
                 self._calls.see(layer, site, linear)
         return y
+
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> RowsToSort | None:
+        """See `LoraBackend.rows_to_sort`."""
+        return self.backend.rows_to_sort(layer, site, x, ids)
 
     def has_deltas(self, layer: int, site: int) -> bool:
         """Whether `lora_add_to` would do anything."""

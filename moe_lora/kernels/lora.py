@@ -19,7 +19,7 @@ from .cpu import cpu
 from .operands import LoraOperands
 
 if TYPE_CHECKING:
-    from moe_lora.kernels.triton.segments import Segments, Zeros
+    from moe_lora.kernels.triton.segments import RowsToSort, Segments, Zeros
     from moe_lora.kernels.triton.triton_lora import Shrunk as GpuShrunk
 
 Shrunk = Union[cpu.CpuShrunk, "GpuShrunk", torch.Tensor]
@@ -56,6 +56,17 @@ class SharedSegments:
             rows = rows_for(operands, kernel, tile_rows(operands.x, operands.site, decode), self.zeros)
             known = self._known[place] = ids, slots, rows
         return known[2]
+
+    def to_sort(self, operands: LoraOperands, decode: bool) -> RowsToSort:
+        """What `of` gives from now on for "sgmv", which the caller has filled; operands: of experts."""
+        from moe_lora.kernels.triton.segments import rows_to_sort
+        from moe_lora.kernels.triton.steps import tile_rows
+
+        x, ids, site, layer, slots, table, _ = operands
+        num_tile_rows = tile_rows(x, site, decode)
+        made = rows_to_sort(slots, ids, table.num_slots, site.num_experts, num_tile_rows, self.zeros)
+        self._known[layer, id(slots)] = ids, slots, made.segments
+        return made
 
 
 def lora_shrink(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -163,13 +164,22 @@ def _experts() -> Any:
 
 
 def _choose_experts(
-    logits: torch.Tensor, live: torch.Tensor, top_k: int, softmax_first: bool, norm: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _experts().choose(logits, live, top_k, softmax_first, norm)
-
-
-def _expert_order(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    return _experts().order(ids, num_experts)
+    channel: torch.Tensor,
+    logits: torch.Tensor,
+    live: torch.Tensor,
+    top_k: int,
+    softmax_first: bool,
+    norm: float,
+    first_expert: int,
+    num_held: int,
+    site: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """site: whose rows of LoRA are sorted along with it, given the ids that this returns; -1: of none."""
+    handle, layer, _ = channel.tolist()
+    handler, held = _handlers[handle], range(first_expert, first_expert + num_held)
+    to_sort = None if site < 0 else partial(handler.rows_to_sort, layer, site, logits)
+    choose = _experts().choose_and_order
+    return choose(logits, live, top_k, softmax_first, norm, held, handler.zeros, to_sort)
 
 
 def _gated_expert_linear(
@@ -194,6 +204,20 @@ def _gated_expert_linear(
 
 def _sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return _experts().weighted_sum(y, weights)
+
+
+def sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """out[t] = sum over k of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
+
+    Off the CPU in the order of k: a compiler sees the terms as they are, and adds them up in the kernel of
+    what comes after, the residual and its norm; elsewhere one kernel of ours.
+    """
+    if y.is_cpu:
+        terms = y.view(*weights.shape, -1).float() * weights[..., None]
+        return terms.sum(1).to(y.dtype)
+    if torch.compiler.is_compiling():
+        return reference.sum_experts(y, weights)
+    return torch.ops.moe_lora.sum_experts(y, weights)
 
 
 def _quantised_linear(
@@ -265,17 +289,14 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         _expert_linear,
         lambda x, weight, bias, ids, order=None: x.new_empty(ids.numel(), weight.shape[1]),
     ),
-    "choose_experts(Tensor logits, Tensor live, int top_k, bool softmax_first, float norm) "
-    "-> (Tensor, Tensor)": (
+    "choose_experts(Tensor(a!) channel, Tensor logits, Tensor live, int top_k, bool softmax_first, "
+    "float norm, int first_expert, int num_held, int site) -> (Tensor, Tensor, Tensor)": (
         _choose_experts,
-        lambda logits, live, top_k, *_: (
+        lambda channel, logits, live, top_k, softmax_first, norm, first_expert, num_held, site: (
             logits.new_empty(logits.shape[0], top_k, dtype=torch.float32),
             logits.new_empty(logits.shape[0], top_k, dtype=torch.int32),
+            logits.new_empty(num_held + 2 + logits.shape[0] * top_k, dtype=torch.int32),
         ),
-    ),
-    "expert_order(Tensor ids, int num_experts) -> Tensor": (
-        _expert_order,
-        lambda ids, num_experts: ids.new_empty(num_experts + 2 + ids.numel()),
     ),
     "gated_expert_linear(Tensor(a!) channel, Tensor x, Tensor weight, Tensor? bias, Tensor ids, "
     "Tensor order, bool clamped, float limit, int site) -> Tensor": (
@@ -310,7 +331,5 @@ sum_over_ranks = torch.ops.moe_lora.sum_over_ranks
 gather_logits = torch.ops.moe_lora.gather_logits
 expert_linear = torch.ops.moe_lora.expert_linear
 choose_experts = torch.ops.moe_lora.choose_experts
-expert_order = torch.ops.moe_lora.expert_order
 gated_expert_linear = torch.ops.moe_lora.gated_expert_linear
-sum_experts = torch.ops.moe_lora.sum_experts
 quantised_linear = torch.ops.moe_lora.quantised_linear

@@ -38,6 +38,18 @@ def expert_linear(
     return out
 
 
+def sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """out[t] = sum over k, in this order, of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
+
+    y: [T*K, N].  weights: [T, K] fp32.
+    """
+    first, *rest = zip(y.view(*weights.shape, -1).unbind(1), weights.unsqueeze(2).unbind(1), strict=True)
+    total = first[0].float() * first[1]
+    for outputs, weight in rest:
+        total = total + outputs.float() * weight
+    return total.to(y.dtype)
+
+
 def quantised_linear(
     x: torch.Tensor,
     weight: QuantisedOperand,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from moe_lora.kernels.cpu.site_linear import NO_ROWS, LoraRows
 from moe_lora.kernels.operands import StepTables
 
 from .row_routing import RowRouting
+
+if TYPE_CHECKING:
+    from moe_lora.kernels.triton.segments import RowsToSort
 
 AddTo: TypeAlias = Callable[[torch.Tensor], None]
 """Adds the deltas of one site to its output y: [T or T*K, sum of the site's out_features], in the model's
@@ -45,6 +48,13 @@ class LoraBackend(Protocol):
 
         None: they are computed otherwise; `begin` them.  Where a step's routing is the same in all layers,
         the answer for layer 0 serves them all, until the next step begins.
+        """
+        ...
+
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> RowsToSort | None:
+        """What the launch that chooses experts sorts, so that `begin` with these ids need not (CUDA only).
+
+        x: any of the site's dtype and device.  None: there is nothing to sort, or `begin` does it.
         """
         ...
 
@@ -105,6 +115,11 @@ class RoutedBackend:
         if not chosen:
             return NO_ROWS
         return None if len(chosen) > 1 or self._subtracts[group] else chosen[0].rows_here(layer, site)
+
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> RowsToSort | None:
+        chosen = self._chosen[self._groups[layer][site]]
+        one_alone = len(chosen) == 1 and self._loading is None
+        return chosen[0].rows_to_sort(layer, site, x, ids) if one_alone else None
 
     def _choose_sources(self, layer: int, loading: _LoadingRows) -> None:
         """For all sites of a layer: what has come by now is computed here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from moe_lora.kernels.operands import LoraOperands, SlotTable, StepTables
 
 from .backend import AddTo
 from .row_routing import RowRouting, Source
+
+if TYPE_CHECKING:
+    from moe_lora.kernels.triton.segments import RowsToSort
 
 
 class LocalBackend:
@@ -65,6 +69,15 @@ class LocalBackend:
             batch_rank=site_ranks[site],
         )
         return partial(lora_expand, shrunk, subtract=self._source < 0)
+
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> RowsToSort | None:
+        routing = self._routing
+        assert routing is not None, "begin_step comes first"
+        token_slots, site_ranks = self._slots_at(routing, routing.groups[layer][site])
+        if not site_ranks[site] or self._kernel != "sgmv":
+            return None
+        operands = LoraOperands(x, ids, self._sites[site], layer, token_slots, self._slots, self._arena)
+        return self._shared.to_sort(operands, self._decode)
 
     def rows_here(self, layer: int, site: int) -> LoraRows | None:
         routing = self._routing

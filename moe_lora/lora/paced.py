@@ -77,6 +77,9 @@ class PacedBackend:
         begun_s = time.monotonic()
         return partial(self._add_to, self._backend.begin(layer, site, x, ids), site, begun_s)
 
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
+        """`begin` does it."""
+
     def rows_here(self, layer: int, site: int) -> None:
         """A stage ends when its time has passed, not when it is computed."""
 

@@ -100,7 +100,7 @@ class ExpertLinear(nn.Module):
     def forward(
         self, x: torch.Tensor, ids_TK: torch.Tensor, channel: torch.Tensor, order: torch.Tensor | None
     ) -> torch.Tensor:
-        """ids: experts held here, -1 for rows without one, whose output is zero.  order: `MoeMlp.order`'s."""
+        """ids: experts held here, -1 for rows without one: whose output is 0.  order: `MoeMlp.choose`'s."""
         if ops.fuses_sites(x):
             return site_linear(channel, x, self.weight, self.bias, ids_TK, self.site, self.experts.start)
         ops.lora_begin(channel, x, ids_TK, self.site)
@@ -190,11 +190,21 @@ class MoeMlp(nn.Module):
         self.gate_kind, self.gate_norm = spec.gate, spec.gate_norm
         self.activation, self.limit = spec.activation, spec.activation_limit
 
-    def choose(self, logits_TE: torch.Tensor, live_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expert weights [T, K] fp32 and ids [T, K] int32, ascending in each row, -1 in rows of padding."""
+    def choose(
+        self, logits_TE: torch.Tensor, live_T: torch.Tensor, channel: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Expert weights [T, K] fp32 and ids [T, K] int32, ascending in each row, -1 in rows of padding.
+
+        And rows by held expert, for a GPU's kernels; None: another device's, and those of quantised weights,
+        take them as they come.
+        """
         if logits_TE.is_cuda:
             softmax_first = self.gate_kind == "softmax_topk"
-            return ops.choose_experts(logits_TE, live_T, self.top_k, softmax_first, self.gate_norm or 0.0)
+            num_held = len(self.experts) if self.takes_order() else 0
+            how = (self.top_k, softmax_first, self.gate_norm or 0.0, self.experts.start, num_held)
+            site = self.gate_up.site if self.holds_all else -1
+            weights, ids, order = ops.choose_experts(channel, logits_TE, live_T, *how, site)
+            return weights, ids, order if num_held else None
         scores = logits_TE.float()
         if self.gate_kind == "softmax_topk":
             scores = torch.softmax(scores, dim=-1)
@@ -204,32 +214,23 @@ class MoeMlp(nn.Module):
         elif self.gate_norm is not None:
             weights = weights / weights.norm(p=self.gate_norm, dim=-1, keepdim=True)
         ids, order = ids.sort(dim=-1)
-        return weights.gather(-1, order), torch.where(live_T.unsqueeze(1), ids.int(), -1)
+        return weights.gather(-1, order), torch.where(live_T.unsqueeze(1), ids.int(), -1), None
 
     def forward(self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor) -> torch.Tensor:
-        weights_TK, ids_TK = self.choose(self.gate(x, channel), live_T)
+        weights_TK, ids_TK, order = self.choose(self.gate(x, channel), live_T, channel)
         own_TK = ids_TK if self.holds_all else self.held(ids_TK)
-        order = self.order(own_TK)
         inner = self.gate_up.gated(x, own_TK, channel, order, self.activation, self.limit)
         out = self.down(inner, own_TK, channel, order)
         if not self.holds_all:
             ops.exchange_experts(channel, out, ids_TK)
-        if x.is_cuda:
-            y = ops.sum_experts(out, weights_TK)
-        else:
-            out = out.view(x.shape[0], self.top_k, -1)
-            y = (out.float() * weights_TK[..., None]).sum(1).to(x.dtype)
+        y = ops.sum_experts(out, weights_TK)
         if self.is_summed:
             ops.sum_over_ranks(channel, y)
         return y
 
-    def order(self, ids_TK: torch.Tensor) -> torch.Tensor | None:
-        """Rows by expert, for a GPU's kernels; None: another device's, and those of quantised weights, take
-        them as they come."""
-        experts = (self.gate_up, self.down)
-        if not ids_TK.is_cuda or all(isinstance(one.weight, QuantisedWeight) for one in experts):
-            return None
-        return ops.expert_order(numbered_from(self.experts.start, ids_TK), len(self.experts))
+    def takes_order(self) -> bool:
+        """Whether a GPU computes some of the experts' layers from rows by expert."""
+        return not all(isinstance(one.weight, QuantisedWeight) for one in (self.gate_up, self.down))
 
     def held(self, ids_TK: torch.Tensor) -> torch.Tensor:
         """The ids, -1 in place of experts that are not held here."""

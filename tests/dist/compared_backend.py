@@ -68,6 +68,9 @@ class ComparedBackend(RemoteBackend):
         super().begin_step(step, routing)
         self._local.begin_step(step, routing)
 
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
+        pass
+
     def rows_here(self, layer: int, site: int) -> None:
         pass
 

@@ -17,10 +17,14 @@ from tests.stand_in_device import Launch, launches, stand_in_device
 from .on_device import FAMILIES, QUICK, OnDevice, checkpoint_and_adapter
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="in a process of its own, with TRITON_INTERPRET=1")
-FOR_LORA = {"llama": 4, "mixtral": 6, "qwen3_moe": 6, "gpt_oss": 6, "dbrx": 6}
+FOR_LORA = {"llama": 4, "mixtral": 5, "qwen3_moe": 5, "gpt_oss": 5, "dbrx": 5}
 """Launches of a layer by which a step with adapters exceeds one without; at most 6 are wanted."""
-OF_BASE = {"llama": 2, "mixtral": 7, "qwen3_moe": 7, "gpt_oss": 7, "dbrx": 7}
+OF_BASE = {"llama": 2, "mixtral": 5, "qwen3_moe": 5, "gpt_oss": 5, "dbrx": 5}
 """The package's other launches of a layer.  What the compiler makes of torch's operations comes to it."""
+OF_THE_COMPILER = {"sum_experts"}
+"""Of steps that are not compiled: in those that are, the compiler has them in the kernels that it makes."""
+ONCE_A_STEP = {"zeros"}
+"""Counters of all layers, for the launches of LoRA and for the others."""
 
 
 def launches_of_a_layer(harness: Harness, slots: tuple[int, ...]) -> list[Launch]:
@@ -28,7 +32,9 @@ def launches_of_a_layer(harness: Harness, slots: tuple[int, ...]) -> list[Launch
     device = OnDevice(harness, [(slot, [7]) for slot in slots])
     with launches() as noted:
         device.step()
-    ours = [one for one in noted if one.operation]
+    counted = Counter(one.name for one in noted if one.operation)
+    assert all(counted[name] <= 2 for name in ONCE_A_STEP)
+    ours = [one for one in noted if one.operation and one.name not in OF_THE_COMPILER | ONCE_A_STEP]
     first, second = (i for i, one in enumerate(ours) if one.name == "write_kv")
     return ours[first:second]
 

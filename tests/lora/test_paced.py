@@ -45,6 +45,9 @@ class Answering:
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None: ...
 
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
+        pass
+
     def rows_here(self, layer: int, site: int) -> None:
         pass
 

@@ -56,6 +56,9 @@ class Noting:
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         self.num_steps += 1
 
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
+        pass
+
     def rows_here(self, layer: int, site: int) -> None:
         pass
 

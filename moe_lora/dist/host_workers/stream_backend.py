@@ -186,6 +186,9 @@ class StreamBackend:
         self._routing = routing
         self._rows, self._pieces = {}, {}
 
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
+        """They are elsewhere."""
+
     def rows_here(self, layer: int, site: int) -> None:
         """They are elsewhere."""
 

@@ -17,10 +17,12 @@ import triton
 import triton.language as tl
 
 from .entries import dot, rounded
+from .segment_kernels import sort_block
 
 
-@triton.jit(do_not_specialize=("power",))
-def choose_experts(
+@triton.jit
+def _choose(
+    token,
     logits,
     live,
     weights,
@@ -33,8 +35,7 @@ def choose_experts(
     EXPERTS: tl.constexpr,
 ):
     """A token's TOP_K experts of the largest scores, ascending by number, and their weights: see
-    `experts.choose`.  EXPERTS: a power of 2, E at least.  A program per token."""
-    token = tl.program_id(0)
+    `experts.choose`.  EXPERTS: a power of 2, E at least."""
     e = tl.arange(0, EXPERTS)
     logit_E = tl.load(logits + token * num_experts + e, mask=e < num_experts, other=-float("inf")).to(
         tl.float32
@@ -62,35 +63,140 @@ def choose_experts(
     tl.store(ids + place_E, tl.where(is_live, e, -1), mask=chosen_E)
 
 
+@triton.jit(do_not_specialize=("power",))
+def choose_experts(
+    logits,
+    live,
+    weights,
+    ids,
+    num_experts,
+    power,
+    TOP_K: tl.constexpr,
+    SOFTMAX_FIRST: tl.constexpr,
+    NORM: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """`_choose`, a program per token."""
+    token = tl.program_id(0)
+    _choose(token, logits, live, weights, ids, num_experts, power, TOP_K, SOFTMAX_FIRST, NORM, EXPERTS)
+
+
 @triton.jit
-def _expert_of(ids, row, num_rows, num_experts):
-    """Expert of each row, E for one without, E + 1 past the last row."""
+def _expert_of(ids, row, num_rows, first, num_experts):
+    """Expert of each row, counted from `first`; E for one without, E + 1 past the last row."""
     expert = tl.load(ids + row, mask=row < num_rows, other=-1)
-    expert = tl.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+    expert = tl.where((expert >= first) & (expert < first + num_experts), expert - first, num_experts)
     return tl.where(row < num_rows, expert, num_experts + 1)
 
 
-@triton.jit(do_not_specialize=("num_rows",))
-def order_rows(ids, order, num_rows, num_experts, BLOCK: tl.constexpr):
-    """order: the first position of each expert's rows, of rows without one, and R; then the row at each
-    position.  [E + 2 + R].
-
-    A program per expert counts the rows that come before its own, then writes these; stable.
-    """
-    mine = tl.program_id(0)
+@triton.jit
+def _order(mine, ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
+    """`order_rows` of expert `mine`: counts the rows that come before its own, then writes these."""
     place = 0
-    for first in tl.range(0, num_rows, BLOCK):
-        expert = _expert_of(ids, first + tl.arange(0, BLOCK), num_rows, num_experts)
+    for start in tl.range(0, num_rows, BLOCK):
+        expert = _expert_of(ids, start + tl.arange(0, BLOCK), num_rows, first, num_experts)
         place += tl.sum((expert < mine).to(tl.int32), axis=0)
     tl.store(order + mine, place)
     if mine == num_experts:
         tl.store(order + num_experts + 1, num_rows)
     rows = order + num_experts + 2
-    for first in tl.range(0, num_rows, BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        here = _expert_of(ids, row, num_rows, num_experts) == mine
+    for start in tl.range(0, num_rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        here = _expert_of(ids, row, num_rows, first, num_experts) == mine
         tl.store(rows + place + tl.cumsum(here.to(tl.int32), axis=0) - 1, row, mask=here)
         place += tl.sum(here.to(tl.int32), axis=0)
+
+
+@triton.jit(do_not_specialize=("num_rows", "first"))
+def order_rows(ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
+    """order: the first position of each expert's rows, of rows without one, and R; then the row at each
+    position.  [E + 2 + R].  first: number of the first of the E experts.
+
+    A program per expert, and one for rows without; stable.
+    """
+    _order(tl.program_id(0), ids, order, num_rows, first, num_experts, BLOCK)
+
+
+@triton.jit
+def _all_chosen(chosen, num_tokens, INTERPRETED: tl.constexpr):
+    """Ends when so many programs have counted themselves; what they wrote before is seen from then on."""
+    seen = tl.atomic_add(chosen, 0, sem="acquire")
+    if INTERPRETED:
+        tl.device_assert(seen == num_tokens, "programs run one after the other")
+    else:
+        while seen < num_tokens:
+            seen = tl.atomic_add(chosen, 0, sem="acquire")
+
+
+@triton.jit(do_not_specialize=("power", "num_tokens", "first", "ordered"))
+def choose_and_order(
+    logits,
+    live,
+    weights,
+    ids,
+    order,
+    to_sort,
+    counters,
+    num_tokens,
+    num_experts,
+    power,
+    first,
+    num_held,
+    ordered,
+    sizes,
+    TOP_K: tl.constexpr,
+    SOFTMAX_FIRST: tl.constexpr,
+    NORM: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SORTS: tl.constexpr,
+    CUT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_SORTED: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr,
+):
+    """`choose_experts`; then of the rows chosen `order_rows` if `ordered` is E + 1, not 0, and if SORTS
+    `segment_kernels.sort_rows` too.
+
+    An item a program: tokens, then experts of the order, then blocks of rows to sort, which wait until all
+    tokens are done.  Programs take their item's number from a counter as they begin, so whoever waits has a
+    number above all tokens', and each of these is done or held by a program that runs: as in `wgmma_site`.
+    counters: [2] int32, zeros: the next number, and the tokens done.  first, num_held: experts ordered.
+    to_sort: operands of the sort.  sizes: N slots, experts, rows of a tile.
+    """
+    num_rows = num_tokens * TOP_K
+    item = tl.atomic_add(counters, 1, sem="relaxed")
+    if item < num_tokens:
+        _choose(item, logits, live, weights, ids, num_experts, power, TOP_K, SOFTMAX_FIRST, NORM, EXPERTS)
+        tl.debug_barrier()  # all threads have stored
+        tl.atomic_add(counters + 1, 1, sem="release")
+    else:
+        _all_chosen(counters + 1, num_tokens, INTERPRETED)
+        if item < num_tokens + ordered:
+            _order(item - num_tokens, ids, order, num_rows, first, num_held, BLOCK)
+        elif SORTS:
+            sort_block(
+                item - num_tokens - ordered,
+                tl.cdiv(num_rows, BLOCK_SORTED),
+                to_sort[0],
+                ids,
+                to_sort[1],
+                to_sort[2],
+                to_sort[3],
+                to_sort[4],
+                to_sort[5],
+                to_sort[6],
+                num_rows,
+                sizes[0],
+                sizes[1],
+                sizes[2],
+                TOP_K,
+                True,
+                CUT,
+                BLOCK_SORTED,
+                BLOCK_OTHER,
+                BLOCK,
+            )
 
 
 @triton.jit
@@ -146,7 +252,7 @@ def rows_of_tile(
         inside = position < tl.sum(tl.where(e == expert, end_E, 0), axis=0)
         row = tl.load(order + num_experts + 2 + position, mask=inside, other=0)
     else:
-        expert = _expert_of(ids, tile, num_rows, num_experts)
+        expert = _expert_of(ids, tile, num_rows, 0, num_experts)
         inside = t == 0
         row = tile + tl.zeros_like(t)
     return expert, row, inside

@@ -3,7 +3,7 @@
 Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.
 
     choose         each token's experts and their weights, from the logits
-    order          rows by expert, made once for the layers of a step's experts
+    order          rows by expert, made once for the layers of a step's experts; of few rows with `choose`
     linear         y = x_row @ weight[expert].T + bias; with a gate, the activation too
     gate           the activation alone, where deltas were added before it
     weighted_sum   sum over k of weights[t, k] * y[t*K + k]
@@ -15,15 +15,19 @@ whether others in it have deltas.  Launches never wait for the device: grids are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from . import configs
+from .segments import RowsToSort, Zeros, rows_to_sort
 
 ROW_MAX_TOKENS = 8
 """Up to as many tokens, if they have no more rows than there are experts, each row is a tile of its own."""
-_SORT_BLOCK, _COLUMN_BLOCK, _BLOCK_K = 1024, 1024, 64
+ONE_LAUNCH_MAX_ROWS = 1024
+"""Up to as many rows, choosing and ordering are one launch, whose programs are one warp each."""
+_SORT_BLOCK, _COLUMN_BLOCK, _BLOCK_K, _BLOCK_SORTED = 1024, 1024, 64, 16
 
 
 class Gate(NamedTuple):
@@ -81,6 +85,61 @@ def choose(
     0; else the softmax over the largest logits.  live: [T] bool; ids of other rows are -1.  logits: [T, E].
     Raises ValueError for operands that don't fit.
     """
+    weights, ids, operands, constants = _chosen(logits, live, top_k, softmax_first, norm)
+    if len(logits):
+        kernel = configs.kernels("expert_kernels").choose_experts
+        configs.start(kernel, len(logits), *operands, logits.shape[1], float(norm), **constants, num_warps=1)
+    return weights, ids
+
+
+def choose_and_order(
+    logits: torch.Tensor,
+    live: torch.Tensor,
+    top_k: int,
+    softmax_first: bool,
+    norm: float,
+    held: range,
+    zeros: Zeros,
+    rows_to_sort: Callable[[torch.Tensor], RowsToSort | None] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`choose`, and `order` of the rows of experts `held`, numbered from its first; one launch if few rows.
+
+    zeros: where counters are taken from.  rows_to_sort: says, given the ids, what rows of LoRA the launch
+    sorts as well; not asked where there are more rows than one launch takes.
+    """
+    num_tokens, num_experts = logits.shape
+    if not 0 < num_tokens * top_k <= ONE_LAUNCH_MAX_ROWS:
+        weights, ids = choose(logits, live, top_k, softmax_first, norm)
+        return weights, ids, order(ids, len(held), held.start)
+    weights, ids, operands, constants = _chosen(logits, live, top_k, softmax_first, norm)
+    found = _empty_order(ids, len(held))
+    rows = None if rows_to_sort is None else rows_to_sort(ids)
+    ordered = 0 if not held or by_rows(ids, len(held)) else len(held) + 1
+    if not ordered and rows is None:
+        return *choose(logits, live, top_k, softmax_first, norm), found
+    *to_sort, sizes = ((ids,) * 7 + ((0, 0, 0),)) if rows is None else rows.operands
+    blocks = 0 if rows is None else -(-ids.numel() // _BLOCK_SORTED)
+    configs.start(
+        configs.kernels("expert_kernels").choose_and_order,
+        num_tokens + ordered + blocks,
+        *(*operands, found, tuple(to_sort), zeros.take(2, ids.device)),
+        *(num_tokens, num_experts, float(norm), held.start, len(held), ordered, sizes),
+        SORTS=rows is not None,
+        CUT=rows is not None and rows.cuts,
+        INTERPRETED=configs.interpreted(),
+        BLOCK=256,
+        BLOCK_SORTED=_BLOCK_SORTED,
+        BLOCK_OTHER=64,
+        **constants,
+        num_warps=1,
+    )
+    return weights, ids, found
+
+
+def _chosen(
+    logits: torch.Tensor, live: torch.Tensor, top_k: int, softmax_first: bool, norm: float
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Memory of `choose`'s results, what its kernel reads and writes, and its constants."""
     num_tokens, num_experts = logits.shape
     if live.shape != (num_tokens,) or live.dtype != torch.bool or not 1 <= top_k <= num_experts:
         raise ValueError(
@@ -90,18 +149,13 @@ def choose(
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
     by_sum = norm == 1 or not softmax_first  # a softmax over the chosen is their exponentials by their sum
-    if num_tokens:
-        configs.start(
-            configs.kernels("expert_kernels").choose_experts,
-            num_tokens,
-            *(logits.contiguous(), live.contiguous(), weights, ids, num_experts, float(norm)),
-            TOP_K=top_k,
-            SOFTMAX_FIRST=softmax_first,
-            NORM=1 if by_sum else 2 if norm else 0,
-            EXPERTS=1 << (num_experts - 1).bit_length(),
-            num_warps=1,
-        )
-    return weights, ids
+    constants = {
+        "TOP_K": top_k,
+        "SOFTMAX_FIRST": softmax_first,
+        "NORM": 1 if by_sum else 2 if norm else 0,
+        "EXPERTS": 1 << (num_experts - 1).bit_length(),
+    }
+    return weights, ids, (logits.contiguous(), live.contiguous(), weights, ids), constants
 
 
 def by_rows(ids: torch.Tensor, num_experts: int) -> bool:
@@ -109,19 +163,23 @@ def by_rows(ids: torch.Tensor, num_experts: int) -> bool:
     return ids.shape[0] <= ROW_MAX_TOKENS and ids.numel() <= num_experts
 
 
-def order(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+def order(ids: torch.Tensor, num_experts: int, first: int = 0) -> torch.Tensor:
     """[E + 2 + R] int32: see `expert_kernels.order_rows`; left empty where rows are taken one by one.
 
-    ids: [T, K] int32; what is no expert's number counts as none.
+    ids: [T, K] int32; what is not one of E experts' numbers, from `first` on, counts as none.
     """
     if ids.dtype != torch.int32 or ids.dim() != 2:
         raise ValueError(f"ids is {tuple(ids.shape)} {ids.dtype}; it must be [T, K] int32")
-    found = torch.empty(num_experts + 2 + ids.numel(), dtype=torch.int32, device=ids.device)
-    if not by_rows(ids, num_experts):
+    found = _empty_order(ids, num_experts)
+    if num_experts and not by_rows(ids, num_experts):
         kernel = configs.kernels("expert_kernels").order_rows
-        operands = (ids.contiguous(), found, ids.numel(), num_experts)
+        operands = (ids.contiguous(), found, ids.numel(), first, num_experts)
         configs.start(kernel, num_experts + 1, *operands, BLOCK=_SORT_BLOCK, num_warps=8)
     return found
+
+
+def _empty_order(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return torch.empty(num_experts + 2 + ids.numel(), dtype=torch.int32, device=ids.device)
 
 
 def linear(
@@ -255,6 +313,8 @@ def launch_all(dtype: torch.dtype) -> None:
         logits, live = torch.empty(2, num_experts, dtype=dtype), torch.empty(2, dtype=torch.bool)
         for softmax_first, norm in ((True, 0.0), (True, 1.0), (True, 2.0), (False, 0.0)):
             choose(logits, live, top_k, softmax_first, norm)
+            for tile_rows in (None, 0, 16):
+                _launch_choice(logits, live, top_k, softmax_first, norm, tile_rows)
         for rows_per_expert in (0, 2, 20, 40, 80) if tiled else (0, 2):
             num_tokens = max(1, rows_per_expert * num_experts // top_k)
             ids = torch.empty(num_tokens, top_k, dtype=torch.int32)
@@ -265,3 +325,21 @@ def launch_all(dtype: torch.dtype) -> None:
             y = linear(inner_rows, weights[1], biases[1], ids, rows)
             gate(inner_rows, Gate(biased, 7.0))
             weighted_sum(y, torch.empty(num_tokens, top_k))
+
+
+def _launch_choice(
+    logits: torch.Tensor,
+    live: torch.Tensor,
+    top_k: int,
+    softmax_first: bool,
+    norm: float,
+    tile_rows: int | None,
+) -> None:
+    """`choose_and_order`, with rows of LoRA cut into such tiles, or not cut (0), or without (None)."""
+    slots, zeros, num_experts = live.int(), Zeros(), logits.shape[1]
+
+    def rows(ids: torch.Tensor) -> RowsToSort:
+        return rows_to_sort(slots, ids, 5, num_experts, tile_rows or 0, zeros)
+
+    to_sort = None if tile_rows is None else rows
+    choose_and_order(logits, live, top_k, softmax_first, norm, range(top_k), zeros, to_sort)

@@ -47,6 +47,61 @@ def _cut(described, total, tiles, num_tiles, tile_rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def sort_block(
+    block,
+    num_blocks,
+    token_slots,
+    ids,
+    rows,
+    described,
+    count,
+    tiles,
+    num_tiles,
+    sorted_blocks,
+    num_rows,
+    num_slots,
+    num_experts,
+    tile_rows,
+    TOP_K: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    CUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr,
+    BLOCK_CUT: tl.constexpr,
+):
+    """Block `block` of rows of `sort_rows`."""
+    mine = block * BLOCK + tl.arange(0, BLOCK)
+    key = _row_keys(mine, token_slots, ids, num_rows, num_slots, num_experts, TOP_K, HAS_IDS)
+    smaller = tl.zeros((BLOCK,), tl.int32)
+    before = tl.zeros((BLOCK,), tl.int32)
+    equal = tl.zeros((BLOCK,), tl.int32)
+    with_adapter = 0
+    for first in tl.range(0, num_rows, BLOCK_OTHER):
+        other = first + tl.arange(0, BLOCK_OTHER)
+        other_key = _row_keys(other, token_slots, ids, num_rows, num_slots, num_experts, TOP_K, HAS_IDS)
+        same = other_key[None, :] == key[:, None]
+        smaller += tl.sum((other_key[None, :] < key[:, None]).to(tl.int32), axis=1)
+        before += tl.sum((same & (other[None, :] < mine[:, None])).to(tl.int32), axis=1)
+        equal += tl.sum(same.to(tl.int32), axis=1)
+        with_adapter += tl.sum((other_key < num_experts * num_slots).to(tl.int32), axis=0)
+    inside = mine < num_rows
+    position = smaller + before
+    tl.store(rows + position, mine, mask=inside)
+    none = key >= num_experts * num_slots
+    tl.store(described + position * 4, smaller, mask=inside)
+    tl.store(described + position * 4 + 1, smaller + equal, mask=inside)
+    tl.store(described + position * 4 + 2, tl.where(none, -1, key % num_slots), mask=inside)
+    tl.store(described + position * 4 + 3, tl.where(none, -1, key // num_slots), mask=inside)
+    if block == 0:
+        tl.store(count, with_adapter)
+    if CUT:
+        tl.debug_barrier()  # all threads have stored
+        done_before = tl.atomic_add(sorted_blocks, 1, sem="acq_rel")
+        if done_before == num_blocks - 1:
+            _cut(described, with_adapter, tiles, num_tiles, tile_rows, BLOCK_CUT)
+
+
+@triton.jit
 def sort_rows(
     token_slots,
     ids,
@@ -72,35 +127,28 @@ def sort_rows(
 
     Quadratic in R, but one launch: right for decode steps, where sorting must cost microseconds.
     """
-    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    key = _row_keys(mine, token_slots, ids, num_rows, num_slots, num_experts, TOP_K, HAS_IDS)
-    smaller = tl.zeros((BLOCK,), tl.int32)
-    before = tl.zeros((BLOCK,), tl.int32)
-    equal = tl.zeros((BLOCK,), tl.int32)
-    with_adapter = 0
-    for first in tl.range(0, num_rows, BLOCK_OTHER):
-        other = first + tl.arange(0, BLOCK_OTHER)
-        other_key = _row_keys(other, token_slots, ids, num_rows, num_slots, num_experts, TOP_K, HAS_IDS)
-        same = other_key[None, :] == key[:, None]
-        smaller += tl.sum((other_key[None, :] < key[:, None]).to(tl.int32), axis=1)
-        before += tl.sum((same & (other[None, :] < mine[:, None])).to(tl.int32), axis=1)
-        equal += tl.sum(same.to(tl.int32), axis=1)
-        with_adapter += tl.sum((other_key < num_experts * num_slots).to(tl.int32), axis=0)
-    inside = mine < num_rows
-    position = smaller + before
-    tl.store(rows + position, mine, mask=inside)
-    none = key >= num_experts * num_slots
-    tl.store(described + position * 4, smaller, mask=inside)
-    tl.store(described + position * 4 + 1, smaller + equal, mask=inside)
-    tl.store(described + position * 4 + 2, tl.where(none, -1, key % num_slots), mask=inside)
-    tl.store(described + position * 4 + 3, tl.where(none, -1, key // num_slots), mask=inside)
-    if tl.program_id(0) == 0:
-        tl.store(count, with_adapter)
-    if CUT:
-        tl.debug_barrier()  # all threads have stored
-        done_before = tl.atomic_add(sorted_blocks, 1, sem="acq_rel")
-        if done_before == tl.num_programs(0) - 1:
-            _cut(described, with_adapter, tiles, num_tiles, tile_rows, BLOCK_CUT)
+    sort_block(
+        tl.program_id(0),
+        tl.num_programs(0),
+        token_slots,
+        ids,
+        rows,
+        described,
+        count,
+        tiles,
+        num_tiles,
+        sorted_blocks,
+        num_rows,
+        num_slots,
+        num_experts,
+        tile_rows,
+        TOP_K,
+        HAS_IDS,
+        CUT,
+        BLOCK,
+        BLOCK_OTHER,
+        BLOCK_CUT,
+    )
 
 
 @triton.jit

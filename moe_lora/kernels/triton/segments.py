@@ -9,7 +9,7 @@ Sorted once per (token_slots, ids), it serves gate_up and down of a layer, or al
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +50,18 @@ class Zeros:
         return taken
 
 
+class RowsToSort(NamedTuple):
+    """Segments that a launch fills: `sort_rows`, or one that makes the ids too.
+
+    operands: token_slots, the memory of the result, then (num_slots, num_experts, tile_rows).  cuts: into
+    tiles too.
+    """
+
+    segments: Segments
+    operands: tuple[Any, ...]
+    cuts: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Segments:
     """Rows in sorted order, or as they come.
@@ -85,6 +97,28 @@ def rows_for(operands: LoraOperands, kernel: str, tile_rows: int = 0, zeros: Zer
     return build_segments(*rows, tile_rows, zeros) if kernel == "sgmv" else unsorted_rows(*rows)
 
 
+def rows_to_sort(
+    token_slots: torch.Tensor,
+    ids: torch.Tensor | None,
+    num_slots: int,
+    num_experts: int,
+    tile_rows: int = 0,
+    zeros: Zeros | None = None,
+) -> RowsToSort:
+    """What `build_segments` of these fills, not filled yet."""
+    numbers = token_slots if ids is None else ids
+    rows = torch.empty(numbers.numel(), dtype=torch.int32, device=numbers.device)
+    segments = Segments(rows=rows, described=rows.new_empty(len(rows), 4), count=rows.new_empty(1))
+    cut, sorted_blocks = (segments.described, segments.count), segments.count
+    cuts = tile_rows > 0 and zeros is not None
+    if cuts and zeros is not None:
+        cut = segments.new_tiles(tile_rows)
+        sorted_blocks = zeros.take(1, token_slots.device)
+    memory = (rows, segments.described, segments.count, *cut, sorted_blocks)
+    sizes = (num_slots, max(1, num_experts), tile_rows)
+    return RowsToSort(segments, (token_slots, *memory, sizes), cuts)
+
+
 def build_segments(
     token_slots: torch.Tensor,
     ids: torch.Tensor | None,
@@ -105,43 +139,27 @@ def build_segments(
     check_rows_and_ids(token_slots, ids)
     num_rows = token_slots.numel() if ids is None else ids.numel()
     experts = max(1, num_experts)
-    rows = torch.empty(num_rows, dtype=torch.int32, device=token_slots.device)
-    described = torch.empty(num_rows, 4, dtype=torch.int32, device=token_slots.device)
-    if num_rows == 0:
-        count = torch.zeros(1, dtype=torch.int32, device=token_slots.device)
-        return Segments(rows=rows, described=described, count=count)
     if num_rows > SORT_MAX_ROWS:
         return _sorted_by_torch(token_slots, ids, num_slots, experts)
-    segments = Segments(rows=rows, described=described, count=rows.new_empty(1))
-    cut, sorted_blocks, block = (described, segments.count), segments.count, 64
-    if tile_rows and zeros is not None:
-        cut = segments.new_tiles(tile_rows)
-        sorted_blocks = zeros.take(1, token_slots.device)
+    if num_rows == 0:
+        made = rows_to_sort(token_slots, ids, num_slots, num_experts).segments
+        made.count.zero_()
+        return made
+    to_sort = rows_to_sort(token_slots, ids, num_slots, num_experts, tile_rows, zeros)
+    block, (_, *memory, sizes) = 64, to_sort.operands
     configs.start(
         configs.kernels("segment_kernels").sort_rows,
         -(-num_rows // block),
-        *(
-            token_slots,
-            token_slots if ids is None else ids,
-            rows,
-            described,
-            segments.count,
-            *cut,
-            sorted_blocks,
-            num_rows,
-            num_slots,
-            experts,
-            tile_rows,
-        ),
+        *(token_slots, token_slots if ids is None else ids, *memory, num_rows, *sizes),
         TOP_K=1 if ids is None else ids.shape[1],
         HAS_IDS=ids is not None,
-        CUT=isinstance(cut, Tiles),
+        CUT=to_sort.cuts,
         BLOCK=block,
         BLOCK_OTHER=128,
         BLOCK_CUT=1024,
         num_warps=8,
     )
-    return segments
+    return to_sort.segments
 
 
 def unsorted_rows(

@@ -6,7 +6,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_lora.core.shard import ModelShard
 from moe_lora.kernels import ops, reference
-from moe_lora.kernels.triton import experts
+from moe_lora.kernels.triton import configs, experts
+from moe_lora.kernels.triton.configs import interpreted
+from moe_lora.kernels.triton.segments import Zeros, build_segments, rows_to_sort
 from moe_lora.models.causal_lm import MoeMlp, glu
 from moe_lora.models.spec import model_spec
 from tests.kernels.kernel_cases import popularity, random
@@ -176,10 +178,13 @@ class Deltas:
     """Answers a layer's LoRA operations: adds `value` to the first rows of a site, if to any."""
 
     def __init__(self, rows):
-        self.rows, self.added = rows, 0
+        self.rows, self.added, self.zeros = rows, 0, Zeros()
 
     def lora_begin(self, layer, site, x, ids):
         pass
+
+    def rows_to_sort(self, layer, site, x, ids):
+        return None
 
     def has_deltas(self, layer, site):
         return bool(self.rows)
@@ -234,12 +239,17 @@ def test_layer_computes_its_experts_by_these_kernels(device, family, monkeypatch
     for rows in (0, 4):
         handler = Deltas(rows)
         [channel] = ops.open_channels(handler, 1)
-        monkeypatch.setattr(MoeMlp, "order", lambda self, ids: None)
+        logits = layer.gate(x, channel)
+        chosen, first = layer.choose(logits, live, channel)[:2], handler.added
+        monkeypatch.setattr(MoeMlp, "choose", lambda *_, made=(*chosen, None): made)
         expected = layer(x, channel, live)
         added = handler.added
-        monkeypatch.setattr(MoeMlp, "order", lambda self, ids: ops.expert_order(ids, len(self.experts)))
+        order = experts.order(chosen[1], len(layer.experts))
+        monkeypatch.setattr(MoeMlp, "choose", lambda *_, made=(*chosen, order): made)
         outs.append(layer(x, channel, live))
-        assert handler.added == 2 * added == (6 if rows else 0)
+        monkeypatch.undo()
+        monkeypatch.setattr(ops, "fuses_sites", lambda x: False)
+        assert handler.added - first == 2 * (added - first) == (6 if rows else 0)
         assert (expected[18:] == 0).all()
         torch.testing.assert_close(outs[-1], expected, rtol=2e-2, atol=2e-2)
     assert not torch.equal(outs[0][:4], outs[1][:4])
@@ -254,7 +264,7 @@ def test_experts_are_chosen_as_by_torch(device, kind, norm, dtype):
     layer.gate_kind, layer.gate_norm, layer.top_k = kind, norm, 3
     logits = random(torch.Generator().manual_seed(2), 5, 13, dtype=dtype)
     live = torch.tensor([True, True, False, True, True])
-    weights, ids = layer.choose(logits, live)
+    weights, ids, _ = layer.choose(logits, live, None)
     found = experts.choose(
         logits.to(device), live.to(device), 3, kind == "softmax_topk", layer.gate_norm or 0.0
     )
@@ -278,6 +288,85 @@ def test_layer_on_cuda_orders_its_rows_for_these_kernels():
     """Seen on tensors without memory; where there is an order, the test above says what follows."""
     layer, _ = moe("mixtral", torch.device("cpu"))
     with FakeTensorMode():
-        ids = torch.empty(9, 2, dtype=torch.int32, device="cuda")
-        assert layer.order(ids).shape == (8 + 2 + 18,)
-        assert layer.order(torch.empty(9, 2, dtype=torch.int32)) is None
+        for device, wanted in (("cuda", (8 + 2 + 18,)), ("cpu", None)):
+            logits, live = torch.empty(9, 8, device=device), torch.ones(9, dtype=torch.bool, device=device)
+            order = layer.choose(logits, live, torch.empty(3, dtype=torch.int64))[2]
+            assert wanted == (order if order is None else order.shape)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "top_k", "held"),
+    [
+        (1, 5, 1, range(0)),
+        (23, 5, 1, range(5)),
+        (9, 13, 2, range(4, 13)),
+        (37, 4, 4, range(4)),
+        (3, 64, 8, range(64)),
+        (40, 9, 8, range(9)),
+    ],
+)
+@pytest.mark.parametrize("tile_rows", [None, 0, 4])
+def test_one_launch_chooses_and_orders_as_the_launches_of_each_do(
+    device, tokens, num_experts, top_k, held, tile_rows, monkeypatch
+):
+    """And sorts rows of LoRA, cut into tiles or not, some tokens being padding or without adapter."""
+    generator = torch.Generator().manual_seed(tokens)
+    logits = random(generator, tokens, num_experts, dtype=BF16).to(device)
+    live = (torch.rand(tokens, generator=generator) < 0.8).to(device)
+    slots = torch.randint(-1, 3, (tokens,), generator=generator).int().to(device)
+    zeros, asked, started, start = Zeros(), [], [], configs.start
+
+    def to_sort(ids):
+        asked.append(rows_to_sort(slots, ids, 3, num_experts, tile_rows, zeros))
+        return asked[-1]
+
+    def note(kernel, *given, **meta):
+        started.append(kernel.__name__)
+        start(kernel, *given, **meta)
+
+    monkeypatch.setattr(configs, "start", note)
+    given = (logits, live, top_k, True, 1.0)
+    weights, ids, order = experts.choose_and_order(
+        *given, held, zeros, None if tile_rows is None else to_sort
+    )
+    apart = experts.by_rows(ids, len(held)) or not held
+    one_alone = apart and tile_rows is None
+    assert started == ["choose_experts" if one_alone else "choose_and_order"]
+    expected = experts.choose(*given)
+    assert torch.equal(weights, expected[0])
+    assert torch.equal(ids, expected[1])
+    if not apart:
+        assert torch.equal(order, experts.order(ids, len(held), held.start))
+    for rows in asked:
+        one, other = rows.segments, build_segments(slots, ids, 3, num_experts)
+        assert all(
+            torch.equal(getattr(one, name), getattr(other, name)) for name in ("rows", "described", "count")
+        )
+        tiles, others = one.tiles(4), other.tiles(4)
+        assert torch.equal(tiles.num, others.num)
+        assert torch.equal(tiles.table[: int(tiles.num)], others.table[: int(tiles.num)])
+
+
+def test_many_rows_are_chosen_and_ordered_by_a_launch_each(device, monkeypatch):
+    monkeypatch.setattr(experts, "ONE_LAUNCH_MAX_ROWS", 20)
+    logits = random(torch.Generator().manual_seed(1), 11, 6).to(device)
+    live = torch.ones(11, dtype=torch.bool, device=device)
+    given = (logits, live, 2, False, 0.0)
+    _, ids, order = experts.choose_and_order(*given, range(2, 6), Zeros(), pytest.fail)
+    assert torch.equal(ids, experts.choose(*given)[1])
+    expected = torch.where(ids < 2, 4, ids - 2).flatten().argsort(stable=True)
+    assert torch.equal(order[4 + 2 :], expected.int())
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_sum_over_experts_is_in_their_order_to_a_compiler_too(device, top_k, dtype):
+    """The bits of the kernel."""
+    generator = torch.Generator().manual_seed(top_k)
+    y = random(generator, 5 * top_k, 37, dtype=dtype).to(device)
+    weights = torch.rand(5, top_k, generator=generator).to(device)
+    total = reference.sum_experts(y, weights)
+    assert total.dtype == dtype
+    if interpreted():  # where a product and a sum are rounded apart
+        assert torch.equal(total, experts.weighted_sum(y, weights))
+    assert_near(total, (y.view(5, top_k, 37).double() * weights[..., None]).sum(1), dtype)

@@ -148,6 +148,9 @@ class RemoteBackend:
         self._routing = routing
         self._rows = {}
 
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
+        """They are elsewhere."""
+
     def rows_here(self, layer: int, site: int) -> None:
         """They are elsewhere."""
 
