@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Literal
 
 from moe_lora.core.errors import CapacityError
-from moe_lora.policies.arena_shares import NOBODY, ArenaShares
+from moe_lora.policies.arena_shares import ANYBODY, NOBODY, ArenaShares, Asker
 from moe_lora.policies.caching import CachingPolicy
 
 from .node import DYING, HAS_DEVICE_PAGES, TOKEN_BYTES, Node, encode
@@ -64,6 +64,8 @@ class UnifiedCache:
         self._swapper = Swapper(self._room, upper=upper, lower=lower)
         self._sharing = prefix_caching
         self._salts: dict[str, int] = {}
+        self.asker = ANYBODY
+        """Whom what is held from now on counts for."""
         self._tenant = NOBODY
         self._block_size = block_size
         self.counters = self._mover.counters
@@ -76,6 +78,7 @@ class UnifiedCache:
         """What is held and matched from now on is for requests of this tenant; share: its weight among those
         that fill the arenas (`policies.arena_shares`).
         """
+        self.asker = Asker(tenant, share)
         self._tenant = self._shares.ask(tenant, share, now_s)
 
     # -- adapters

@@ -97,3 +97,9 @@ def least_recently_used(residents: Iterable[Resident]) -> Resident | None:
     idle = [view for view in residents if not view.num_running]
     unwanted = [view for view in idle if not view.num_waiting]
     return min(unwanted or idle, key=_last_used_s, default=None)
+
+
+def by_recency(residents: Iterable[Resident]) -> list[Resident]:
+    """The idle adapters, as `least_recently_used` would name them one after the other."""
+    idle = [view for view in residents if not view.num_running]
+    return sorted(idle, key=lambda view: (view.num_waiting > 0, view.last_used_s))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +18,17 @@ BEYOND, REST, WITHIN = range(3)
 """In which order nodes give way: beyond their tenant's share; others of such a tenant; within shares."""
 NOBODY = 0
 """The number of what no tenant has asked for."""
+
+
+class Asker(NamedTuple):
+    """A tenant, and its weight among those that fill an arena."""
+
+    tenant: str = ""
+    share: float = 1.0
+
+
+ANYBODY = Asker()
+"""Where there are no tenants."""
 
 
 class ArenaShares:
@@ -36,6 +50,11 @@ class ArenaShares:
         self._shares = np.zeros(1)
         self._asked_s = np.full(1, -np.inf)
 
+    @property
+    def num_tenants(self) -> int:
+        """That ever asked."""
+        return len(self._numbers)
+
     def ask(self, tenant: str, share: float, now_s: float) -> int:
         """A request of this tenant needs nodes; the tenant's number."""
         number = self._numbers.get(tenant)
@@ -48,13 +67,22 @@ class ArenaShares:
         self.make_room_for(number, now_s)
         return number
 
+    def stay(self, numbers: Iterable[int], now_s: float) -> None:
+        """These tenants use what they have, or wait: they are present without asking again."""
+        self._asked_s[[number for number in numbers if number != NOBODY]] = now_s
+
     def make_room_for(self, number: int, now_s: float) -> None:
         """From now on room is made for this tenant; NOBODY: for none of them."""
         self.asking = number if self.is_divided(now_s) else NOBODY
 
     def is_divided(self, now_s: float) -> bool:
         """Whether there is more than one tenant now."""
-        return len(self._numbers) > 1 and int((now_s - self._asked_s <= PRESENT_S).sum()) > 1
+        return self.num_tenants > 1 and int((now_s - self._asked_s <= PRESENT_S).sum()) > 1
+
+    def portions(self, now_s: float) -> Floats:
+        """[T]: each tenant's part of the arena; 0 for those that are not present."""
+        shares = np.where(now_s - self._asked_s <= PRESENT_S, self._shares, 0.0)
+        return shares / shares.sum()
 
     def held(self, owners: NDArray[np.int64], amounts: NDArray[np.int64]) -> Floats:
         """[T]: what each tenant holds of these nodes."""
@@ -76,8 +104,7 @@ class ArenaShares:
         held [T]: what each has in all, what can't give way now included.  owners, amounts, values [N].
         total: of what `held` and `amounts` count, how much there is.
         """
-        shares = np.where(now_s - self._asked_s <= PRESENT_S, self._shares, 0.0)
-        beyond = held - shares / shares.sum() * total
+        beyond = held - self.portions(now_s) * total
         if self.asking != NOBODY:
             largest = int(amounts[owners == self.asking].max(initial=0))
             beyond[self.asking] += max(SLACK * total, largest)

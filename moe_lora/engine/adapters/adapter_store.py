@@ -17,6 +17,7 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.lora.row_routing import Lease
+from moe_lora.policies.arena_shares import ANYBODY, Asker
 
 
 @dataclass(eq=False)
@@ -27,7 +28,8 @@ class AdapterVersion:
     included.  num_waiting: requests that don't yet.  num_pages: what it takes on this device when it is
     there.  slot: while it is ready there.  loading_slot: from when its bytes began to
     come.  lease: while the LoRA Server holds it for this engine.  merged: the weights carry some of it, or
-    will.  leaseless: they carry all that the server would compute of it.
+    will.  leaseless: they carry all that the server would compute of it.  asker: whose request held it
+    last.
     """
 
     uid: int
@@ -45,6 +47,7 @@ class AdapterVersion:
     lease: Lease | None = None
     merged: bool = False
     leaseless: bool = False
+    asker: Asker = ANYBODY
 
     @property
     def name(self) -> str:

@@ -87,7 +87,7 @@ class LeasedAdapters(AdapterStore):
             logger.error("adapter %s: %s", adapter.name, error)
         with self._lock:
             lease = self._leases.lease(adapter_id)
-            if lease is None and self._leases.acquire(adapter_id):
+            if lease is None and self._leases.acquire(adapter_id, adapter.asker):
                 lease = self._leases.lease(adapter_id)
                 if lease is None:
                     return False

@@ -156,6 +156,7 @@ class AdapterManager:
         NO_ROOM: it is not held, there is no place now; a lease that came meanwhile is kept, unused.
         again: this request held it before.  num_tokens: of the request.
         """
+        adapter.asker = self._cache.asker
         if self.leases is not None and not adapter.leaseless:  # asked for first: it takes longer
             leased = self.leases.acquire(adapter)
             if not adapter.num_pages:

@@ -14,6 +14,7 @@ from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.sequence import Sequence
 from moe_lora.lora.row_routing import Lease
+from moe_lora.policies.arena_shares import ANYBODY, Asker
 from tests.engine.parts import Parts, packed
 
 
@@ -24,7 +25,7 @@ class TableClient:
         self._server = server
         self._instance = instance
         self._on_change = on_change
-        self._said: deque[tuple[str, str, int]] = deque()
+        self._said: deque[tuple[str, str, int, Asker]] = deque()
         self._heard: deque[tuple[Grant, int]] = deque()
         self._wanted: dict[str, int] = {}
         self._leases: dict[str, Lease] = {}
@@ -33,11 +34,11 @@ class TableClient:
     def register(self, adapter_id: str) -> None:
         self._server.table.register(adapter_id, {0: {0: 1}})
 
-    def acquire(self, adapter_id: str) -> bool:
+    def acquire(self, adapter_id: str, asker: Asker) -> bool:
         if adapter_id not in self._wanted:
             self._num_asked += 1
             self._wanted[adapter_id] = self._num_asked
-            self._said.append(("acquire", adapter_id, self._num_asked))
+            self._said.append(("acquire", adapter_id, self._num_asked, asker))
         return True
 
     def lease(self, adapter_id: str) -> Lease | None:
@@ -47,7 +48,7 @@ class TableClient:
         if adapter_id in self._wanted:
             del self._wanted[adapter_id]
             self._leases.pop(adapter_id, None)
-            self._said.append(("release", adapter_id, 0))
+            self._said.append(("release", adapter_id, 0, ANYBODY))
 
     def hear(self, grant: Grant, number: int) -> None:
         self._heard.append((grant, number))
@@ -89,11 +90,11 @@ class TableServer:
     def client(self, instance: str) -> TableClient:
         return self._clients[instance]
 
-    def decide(self, instance: str, kind: str, adapter_id: str, number: int) -> None:
+    def decide(self, instance: str, kind: str, adapter_id: str, number: int, asker: Asker) -> None:
         now_s = self._clock.now_s()
         if kind == "acquire":
             self._numbers[instance, adapter_id] = number
-            self.table.acquire(instance, adapter_id, now_s)
+            self.table.acquire(instance, adapter_id, now_s, asker)
         else:
             self.table.cancel(instance, adapter_id, now_s)
             self.table.release(instance, adapter_id, now_s)

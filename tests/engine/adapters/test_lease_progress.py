@@ -41,6 +41,27 @@ def test_request_behind_a_starving_one_uses_the_lease_that_the_starving_one_wait
     assert set(parts.step()) == {"starving"}
 
 
+def test_a_lease_is_asked_for_in_the_name_of_the_tenant_whose_request_needs_it():
+    """So of two places the one that another tenant's idle adapter has stays its own."""
+    clock = VirtualClock()
+    server = TableServer(clock, capacity=2, starvation_s=1.0)
+    parts = LeasedParts(server, clock, "i")
+    modest, *greedy = parts.adapters(0, 0, 0)
+    parts.add("modest", range(3), modest, tenant="acme")
+    parts.step()
+    parts.client.hand_on()
+    parts.step()
+    parts.scheduler.finish(parts.scheduler.running[0])
+    for number, adapter in enumerate(greedy):
+        parts.add(f"greedy {number}", range(3), adapter, tenant="globex")
+    parts.step()
+    parts.client.hand_on()
+    assert set(parts.step()) == {"greedy 0"}
+    assert {one.adapter_id for one in server.table.residents()} == {
+        adapter.packed.content_hash for adapter in (modest, greedy[0])
+    }
+
+
 def test_starving_request_gets_the_lease_though_requests_for_the_one_in_use_keep_coming():
     clock = VirtualClock()
     server = TableServer(clock, capacity=1, starvation_s=1.0)

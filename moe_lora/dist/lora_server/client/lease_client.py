@@ -17,6 +17,7 @@ from moe_lora.dist.lora_server.protocol.control_messages import Need
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.peer import Peer, PeerEndedError
 from moe_lora.lora.row_routing import Lease
+from moe_lora.policies.arena_shares import ANYBODY, Asker
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,9 @@ class LeaseClient:
         self._on_change = on_change
         self._registered: set[str] = set()
         self._rejected: dict[str, str] = {}
-        # Number of the acquire, in the order asked, so that a new leader hears it so.  The engine's thread's.
-        self._wanted: dict[str, int] = {}
+        # Number of the acquire, and for whom, in the order asked, so that a new leader hears it so.  The
+        # engine's thread's.
+        self._wanted: dict[str, tuple[int, Asker]] = {}
         self._numbers = itertools.count(1)
         self._granted: dict[str, tuple[int, Lease]] = {}
         """With the number of the acquire: what comes for one that was given up since is not for the next."""
@@ -66,20 +68,20 @@ class LeaseClient:
     def unregister(self, adapter_id: str) -> None:
         network().loop.call_soon_threadsafe(self._unregister, adapter_id)
 
-    def acquire(self, adapter_id: str) -> bool:
+    def acquire(self, adapter_id: str, asker: Asker = ANYBODY) -> bool:
         """Ask for a lease; False if none can come now: the server is away, or has refused the adapter.
 
-        A lease that comes, then or later, is told by `on_change`.
+        asker: whose request needs it.  A lease that comes, then or later, is told by `on_change`.
         """
         if adapter_id not in self._wanted:
-            number = self._wanted[adapter_id] = next(self._numbers)
-            network().loop.call_soon_threadsafe(self._acquire, adapter_id, number)
+            wanted = self._wanted[adapter_id] = next(self._numbers), asker
+            network().loop.call_soon_threadsafe(self._acquire, adapter_id, *wanted)
         return self.connected and adapter_id not in self._rejected
 
     def lease(self, adapter_id: str) -> Lease | None:
         """The lease that was acquired and granted, as long as it lasts."""
         number, lease = self._granted.get(adapter_id, (0, None))
-        return lease if number == self._wanted.get(adapter_id) else None
+        return lease if number == self._wanted.get(adapter_id, (0,))[0] else None
 
     def release(self, adapter_id: str) -> None:
         """Give the lease back, or stop waiting for it."""
@@ -108,8 +110,8 @@ class LeaseClient:
         """Say to the leader what is known here and what is wanted, and wait until it is gone."""
         self._peer = peer
         answers = {adapter_id: peer.call("register", adapter_id) for adapter_id in self._registered}
-        for adapter_id, number in self._wanted.copy().items():
-            self._acquire(adapter_id, number)
+        for adapter_id, wanted in self._wanted.copy().items():
+            self._acquire(adapter_id, *wanted)
         known = [asyncio.create_task(self._make_known(peer, *answer)) for answer in answers.items()]
         await peer.ended.wait()
         await asyncio.gather(*known)
@@ -143,7 +145,7 @@ class LeaseClient:
                 await self._give(peer, adapter_id)
                 await peer.call("register", adapter_id)
                 if adapter_id in self._wanted and self.lease(adapter_id) is None:
-                    self._acquire(adapter_id, self._wanted[adapter_id])  # the first came before the content
+                    self._acquire(adapter_id, *self._wanted[adapter_id])  # the first came before the content
         except PeerEndedError:
             return  # the next leader is told
         except Exception as error:  # whatever the leader raised
@@ -156,9 +158,9 @@ class LeaseClient:
         self._rejected.pop(adapter_id, None)
         self._tell("unregister", adapter_id)
 
-    def _acquire(self, adapter_id: str, number: int) -> None:
+    def _acquire(self, adapter_id: str, number: int, asker: Asker) -> None:
         if self._peer is not None:
-            answer = self._peer.call("acquire", adapter_id)
+            answer = self._peer.call("acquire", adapter_id, *asker)
             answer.add_done_callback(partial(self._take, adapter_id, number))
 
     def _take(self, adapter_id: str, number: int, answer: asyncio.Future[tuple[int, int]]) -> None:

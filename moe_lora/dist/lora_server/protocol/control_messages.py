@@ -132,8 +132,12 @@ class ServerCalls(typing.Protocol):
     def unregister(self, adapter_id: str) -> None:
         """Forget the adapter when no instance has it registered any more."""
 
-    def acquire(self, adapter_id: str) -> tuple[int, int]:
-        """Slot and generation of a lease, once there is one; no answer if it is released before."""
+    def acquire(self, adapter_id: str, tenant: str, share: float) -> tuple[int, int]:
+        """Slot and generation of a lease, once there is one; no answer if it is released before.
+
+        tenant: whose request needs it, and its weight among those that fill the server: for the leader's
+        decisions alone, it is told to nobody.
+        """
 
     def release(self, adapter_id: str) -> None:
         """Give the lease back, or stop waiting for it."""

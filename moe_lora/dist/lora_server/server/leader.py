@@ -31,6 +31,7 @@ from moe_lora.dist.lora_server.protocol.control_messages import (
 )
 from moe_lora.dist.lora_server.protocol.partition import Partition
 from moe_lora.dist.lora_server.protocol.reach import client_name
+from moe_lora.policies.arena_shares import Asker
 
 from .leases import Grant, LeaseTable, Load
 from .rank_memory import shard_pages
@@ -242,12 +243,14 @@ class Leader:
             self._table.unregister(adapter_id, time.monotonic())
             self._dispatch()
 
-    async def acquire(self, visitor: Visitor, adapter_id: str) -> asyncio.Future[tuple[int, int]]:
+    async def acquire(
+        self, visitor: Visitor, adapter_id: str, tenant: str, share: float
+    ) -> asyncio.Future[tuple[int, int]]:
         instance = visitor.instance
         asked: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
         self._acquires[instance, adapter_id] = asked
         try:
-            lease = self._table.acquire(instance, adapter_id, time.monotonic())
+            lease = self._table.acquire(instance, adapter_id, time.monotonic(), Asker(tenant, share))
         except AdapterNotFoundError:
             # Its content is still on the way; the instance asks again once it is registered.
             logger.info("instance %s asks for adapter %s, which is not here yet", instance, adapter_id)

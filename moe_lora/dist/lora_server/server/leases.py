@@ -12,12 +12,15 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 from moe_lora.config import MAX_COUNT
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
-from moe_lora.policies.admission import admissible, least_recently_used
+from moe_lora.policies.admission import admissible, by_recency
+from moe_lora.policies.arena_shares import ANYBODY, NOBODY, ArenaShares, Asker
 
+from .lease_shares import Standing
 from .server_pages import Runs, ServerPages, ShardPages
 
 
@@ -61,12 +64,15 @@ class ServedAdapter:
     """A registered adapter: what it takes, where it lies (slot None: nowhere), who uses it.
 
     num_running: instances that hold a lease.  num_waiting: instances that wait for one.  retired: no
-    longer registered, but still held or waited for.
+    longer registered, but still held or waited for.  room: places and pages of each rank that it takes.
+    owner: the tenant that was given a lease of it last.
     """
 
     uid: int
     adapter_id: str
     shard_pages: ShardPages
+    room: tuple[int, ...]
+    owner: int = NOBODY
     slot: int | None = None
     generation: int = 0
     runs: Runs = field(default_factory=dict)
@@ -78,20 +84,21 @@ class ServedAdapter:
     @property
     def num_pages(self) -> int:
         """Pages over all ranks and layers."""
-        return sum(sum(layers.values()) for layers in self.shard_pages.values())
+        return sum(self.room[1:])
 
 
 @dataclass(frozen=True, eq=False)
 class Waiter:
-    """An instance that waits for an adapter since arrival_s."""
+    """An instance that waits for an adapter since arrival_s, for a tenant's request."""
 
     instance: str
     adapter: ServedAdapter
     arrival_s: float
+    tenant: int
 
     @property
-    def adapter_uid(self) -> int:
-        return self.adapter.uid
+    def adapter_uid(self) -> tuple[int, int]:
+        return self.adapter.uid, self.tenant  # for another tenant others may leave
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +121,8 @@ class LeaseTable:
 
     Leases are given first come first served over all instances; an acquire whose adapter finds no place is
     passed over until it has waited longer than starvation_s, from when on it stops younger ones.  Idle
-    adapters stay until their place is needed and leave least recently used first.
+    adapters stay until their place is needed and leave least recently used first.  Of several tenants those
+    come first that stay within their shares, and what may leave for whom `Standing` says.
 
     capacity: adapters resident at once.  pages_per_rank: pages of each server rank's arena.  page_bytes:
     bytes of a page.  Raises ConfigError for a capacity below 1.
@@ -132,6 +140,10 @@ class LeaseTable:
         self._starvation_s = starvation_s
         self._page_bytes = page_bytes
         self._pages = ServerPages(pages_per_rank)
+        self._shares = ArenaShares()
+        self._standing: Standing[ServedAdapter] | None = None
+        self._is_current = False
+        """Whether `_standing` is what it is now."""
         self._events: list[Event] = []
         self._uids = itertools.count(1)
         self._adapters: dict[str, ServedAdapter] = {}
@@ -163,7 +175,8 @@ class LeaseTable:
         known = self._adapters.get(adapter_id)
         if known is None:
             self._check_fits(adapter_id, wanted)
-            self._adapters[adapter_id] = ServedAdapter(next(self._uids), adapter_id, wanted)
+            pages = (sum(wanted.get(rank, {}).values()) for rank in range(len(self._pages.pages_per_rank)))
+            self._adapters[adapter_id] = ServedAdapter(next(self._uids), adapter_id, wanted, (1, *pages))
         elif known.shard_pages != wanted:
             raise ValueError(
                 f"adapter {adapter_id!r} is known with other shard sizes; an id stands for one content, "
@@ -182,8 +195,10 @@ class LeaseTable:
         self._settle(adapter)
         self._grant_waiting(now_s)
 
-    def acquire(self, instance: str, adapter_id: str, now_s: float) -> Grant | None:
+    def acquire(self, instance: str, adapter_id: str, now_s: float, asker: Asker = ANYBODY) -> Grant | None:
         """The instance's lease, if it can have one now; else it waits and a Grant comes later.
+
+        asker: whose request needs it.
 
         A lease given by this call is among the events too.  An instance that already holds the lease gets
         the same one back and no event; one that already waits keeps its place.
@@ -191,7 +206,9 @@ class LeaseTable:
         """
         lease = self._leases.get(instance, {}).get(adapter_id)
         if lease is None and (instance, adapter_id) not in self._queue:
-            waiter = Waiter(instance, self._registered(adapter_id), now_s)
+            adapter = self._registered(adapter_id)
+            waiter = Waiter(instance, adapter, now_s, self._shares.ask(*asker, now_s))
+            self._is_current = False
             self._queue[instance, adapter_id] = waiter
             waiter.adapter.num_waiting += 1
             lease = self._grant_youngest(waiter, now_s)
@@ -222,7 +239,7 @@ class LeaseTable:
         Raises AdapterNotFoundError.
         """
         adapter = self._registered(adapter_id)
-        if not self._bring_in(adapter):
+        if not self._bring_in(adapter, adapter.owner, now_s):
             return False
         adapter.last_used_s = now_s
         return True
@@ -249,7 +266,7 @@ class LeaseTable:
         for slot in range(len(self._generations), capacity):
             self._generations.append(0)
             heapq.heappush(self._free_slots, slot)
-        self.capacity = capacity
+        self.capacity, self._is_current = capacity, False
         self._grant_waiting(now_s)
 
     def max_capacity(self) -> int | None:
@@ -294,18 +311,36 @@ class LeaseTable:
 
     def _grant_youngest(self, waiter: Waiter, now_s: float) -> Grant | None:
         """The lease of an acquire just queued; older ones can't have become admissible by its coming."""
-        oldest = next(iter(self._queue.values()))
-        stopped = oldest is not waiter and now_s - oldest.arrival_s > self._starvation_s
-        return None if stopped or not self._bring_in(waiter.adapter) else self._grant(waiter, now_s)
+        standing = self._stand(now_s)
+        for older in self._queue.values():
+            if now_s - older.arrival_s <= self._starvation_s:
+                break
+            if standing is None or _turn(standing, older) <= _turn(standing, waiter):
+                return None
+        fits = self._bring_in(waiter.adapter, waiter.tenant, now_s)
+        return self._grant(waiter, now_s) if fits else None
 
     def _grant_waiting(self, now_s: float) -> None:
         """Give what fell free to those that wait."""
         while len(self._resident) > self.capacity:
-            if not self._evict_idle():
+            if not self._evict_idle(now_s):
                 return
-        queue = list(self._queue.values())
-        for waiter in admissible(queue, lambda w: self._bring_in(w.adapter), now_s, self._starvation_s):
+        while self._grant_first(now_s):
+            pass
+
+    def _grant_first(self, now_s: float) -> bool:
+        """Grant a lease, or of one tenant all that can be; False once no more waits that could have one."""
+        standing, queue = self._stand(now_s), list(self._queue.values())
+        if standing is not None:
+            queue.sort(key=partial(_turn, standing))
+        found = admissible(
+            queue, lambda w: self._bring_in(w.adapter, w.tenant, now_s), now_s, self._starvation_s
+        )
+        for waiter in found:
             self._grant(waiter, now_s)
+            if standing is not None:
+                return True  # it may be another's turn now
+        return False
 
     def _grant(self, waiter: Waiter, now_s: float) -> Grant:
         adapter = waiter.adapter
@@ -314,6 +349,7 @@ class LeaseTable:
         self._num_leased += adapter.num_running == 0
         adapter.num_running += 1
         adapter.last_used_s = now_s
+        adapter.owner, self._is_current = waiter.tenant, False
         self._leases.setdefault(waiter.instance, {})[adapter.adapter_id] = lease
         self._end_wait(waiter.instance, adapter.adapter_id)
         self._events.append(lease)
@@ -322,6 +358,7 @@ class LeaseTable:
     def _end_wait(self, instance: str, adapter_id: str) -> None:
         adapter = self._queue.pop((instance, adapter_id)).adapter
         adapter.num_waiting -= 1
+        self._is_current = False
         self._settle(adapter)
 
     def _end_lease(self, instance: str, adapter_id: str, now_s: float) -> None:
@@ -330,6 +367,8 @@ class LeaseTable:
         adapter.num_running -= 1
         self._num_leased -= adapter.num_running == 0
         adapter.last_used_s = now_s
+        self._shares.stay((adapter.owner,), now_s)
+        self._is_current = False
         self._settle(adapter)
 
     # Places
@@ -341,7 +380,7 @@ class LeaseTable:
                 self._evict(adapter)
             del self._adapters[adapter.adapter_id]
 
-    def _bring_in(self, adapter: ServedAdapter) -> bool:
+    def _bring_in(self, adapter: ServedAdapter, tenant: int, now_s: float) -> bool:
         """Make the adapter resident, evicting idle ones; if that can't be, nothing is evicted.
 
         False too while more are resident than should be, since the capacity was lowered.
@@ -351,11 +390,17 @@ class LeaseTable:
         if adapter.slot is not None:
             return True
         runs = self._alloc(adapter)
-        if runs is None and self._could_fit(adapter):
-            while runs is None and self._evict_idle():
-                runs = self._alloc(adapter)
+        if runs is None and self._num_leased < self.capacity:
+            leaving = self._may_leave(adapter.room, tenant, now_s)
+            if self._could_fit(adapter, leaving):
+                for other in leaving:
+                    self._evict(other)
+                    runs = self._alloc(adapter)
+                    if runs is not None:
+                        break
         if runs is None:
             return False
+        self._is_current = False
         slot = heapq.heappop(self._free_slots)
         self._generations[slot] += 1
         adapter.slot, adapter.generation, adapter.runs = slot, self._generations[slot], runs
@@ -368,19 +413,39 @@ class LeaseTable:
     def _alloc(self, adapter: ServedAdapter) -> Runs | None:
         return self._pages.alloc(adapter.shard_pages) if len(self._resident) < self.capacity else None
 
-    def _could_fit(self, adapter: ServedAdapter) -> bool:
-        if self._num_leased >= self.capacity:
+    def _could_fit(self, adapter: ServedAdapter, leaving: Sequence[ServedAdapter]) -> bool:
+        if len(self._resident) - len(leaving) >= self.capacity:
             return False
-        leased = [other.runs for other in self._resident.values() if other.num_running]
-        return self._pages.could_alloc(adapter.shard_pages, leased)
+        gone = {other.uid for other in leaving}
+        staying = [other.runs for other in self._resident.values() if other.uid not in gone]
+        return self._pages.could_alloc(adapter.shard_pages, staying)
 
-    def _evict_idle(self) -> bool:
-        """Evict the least recently used adapter without a lease; False if there is none."""
-        victim = least_recently_used(self._resident.values())
-        if victim is None:
-            return False
-        self._evict(victim)
-        return True
+    def _may_leave(self, room: tuple[int, ...], tenant: int, now_s: float) -> list[ServedAdapter]:
+        """Idle adapters that may leave for so much room of this tenant's, the first to go first."""
+        standing = self._stand(now_s)
+        if standing is None:
+            return by_recency(self._resident.values())
+        return standing.may_leave(tenant, room)
+
+    def _stand(self, now_s: float) -> Standing[ServedAdapter] | None:
+        """What tenants hold now; None where there is one."""
+        if not self._is_current and self._shares.num_tenants > 1:
+            self._is_current, self._standing = True, None
+            residents = list(self._resident.values())
+            users = {one.owner for one in residents if one.num_running}
+            self._shares.stay(users | {waiter.tenant for waiter in self._queue.values()}, now_s)
+            if self._shares.is_divided(now_s):
+                totals = self.capacity, *self._pages.pages_per_rank
+                self._standing = Standing(self._shares, residents, totals, now_s)
+        return self._standing
+
+    def _evict_idle(self, now_s: float) -> bool:
+        """Evict the first adapter without a lease; False if there is none."""
+        nothing = (0,) * (1 + len(self._pages.pages_per_rank))
+        leaving = self._may_leave(nothing, NOBODY, now_s)
+        if leaving:
+            self._evict(leaving[0])
+        return bool(leaving)
 
     def _evict(self, adapter: ServedAdapter) -> None:
         assert adapter.slot is not None
@@ -389,6 +454,7 @@ class LeaseTable:
         self._pages.free(adapter.runs)
         heapq.heappush(self._free_slots, adapter.slot)
         del self._resident[adapter.uid]
+        self._is_current = False
         adapter.slot, adapter.runs = None, {}
         self._num_evictions += 1
 
@@ -402,6 +468,10 @@ class LeaseTable:
                     f"{given} (lora_server.memory_gb={given * self._page_bytes / 1e9:g} a rank); "
                     f"choose lora_server.memory_gb={least_gb:g} or more"
                 )
+
+
+def _turn(standing: Standing[ServedAdapter], waiter: Waiter) -> float:
+    return standing.turn(waiter.tenant, waiter.adapter.room)
 
 
 def _num_fitting(num_pages: int, sizes: list[int]) -> int:

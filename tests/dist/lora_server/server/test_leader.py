@@ -14,6 +14,7 @@ from moe_lora.dist.lora_server.client.lease_client import LeaseClient
 from moe_lora.dist.lora_server.protocol.control import called, join, network
 from moe_lora.dist.lora_server.protocol.control_messages import Order, ServerState
 from moe_lora.dist.lora_server.server.server_store import Orders
+from moe_lora.policies.arena_shares import ANYBODY, Asker
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 
@@ -42,6 +43,24 @@ def granted(leases: LeaseClient, adapter_id: str) -> None:
 def settled(leases: LeaseClient) -> ServerState:
     """The leader's counters once it has heard all that was said before."""
     return network().run(called(leases._peer, "state"))
+
+
+def test_the_leader_keeps_for_a_tenant_what_is_within_its_share_and_names_none(cluster):
+    leases = joined(cluster, "one")
+    leases.acquire("a", Asker("acme", 1.0))
+    granted(leases, "a")
+    leases.release("a")
+    for adapter_id in "bc":
+        leases.acquire(adapter_id, Asker("globex", 1.0))
+    granted(leases, "b")
+    state = settled(leases)
+    assert (state.num_resident, state.num_waiting, state.num_evictions) == (2, 1, 0)
+    assert "acme" not in str(state)
+    leases.release("b")
+    granted(leases, "c")
+    leases.acquire("a", Asker("acme", 1.0))
+    granted(leases, "a")
+    assert settled(leases).num_loads == 3
 
 
 def test_leases_are_granted_first_come_first_served_over_all_instances(cluster):
@@ -123,7 +142,7 @@ def test_instance_that_came_back_is_heard_on_its_newest_connection_only(cluster)
             await join(cluster.config.address, None, hello, 5.0, "join_instance", "one") for _ in range(2)
         ]
         assert await called(new, "register", "a")
-        assert await called(new, "acquire", "a")
+        assert await called(new, "acquire", "a", *ANYBODY)
         old.call("release", "a")
         await old.ended.wait()
         assert (await called(new, "state")).num_leases == 1

@@ -1,0 +1,205 @@
+"""Several tenants at one LoRA Server: what one asks for takes nothing that is within another's share."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_lora.dist.lora_server.server.leases import Evict, Grant, LeaseTable, Load
+from moe_lora.policies.arena_shares import PRESENT_S, Asker
+
+CAPACITY, PAGES = 6, (9, 8)
+SHARDS = ({}, {0: {0: 1}}, {0: {0: 2}, 1: {0: 1}}, {1: {0: 2, 1: 2}})
+ROOMS = ((1, 0, 0), (1, 1, 0), (1, 2, 1), (1, 0, 4))
+
+
+class Tenants:
+    """A lease table, and by its events who holds what; each load is held against what tenants are due."""
+
+    def __init__(self, weights: tuple[float, ...]) -> None:
+        self.askers = [Asker(f"tenant {number}", weight) for number, weight in enumerate(weights)]
+        self.table = LeaseTable(CAPACITY, PAGES, 1, starvation_s=3.0)
+        self.now_s = 0.0
+        self.present: set[int] = set()
+        self.owner: dict[str, int] = {}
+        self.room: dict[str, tuple[int, ...]] = {}
+        self.resident: set[str] = set()
+        self.leases: dict[tuple[str, str], int] = {}
+        self.waiting: dict[tuple[str, str], int] = {}
+        self.num_left_within = 0
+
+    def acquire(self, tenant: int, instance: str, adapter: int) -> None:
+        adapter_id = f"adapter {adapter}"
+        self.table.register(adapter_id, SHARDS[adapter % 4])
+        self.room[adapter_id] = ROOMS[adapter % 4]
+        if (instance, adapter_id) not in self.leases:
+            self.present.add(tenant)
+            self.waiting.setdefault((instance, adapter_id), tenant)
+        self.table.acquire(instance, adapter_id, self.now_s, self.askers[tenant])
+        self.settle()
+
+    def release(self, number: int) -> None:
+        if self.leases:
+            key = sorted(self.leases)[number % len(self.leases)]
+            del self.leases[key]
+            self.table.release(*key, self.now_s)
+            self.settle()
+
+    def settle(self) -> None:
+        left: list[str] = []
+        loaded = None
+        for event in self.table.take_events():
+            if isinstance(event, Evict):
+                left.append(event.adapter_id)
+            elif isinstance(event, Load):
+                loaded = event.adapter_id
+            else:
+                tenant = self.waiting.pop((event.instance, event.adapter_id))
+                if loaded is not None:
+                    self.check(left, loaded, tenant)
+                    self.resident = self.resident - set(left) | {loaded}
+                left, loaded = [], None
+                self.owner[event.adapter_id] = tenant
+                self.leases[event.instance, event.adapter_id] = tenant
+        assert not left
+
+    def beyond(self, tenant: int, resident: set[str], entering: tuple[int, ...] = (0, 0, 0)) -> set[int]:
+        """Kinds of room (places, pages of each rank) of which it has more than its share, of those asked."""
+        weights = {one: self.askers[one].share for one in self.present}
+        part = weights.get(tenant, 0.0) / sum(weights.values())
+        held = [sum(self.room[one][k] for one in resident if self.owner[one] == tenant) for k in range(3)]
+        asked = [k for k in range(3) if entering[k] or not any(entering)]
+        totals = CAPACITY, *PAGES
+        return {k for k in asked if held[k] + entering[k] > part * totals[k] * (1 + 1e-6) + 1e-6}
+
+    def check(self, left: list[str], loaded: str, tenant: int) -> None:
+        leased = {adapter_id for _, adapter_id in self.leases}
+        stays_within = not self.beyond(tenant, self.resident, self.room[loaded])
+        uses = any(self.owner[one] == tenant for one in leased)
+        now = set(self.resident)
+        for adapter_id in left:
+            owner = self.owner[adapter_id]
+            if owner != tenant and not self.beyond(owner, self.resident):
+                assert stays_within or not uses
+                for one in now - leased:
+                    kinds = self.beyond(self.owner[one], now)
+                    assert self.owner[one] == tenant or not any(self.room[one][k] for k in kinds)
+                self.num_left_within += 1
+            now.remove(adapter_id)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("acquire"), st.integers(0, 2), st.sampled_from("ij"), st.integers(0, 15)),
+        st.tuples(st.just("release"), st.integers(0, 9)),
+        st.tuples(st.just("pass"), st.sampled_from([0.5, 4.0])),
+    ),
+    min_size=20,
+    max_size=60,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(weights=st.tuples(*[st.sampled_from([0.5, 1.0, 1.0, 3.0])] * 3), steps=STEPS)
+def test_what_is_within_a_share_leaves_only_for_what_is_within_one_or_a_tenants_only_adapter(weights, steps):
+    """As `Standing` says, whatever is asked, held and released; and all that was asked for comes."""
+    tenants = Tenants(weights)
+    for kind, *step in steps:
+        if kind == "acquire":
+            tenants.acquire(*step)
+        elif kind == "release":
+            tenants.release(*step)
+        else:
+            tenants.now_s += step[0]
+    while tenants.waiting:
+        num_waiting = len(tenants.waiting)
+        while tenants.leases:
+            tenants.release(0)
+            if len(tenants.waiting) < num_waiting:
+                break
+        assert len(tenants.waiting) < num_waiting
+
+
+def table_of(capacity: int, *adapters: str) -> LeaseTable:
+    table = LeaseTable(capacity, (100,), 1, starvation_s=5.0)
+    for adapter_id in adapters:
+        table.register(adapter_id, {0: {0: 1}})
+    return table
+
+
+def resident(table: LeaseTable) -> set[str]:
+    return {adapter.adapter_id for adapter in table.residents()}
+
+
+GREEDY, MODEST = Asker("greedy"), Asker("modest")
+COLD = [f"cold {number}" for number in range(1000)]
+
+
+@pytest.mark.parametrize(("at_once", "num_cold"), [(1, 200), (20, 1000)])
+def test_a_thousand_cold_adapters_of_one_tenant_leave_anothers_where_they_are(at_once, num_cold):
+    own = {"a", "b", "c"}
+    table = table_of(8, *sorted(own), *COLD)
+    for adapter_id in own:
+        table.acquire("i", adapter_id, 0.0, MODEST)
+        table.release("i", adapter_id, 0.0)
+    num_granted = Counter[str]()
+    held: list[str] = []
+    for number, adapter_id in enumerate(COLD[:num_cold]):
+        table.acquire("j", adapter_id, number / 10, GREEDY)
+        for event in table.take_events():
+            if isinstance(event, Grant):
+                num_granted[event.instance] += 1
+                held.append(event.adapter_id)
+        if number >= at_once and held:
+            table.release("j", held.pop(0), number / 10)
+        assert own <= resident(table)
+    assert num_granted["j"] > 0.9 * num_cold
+
+
+def test_without_tenants_they_flush_it():
+    table = table_of(8, "a", *COLD[:8])
+    for adapter_id in ("a", *COLD[:8]):
+        table.acquire("i", adapter_id, 0.0)
+        table.release("i", adapter_id, 0.0)
+    assert "a" not in resident(table)
+
+
+def test_a_place_that_falls_free_is_first_of_who_has_less_than_its_share():
+    table = table_of(2, "a", "b", *COLD)
+    for adapter_id in COLD[:20]:
+        table.acquire("j", adapter_id, 0.0, GREEDY)
+    assert table.acquire("i", "a", 9.0, MODEST) is None  # those before it have starved
+    assert table.acquire("i", "b", 9.0, MODEST) is None
+    table.take_events()
+    table.release("j", COLD[0], 10.0)
+    table.release("j", COLD[1], 11.0)
+    granted = [event.adapter_id for event in table.take_events() if isinstance(event, Grant)]
+    assert granted == ["a", COLD[2]]
+
+
+def test_a_share_smaller_than_an_adapter_shuts_nobody_out():
+    table = table_of(2, "a", "b", "c")
+    rich = Asker("rich", 100.0)
+    for adapter_id in "ab":
+        table.acquire("i", adapter_id, 0.0, rich)
+        table.release("i", adapter_id, 0.0)
+    assert table.acquire("i", "c", 1.0, MODEST) is not None
+
+
+def test_who_asked_for_nothing_for_long_has_no_share_but_for_what_it_uses():
+    table = table_of(4, "a", "b", "c", "d", "e", "f")
+    for adapter_id in "abc":
+        table.acquire("i", adapter_id, 0.0, MODEST)
+    for adapter_id in "bc":
+        table.release("i", adapter_id, 1.0)
+    later_s = PRESENT_S + 10
+    for adapter_id in "def":
+        table.acquire("j", adapter_id, later_s, GREEDY)
+    assert resident(table) == {"a", "c", "d", "e"} or resident(table) == {"a", "b", "d", "e"}
+    table.release("i", "a", later_s)
+    table.release("j", "d", later_s + 2 * PRESENT_S)
+    table.acquire("j", "f", later_s + 2 * PRESENT_S, GREEDY)
+    assert {"e", "f"} <= resident(table)
