@@ -130,6 +130,9 @@ class HostCalled:
     def rows_here(self, layer: int, site: int) -> LoraRows | None:
         return self._backend.rows_here(layer, site)
 
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
+        """`begin` does it."""
+
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         if not self._capture.running:
             return self._backend.begin(layer, site, x, ids)
