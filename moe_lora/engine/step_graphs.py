@@ -98,14 +98,25 @@ class StepGraphs:
         wanted = batch.logit_rows.numpy()
         if not tables.decode or num_rows not in self._rows or (wanted != np.arange(len(wanted))).any():
             return None
-        if set().union(*routing.sources) - {Source.LOCAL} - self._hosts.keys():
+        places = self._places_of(routing)
+        if places is None:
             return None
         longest = int(tables.seq_lens.max())
         context = next((bound for bound in self._contexts if bound >= longest), None)
         if context is None:
             return None
-        places = [(s, group) for group, sources in enumerate(routing.sources) for s in sorted(sources)]
-        return GraphShape(num_rows, context, tuple(places))
+        return GraphShape(num_rows, context, places)
+
+    def _places_of(self, routing: RowRouting) -> tuple[Place, ...] | None:
+        """Where deltas come from; None where no graph has them so."""
+        groups, merged = set(range(len(routing.sources))), routing.terms.shape[2] > 1
+        if merged:  # sites of which the weights carry an adapter are groups of their own
+            groups = set().union(*routing.groups)
+        places = tuple((s, group) for group in sorted(groups) for s in sorted(routing.sources[group]))
+        # A graph has the sites of each group that it was captured with.
+        if places and (merged or {s for s, _ in places} - {Source.LOCAL} - self._hosts.keys()):
+            return None
+        return places
 
     def run(self, shape: GraphShape, batch: StepBatch, compute: Compute) -> torch.Tensor:
         """The batch's logits, valid until the next step.  compute: launches a step on the device."""
