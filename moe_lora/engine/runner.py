@@ -16,7 +16,15 @@ import torch
 
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.kernels.operands import StepTables
-from moe_lora.lora.row_routing import Lease, RoutedAdapter, RowRouting, Source, content_number, no_terms
+from moe_lora.lora.row_routing import (
+    NO_TERM,
+    Lease,
+    RoutedAdapter,
+    RowRouting,
+    Source,
+    content_number,
+    no_terms,
+)
 from moe_lora.models.causal_lm import CausalLM, DecoderLayer, LayerForward
 from moe_lora.models.compiled_layers import CompiledLayers
 from moe_lora.scheduling.views import Scheduled
@@ -72,6 +80,9 @@ class ModelRunner:
         self._present = present
         self._announce = announce
         self._sources = sorted(set(site_sources))
+        self._modules: dict[Source, set[str]] = {source: set() for source in self._sources}
+        for site, source in zip(model.spec.shape.sites, site_sources, strict=True):
+            self._modules[source] |= set(site.modules)
         groups = tuple(self._sources.index(source) for source in site_sources)
         self._groups = (groups,) * len(context.channels)
         self._compiled: LayerForward = DecoderLayer.__call__
@@ -212,6 +223,8 @@ class ModelRunner:
                 term["slot"] = [lease.slot for lease in leases]
                 term["generation"] = [lease.generation for lease in leases]
                 term["adapter"] = range(len(routes))
+                # A step whose adapters have nothing there needs no call of the host.
+                term[[self._modules[source].isdisjoint(a.packed.targets) for a in routes]] = NO_TERM
                 adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
             self._lora_rows[source] += np.count_nonzero(beside_weights) * len(self._groups)
         routing = RowRouting(groups=self._groups, row_route=row_route, terms=terms, adapters=adapters)

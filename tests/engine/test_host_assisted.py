@@ -412,6 +412,7 @@ def test_adapter_without_a_part_on_the_device_is_not_taken_for_one_that_loads():
         _sources=[Source.LOCAL, Source.LEASED], _groups=((0, 1),) * NUM_LAYERS, _lora_rows=Counter()
     )
     runner.merged, runner._merged_route = None, lambda routes: -1
+    runner._modules = {Source.LEASED: set(packed.targets)}
     plan = [SimpleNamespace(sequence=SimpleNamespace(adapter=adapter))]
     routing = ModelRunner._routing(runner, plan, [1])
     assert routing.sources == [{Source.LOCAL}, {Source.LEASED}]
