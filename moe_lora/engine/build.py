@@ -20,8 +20,8 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
+from moe_lora.config.engine import AUTO
 from moe_lora.core.clock import Clock, WallClock
-from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, check_expert_parallel
 from moe_lora.core.shard import ModelShard
@@ -50,6 +50,7 @@ from .merging_times import bytes_per_rank, copy_bandwidth, expected_step_times, 
 from .ranks import exchange
 from .runner import ModelRunner
 from .sequence import Sequence
+from .steps_ahead import check_ahead, schedules_ahead
 
 
 def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> CachingPolicy:
@@ -88,6 +89,12 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
     try:
         hf_config = config.hf_config()
         shape = ModelShape.from_hf_config(hf_config)
+        # Again when the model is loaded: what "auto" stands for is known then.
+        check_ahead(
+            config,
+            host=config.host_workers not in (0, AUTO),
+            merges=config.batching not in ("unmerged", AUTO),
+        )
         check_expert_parallel(shape.num_experts, config.expert_parallel)
         ModelShard(shape, config.tensor_parallel, config.expert_parallel)  # checks the numbers
         if config.num_ranks > 1:
@@ -274,29 +281,6 @@ def _core(
         *(info, rank.shape, rank.dtype, *parts, config.seed, followers, kv, pool, merging),
         ahead=schedules_ahead(config, rank, store),
     )
-
-
-def schedules_ahead(config: EngineConfig, rank: Rank, store: AdapterStore) -> bool:
-    """Whether steps are launched before the tokens of those before are read.
-
-    Raises ConfigError where they have to be and can't.
-    """
-    reasons = {
-        "several ranks, all but one of which are told of tokens": config.num_ranks > 1,
-        "a LoRA Server, whose answers a step waits for": rank.lora_server is not None,
-        "host_workers, whose answers a step waits for": store.host is not None,
-        f"batching={config.batching!r}, which times steps": rank.merges,
-        "an emulated step_profile": config.emulation.step_profile is not None,
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if config.async_scheduling == "on" and reason is not None:
-        raise ConfigError(
-            f"async_scheduling='on' does not go together with {reason}; use 'auto' or 'off', or do without it"
-        )
-    wanted = config.async_scheduling == "on" or (
-        config.async_scheduling == "auto" and rank.device.type == "cuda"
-    )
-    return wanted and reason is None
 
 
 def _transport(config: EngineConfig, name: str) -> Transport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,14 @@ import pytest
 import torch
 
 from moe_lora import SamplingParams
-from moe_lora.config import EngineConfig
+from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import GenerateRequest
-from moe_lora.engine.build import build_engine, schedules_ahead
+from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.messages import Abort, Call, Generate, Inbox, Outputs, Reply, Stop
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.loop import EngineLoop
+from moe_lora.engine.steps_ahead import schedules_ahead
 
 DEMO = Path(__file__).parents[2] / "demo"
 NAMES = [None, *list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:3]]
@@ -161,7 +163,8 @@ def test_calls_see_no_token_that_is_not_known():
     assert tokens() == [token for one in expected for token in one[0]]
 
 
-ALONE = {"lora_server": None, "merges": False, "device": torch.device("cpu")}
+SERVER = LoraServerConfig(address="/nowhere", store_dir="/nowhere")
+ALONE = {"merges": False, "device": torch.device("cpu")}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +172,7 @@ ALONE = {"lora_server": None, "merges": False, "device": torch.device("cpu")}
     [
         ("several ranks", {"expert_parallel": 2}, {}, None),
         ("several ranks", {"tensor_parallel": 2}, {}, None),
-        ("a LoRA Server", {}, {"lora_server": object()}, None),
+        ("a LoRA Server", {"lora_server": SERVER}, {}, None),
         ("host_workers", {}, {}, object()),
         ("batching='dlora'", {"batching": "dlora"}, {"merges": True}, None),
     ],
@@ -181,6 +184,23 @@ def test_what_cannot_be_combined_is_refused_and_auto_leaves_it_off(named, settin
         schedules_ahead(on, *parts)
     parts[0].device = torch.device("cuda")
     assert not schedules_ahead(replace(on, async_scheduling="auto"), *parts)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel": 2},
+        {"lora_server": SERVER},
+        {"host_workers": 1},
+        {"batching": "dlora"},
+    ],
+)
+def test_what_cannot_be_combined_is_refused_before_the_model_is_loaded(settings, tmp_path):
+    """There are no weights beside the model's settings, and nothing is started."""
+    shutil.copy(DEMO / "model" / "config.json", tmp_path)
+    on = replace(CONFIG, model_dir=str(tmp_path), adapters=(), async_scheduling="on", **settings)
+    with pytest.raises(ConfigError, match="async_scheduling='on' does not go together with"):
+        build_engine(on)
 
 
 def test_auto_is_on_where_the_device_computes_beside_the_host():
