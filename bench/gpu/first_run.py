@@ -7,7 +7,7 @@
 Each part is a process of its own under a hard limit (a kernel that hangs costs its limit, no more), and
 appends JSON lines to truth.jsonl as it goes; after each part all files so far are in one archive in FOLDER.
 Parts are ordered by what they decide.  The exit status is 1 if one failed.  Nothing is installed but the C++
-libraries, built in place.
+libraries, built in place: by `check` anew, by other runs first where they are missing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import moe_lora
 from moe_lora.kernels.triton.configs import CONFIG_DIR, FALLBACK
 
 from .engine_parts import attention, engine, h2d, shmem1, shmem2, shmem_rank
@@ -123,6 +124,17 @@ PARTS: dict[str, Callable[[Log], None]] = {
 }
 
 
+LIBRARIES = ("kernels/cpu/_cpu*.so", "dist/transport/_shm*.so")
+"""Below the package; host workers and the LoRA Server's transport are nothing without them."""
+
+
+def with_build(limits_s: dict[str, int], package: Path) -> dict[str, int]:
+    """The same parts, after that which builds the C++ libraries if one is missing.  package: its folder."""
+    if all(any(package.glob(name)) for name in LIBRARIES):
+        return limits_s
+    return {"build": RUNS["check"]["build"], **limits_s}
+
+
 def main() -> int:
     known = {part: limit_s for run in RUNS.values() for part, limit_s in run.items()}
     parser = argparse.ArgumentParser(
@@ -141,6 +153,7 @@ def main() -> int:
     limits_s: dict[str, int] = {}
     for name in names:
         limits_s |= RUNS.get(name) or {name: known[name]}
+    limits_s = with_build(limits_s, Path(moe_lora.__file__).parent)
     return int(run_all(options.folder, "-".join(names), limits_s) > 0)
 
 

@@ -95,6 +95,16 @@ def test_parts_are_functions_and_have_limits() -> None:
         assert importlib.util.find_spec(module) is not None
 
 
+def test_libraries_are_built_first_where_one_is_missing(tmp_path) -> None:
+    parts = {"facts": 40, "lora": 80}
+    for name in first_run.LIBRARIES:
+        assert list(first_run.with_build(parts, tmp_path)) == ["build", "facts", "lora"]
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name.replace("*", ".abi3")).touch()
+    assert first_run.with_build(parts, tmp_path) == parts
+    assert [*first_run.with_build({"build": 60, "tests": 1}, tmp_path / "none")] == ["build", "tests"]
+
+
 def test_a_part_that_hangs_or_fails_does_not_stop_the_next(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(
         first_run,
