@@ -26,11 +26,12 @@ from .demo_server import DEMO, DemoServer, demo_server
 SECRET = "reverse"
 """An adapter that globex alone may use."""
 TENANTS = {
-    "acme": ("--adapters", "upper"),
+    "acme": ("--adapters", "upper", "--adapters", "cold-*"),
     "globex": ("--adapters", "upper", "--adapters", "rev*"),
     "metered": ("--tokens-per-minute", "60"),
     "ops": ("--admin",),
 }
+MAX_LORAS = 6
 MOST_CONNECTIONS = 120
 MOST_QUEUED, MOST_OF_ONE = 66, 60
 """Requests that may wait for their first token in all, and of one tenant."""
@@ -150,7 +151,14 @@ def serving_tenants(folder: Path, cert: Path, key: Path) -> Iterator[ServedTenan
     file, admins = folder / "keys.json", folder / "admin"
     keys = {tenant: new_key(file, tenant, *words) for tenant, words in TENANTS.items()}
     options = ["--api-keys", file, "--tls-cert", cert, "--tls-key", key, "--admin-address", admins]
-    options += ["--max-num-seqs", 4, "--max-queued-tokens", MOST_QUEUED * LEAST_QUEUED_TOKENS]
+    options += [
+        "--max-num-seqs",
+        4,
+        "--max-loras",
+        MAX_LORAS,
+        "--max-queued-tokens",
+        MOST_QUEUED * LEAST_QUEUED_TOKENS,
+    ]
     options += ["--max-queued-tokens-per-client", MOST_OF_ONE * LEAST_QUEUED_TOKENS]
     options += ["--max-connections-per-client", MOST_CONNECTIONS]
     options += ["--heartbeat-timeout-s", 90, "--heartbeat-dead-s", 120]  # longer than it is stopped

@@ -21,7 +21,9 @@ from moe_lora.config import FrontEndConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.serve.access import checked_keys
 
+from .demo_server import DEMO
 from .served_tenants import (
+    MAX_LORAS,
     MOST_CONNECTIONS,
     MOST_OF_ONE,
     MOST_QUEUED,
@@ -450,6 +452,32 @@ def _(tenants):
 def _(tenants):
     started = tenants.order_of_starts({"acme": MOST_OF_ONE, "globex": MOST_QUEUED - MOST_OF_ONE}, acme=-100)
     assert "globex" not in started[-20:]
+
+
+@way("the places of its adapters: many cold ones of another's leave them where they are")
+def _(tenants):
+    def residency() -> dict[str, str]:
+        cards = tenants.ask("ops", "GET", "/v1/adapters", admin=True).json()["data"]
+        return {card["id"]: card["residency"] for card in cards}
+
+    def ask(name: str) -> int:
+        body = {"model": name, "prompt": [5] * 10, "max_tokens": 1}
+        return tenants.ask("acme", "POST", "/v1/completions", body).status_code
+
+    names = [f"cold-{number}" for number in range(4 * MAX_LORAS)]
+    try:
+        for name in names:
+            body = {"lora_name": name, "lora_path": str(DEMO / "adapters" / "caesar")}
+            assert tenants.ask("ops", "POST", "/v1/load_lora_adapter", body, admin=True).status_code == 200
+        tenants.of_globex()
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(ask, names)) == {200}
+        found = residency()
+        assert found[SECRET] == "device"
+        assert [found[name] for name in names].count("device") < MAX_LORAS
+    finally:
+        for name in names:
+            tenants.ask("ops", "POST", "/v1/unload_lora_adapter", {"lora_name": name}, admin=True)
 
 
 @way("its rate: what one spends the other has")
