@@ -89,8 +89,10 @@ class Room:
                 columns.adapter_row[rows[~adapters]], weights=values[~adapters], minlength=len(columns)
             )
             costs[rows[adapters]] += below[rows[adapters]]
+            # What goes along of another tenant's counts; the adapter's own gives it up with the place.
+            foreign = ~adapters & (columns.tenant[rows] != columns.tenant[columns.adapter_row[rows]])
             for level in (REST, WITHIN):
-                above = columns.adapter_row[rows[~adapters & (order[rows] == level)]]
+                above = columns.adapter_row[rows[foreign & (order[rows] == level)]]
                 order[above] = np.maximum(order[above], level)
         costs[rows] /= pages
         return order, costs

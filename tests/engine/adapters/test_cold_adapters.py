@@ -6,7 +6,7 @@ import pytest
 
 from moe_lora.core.clock import VirtualClock
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
-from tests.engine.parts import packed
+from tests.engine.parts import Parts, packed
 
 from .leased_parts import LeasedParts, TableServer
 
@@ -40,3 +40,17 @@ def test_they_leave_another_tenants_where_they_are_and_without_tenants_they_do_n
     own = flood(parts, tenants)
     resident = {one.adapter_id for one in server.table.residents()}
     assert [adapter.packed.content_hash in resident for adapter in own] == [stay] * 2
+
+
+@pytest.mark.parametrize(("tenants", "stay"), [(("acme", "globex"), True), (("", ""), False)])
+def test_on_an_instance_too_though_computed_prompts_lie_below_them_and_none_below_the_others(tenants, stay):
+    parts = Parts(num_pages=40, max_loras=PLACES)
+    own = [parts.manager.add(packed(f"own {number}", 1), None) for number in range(2)]
+    cold = [parts.manager.add(packed(f"cold {number}", 1), None) for number in range(5 * PLACES)]
+    for asked, tenant, length in zip((own, cold), tenants, (3, 9), strict=True):
+        for adapter in asked:
+            parts.add(adapter.name, range(length), adapter, tenant=tenant)
+            parts.step()
+            parts.scheduler.finish(parts.scheduler.running[0])
+            parts.clock.advance(0.01)
+    assert [parts.manager.info(adapter).residency == "device" for adapter in own] == [stay] * 2
