@@ -330,7 +330,7 @@ class EngineConfig(Settings):
         option="--state-dir",
         metavar="FOLDER",
         group="Several instances and front ends",
-        unset="$XDG_STATE_HOME/moe_lora, else ~/.local/state/moe_lora",
+        unset="host-NAME in $XDG_STATE_HOME/moe_lora, else in ~/.local/state/moe_lora",
     )
     """What must outlive a process: contents of adapters.  Not a place cleaned by age, such as /tmp."""
     contents_dir: str | None = setting(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import platform
+import re
 import resource
 import shutil
 import sys
@@ -30,12 +32,13 @@ _NO_LOCKS = frozenset({errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 
 def state_folder(given: str | None) -> Path:
-    """The folder given, else $XDG_STATE_HOME/moe_lora or ~/.local/state/moe_lora; made if it is absent.
+    """The folder given, else this host's in $XDG_STATE_HOME/moe_lora or ~/.local/state/moe_lora, which hosts
+    may share; made if it is absent.
 
     Where neither of these can be written, one for temporary files.  Raises ConfigError for a given one.
     """
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    folder = Path(given) if given is not None else Path(home) / "moe_lora"
+    folder = Path(given) if given is not None else Path(home) / "moe_lora" / _host_name()
     try:
         _make(folder)
     except OSError as error:
@@ -49,6 +52,18 @@ def state_folder(given: str | None) -> Path:
         except OSError as again:
             raise ConfigError(problem) from again
     return folder.resolve()
+
+
+def _host_name() -> str:
+    return "host-" + re.sub(r"[^\w.-]", "_", platform.node())
+
+
+def _of_host(prefix: str) -> str:
+    """How names begin of this host's folders: whether a lock of another's is held may not be seen here.
+
+    Short, for sockets in such folders.
+    """
+    return f"{prefix}{hashlib.sha256(platform.node().encode()).hexdigest()[:6]}-"
 
 
 @contextmanager
@@ -71,14 +86,15 @@ def run_folder(given: str | None) -> Iterator[Path]:
 class OwnFolder:
     """A new folder that only this user can enter, deleted with the context or by `remove`.
 
-    Those of processes that were killed are deleted before; where folders have no locks (on some network file
-    systems) they stay.  parent: None: for temporary files; no other host's, whose locks are not seen here.
+    Those of this host's processes that were killed are deleted before; where folders have no locks (on some
+    network file systems) they stay.  parent: None: for temporary files; hosts may share it.
     Raises OSError, and then leaves nothing behind.
     """
 
     def __init__(self, parent: Path | None = None, prefix: str = "moe_lora-run-") -> None:
         parent = parent or Path(tempfile.gettempdir())
         sweep_folders(parent, prefix)
+        prefix = _of_host(prefix)
         # It is locked before it has a name by which others look for what was left behind.
         new = Path(tempfile.mkdtemp(dir=parent, prefix=f"{_NEW}{prefix}"))
         self._handle = -1
@@ -122,7 +138,8 @@ def _lock(handle: int) -> None:
 
 
 def sweep_folders(parent: Path, prefix: str) -> None:
-    """Delete each `OwnFolder` there whose process was killed."""
+    """Delete each `OwnFolder` there whose process was killed on this host."""
+    prefix = _of_host(prefix)
     for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError), folder_locked(folder, wait=False):
             shutil.rmtree(folder, ignore_errors=True)

@@ -88,7 +88,8 @@ def test_where_folders_have_no_locks_one_is_made_and_none_is_taken_for_a_killed_
 
 
 def test_folder_of_a_process_killed_before_it_had_its_name_goes_later(tmp_path):
-    old, new, locked = (tmp_path / f"new-some-{name}" for name in ("old", "new", "locked"))
+    prefix = host._of_host("some-")
+    old, new, locked = (tmp_path / f"new-{prefix}{name}" for name in ("old", "new", "locked"))
     for folder in (old, new, locked):
         folder.mkdir()
     for folder in (old, locked):
@@ -97,6 +98,24 @@ def test_folder_of_a_process_killed_before_it_had_its_name_goes_later(tmp_path):
         assert sorted(tmp_path.iterdir()) == sorted((own, new, locked)), "these may be in use"
     with OwnFolder(tmp_path, "some-") as own:
         assert sorted(tmp_path.iterdir()) == sorted((own, new))
+
+
+def test_hosts_that_share_a_home_take_nothing_from_each_other(tmp_path, monkeypatch):
+    """As where a lock is not seen by another host: its process would take the folder for a killed one's."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    shared, states, left = tmp_path / "shared", [], []
+    shared.mkdir()
+    for name in ("one", "two/../x"):
+        monkeypatch.setattr(host.platform, "node", lambda name=name: name)
+        states.append(host.state_folder(None))
+        own = OwnFolder(shared, "some-")
+        os.close(own._handle)  # its process was killed, as far as others can tell
+        left.append(own.path)
+        assert all(folder.exists() for folder in left)
+    assert {state.parent for state in states} == {tmp_path / "moe_lora"}
+    assert len(set(states)) == 2
+    with OwnFolder(shared, "some-"):
+        assert [folder.exists() for folder in left] == [True, False], "its own is cleaned up"
 
 
 def test_open_files_are_counted_where_the_system_tells_them(monkeypatch):
