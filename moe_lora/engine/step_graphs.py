@@ -35,10 +35,11 @@ Compute: TypeAlias = Callable[[StepBatch], torch.Tensor]
 
 class GraphShape(NamedTuple):
     """What a graph is captured for.  rows: T = S, a decode bucket.  context: bound of tokens of a sequence.
-    places: where its rows' deltas come from; none where they have none."""
+    tokens: bound of those of all.  places: where its rows' deltas come from; none where they have none."""
 
     rows: int
     context: int
+    tokens: int
     places: tuple[Place, ...]
 
 
@@ -59,6 +60,8 @@ class StepGraphs:
     depends on besides is bounded: lengths by the context, ranks by those of adapters seen so far.  An adapter
     beyond them has the graphs with deltas captured anew, each when it is next needed.  Arena and slot tables
     never move.
+    kv_tokens: that the arena holds.  Sequences that share pages may have more in all; such steps have graphs
+    of their own, captured when they are first needed.
     hosts: by source the backends that cut a captured step (`HostCalled`).  Steps in which they have rows are
     replayed in pieces, all others as one graph.  A row of host workers stays theirs in such a step, whatever
     of its adapter has come meanwhile.  The first step of a shape that was not captured ahead is computed
@@ -74,6 +77,7 @@ class StepGraphs:
         rows: Sequence[int],
         max_tokens: int,
         block_size: int,
+        kv_tokens: int,
         places: tuple[Place, ...],
         hosts: Mapping[int, LoraBackend] | None = None,
     ) -> None:
@@ -83,6 +87,7 @@ class StepGraphs:
         self._site_ranks = site_ranks
         self._rows = sorted(rows)
         self._block_size = block_size
+        self._kv_tokens = kv_tokens
         self._places = places
         self._hosts = dict(hosts or {})
         self._contexts = [max_tokens]
@@ -105,7 +110,13 @@ class StepGraphs:
         context = next((bound for bound in self._contexts if bound >= longest), None)
         if context is None:
             return None
-        return GraphShape(num_rows, context, places)
+        most = self._most_tokens(num_rows, context)
+        tokens = most if int(tables.seq_lens.sum()) <= most else num_rows * context
+        return GraphShape(num_rows, context, tokens, places)
+
+    def _most_tokens(self, rows: int, context: int) -> int:
+        """Of sequences that share no pages."""
+        return min(rows * context, self._kv_tokens)
 
     def _places_of(self, routing: RowRouting) -> tuple[Place, ...] | None:
         """Where deltas come from; None where no graph has them so."""
@@ -138,7 +149,8 @@ class StepGraphs:
         largest at each site."""
         self._admit(ranks)
         kinds: list[tuple[Place, ...]] = [(), self._places] if any(self._ranks) else [()]
-        shapes = [GraphShape(r, c, p) for r in self._rows for c in self._contexts for p in kinds]
+        bounds = [(r, c, self._most_tokens(r, c)) for r in self._rows for c in self._contexts]
+        shapes = [GraphShape(*bound, places) for bound in bounds for places in kinds]
         for shape in reversed(shapes):  # the largest first: the buffer stays where it then is
             batch = empty(shape.rows)
             if shape.places:
@@ -159,7 +171,9 @@ class StepGraphs:
             }
 
     def _bounds(self, shape: GraphShape) -> StepBounds:
-        return StepBounds(has_single=True, has_several=False, longest_single=shape.context)
+        return StepBounds(
+            has_single=True, has_several=False, longest_single=shape.context, single_tokens=shape.tokens
+        )
 
     def _padded(self, shape: GraphShape, batch: StepBatch) -> StepBatch:
         """The step as the graph takes it: logits of all rows, blocks up to its context."""

@@ -144,6 +144,7 @@ class OnDevice:
                 partial(slots.site_ranks, sites=shape.sites),
                 places=tuple((int(source), group) for group, source in enumerate(sorted(set(sources)))),
                 block_size=BLOCK_SIZE,
+                kv_tokens=harness.arena.numel() // harness.layout.page_bytes * BLOCK_SIZE,
                 hosts=cut,
                 **graph_settings,
             )

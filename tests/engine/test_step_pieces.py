@@ -27,7 +27,7 @@ from moe_lora.engine.step_pieces import HostCalled, StepCapture
 from moe_lora.kernels.operands import StepTables
 from moe_lora.kernels.triton.configs import interpreted
 from moe_lora.lora.backend import RoutedBackend
-from moe_lora.lora.row_routing import TERM, RowRouting, Source, on_merged_weights
+from moe_lora.lora.row_routing import RowRouting, Source
 from tests.dist.host_workers.queued_stream import InlineStream
 from tests.dist.lora_server.client.test_remote_backend import leased_routing
 from tests.dist.lora_server.cluster import Cluster, random_adapter
@@ -187,6 +187,7 @@ class Sites:
             rows=[6],
             max_tokens=8,
             block_size=4,
+            kv_tokens=1 << 10,
             places=((int(Source.LEASED), 0),),
             hosts=hosts,
         )
@@ -296,30 +297,6 @@ def test_pieces_are_captured_ahead_without_asking_the_host():
         batch = sites.batch([1] * 6, leased_routing(shape, rows, [adapter], [None]))
         assert torch.equal(sites.replayed(batch), sites.launched(batch))
         assert sites.graphs.num_captured == 2
-
-
-def test_a_step_on_merged_weights_is_no_other_steps_graph():
-    """Its own rows have deltas where the weights do not carry the adapter yet; all others subtract it."""
-    shape = model_shape()
-    with Cluster(shape) as cluster, stand_in_device():
-        sites = Sites(shape, cluster.client())
-        rows = np.zeros(6, dtype=np.int32)
-        plain = leased_routing(shape, rows, [random_adapter("a", shape)], [None])
-        whole = sites.graphs.shape_of(sites.batch([1] * 6, plain))
-        assert whole is not None
-        assert whole.places == ((Source.LEASED, 0),)
-        subtracted = np.array([(-Source.HELD, -1, 0, 0)], TERM)
-
-        def shape_on(num_carried: int, rows: np.ndarray):
-            """Where weights carry the adapter in that many layers."""
-            sites_of = [(int(layer < num_carried),) * len(shape.sites) for layer in range(shape.num_layers)]
-            routing = replace(plain, row_route=rows)
-            merged = on_merged_weights(routing, sites_of, 0, subtracted, len(rows))
-            return sites.graphs.shape_of(sites.batch([1] * 6, merged))
-
-        assert shape_on(shape.num_layers, rows) == whole._replace(places=())
-        assert shape_on(1, rows) is None, "its deltas in the other layers are not those of all layers"
-        assert shape_on(shape.num_layers, np.array([0, 0, -1, 0, 0, 0], dtype=np.int32)) is None
 
 
 @pytest.mark.slow

@@ -292,6 +292,7 @@ class Rank:
             rows=config.decode_buckets or (),
             max_tokens=max_model_len(config, self.shape),
             block_size=config.block_size,
+            kv_tokens=self.arena.numel() // self.layout.page_bytes * config.block_size,
             places=places,
             hosts=hosts,
         )
