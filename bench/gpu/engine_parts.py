@@ -257,6 +257,8 @@ def shmem_rank(log: Log) -> None:
     import torch.distributed as dist
 
     from moe_lora.dist.transport import nvshmem
+    from moe_lora.dist.transport.device_puts import PUT_BLOCKS
+    from moe_lora.kernels.triton import exchange
 
     torch.cuda.set_device(0)
     nvshmem.register()
@@ -265,9 +267,12 @@ def shmem_rank(log: Log) -> None:
     group: Any = dist.group.WORLD._get_backend(torch.device("cuda"))
     window = group.alloc(1 << 20, 4, 10.0)
     x = torch.ones(1 << 20, dtype=torch.uint8, device="cuda")
+    expected, state = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (4, 1))
+    signals = exchange.Signals(window.words, expected, range(1, 2))
     peer = (dist.get_rank() + 1) % dist.get_world_size()
-    for value in range(2, 60):
-        group.put_signal(window, 0, x, 1, value, peer)
-        group.signal_wait_until(window, 1, value)
+    for _ in range(60):
+        group.put_pieces(window, [(0, x)], 1, peer)
+        exchange.launch_wait(signals, PUT_BLOCKS, state, 10_000_000)
     torch.cuda.synchronize()
+    assert not int(state), "a put did not arrive"
     print("ARRIVED", int(window.bytes.sum()), flush=True)

@@ -1,27 +1,19 @@
 """Puts issued by the GPU: NVSHMEM through torch's symmetric memory, as torch.distributed backend "ibgda".
 
 NOT YET RUN: it was written where no two GPUs were at hand.  The kernels compile for sm_90a against
-NVSHMEM's device library; the rest awaits a first run, which is why `alloc` tests one put between each pair
-of neighbours and refuses to go on when it does not arrive.
+NVSHMEM's device library, and run in Triton's interpreter over a stand-in for its calls; the rest awaits a
+first run, which is why `alloc` tests one put between each pair of neighbours and refuses to go on when it
+does not arrive.
 
-    register(); init_process_group("ibgda")
-    ibgda = dist.group.WORLD._get_backend(torch.device("cuda"))
-    window = ibgda.alloc(num_bytes, num_signals)         # collective
-    ibgda.put_signal(window, offset_bytes, src, signal, value, peer)
-    ibgda.signal_wait_until(window, signal, at_least)    # on the stream
-
-The contract's words, but not its class: memory is symmetric, and NVSHMEM's members are fixed at start, so
-nobody joins or returns.  put_signal and signal_wait_until queue work on the current CUDA stream and return
-at once; the values of a signal must grow (the device sets them, it does not compare).  Both are opaque
-operations that declare one channel tensor mutated, or torch.compile would drop or reorder them.
-
+NVSHMEM's members are fixed at the start, so nobody joins or returns; for the words see `device_puts`.
 Source: InfiniLoRA section 5.1, IBGDA; pytorch issue 191858 (the handle's own put_signal does nothing).
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -30,42 +22,25 @@ from torch import distributed as dist
 
 from moe_lora.core.errors import ConfigError
 
-from .descriptor import LINE_BYTES, check_range, check_signal, check_sizes
+from .descriptor import check_range, check_signal, check_sizes
+from .device_puts import PUT_BLOCKS, STATUS_BYTES, WORDS_PER_SIGNAL, AnswerRows, SymmetricWindow
 
 BACKEND = "ibgda"
-_WORDS_PER_SIGNAL = LINE_BYTES // 8
 _SELF_TEST_BYTES = 4096
+_SELF_TEST_S = 30.0
 _Gloo: Any = dist.ProcessGroupGloo
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SymmetricWindow:
-    """Memory that every member has at the same place; a put names the member whose copy it writes."""
-
-    label: str
-    num_bytes: int
-    num_signals: int
-    bytes: torch.Tensor
-    """uint8 [num_bytes], CUDA"""
-    words: torch.Tensor
-    """int64 [num_signals * 8], CUDA; word 8 * i is signal i"""
-    channel: torch.Tensor
-    """int64 [1], CUDA: orders puts and waits under torch.compile"""
-
-    def read_signal(self, signal: int) -> int:
-        """Present value; waits for the stream."""
-        check_signal(self, signal)
-        return int(self.words[signal * _WORDS_PER_SIGNAL].item())
-
-
 class IbgdaGroup(_Gloo):
-    """A gloo group, for collectives of host tensors, that also puts and waits from the GPU."""
+    """A gloo group, for collectives of host tensors, whose members also put from the GPU (`DevicePuts`)."""
 
     def __init__(self, store: dist.Store, group_rank: int, group_size: int, timeout: timedelta) -> None:
         super().__init__(store, group_rank, group_size, timeout)
         self._num_windows = 0
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._status = torch.zeros(PUT_BLOCKS, 2, dtype=torch.int64, device=self.device)
 
-    def alloc(self, num_bytes: int, num_signals: int, timeout_s: float = 30.0) -> SymmetricWindow:
+    def alloc(self, num_bytes: int, num_signals: int, timeout_s: float = _SELF_TEST_S) -> SymmetricWindow:
         """Zeroed symmetric memory; every member calls it with the same sizes, in the same order.
 
         Raises ConfigError if this group is not the whole world, or if a put does not arrive within timeout_s.
@@ -80,78 +55,81 @@ class IbgdaGroup(_Gloo):
                 "the members of the world; use the world's group"
             )
         symmetric.set_backend("NVSHMEM")
-        device = torch.device("cuda", torch.cuda.current_device())
         # One signal and a page more than asked for: the self-test's.
-        data = symmetric.empty(num_bytes + _SELF_TEST_BYTES, dtype=torch.uint8, device=device).zero_()
-        count = (num_signals + 1) * _WORDS_PER_SIGNAL
-        words = symmetric.empty(count, dtype=torch.int64, device=device).zero_()
+        num_bytes, num_signals = num_bytes + _SELF_TEST_BYTES, num_signals + 1
+        data = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device).zero_()
+        words = symmetric.empty(num_signals * WORDS_PER_SIGNAL, dtype=torch.int64, device=self.device).zero_()
         world = dist.group.WORLD
         assert world is not None
         for tensor in (data, words):
             symmetric.rendezvous(tensor, group=world)
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
         self.barrier().wait()
-        channel = torch.zeros(1, dtype=torch.int64, device=device)
         whole = SymmetricWindow(
-            label=label,
-            num_bytes=num_bytes + _SELF_TEST_BYTES,
-            num_signals=num_signals + 1,
-            bytes=data,
-            words=words,
-            channel=channel,
+            label=label, num_bytes=num_bytes, num_signals=num_signals, bytes=data, words=words
         )
         self._self_test(whole, timeout_s)
         self._num_windows += 1
-        bytes_, words = data[:num_bytes], words[: num_signals * _WORDS_PER_SIGNAL]
+        num_bytes, num_signals = num_bytes - _SELF_TEST_BYTES, num_signals - 1
+        bytes_, words = data[:num_bytes], words[: num_signals * WORDS_PER_SIGNAL]
         return replace(whole, num_bytes=num_bytes, num_signals=num_signals, bytes=bytes_, words=words)
 
-    def put_signal(
+    def put_pieces(
+        self, window: SymmetricWindow, pieces: Sequence[tuple[int, torch.Tensor]], signal: int, peer: int
+    ) -> None:
+        """See `DevicePuts`.  Raises ValueError for what can't be put."""
+        from . import nvshmem_kernels
+
+        for offset_bytes, src in pieces:
+            self._check(window, offset_bytes, src, signal, peer)
+        nvshmem_kernels.launch_put_pieces(window, pieces, signal, peer)
+
+    def put_rows(
         self,
         window: SymmetricWindow,
         offset_bytes: int,
-        src: torch.Tensor | None,
+        answer: AnswerRows,
+        status_bytes: int,
         signal: int,
-        value: int,
         peer: int,
     ) -> None:
-        """window[offset : offset + src.nbytes] = src and signal = value in peer's memory, on the stream.
+        """See `DevicePuts`.  Raises ValueError for what can't be put."""
+        from . import nvshmem_kernels
 
-        src: contiguous, CUDA, any dtype.  value: below 2**63.  Raises ValueError.
-        """
-        check_signal(window, signal, value)
+        self._check(window, offset_bytes, answer.rows, signal, peer)
+        check_range(window, status_bytes, PUT_BLOCKS * STATUS_BYTES)
+        nvshmem_kernels.launch_put_rows(
+            window, offset_bytes, answer, status_bytes, self._status, signal, peer
+        )
+
+    def close(self) -> None:
+        """The members leave with their processes: NVSHMEM has no other way."""
+
+    def _check(
+        self, window: SymmetricWindow, offset_bytes: int, src: torch.Tensor, signal: int, peer: int
+    ) -> None:
+        check_signal(window, signal)
         if not 0 <= peer < self.size():
             raise ValueError(f"peer={peer} is no member; choose 0 to {self.size() - 1}")
-        data = window.bytes[:0] if src is None else src
-        if not data.is_cuda or not data.is_contiguous():
-            layout = f"strides {data.stride()} on {data.device}"
-            raise ValueError(f"src must be a contiguous CUDA tensor, not {layout}")
-        check_range(window, offset_bytes if data.nbytes else 0, data.nbytes)
-        torch.ops.moe_lora_dist.put_signal(
-            window.channel, window.bytes, offset_bytes, data, window.words, signal, value, peer
-        )
-
-    def signal_wait_until(self, window: SymmetricWindow, signal: int, at_least: int) -> None:
-        """The current stream goes on when signal >= at_least.  Without a time limit: the GPU can't tell."""
-        check_signal(window, signal, at_least)
-        torch.ops.moe_lora_dist.signal_wait_until(
-            window.channel, window.bytes, window.words, signal, at_least
-        )
+        if not src.is_cuda or not src.is_contiguous() or not src.nbytes:
+            layout = f"{src.nbytes} bytes with strides {src.stride()} on {src.device}"
+            raise ValueError(f"src must be a contiguous CUDA tensor of one byte or more, not {layout}")
+        check_range(window, offset_bytes, src.nbytes)
 
     def _self_test(self, window: SymmetricWindow, timeout_s: float) -> None:
         me, size = self.rank(), self.size()
         offset, last = window.num_bytes - _SELF_TEST_BYTES, window.num_signals - 1
-        sent = torch.full((_SELF_TEST_BYTES,), 1 + me % 250, dtype=torch.uint8, device=window.bytes.device)
-        self.put_signal(window, offset, sent, last, 1, (me + 1) % size)
+        sent = torch.full((_SELF_TEST_BYTES,), 1 + me % 250, dtype=torch.uint8, device=self.device)
+        self.put_pieces(window, [(offset, sent)], last, (me + 1) % size)
         # Looked at from the host: a wait on the device could never be given up.
         deadline = time.monotonic() + timeout_s
-        while window.read_signal(last) < 1:
+        while window.read_signal(last) < PUT_BLOCKS:
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"member {me}: the put of member {(me - 1) % size} did not arrive in {timeout_s:g} s; "
                     "check NVSHMEM's transport (NVSHMEM_DEBUG=INFO, NVSHMEM_IB_ENABLE_IBGDA=1, GPU peer "
-                    "access) or use transport 'nixl'"
+                    "access) or set lora_server.device_puts='none'"
                 )
-        self.signal_wait_until(window, last, 1)
         expected = 1 + (me - 1) % size % 250
         if not bool((window.bytes[offset:] == expected).all()):
             raise ConfigError(
@@ -161,54 +139,12 @@ class IbgdaGroup(_Gloo):
         self.barrier().wait()
 
 
-@torch.library.custom_op("moe_lora_dist::put_signal", mutates_args=("channel",), device_types="cuda")
-def _put_signal(
-    channel: torch.Tensor,
-    window: torch.Tensor,
-    offset_bytes: int,
-    src: torch.Tensor,
-    words: torch.Tensor,
-    signal: int,
-    value: int,
-    peer: int,
-) -> None:
-    from . import nvshmem_kernels
-
-    word = words[signal * _WORDS_PER_SIGNAL :]
-    if src.nbytes == 0:  # the device's put takes no empty ones
-        nvshmem_kernels.signal_kernel[(1,)](word, value, peer, num_warps=1)
-        return
-    data = src.reshape(-1).view(torch.uint8)
-    nvshmem_kernels.put_signal_kernel[(1,)](
-        window[offset_bytes:], data, data.numel(), word, value, peer, num_warps=32
-    )
-
-
-@torch.library.custom_op(
-    "moe_lora_dist::signal_wait_until", mutates_args=("channel", "window"), device_types="cuda"
-)
-def _signal_wait_until(
-    channel: torch.Tensor, window: torch.Tensor, words: torch.Tensor, signal: int, at_least: int
-) -> None:
-    from . import nvshmem_kernels
-
-    nvshmem_kernels.wait_kernel[(1,)](words[signal * _WORDS_PER_SIGNAL :], at_least, num_warps=1)
-
-
-@_put_signal.register_fake
-def _(*_: Any) -> None:
-    return None
-
-
-@_signal_wait_until.register_fake
-def _(*_: Any) -> None:
-    return None
-
-
-def _create(store: dist.Store, group_rank: int, group_size: int, timeout: timedelta) -> IbgdaGroup:
+def check_machine() -> None:
+    """Raises ConfigError where there is no CUDA device or no NVSHMEM."""
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"backend {BACKEND!r} needs CUDA devices, and torch finds none; use transport 'shm'"
+            f"backend {BACKEND!r} needs CUDA devices, and torch finds none; set lora_server.device_puts="
+            "'none'"
         )
     from torch.distributed._symmetric_memory import is_nvshmem_available
 
@@ -217,6 +153,10 @@ def _create(store: dist.Store, group_rank: int, group_size: int, timeout: timede
             f"backend {BACKEND!r} needs NVSHMEM, and this torch has none; pip install nvidia-nvshmem-cu13 "
             "beside a CUDA build of torch"
         )
+
+
+def _create(store: dist.Store, group_rank: int, group_size: int, timeout: timedelta) -> IbgdaGroup:
+    check_machine()
     group = IbgdaGroup(store, group_rank, group_size, timeout)
     _groups.append(group)  # torch keeps the C++ object only, and the methods live in this one
     return group
@@ -229,3 +169,11 @@ def register() -> None:
     """Make backend "ibgda" known to torch.distributed. Idempotent."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
+
+
+def join_group(address: str, rank: int, size: int, device: torch.device) -> IbgdaGroup:
+    """This process's world (see `device_puts.join_device_group`): NVSHMEM spans no other."""
+    register()
+    torch.cuda.set_device(device)
+    dist.init_process_group(BACKEND, init_method=f"tcp://{address}", rank=rank, world_size=size)
+    return _groups[-1]

@@ -1,41 +1,144 @@
-"""Triton kernels that put and wait from the GPU through NVSHMEM's device library.
+"""Triton kernels that put from the GPU through NVSHMEM's device library.
 
 Import only where torch finds a GPU and libnvshmem_device.bc (NVSHMEM_LIB_DIR): torch offers the device
 functions nowhere else, and decorating looks for the library.  NVSHMEM wheels that hold one library per
-architecture need a copy or link of libnvshmem_device_sm_90.bc under that name."""
+architecture need a copy or link of libnvshmem_device_sm_90.bc under that name.
+
+Only the last put of a program carries a signal: the library's threads agree that one of them adds.
+"""
 # mypy: disable-error-code="no-untyped-def,attr-defined,no-untyped-call"
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch.distributed._symmetric_memory._nvshmem_triton import (
+    put,
     putmem_signal_block,
     quiet,
     requires_nvshmem,
-    signal_op,
-    signal_wait_until,
 )
 
-_SIGNAL_SET = tl.constexpr(0)
-_AT_LEAST = tl.constexpr(3)
+from .device_puts import PUT_BLOCKS, WORDS_PER_SIGNAL, AnswerRows, SymmetricWindow
+
+_SIGNAL_ADD = tl.constexpr(5)
 
 
 @requires_nvshmem
 @triton.jit
-def put_signal_kernel(dst, src, num_bytes: tl.int64, signal, value: tl.int64, peer: tl.int32):
-    """The peer's dst[:num_bytes] = src, then the peer's signal = value. One program."""
-    putmem_signal_block(dst, src, num_bytes, signal, value, _SIGNAL_SET, peer)
+def put_pieces(
+    first_dst,
+    first_src,
+    first_bytes: tl.int64,
+    second_dst,
+    second_src,
+    second_bytes: tl.int64,
+    signal,
+    peer: tl.int32,
+):
+    """The peer's first_dst[:first_bytes] = first_src, the second likewise unless it is empty; each program
+    adds 1 to the peer's signal for each.  first_bytes at least 1."""
+    for piece in tl.static_range(2):
+        dst, src, num_bytes = (first_dst, first_src, first_bytes)
+        if piece == 1:
+            dst, src, num_bytes = (second_dst, second_src, second_bytes)
+        if num_bytes > 0:
+            part = (tl.cdiv(num_bytes, tl.num_programs(0)) + 15) // 16 * 16
+            # Who has no part puts the last byte again.
+            start = tl.minimum(tl.program_id(0) * part, num_bytes - 1)
+            count = tl.minimum(part, num_bytes - start)
+            one = tl.full((), 1, tl.int64)
+            putmem_signal_block(dst + start, src + start, count, signal, one, _SIGNAL_ADD, peer)
 
 
 @requires_nvshmem
 @triton.jit
-def signal_kernel(signal, value: tl.int64, peer: tl.int32):
-    """The peer's signal = value, after what was put before. One program of one warp."""
-    quiet()
-    signal_op(signal.to(tl.int64), value, _SIGNAL_SET, peer)
+def put_rows(
+    dst,
+    src,
+    row_bytes: tl.int64,
+    num_rows: tl.int32,
+    token_slots,
+    ids,
+    top_k: tl.int32,
+    first_expert: tl.int32,
+    end_expert: tl.int32,
+    frame,
+    generation,
+    missing,
+    state,
+    over,
+    status_dst,
+    status_src,
+    signal,
+    peer: tl.int32,
+    HAS_IDS: tl.constexpr,
+):
+    """The peer's dst[r * row_bytes :] = row r of src, for rows r that belong to it (see `AnswerRows`), by any
+    number of programs; then each program's count of missing rows, with 1 for the peer's signal.
+
+    A row whose slot has left by now was read in part, perhaps: it counts as missing.  status_dst, status_src:
+    int64 [2] for each program; the latter is local memory.
+    """
+    if (tl.load(state) & over) != 0:
+        return
+    pid = tl.program_id(0)
+    asked = tl.load(frame)
+    count = tl.load(missing) * (pid == 0).to(tl.int64)
+    for row in range(pid, num_rows, tl.num_programs(0)):
+        token = row // top_k
+        slot = tl.load(token_slots + token)
+        wanted = slot >= 0
+        if HAS_IDS:
+            expert = tl.load(ids + row)
+            wanted = wanted & (expert >= first_expert) & (expert < end_expert)
+        if wanted:
+            start = row * row_bytes
+            put(dst + start, src + start, row_bytes, peer)
+            left = tl.load(generation + slot, volatile=True) > tl.load(frame + 1 + asked + token)
+            count += left.to(tl.int64)
+    tl.store(status_src + pid * 2, count)
+    quiet()  # the signal orders its own bytes only
+    tl.debug_barrier()
+    one, num_bytes = tl.full((), 1, tl.int64), tl.full((), 16, tl.int64)
+    status_dst, status_src = status_dst + pid * 2, status_src + pid * 2
+    putmem_signal_block(status_dst, status_src, num_bytes, signal, one, _SIGNAL_ADD, peer)
 
 
-@requires_nvshmem
-@triton.jit
-def wait_kernel(signal, at_least: tl.int64):
-    """Returns when signal >= at_least. One program of one warp."""
-    signal_wait_until(signal, _AT_LEAST, at_least)
+def launch_put_pieces(
+    window: SymmetricWindow, pieces: Sequence[tuple[int, torch.Tensor]], signal: int, peer: int
+) -> None:
+    """See `device_puts.DevicePuts.put_pieces`."""
+    operands: list[Any] = []
+    for offset_bytes, src in pieces:
+        operands += [window.bytes[offset_bytes:], src.reshape(-1).view(torch.uint8), src.nbytes]
+    if len(pieces) == 1:
+        operands += [window.bytes, window.bytes, 0]
+    word = window.words[signal * WORDS_PER_SIGNAL :]
+    put_pieces[(PUT_BLOCKS,)](*operands, word, peer, num_warps=32)
+
+
+def launch_put_rows(
+    window: SymmetricWindow,
+    offset_bytes: int,
+    answer: AnswerRows,
+    status_bytes: int,
+    status: torch.Tensor,
+    signal: int,
+    peer: int,
+) -> None:
+    """See `device_puts.DevicePuts.put_rows`.  status: int64 [PUT_BLOCKS, 2], local memory."""
+    rows = answer.rows
+    put_rows[(PUT_BLOCKS,)](
+        *(window.bytes[offset_bytes:], rows.view(torch.uint8), rows.shape[1] * rows.element_size()),
+        *(len(rows), answer.token_slots, answer.token_slots if answer.ids is None else answer.ids),
+        *(answer.top_k, answer.first_expert, answer.end_expert, answer.frame, answer.generation),
+        *(answer.missing, answer.state, answer.over, window.bytes[status_bytes:].view(torch.int64), status),
+        *(window.words[signal * WORDS_PER_SIGNAL :], peer),
+        HAS_IDS=answer.ids is not None,
+        num_warps=32,
+    )

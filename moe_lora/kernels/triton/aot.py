@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 from moe_lora.core.shape import Site
-from moe_lora.kernels.operands import AttentionOperands, KvLayout, Rotation, SlotTable, StepTables
+from moe_lora.kernels.operands import AttentionOperands, KvLayout, SlotTable, StepTables
 
 from . import configs, steps, triton_attention
 from .aot_check import check
@@ -105,7 +105,7 @@ def _recorded(dtype: str = "", label: str = "") -> Iterator[list[Build]]:
 
 def table_builds() -> list[Build]:
     """Every kernel with every configuration of the tables, and the kernels that have none."""
-    from . import experts, quantised_linear, sampling, signals  # needs Triton
+    from . import exchange, experts, quantised_linear, sampling, signals  # needs Triton
 
     with _recorded() as builds:
         for top_k, zeros in itertools.product((None, _TOP_K), (None, Zeros())):
@@ -113,6 +113,7 @@ def table_builds() -> list[Build]:
         word = torch.zeros(8, dtype=torch.int64)
         signals.launch_ask(word, word, word, (0,) * 5)
         signals.launch_wait(word, word)
+        exchange.launch_all(word)
         sampling.draw(torch.empty(2, 151936), torch.empty(2, 3), torch.empty(2, 3, dtype=torch.int64))
         for of_model, layers in itertools.product(configs.DTYPE_NAMES, (experts, quantised_linear)):
             layers.launch_all(of_model)
@@ -257,8 +258,7 @@ def attention_builds() -> list[Build]:
             for rows in ((1, 1), (2, 2)):
                 start = torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32)
                 given = operands._replace(step=replace(operands.step, query_start=start))
-                for rotation in _rotations(given.q):
-                    triton_attention.launch(given, given.q, rotation)
+                triton_attention.launch(given, given.q)
         builds += [
             replace(b, required=(TENSOR_CORES,)) if b.meta.get("BLOCK_M", 0) >= 64 else b for b in launched
         ]
@@ -280,13 +280,6 @@ def _attention(dtype: torch.dtype, head_dim: int, group: int, plain: bool) -> At
     window = 0 if plain else 2 * triton_attention.PART_TOKENS
     arena = torch.empty(layout.page_bytes, dtype=torch.uint8)
     return AttentionOperands(q, k, v, sinks, 0.125, window, 0, step, layout, arena)
-
-
-def _rotations(q: torch.Tensor) -> list[Rotation | None]:
-    """None, and with norms, clamped, and neither."""
-    angles, weight = torch.empty(q.shape[0], q.shape[2] // 2), torch.empty(q.shape[2], dtype=q.dtype)
-    norms = ((weight, None), (None, 8.0), (None, None))
-    return [None, *(Rotation(angles, angles, one, one, 1e-6, clip) for one, clip in norms)]
 
 
 def _segments(top_k: int | None, zeros: Zeros | None) -> Segments:

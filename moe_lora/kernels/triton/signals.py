@@ -47,7 +47,7 @@ def ask(counter, header, word, layer, site, num_tokens, top_k, num_rows, INTERPR
 
 
 @triton.jit
-def _seen(word, INTERPRETED: tl.constexpr):
+def seen(word, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         return tl.load(word, volatile=True)
     return tl.inline_asm_elementwise(_LOAD, "=l,l", [word.to(tl.int64)], tl.int64, False, 1)
@@ -57,9 +57,9 @@ def _seen(word, INTERPRETED: tl.constexpr):
 def wait(counter, word, INTERPRETED: tl.constexpr):
     """Ends when word >= counter.  One program."""
     use = tl.load(counter)
-    seen = _seen(word, INTERPRETED)
-    while seen < use:
-        seen = _seen(word, INTERPRETED)
+    value = seen(word, INTERPRETED)
+    while value < use:
+        value = seen(word, INTERPRETED)
 
 
 def launch_ask(counter: torch.Tensor, header: torch.Tensor, word: torch.Tensor, facts: Sequence[int]) -> None:

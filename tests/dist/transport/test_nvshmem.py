@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -12,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.transport import nvshmem
+from moe_lora.dist.transport.device_puts import PUT_BLOCKS
 
 from .peers import pattern
 
-KERNELS = ("put_signal_kernel", "signal_kernel", "wait_kernel")
+KERNELS = ("put_pieces", "put_rows")
 
 
 def library_folder() -> Path | None:
@@ -48,34 +46,6 @@ def test_group_is_refused_where_cuda_is_missing() -> None:
     assert not dist.is_initialized()
 
 
-def test_put_and_wait_stay_and_keep_their_order_when_compiled() -> None:
-    """The graph that a compiler gets: no operation is dropped, each needs the channel of the one before."""
-    ops, graphs = torch.ops.moe_lora_dist, []
-
-    class CapturedError(Exception):
-        pass
-
-    def capture(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph.graph)
-        raise CapturedError
-
-    def step(channel: torch.Tensor, window: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        ops.put_signal(channel, window, 0, window[:8] * 2, words, 0, 1, 1)
-        ops.signal_wait_until(channel, window, words, 1, 1)
-        ops.put_signal(channel, window, 0, window[:8] * 2, words, 0, 2, 1)
-        return window + 1
-
-    compiled = torch.compile(step, backend=aot_autograd(fw_compiler=capture), fullgraph=True)
-    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="CapturedError"):
-        compiled(*(torch.zeros(n, dtype=torch.int64) for n in (1, 64, 16)))
-    graphs[0].eliminate_dead_code()
-    calls = [node for node in graphs[0].nodes if "auto_functionalized" in str(node.target)]
-    names = [node.args[0].name().partition("::")[2] for node in calls]
-    assert names == ["put_signal", "signal_wait_until", "put_signal"]
-    for earlier, later in itertools.pairwise(calls):
-        assert any(earlier in node.all_input_nodes for node in later.all_input_nodes)
-
-
 @pytest.mark.slow
 def test_kernels_compile_for_hopper_without_a_gpu() -> None:
     folder = library_folder()
@@ -94,6 +64,8 @@ def test_kernels_compile_for_hopper_without_a_gpu() -> None:
 
 def ring(member: int, port: int, size: int) -> None:
     """Each member puts to the next and checks what it got from the one before."""
+    from moe_lora.kernels.triton import exchange
+
     torch.cuda.set_device(member)
     nvshmem.register()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -101,13 +73,16 @@ def ring(member: int, port: int, size: int) -> None:
     assert dist.group.WORLD is not None
     group: Any = dist.group.WORLD._get_backend(torch.device("cuda"))
     window = group.alloc(1 << 20, 4)
+    expected, state = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (4, 1))
     for value, num_bytes in enumerate((1, 63, 4096, 100_001, 1 << 20), start=1):
         data = pattern(num_bytes, value).cuda()
-        group.put_signal(window, 0, data, 1, value, (member + 1) % size)
-        group.signal_wait_until(window, 1, value)
+        group.put_pieces(window, [(0, data)], 1, (member + 1) % size)
+        signals = exchange.Signals(window.words, expected, range(1, 2))
+        exchange.launch_wait(signals, PUT_BLOCKS, state, exchange.NO_BOUND)
         assert torch.equal(window.bytes[:num_bytes], data)
-        group.put_signal(window, 0, None, 2, value, (member - 1) % size)  # it may write again
-        group.signal_wait_until(window, 2, value)
+        group.put_pieces(window, [((1 << 20) - 1, data[:1])], 2, (member - 1) % size)  # it may write again
+        signals = signals._replace(numbers=range(2, 3))
+        exchange.launch_wait(signals, PUT_BLOCKS, state, exchange.NO_BOUND)
     torch.cuda.synchronize()
     dist.destroy_process_group()
 

@@ -26,10 +26,10 @@ SMALL = {
 
 def pytest_configure() -> None:
     if interpreted():
-        _patch_once_a_launch()
+        patch_once_a_launch()
 
 
-def _patch_once_a_launch() -> None:
+def patch_once_a_launch() -> None:
     """Triton's interpreter replaces the language's functions at every call of a helper: a third of its time.
 
     Once a launch is enough, if the functions that the language's own helpers see are replaced too.
