@@ -18,6 +18,7 @@ from .settings import Settings, setting
 
 
 TRANSPORTS = ("shm", "gloo", "nixl")
+DEVICE_PUTS = ("none", "ibgda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,11 @@ class LoraServerConfig(Settings):
     (one-sided, any hosts; `pip install "moe-lora[nixl]"`).  nixl is not dependable yet when the network is
     cut and comes back: a server rank was seen to end with a segmentation fault (no request was lost by
     it)."""
+    device_puts: str = setting("none", choices=DEVICE_PUTS, option="--device-puts")
+    """ibgda: instances of one GPU each put the rows of decode steps to the server's GPUs themselves
+    (NVSHMEM), and get the deltas so; transport has the rest, and everything from when one of them has ended
+    until all are started together.  Needs layout EPx-PPy.  Has not run on GPUs yet.  none: transport has
+    all."""
     sites: str = setting("auto", choices=("auto", "all", "experts"))
     """Which LoRA sites the server computes: all; or experts, and instances compute attention and dense sites;
     auto: experts where the model has any."""
@@ -432,6 +438,19 @@ class EngineConfig(Settings):
                 f"pool and {name}={self.num_ranks} do not go together yet: the ranks of an instance read "
                 f"adapters from files of its own; leave the pool out, or use {name}=1"
             )
+        server = self.lora_server
+        if server is not None and server.device_puts != "none":
+            given = f"lora_server.device_puts={server.device_puts!r}"
+            if self.num_ranks > 1:
+                raise ConfigError(
+                    f"{given} and an instance of {self.num_ranks} ranks do not go together yet; use "
+                    "expert_parallel=1 and tensor_parallel=1, or device_puts='none'"
+                )
+            if server.layout.startswith("DP"):
+                raise ConfigError(
+                    f"{given} needs a layout EPx-PPy, not {server.layout}, which is there for comparison; "
+                    "change one of them"
+                )
         if tensor == 1:
             return
         if expert not in (1, tensor):

@@ -216,7 +216,8 @@ class EngineStats:
     times a request that waited for its bytes gave its room to an older one.
     lora_server_requests: messages answered by the LoRA Server.  lora_server_fallback_rows: rows of deltas
     that the engine computed itself instead.  lora_server_host_rows: rows of its answers that its host workers
-    computed.  All three count the engine's first rank.
+    computed.  All three count the engine's first rank.  lora_server_put_steps: steps whose rows the device
+    put to the server itself; lora_server_redone_steps: of these, computed again because of missing answers.
     lora_rows_local, lora_rows_leased, lora_rows_host: rows x layers whose deltas were for the device, the
     LoRA Server, host workers; where dense sites and experts differ a row counts in both.
     host_fallback_rows: rows of deltas that the engine computed because a host worker did not.
@@ -267,6 +268,8 @@ class EngineStats:
     lora_server_requests: int = 0
     lora_server_fallback_rows: int = 0
     lora_server_host_rows: int = 0
+    lora_server_put_steps: int = 0
+    lora_server_redone_steps: int = 0
     pool_adapters: int = 0
     pool_bytes: int = 0
     pool_peer_fetches: int = 0

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -41,6 +42,19 @@ _NO_LEASE = Lease(-1, 0)
 _COUNTED = (Source.LOCAL, Source.LEASED, Source.HOST)
 
 
+class PushedSteps(Protocol):
+    """What a backend of source PUSHED says of steps."""
+
+    def takes(self, routing: RowRouting, num_rows: int, *, decode: bool) -> bool:
+        """Whether what is leased in a step can be asked for by it."""
+        ...
+
+    def settled(self) -> bool:
+        """Whether all of the step just launched was answered; waits for it.  If not, it has to be computed
+        again without it."""
+        ...
+
+
 class ModelRunner:
     """Runs steps of one model.
 
@@ -48,8 +62,8 @@ class ModelRunner:
     before it is computed, for the ranks that compute it too.  site_sources: who computes the deltas of each
     site, in all layers.  What is LOCAL there is HOST for adapters that are on their way; num_taken_over: see
     `RoutedBackend`.  present: [slots, layers] bool, what is on the device; given where other ranks follow,
-    which compute each layer of an adapter where this one found it when the batch was made.  graphs: compute
-    the steps that they can, whole.
+    which compute each layer of an adapter where this one found it when the batch was made.  pushed: asks
+    for what is leased in the steps that it takes.  graphs: compute the steps that they can, whole.
     """
 
     def __init__(
@@ -65,8 +79,10 @@ class ModelRunner:
         decode_buckets: Seq[int],
         announce: Callable[[StepBatch | MergeOrder], None] | None = None,
         merged: MergedWeights | None = None,
+        pushed: PushedSteps | None = None,
         graphs: StepGraphs | None = None,
     ) -> None:
+        self._pushed = pushed
         self.merged = merged
         self._graphs = graphs
         self._model = model
@@ -136,6 +152,14 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: StepBatch) -> torch.Tensor:
         """Logits of the batch's `logit_rows`, [rows, vocab] fp32."""
+        pushed, routing = self._pushed, batch.routing
+        if pushed is not None and pushed.takes(routing, len(batch.tokens), decode=batch.tables.decode):
+            logits = self._launch(replace(batch, routing=routing.pushed()))
+            if pushed.settled():
+                return logits
+        return self._launch(batch)
+
+    def _launch(self, batch: StepBatch) -> torch.Tensor:
         if self._graphs is not None and (shape := self._graphs.shape_of(batch)) is not None:
             return self._graphs.run(shape, batch, self._compute)
         return self._compute(batch.with_drawn() if self._buffer is None else batch.through(self._buffer))

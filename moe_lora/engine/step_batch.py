@@ -50,7 +50,7 @@ class StepBatch:
 
         bounds: what launches are made for; None: the step's own lengths.
         """
-        tables, slots = self.tables, self.routing.slots_here()
+        tables, slots = self.tables, self.routing.slots_here() | self.routing.frames_pushed()
         lengths = (tables.query_start, tables.seq_lens)
         arrays = [self.tokens, self.positions, self.live, self.logit_rows, *lengths, tables.block_tables]
         tokens, positions, live, logit_rows, query_start, seq_lens, block_tables, *row_slots = buffer.fill(

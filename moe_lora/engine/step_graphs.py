@@ -125,7 +125,7 @@ class StepGraphs:
             groups = set().union(*routing.groups)
         places = tuple((s, group) for group in sorted(groups) for s in sorted(routing.sources[group]))
         # A graph has the sites of each group that it was captured with.
-        if places and (merged or {s for s, _ in places} - {Source.LOCAL} - self._hosts.keys()):
+        if places and (merged or {s for s, _ in places} - {Source.LOCAL, Source.PUSHED} - self._hosts.keys()):
             return None
         return places
 

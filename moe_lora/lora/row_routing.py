@@ -30,6 +30,8 @@ class Source(IntEnum):
     HOST = 3
     HELD = 4
     """This device, from memory beside the arena: the merged adapter at sites of the LoRA Server."""
+    PUSHED = 5
+    """The LoRA Server, asked by puts of this device: what is LEASED, in steps that can be."""
 
 
 TERM = np.dtype(
@@ -39,8 +41,9 @@ TERM = np.dtype(
 
 source: a `Source`, negated where the delta is subtracted; 0 = no term.  adapter: index into
 `RowRouting.adapters`, -1 where a slot is enough.  slot: of this device's slot table (LOCAL, and HOST, where
-the adapter is on its way to it; -1 = nothing of the adapter is there), or of the LoRA Server's (LEASED; -1 =
-there is no lease).  generation: of the lease; of a HOST term the number of the adapter's content.
+the adapter is on its way to it; -1 = nothing of the adapter is there), or of the LoRA Server's (LEASED and
+PUSHED; -1 = there is no lease).  generation: of the lease; of a HOST term the number of the adapter's
+content.
 """
 NO_TERM = np.array((0, -1, -1, 0), TERM)
 
@@ -89,8 +92,9 @@ class RowRouting:
     weights carry an adapter, M is 2: its own rows have no term, all others subtract it, those of the base
     model by a route of their own.  adapters: may be empty where all sources are LOCAL.  here: [N, L] bool,
     layers in which a route's HOST terms are computed on the device all the same, so that all ranks of an
-    instance choose alike; None: where they are there when they begin.  on_device: `slots_here` in the memory
-    of the device that computes the step, as far as they were copied there with the rest of its input.
+    instance choose alike; None: where they are there when they begin.  on_device: `slots_here` and
+    `frames_pushed` in the memory of the device that computes the step, as far as they were copied there with
+    the rest of its input.
     site_ranks: largest rank at each site that this device's launches are made for; None: that of the rows.
     """
 
@@ -134,12 +138,30 @@ class RowRouting:
 
     def slots_here(self) -> dict[tuple[int, int], np.ndarray]:
         """[T] int32, by source and group: the slot of each row whose term this device computes, else -1."""
-        places = [(source, group) for group, sources in enumerate(self.sources) for source in sources]
         return {
             place: np.ascontiguousarray(self.terms_from(*place)["slot"])
-            for place in places
+            for place in self._places()
             if abs(place[0]) in (Source.LOCAL, Source.HELD)
         }
+
+    def frames_pushed(self) -> dict[tuple[int, int], np.ndarray]:
+        """[1 + 2 T] int64, by source and group, of PUSHED terms: T, the slot of each row or -1, the
+        generations."""
+        found = {}
+        for place in self._places():
+            if place[0] == Source.PUSHED:
+                terms = self.terms_from(*place)
+                found[place] = np.concatenate([[len(terms)], terms["slot"], terms["generation"]])
+        return found
+
+    def _places(self) -> list[tuple[int, int]]:
+        return [(source, group) for group, sources in enumerate(self.sources) for source in sources]
+
+    def pushed(self) -> RowRouting:
+        """The same, with what is LEASED asked by puts of this device."""
+        terms = self.terms.copy()
+        terms["source"][terms["source"] == Source.LEASED] = Source.PUSHED
+        return replace(self, terms=terms, on_device={})
 
     def terms_from(self, source: int, group: int) -> np.ndarray:
         """[T] TERM: of each row the term that this source computes; slot -1, adapter -1 where it has none.

@@ -94,7 +94,7 @@ def test_dense_layers_are_plain_to_the_compiler_where_torch_computes_them(quanti
                     module.weight = held
         x, cos = (
             torch.empty(2, layer.attention.qkv.weight.shape[1]),
-            torch.empty(2, spec.shape.head_dim // 2),
+            torch.empty(2, layer.attention.head_dim // 2),
         )
         live = torch.ones(2, dtype=torch.bool)
     graphs = []
@@ -170,7 +170,7 @@ def test_a_gemm_before_its_begin_is_noticed():
 
 VIEWS = {"getattr", "getitem", "view", "split", "chunk", "flatten", "unsqueeze", "unbind"}
 ONE_EACH = {"linear"}
-AT_LEAST = {"llama": 7, "mixtral": 5, "qwen3_moe": 5, "gpt_oss": 5, "dbrx": 5}
+AT_LEAST = {"llama": 8, "mixtral": 6, "qwen3_moe": 6, "gpt_oss": 6, "dbrx": 6}
 """Launches of a layer that torch's operations are: GEMMs, and one for each run of others."""
 
 
@@ -217,7 +217,7 @@ def test_a_step_on_cuda_is_one_graph_without_breaks(family, served):
     (graph,) = graphs
     called = Counter(str(node.target).removesuffix(".default") for node in graph.graph.nodes)
     num_layers = spec.shape.num_layers
-    assert called["moe_lora.rotary_attention"] == num_layers
+    assert called["moe_lora.paged_attention"] == num_layers
     assert called["moe_lora.lora_begin"] == num_layers * len(spec.shape.sites)
     experts = ("choose_experts", "gated_expert_linear", "expert_linear")
     assert all(

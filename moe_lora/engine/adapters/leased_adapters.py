@@ -117,11 +117,13 @@ class LeasedAdapters(AdapterStore):
         return iter(list(self._held.values()))
 
     def counters(self) -> dict[str, int]:
-        backend = self._server.backend
+        backend, pushed = self._server.backend, self._server.pushed
         return {
             "lora_server_requests": backend.num_requests,
             "lora_server_fallback_rows": backend.num_fallback_rows,
             "lora_server_host_rows": backend.num_host_rows,
+            "lora_server_put_steps": 0 if pushed is None else pushed.num_steps,
+            "lora_server_redone_steps": 0 if pushed is None else pushed.num_redone,
             **super().counters(),
         }
 

@@ -94,6 +94,7 @@ class Rank:
                 config.instance,
                 client_rank=dist_rank,
                 client_ranks=config.expert_parallel,
+                device=self.device,
             )
             if config.lora_server is not None
             else None
@@ -238,10 +239,14 @@ class Rank:
         host: computes for adapters that are on their way.  find: see `copier`.
         """
         backends: dict[int, LoraBackend] = {}
+        pushed = None
         if self.lora_server is not None:
             backends[Source.LEASED] = self.lora_server.backend
             if exchanges is None and (capture := self._capture) is not None:
                 backends[Source.LEASED] = HostCalled(self.lora_server.backend, capture)
+            pushed = self.lora_server.pushed
+        if pushed is not None:
+            backends[Source.PUSHED] = pushed
         if host is not None:
             backends[Source.HOST] = host.backend
         backends[Source.LOCAL] = LocalBackend(
@@ -266,6 +271,7 @@ class Rank:
             decode_buckets=self.config.decode_buckets or (),
             announce=announce,
             merged=self._merged_weights(routed, find) if self.merges else None,
+            pushed=pushed,
             graphs=None if exchanges is not None else self._graphs(backends, sources),
         )
 
@@ -284,7 +290,9 @@ class Rank:
         if capture is None:
             return None
         hosts = {source: one for source, one in backends.items() if isinstance(one, HostCalled)}
-        places = tuple((int(source), group) for group, source in enumerate(sorted(set(sources))))
+        found = enumerate(sorted(set(sources)))
+        leased = Source.PUSHED if Source.PUSHED in backends else Source.LEASED
+        places = tuple((int(leased if one == Source.LEASED else one), group) for group, one in found)
         return StepGraphs(
             StepBuffer(self.device),
             capture,

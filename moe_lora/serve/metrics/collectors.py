@@ -55,6 +55,16 @@ COUNTERS = (
         "lora_server_host_rows",
     ),
     (
+        "moe_lora:lora_server_put_steps",
+        "Steps whose rows the device put to the LoRA Server itself.",
+        "lora_server_put_steps",
+    ),
+    (
+        "moe_lora:lora_server_redone_steps",
+        "Of these, steps computed again because answers were missing.",
+        "lora_server_redone_steps",
+    ),
+    (
         "moe_lora:host_fallback_rows",
         "Rows of deltas that the engine computed because a host worker did not.",
         "host_fallback_rows",

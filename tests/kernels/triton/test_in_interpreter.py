@@ -15,6 +15,7 @@ def test_kernels_in_the_interpreter(marked):
     pytest.importorskip("triton")
     folder = Path(__file__).parent
     names = (
+        "exchange",
         "experts",
         "lora",
         "quantised_linear",
@@ -25,8 +26,9 @@ def test_kernels_in_the_interpreter(marked):
         "triton_attention",
     )
     files = [folder / f"test_{name}.py" for name in names]
-    of_engine = ("host_reads", "launches", "step_graphs", "step_pieces")
+    of_engine = ("host_reads", "launches", "pushed", "step_graphs", "step_pieces")
     files += [folder.parents[1] / f"engine/test_{name}.py" for name in of_engine]
+    files.append(folder.parents[1] / "dist/transport/test_device_puts.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, *map(str, files)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     root = folder.parents[2]

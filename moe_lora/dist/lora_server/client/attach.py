@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -9,26 +10,34 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.config import LoraServerConfig
+from moe_lora.core.errors import LoraServerError
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.lora_server.protocol.control import Hear, find_rank, join, network, pings_of
+from moe_lora.dist.lora_server.protocol.control import Hear, ask, find_rank, join, network, pings_of
 from moe_lora.dist.lora_server.protocol.control_messages import ServerHello
+from moe_lora.dist.lora_server.protocol.device_frames import DeviceFrames
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
 from moe_lora.dist.lora_server.protocol.reach import agreed_facts, client_name, server_transport
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.net.peer import Peer
+from moe_lora.dist.transport.device_puts import check_device_puts, join_device_group
 from moe_lora.lora.row_routing import Source
 
 from .lease_client import LeaseClient
+from .pushed_backend import PushedBackend
 from .remote_backend import RemoteBackend, ServerPartition
 from .server_link import ServerLink
 
 CONNECT_TIMEOUT_S = 120.0
+CPU = torch.device("cpu")
+logger = logging.getLogger(__name__)
 
 
 class LoraServerClient:
     """One client rank's connections: links to all server ranks it sends to, and the backend over them.
 
+    device: the rank's.  pushed: the backend over its own puts, if the settings ask for it and it came in
+    time.
     Raises ConfigError for a layout that does not fit the model, LoraServerError if the server is not there.
     """
 
@@ -41,7 +50,11 @@ class LoraServerClient:
         *,
         client_rank: int = 0,
         client_ranks: int = 1,
+        device: torch.device = CPU,
     ) -> None:
+        if server.device_puts != "none":
+            check_device_puts(server.device_puts)
+        self.pushed: PushedBackend | None = None
         self._server = server
         self._instance = instance
         self._keys = keys_in(server.certificates)
@@ -70,6 +83,23 @@ class LoraServerClient:
             raise
         division = ServerPartition(partition, client_rank)
         self.backend = RemoteBackend(shape, Source.LEASED, division, self.links, layout, self.store)
+        if server.device_puts != "none":
+            self._meet_devices(shape, dtype, device)
+
+    def _meet_devices(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+        """Wait until the server's ranks and all other instances are there."""
+        server = self._server
+        leader = server.address, self._keys, self._hello, CONNECT_TIMEOUT_S
+        try:
+            place = network().run(ask(*leader, "join_devices", self._instance))
+        except LoraServerError as error:
+            logger.warning("%s; rows go over lora_server.transport", error)
+            return
+        address, client, num_clients, max_rows = place
+        frames = DeviceFrames(shape, self.partition, dtype, max_rows, num_clients)
+        logger.info("waiting for all devices that put to each other: %d", frames.size)
+        group = join_device_group(server.device_puts, address, frames.member(client), frames.size, device)
+        self.pushed = PushedBackend(group, frames, client, server.answer_timeout_s)
 
     async def _join_rank(self, server_rank: int, timeout_s: float) -> Peer:
         """Connect to a server rank, which the leader knows where to find.  Raises LoraServerError."""
@@ -86,6 +116,8 @@ class LoraServerClient:
         return await join(*leader, timeout_s, *begin, hear=hear, pings=pings_of(self._server.lease_timeout_s))
 
     def close(self) -> None:
+        if self.pushed is not None:
+            self.pushed.close()
         for link in self.links.values():
             network().run(link.stop())
         self._transport.close()

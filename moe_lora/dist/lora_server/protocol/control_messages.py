@@ -142,6 +142,13 @@ class ServerCalls(typing.Protocol):
     def release(self, adapter_id: str) -> None:
         """Give the lease back, or stop waiting for it."""
 
+    def join_devices(self, instance: str) -> tuple[str, int, int, int]:
+        """Where devices that put to each other meet, the instance's number among the instances, how many
+        these are, and rows of a step.  instance: "" for a rank of the server.
+
+        Raises LoraServerError if all have met.
+        """
+
     def state(self) -> ServerState:
         """Counts for metrics, and what could be changed."""
 

@@ -27,6 +27,7 @@ def agreed_facts(
         "dtype": str(dtype),
         "layout": str(Layout.parse(server.layout)),
         "transport": server.transport,
+        "device_puts": server.device_puts,
         "sites": server.sites,
         "expert_parallel": expert_parallel,
         **asdict(shape),

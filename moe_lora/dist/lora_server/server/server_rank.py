@@ -42,14 +42,18 @@ from moe_lora.dist.lora_server.protocol.control_messages import (
     RestartOrder,
     ServerHello,
 )
+from moe_lora.dist.lora_server.protocol.device_frames import DeviceFrames
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
 from moe_lora.dist.lora_server.protocol.reach import agreed_facts, server_transport
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.net.peer import Peer
+from moe_lora.dist.transport.device_puts import check_device_puts, join_device_group
 
 from .data_loop import DataLoop, HostCompute, ServerSession
+from .device_loop import DeviceLoop
+from .device_members import DeviceMembers
 from .leader import LEADER, Leader
 from .leases import LeaseTable
 from .rank_memory import plan_memory
@@ -90,6 +94,8 @@ class ServerRank:
         assert config.lora_server is not None
         server = self._server = config.lora_server
         self._config, self._shape, self._server_rank = config, shape, server_rank
+        if server.device_puts != "none":
+            check_device_puts(server.device_puts)
         self._dtype = getattr(torch, config.dtype)
         self._device = own_device(torch.device(config.device), server_rank)
         self._partition = Partition(
@@ -110,6 +116,7 @@ class ServerRank:
             self._lead()
         else:
             self._follow()
+        self.devices = self._serve_devices() if server.device_puts != "none" else None
         stage = server_rank // self._partition.layout.ranks_per_stage
         self._stage_leader = self._partition.stage_leader(stage)
         if server_rank != self._stage_leader:
@@ -124,6 +131,8 @@ class ServerRank:
         try:
             self.loop.run()
         finally:
+            if self.devices is not None:
+                self.devices.stop()
             network().run(self._end_tasks())
             self._control.close()
             self.loop.server_store.stop()
@@ -211,7 +220,11 @@ class ServerRank:
             restart=self._restart,
         )
         self._start(_carry_out(steps))
-        self._listen(parse_address("lora_server.address", self._server.address), leader.answers)
+        answers = dict(leader.answers)
+        if self._server.device_puts != "none":
+            self._members = DeviceMembers(config)
+            answers["join_devices"] = self._members.join
+        self._listen(parse_address("lora_server.address", self._server.address), answers)
         leader.addresses[LEADER] = self._control.address
         self._tell_links = partial(leader.hear_links, LEADER)
 
@@ -265,6 +278,19 @@ class ServerRank:
     def _need(self, adapter_id: str) -> None:
         assert self._leader is not None
         self._leader.call("need", adapter_id)
+
+    # Devices that put to each other
+
+    def _serve_devices(self) -> DeviceLoop:
+        """Of all instances, beside those that ask over the transport.  Raises LoraServerError."""
+        server, server_rank = self._server, self._server_rank
+        leader = server.address, self._keys, self._hello, _LEADER_TIMEOUT_S
+        answer = network().run(ask(*leader, "join_devices", ""))
+        address, _, num_clients, max_rows = answer
+        frames = DeviceFrames(self._shape, self._partition, self._dtype, max_rows, num_clients)
+        place = address, server_rank, frames.size, self._device
+        join = partial(join_device_group, server.device_puts, *place)
+        return DeviceLoop(join, frames, server_rank, self.loop.server_store, self._config.lora_kernel)
 
     # Clients
 

@@ -88,6 +88,9 @@ class ServerAdapterStore:
         self._page_bytes = page_bytes
         self.on_progress: Callable[[], None] = lambda: None
         """Called, from any thread, when a request that waits may have become ready or stale."""
+        self.on_tables: Callable[[], None] = lambda: None
+        """Called when `generation` or `loaded` changed: before what left is cleared, and when what came is
+        there."""
         self._load_bytes_per_s = load_bytes_per_s
         self._layer_wise = layer_wise
         self.arena = _allocate(num_pages * page_bytes, device)
@@ -118,6 +121,7 @@ class ServerAdapterStore:
             # Layers of which this rank has nothing, or the adapter has nothing, are there at once.
             for layer in set(range(self._shape.num_layers)) - set(runs):
                 self.loaded[slot, layer] = generation
+            self.on_tables()
             order = deque(sorted(runs.items()))
             if order:
                 self._loading.append(_Loading(slot, generation, self._epoch, packed, order))
@@ -132,6 +136,7 @@ class ServerAdapterStore:
             self._loading = deque(loading for loading in self._loading if loading.slot != slot)
             self.generation[slot] = generation + 1
             self.contents.pop(slot, None)
+            self.on_tables()
             with self.reading:
                 self.slots.clear(slot)
         self.on_progress()
@@ -145,6 +150,7 @@ class ServerAdapterStore:
             self._first_generation = first_generation
             self.generation[:] = first_generation
             self.loaded[:] = 0
+            self.on_tables()
             with self.reading:
                 for slot in range(len(self.generation)):
                     self.slots.clear(slot)
@@ -162,6 +168,7 @@ class ServerAdapterStore:
             # The data loop looks up a slot here once `generation` has it.
             self.loaded = np.pad(self.loaded, ((0, more), (0, 0)))
             self.generation = np.pad(self.generation, (0, more), constant_values=self._first_generation)
+            self.on_tables()
 
     def set_led(self, led: bool) -> None:
         """Whether there is a leader; without one a request for what is not here is not kept waiting."""
@@ -207,6 +214,7 @@ class ServerAdapterStore:
             with self._changed:
                 if self._is_wanted(loading) and (self._layer_wise or last):
                     self.loaded[loading.slot, layer if self._layer_wise else slice(None)] = loading.generation
+                    self.on_tables()
             self.on_progress()
 
     def _is_wanted(self, loading: _Loading) -> bool:

@@ -1,0 +1,131 @@
+"""The LoraBackend whose rows a device puts to the LoRA Server itself: no host between two layers.
+
+A step's slots and generations go to all server ranks when it begins.  Each site is a put to the ranks that
+compute it, the base GEMM, a wait for their signals, and an addition: operations of the stream, which a CUDA
+graph captures with the rest of the step.
+
+Waits end after a bound, answers say whether rows are missing, and both are noted on the device: `settled`
+reads it after the step, whose result counts only then.  What can't be had so is asked of the LoRA Server the
+other way (`remote_backend`), which makes up for everything.
+
+Source: InfiniLoRA sections 3 and 5.1.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+
+from moe_lora.dist.lora_server.protocol.device_frames import DeviceFrames
+from moe_lora.dist.transport.device_puts import PUT_BLOCKS, DevicePuts
+from moe_lora.kernels.operands import StepTables
+from moe_lora.kernels.triton.configs import kernels
+from moe_lora.lora.backend import AddTo
+from moe_lora.lora.row_routing import RowRouting, Source
+
+logger = logging.getLogger(__name__)
+
+POLLS_PER_S = 1_000_000
+"""Bounds of waits are counted in looks at a word of the own memory, each of about a microsecond."""
+
+
+class PushedBackend:
+    """Of one instance, which is a single process.
+
+    group, frames: see `DeviceFrames`.  client: the instance's number in them.  num_steps: that were begun;
+    num_redone: whose answers were not there.  lost: an answer did not come in time, so nothing more is asked
+    this way: puts may still be under way, and nobody can join the group again.
+    """
+
+    def __init__(self, group: DevicePuts, frames: DeviceFrames, client: int, answer_timeout_s: float) -> None:
+        self._exchange = kernels("exchange")
+        self._group, self._frames, self._client = group, frames, client
+        self._max_polls = max(1, int(answer_timeout_s * POLLS_PER_S))
+        self._window = group.alloc(frames.num_bytes, frames.num_signals)
+        zeros = partial(torch.zeros, dtype=torch.int64, device=group.device)
+        self._expected, self._state = zeros(frames.num_signals), zeros(1)
+        status = self._window.bytes[frames.status_bytes.start : frames.status_bytes.stop]
+        self._status = status.view(torch.int64)
+        self._answers = {site: self._answer(site) for site in frames.sites}
+        self._frame: torch.Tensor | None = None
+        self.lost = False
+        self.num_steps = self.num_redone = 0
+
+    def takes(self, routing: RowRouting, num_rows: int, *, decode: bool) -> bool:
+        """Whether the leased rows of this step can be asked for so."""
+        leased = [sources for sources in routing.sources if Source.LEASED in sources]
+        return (
+            decode
+            and not self.lost
+            and num_rows <= self._frames.max_rows
+            and len(leased) == 1
+            and routing.terms.shape[2] == 1  # no weights carry an adapter
+            and not routing.loading.any()
+        )
+
+    def settled(self) -> bool:
+        """Whether the step before was answered in full; waits for it.  Logs why not."""
+        self.num_steps += 1
+        state = int(self._state.item())
+        if not state:
+            return True
+        self.num_redone += 1
+        if state & self._exchange.LOST:
+            self.lost = True
+            logger.error(
+                "the LoRA Server did not answer puts in time; until all its ranks and instances are started "
+                "together again, it is asked over lora_server.transport"
+            )
+        else:
+            self._state.zero_()
+            logger.info("the LoRA Server lacked rows of a step, which is computed again")
+        return False
+
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        ((place, frame),) = routing.frames_pushed().items()
+        on_device = routing.on_device.get(place)
+        # Without a step buffer, on CPU.
+        self._frame = torch.from_numpy(frame).to(self._group.device) if on_device is None else on_device
+        frames = self._frames
+        pieces = [(frames.frame_at(self._client), self._frame)]
+        for server_rank in range(frames.num_ranks):
+            self._group.put_pieces(self._window, pieces, frames.asked(self._client), server_rank)
+
+    def rows_here(self, layer: int, site: int) -> None:
+        """They are elsewhere."""
+
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
+        """They are elsewhere."""
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
+        frames, client = self._frames, self._client
+        pieces = [(frames.x_at(client, site), x.contiguous())]
+        if ids is not None:
+            pieces.insert(0, (frames.ids_at(client, site), ids.contiguous()))
+        ranks = frames.partition.servers_of_client(0, layer, site)
+        for server_rank in ranks:
+            self._group.put_pieces(self._window, pieces, frames.asked(client, site), server_rank)
+        return partial(self._add_to, range(ranks[0], ranks[-1] + 1), site, ids)
+
+    def _add_to(self, ranks: range, site: int, ids: torch.Tensor | None, y: torch.Tensor) -> None:
+        exchange, frames, frame = self._exchange, self._frames, self._frame
+        assert frame is not None, "begin_step comes first"
+        numbers = frames.answers_of(ranks, site)
+        exchange.launch_wait(
+            exchange.Signals(self._window.words, self._expected, numbers),
+            *(PUT_BLOCKS, self._state, self._max_polls),
+            status=(self._status, frames.status_of(numbers).start, PUT_BLOCKS),
+        )
+        exchange.launch_add_rows(y, self._answers[site][: len(y)], frame, ids)
+
+    def _answer(self, site: int) -> torch.Tensor:
+        """Where the deltas of a site come, [rows of y, N]."""
+        frames, start = self._frames, self._frames.answer_at(site)
+        width = frames.shape.sites[site].total_out_features
+        end = start + frames.outputs(site) * width * frames.dtype.itemsize
+        return self._window.bytes[start:end].view(frames.dtype).view(-1, width)
+
+    def close(self) -> None:
+        self._group.close()
