@@ -11,7 +11,7 @@ from moe_lora.kernels import ops, reference
 from moe_lora.kernels.cpu import cpu, step_calls
 from moe_lora.kernels.cpu.site_linear import SiteLinear
 from moe_lora.kernels.cpu.step_calls import StepCalls
-from moe_lora.kernels.operands import AttentionOperands, KvLayout, StepTables
+from moe_lora.kernels.operands import AttentionOperands, KvLayout, Rotation, StepTables
 from moe_lora.kernels.quantised import QuantisedOperand
 from moe_lora.kernels.triton import triton_attention
 from moe_lora.kernels.triton.segments import RowsToSort, Zeros
@@ -126,6 +126,15 @@ class ExecutionContext:
         on_cuda = attention.q.device.type == "cuda"
         attend = triton_attention.paged_attention if on_cuda else reference.paged_attention
         return attend(attention)
+
+    def rotary_attention(
+        self, layer: int, qkv: torch.Tensor, rotation: Rotation, num_kv_heads: int, *rest: Any
+    ) -> torch.Tensor:
+        """On CUDA.  rest: sinks to window of `AttentionOperands`."""
+        assert self._step is not None, "begin_step comes first"
+        q, k, v = reference.heads_of(qkv, num_kv_heads, self._layout.head_dim)
+        about = (*rest, layer, self._step, self._layout, self._arena)
+        return triton_attention.paged_attention(AttentionOperands._make((q, k, v, *about)), rotation)
 
     def exchange_experts(self, y: torch.Tensor, ids: torch.Tensor) -> None:
         assert self.exchange is not None, "a model that holds some of its experts needs an exchange"

@@ -200,6 +200,21 @@ class StepTables:
         return replace(self, bounds=StepBounds.of(self.query_start, self.seq_lens), **moved)
 
 
+class Rotation(NamedTuple):
+    """What becomes of q and k before attention: clamped, normed over head_dim, rotated (v is only clamped).
+
+    cos, sin: [T, head_dim / 2] fp32.  q_weight, k_weight: [head_dim] of RMS norms with this eps, or None.
+    clip: to -clip .. clip, or None.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    eps: float
+    clip: float | None
+
+
 class AttentionOperands(NamedTuple):
     """What paged attention of one layer works on.
 

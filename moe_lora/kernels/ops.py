@@ -23,6 +23,7 @@ import torch
 from . import reference
 from .cpu import cpu
 from .cpu.step_calls import StepCalls
+from .operands import Rotation
 from .quantised import QuantisedOperand, format_named
 
 _handlers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -72,6 +73,44 @@ def _lora_add_to(channel: torch.Tensor, y: torch.Tensor, x: torch.Tensor, site: 
 def _paged_attention(channel: torch.Tensor, *operands: Any) -> torch.Tensor:
     handler, layer = _behind(channel)
     return handler.paged_attention(layer, *operands)
+
+
+def _rotary_attention(
+    channel: torch.Tensor,
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    clip: float | None,
+    num_kv_heads: int,
+    *rest: Any,
+) -> torch.Tensor:
+    handle, layer, _ = channel.tolist()
+    rotation = Rotation(cos, sin, q_weight, k_weight, eps, clip)
+    return _handlers[handle].rotary_attention(layer, qkv, rotation, num_kv_heads, *rest)
+
+
+def rotary_attention(
+    channel: torch.Tensor,
+    qkv: torch.Tensor,
+    rotation: Rotation,
+    num_kv_heads: int,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """`reference.paged_attention` of `reference.rotated_heads`: [T, heads, head_dim].
+
+    On CUDA one operation, which rotates as it writes K; elsewhere a compiler sees the rotation as it is.
+    """
+    if qkv.is_cuda:
+        return torch.ops.moe_lora.rotary_attention(
+            channel, qkv, *rotation, num_kv_heads, sinks, scale, window
+        )
+    q, k, v = reference.rotated_heads(qkv, num_kv_heads, rotation)
+    return paged_attention(channel, q, k, v, sinks, scale, window)
 
 
 def _exchange_experts(channel: torch.Tensor, y: torch.Tensor, ids: torch.Tensor) -> None:
@@ -271,6 +310,14 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "int window) -> Tensor": (
         _paged_attention,
         lambda channel, q, *_: torch.empty(q.shape, dtype=q.dtype, device=q.device),
+    ),
+    "rotary_attention(Tensor(a!) channel, Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, "
+    "Tensor? k_weight, float eps, float? clip, int num_kv_heads, Tensor? sinks, float scale, int window) "
+    "-> Tensor": (
+        _rotary_attention,
+        lambda channel, qkv, cos, sin, q_weight, k_weight, eps, clip, num_kv_heads, *_: qkv.new_empty(
+            qkv.shape[0], qkv.shape[1] // (2 * cos.shape[1]) - 2 * num_kv_heads, 2 * cos.shape[1]
+        ),
     ),
     "exchange_experts(Tensor(a!) channel, Tensor(b!) y, Tensor ids) -> ()": (
         _exchange_experts,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from . import quantised
-from .operands import AttentionOperands, KvLayout, LoraOperands
+from .operands import AttentionOperands, KvLayout, LoraOperands, Rotation
 from .quantised import QuantisedOperand
 
 
@@ -123,6 +123,39 @@ def lora_delta(operands: LoraOperands, dtype: torch.dtype | None = None) -> torc
             sums = slots.scale[index] * ((segment @ a.T) @ b)
             delta[rows, column : column + width] = sums.to(delta.dtype)
     return delta
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool = False) -> torch.Tensor:
+    """RMS norm of the last dim, or bias-free layer norm if centred; in fp32, rounded to x's dtype."""
+    x32 = x.float()
+    if centred:
+        x32 = x32 - x32.mean(-1, keepdim=True)
+    x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return (x32 * weight.float()).to(x.dtype)
+
+
+def rotate(x_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of the two halves of head_dim.  cos, sin: [T, D / 2] fp32."""
+    first, second = x_TND.float().chunk(2, dim=-1)
+    cos, sin = cos_TD.unsqueeze(1), sin_TD.unsqueeze(1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_TND.dtype)
+
+
+def heads_of(qkv: torch.Tensor, num_kv_heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:
+    """q [T, heads, head_dim], k and v [T, kv heads, head_dim] of a fused [T, all heads * head_dim]."""
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    return heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+
+
+def rotated_heads(qkv: torch.Tensor, num_kv_heads: int, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+    """`heads_of`, as they go to attention: see `Rotation`."""
+    cos, sin, q_weight, k_weight, eps, clip = rotation
+    if clip is not None:
+        qkv = qkv.clamp(-clip, clip)
+    q, k, v = heads_of(qkv, num_kv_heads, 2 * cos.shape[1])
+    if q_weight is not None and k_weight is not None:
+        q, k = norm(q, q_weight, eps), norm(k, k_weight, eps)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def kv_views(arena: torch.Tensor, layout: KvLayout, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

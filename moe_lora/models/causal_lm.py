@@ -11,7 +11,8 @@ from torch import nn
 
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
-from moe_lora.kernels import ops
+from moe_lora.kernels import ops, reference
+from moe_lora.kernels.operands import Rotation
 
 from .quantised_weight import QuantisedWeight
 from .spec import ModelSpec
@@ -252,18 +253,7 @@ class Norm(nn.Module):
         self.centred = (kind or spec.norm) == "layer"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x32 = x.float()
-        if self.centred:
-            x32 = x32 - x32.mean(-1, keepdim=True)
-        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return (x32 * self.weight.float()).to(x.dtype)
-
-
-def rotate(x_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of the two halves of head_dim.  cos, sin: [T, D / 2] fp32."""
-    first, second = x_TND.float().chunk(2, dim=-1)
-    cos, sin = cos_TD.unsqueeze(1), sin_TD.unsqueeze(1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_TND.dtype)
+        return reference.norm(x, self.weight, self.eps, self.centred)
 
 
 class Attention(nn.Module):
@@ -278,8 +268,8 @@ class Attention(nn.Module):
         self.q_norm = Norm(shape.head_dim, spec, kind="rms") if spec.qk_norm else None
         self.k_norm = Norm(shape.head_dim, spec, kind="rms") if spec.qk_norm else None
         self.sinks = parameter(shape.num_heads) if spec.sinks else None
-        self.heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-        self.head_dim = shape.head_dim
+        self.num_kv_heads = shape.num_kv_heads
+        self.eps = spec.norm_eps
         self.clip = spec.clip_qkv
         self.window = spec.window[layer]
         self.scale = shape.head_dim**-0.5
@@ -288,13 +278,11 @@ class Attention(nn.Module):
         self, x: torch.Tensor, channel: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         qkv = self.qkv(x, channel)
-        if self.clip is not None:
-            qkv = qkv.clamp(-self.clip, self.clip)
-        q_TND, k_TMD, v_TMD = qkv.view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_TND, k_TMD = self.q_norm(q_TND), self.k_norm(k_TMD)
-        q_TND, k_TMD = rotate(q_TND, cos, sin), rotate(k_TMD, cos, sin)
-        out_TND = ops.paged_attention(channel, q_TND, k_TMD, v_TMD, self.sinks, self.scale, self.window)
+        q_weight = None if self.q_norm is None else self.q_norm.weight
+        k_weight = None if self.k_norm is None else self.k_norm.weight
+        rotation = Rotation(cos, sin, q_weight, k_weight, self.eps, self.clip)
+        how = (self.num_kv_heads, self.sinks, self.scale, self.window)
+        out_TND = ops.rotary_attention(channel, qkv, rotation, *how)
         y = self.o(out_TND.flatten(1), channel)
         if self.is_summed:
             ops.sum_over_ranks(channel, y)

@@ -80,6 +80,7 @@ ELSEWHERE = {
     "sum_over_ranks",
     "gather_logits",
     "linear",
+    "paged_attention",
     "quantised_linear",
 }
 """In steps of several ranks, on the CPU, and of quantised weights."""
@@ -88,7 +89,7 @@ ELSEWHERE = {
 @pytest.mark.parametrize(
     "operation",
     [
-        pytest.param(one, marks=() if one in ("lora_add_to", "paged_attention") else pytest.mark.slow)
+        pytest.param(one, marks=() if one in ("lora_add_to", "rotary_attention") else pytest.mark.slow)
         for one in OPERATIONS
         if one not in ELSEWHERE
     ],

@@ -170,7 +170,7 @@ def test_a_gemm_before_its_begin_is_noticed():
 
 VIEWS = {"getattr", "getitem", "view", "split", "chunk", "flatten", "unsqueeze", "unbind"}
 ONE_EACH = {"linear"}
-AT_LEAST = {"llama": 8, "mixtral": 6, "qwen3_moe": 6, "gpt_oss": 6, "dbrx": 6}
+AT_LEAST = {"llama": 7, "mixtral": 5, "qwen3_moe": 5, "gpt_oss": 5, "dbrx": 5}
 """Launches of a layer that torch's operations are: GEMMs, and one for each run of others."""
 
 
@@ -217,7 +217,7 @@ def test_a_step_on_cuda_is_one_graph_without_breaks(family, served):
     (graph,) = graphs
     called = Counter(str(node.target).removesuffix(".default") for node in graph.graph.nodes)
     num_layers = spec.shape.num_layers
-    assert called["moe_lora.paged_attention"] == num_layers
+    assert called["moe_lora.rotary_attention"] == num_layers
     assert called["moe_lora.lora_begin"] == num_layers * len(spec.shape.sites)
     experts = ("choose_experts", "gated_expert_linear", "expert_linear")
     assert all(

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 from moe_lora.core.shape import Site
-from moe_lora.kernels.operands import AttentionOperands, KvLayout, SlotTable, StepTables
+from moe_lora.kernels.operands import AttentionOperands, KvLayout, Rotation, SlotTable, StepTables
 
 from . import configs, steps, triton_attention
 from .aot_check import check
@@ -258,7 +258,8 @@ def attention_builds() -> list[Build]:
             for rows in ((1, 1), (2, 2)):
                 start = torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32)
                 given = operands._replace(step=replace(operands.step, query_start=start))
-                triton_attention.launch(given, given.q)
+                for rotation in _rotations(given.q):
+                    triton_attention.launch(given, given.q, rotation)
         builds += [
             replace(b, required=(TENSOR_CORES,)) if b.meta.get("BLOCK_M", 0) >= 64 else b for b in launched
         ]
@@ -280,6 +281,13 @@ def _attention(dtype: torch.dtype, head_dim: int, group: int, plain: bool) -> At
     window = 0 if plain else 2 * triton_attention.PART_TOKENS
     arena = torch.empty(layout.page_bytes, dtype=torch.uint8)
     return AttentionOperands(q, k, v, sinks, 0.125, window, 0, step, layout, arena)
+
+
+def _rotations(q: torch.Tensor) -> list[Rotation | None]:
+    """None, and with norms, clamped, and neither."""
+    angles, weight = torch.empty(q.shape[0], q.shape[2] // 2), torch.empty(q.shape[2], dtype=q.dtype)
+    norms = ((weight, weight, None), (None, None, 8.0), (None, None, None))
+    return [None, *(Rotation(angles, angles, *two, 1e-6, clip) for *two, clip in norms)]
 
 
 def _segments(top_k: int | None, zeros: Zeros | None) -> Segments:

@@ -1,4 +1,4 @@
-"""Triton kernels of paged attention: writing K and V to their pages, attending, joining split sequences.
+"""Triton kernels of paged attention: attending, joining split sequences.
 
 Legend: T token rows, S sequences, N heads, M kv heads, G = N / M heads of a group, D head_dim, P parts.
 
@@ -25,7 +25,7 @@ _NUMBERS = ("window", "num_seqs", "table_stride")
 
 
 @triton.jit
-def _sequence_of(item, query_start, num_seqs, ROWS: tl.constexpr):
+def sequence_of(item, query_start, num_seqs, ROWS: tl.constexpr):
     """The sequence that tile `item` belongs to: the last whose first tile, query_start // ROWS + its
     number, is no later.  With one row a tile and no number added this is the sequence of a row.
     """
@@ -103,49 +103,6 @@ def _product(a, b, INTERPRETED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def write_kv(
-    k,
-    v,
-    pages,
-    query_start,
-    seq_lens,
-    block_tables,
-    num_seqs,
-    table_stride,
-    page_stride,
-    key_start,
-    value_start,
-    k_row,
-    v_row,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SINGLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """K and V of one row, all heads of it, to the row's place in its page.
-
-    SINGLE: every sequence has one row.
-    """
-    row = tl.program_id(0)
-    seq = row
-    if not SINGLE:
-        seq = _sequence_of(row, query_start, num_seqs, 0)
-    seq_len = tl.load(seq_lens + seq)
-    if seq_len == 0:
-        return
-    position = seq_len - tl.load(query_start + seq + 1) + row
-    page = tl.load(block_tables + seq * table_stride + position // BLOCK_SIZE).to(tl.int64)
-    element = tl.arange(0, BLOCK)
-    inside = element < KV_HEADS * HEAD_DIM
-    place = element // HEAD_DIM * (BLOCK_SIZE * HEAD_DIM) + element % HEAD_DIM
-    target = pages + page * page_stride + position % BLOCK_SIZE * HEAD_DIM + place
-    row = row.to(tl.int64)
-    tl.store(target + key_start, tl.load(k + row * k_row + element, mask=inside), mask=inside)
-    tl.store(target + value_start, tl.load(v + row * v_row + element, mask=inside), mask=inside)
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
 def attend(
     q,
     pages,
@@ -196,7 +153,7 @@ def attend(
         if seq >= num_seqs:
             return
     else:
-        seq = _sequence_of(tile, query_start, num_seqs, ROWS)
+        seq = sequence_of(tile, query_start, num_seqs, ROWS)
     first_row = tl.load(query_start + seq)
     num_rows = tl.load(query_start + seq + 1) - first_row
     seq_len = tl.load(seq_lens + seq)

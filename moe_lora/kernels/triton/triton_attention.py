@@ -1,5 +1,7 @@
 """Paged attention on a GPU: K and V to their pages, then causal attention of each row over its sequence.
 
+What writes K also clamps, norms and rotates q and k, where it is told to.
+
 Legend: T token rows, S sequences, N heads, M kv heads, D head_dim, P parts.
 
 Sequences of one row (decode) have their keys split into parts of `PART_TOKENS`, counted from the first key
@@ -23,13 +25,14 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_lora.kernels.operands import AttentionOperands, StepBounds
+from moe_lora.kernels.operands import AttentionOperands, Rotation, StepBounds
 
 from . import configs
 
 PART_TOKENS = 256
 """Keys that one program of a decoding sequence reads.  It fixes the order of sums, so nothing may vary it."""
 _JOINED_AT_ONCE = 16
+_HEADS_AT_ONCE = 8
 _MIN_DOT = 16
 
 
@@ -60,6 +63,7 @@ def tiles_for(dtype: torch.dtype, head_dim: int, *, single: bool) -> AttentionTi
 
 def paged_attention(
     operands: AttentionOperands,
+    rotation: Rotation | None = None,
     *,
     single: AttentionTiles | None = None,
     several: AttentionTiles | None = None,
@@ -67,46 +71,69 @@ def paged_attention(
     """See `reference.paged_attention`.  [T, N, D]; rows of padding sequences are zero.
 
     Rows of q, k and v may be strided (parts of one fused buffer).  The step's `bounds` must be those of its
-    lengths, or above them.  single, several: launches of sequences of one row, and of several.
+    lengths, or above them.  rotation: of q and k, before.  single, several: launches of sequences of one
+    row, and of several.
     Raises ValueError for operands that don't fit.
     """
     _check(operands)
+    if rotation is not None:
+        _check_rotation(rotation, operands.q)
     out = torch.empty(operands.q.shape, dtype=operands.q.dtype, device=operands.q.device)
     if len(out):
-        launch(operands, out, single, several)
+        launch(operands, out, rotation, single, several)
     return out
 
 
 def launch(
     operands: AttentionOperands,
     out: torch.Tensor,
+    rotation: Rotation | None = None,
     single: AttentionTiles | None = None,
     several: AttentionTiles | None = None,
 ) -> None:
     """`paged_attention` of operands that fit, into out."""
     q, step = operands.q, operands.step
     bounds = step.bounds or StepBounds.of(step.query_start, step.seq_lens)
-    _write_kv(operands, all_single=not bounds.has_several and len(q) == len(step.seq_lens))
+    all_single = not bounds.has_several and len(q) == len(step.seq_lens)
+    operands = operands._replace(q=_write_kv(operands, rotation, all_single=all_single))
     if bounds.has_single:
         _attend_single(operands, out, bounds, single or tiles_for(q.dtype, q.shape[2], single=True))
     if bounds.has_several:
         _attend_several(operands, out, several or tiles_for(q.dtype, q.shape[2], single=False))
 
 
-def _write_kv(operands: AttentionOperands, *, all_single: bool) -> None:
-    k, v, layout = operands.k, operands.v, operands.layout
+def _write_kv(operands: AttentionOperands, rotation: Rotation | None, *, all_single: bool) -> torch.Tensor:
+    """K, rotated, and V to their pages; returns q, rotated."""
+    q, k, v, layout = operands.q, operands.k, operands.v, operands.layout
+    heads = q.shape[1]
+    blocks = 2 * -(-layout.num_kv_heads // _HEADS_AT_ONCE)
+    rotated, numbers, clip, eps = q, (q, q, q, q), None, 0.0
+    if rotation is not None:
+        blocks += -(-heads // _HEADS_AT_ONCE)
+        rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        clip, eps, norms = rotation.clip, rotation.eps, (rotation.q_weight, rotation.k_weight)
+        of_norms = (q if one is None else one.contiguous() for one in norms)
+        numbers = (rotation.cos.contiguous(), rotation.sin.contiguous(), *of_norms)
+    pages, *places = _pages(operands)
     configs.start(
-        configs.kernels("attention_kernels").write_kv,
-        k.shape[0],
-        *(k, v, *_pages(operands)[:1], *_tables(operands)),
-        *(*_pages(operands)[1:], k.stride(0), v.stride(0)),
+        configs.kernels("kv_kernels").write_kv,
+        k.shape[0] * blocks,
+        *(q, k, v, rotated, pages, numbers, *_tables(operands)[:3], float(eps), float(clip or 0.0)),
+        *(*_tables(operands)[3:], *places, q.stride(0), k.stride(0), v.stride(0)),
+        HEADS=heads if rotation is not None else 0,
         KV_HEADS=layout.num_kv_heads,
         HEAD_DIM=layout.head_dim,
         BLOCK_SIZE=layout.block_size,
         SINGLE=all_single,
-        BLOCK=_power_of_two(layout.num_kv_heads * layout.head_dim),
-        num_warps=4,
+        ROTATES=rotation is not None,
+        NORMS=rotation is not None and rotation.q_weight is not None,
+        CLIPS=clip is not None,
+        INTERPRETED=configs.interpreted(),
+        BLOCK_H=_HEADS_AT_ONCE,
+        BLOCK_D=_power_of_two(-(-layout.head_dim // 2)),
+        num_warps=2,
     )
+    return rotated
 
 
 def _attend_single(
@@ -242,3 +269,15 @@ def _check(operands: AttentionOperands) -> None:
     devices = {one.device for one in (q, k, v, arena, *tables)}
     if len(devices) > 1:
         raise ValueError(f"q, k, v, the arena and the step's tables lie on {devices}; one device fits")
+
+
+def _check_rotation(rotation: Rotation, q: torch.Tensor) -> None:
+    num_rows, head_dim = q.shape[0], q.shape[2]
+    angles, norms = (rotation.cos, rotation.sin), (rotation.q_weight, rotation.k_weight)
+    if any(one.shape != (num_rows, head_dim // 2) or one.dtype != torch.float32 for one in angles):
+        shapes = [tuple(one.shape) for one in angles]
+        raise ValueError(f"cos and sin are {shapes}; needed is fp32, {(num_rows, head_dim // 2)} each")
+    given = [one for one in norms if one is not None]
+    if head_dim % 2 or len(given) == 1 or any(one.shape != (head_dim,) for one in given):
+        shapes = [tuple(one.shape) for one in given]
+        raise ValueError(f"weights of norms are {shapes}; both or none of an even head_dim, {head_dim}, fit")

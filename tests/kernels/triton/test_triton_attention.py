@@ -8,7 +8,7 @@ import torch
 
 from bench.gpu.engine_parts import attention_case, attention_error
 from moe_lora.kernels import reference
-from moe_lora.kernels.operands import AttentionOperands, KvLayout, StepTables
+from moe_lora.kernels.operands import AttentionOperands, KvLayout, Rotation, StepTables
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton import triton_attention as attention
 from moe_lora.kernels.triton.configs import interpreted
@@ -90,6 +90,55 @@ def test_the_launches_of_an_engine_agree_with_reference(device, generator, dtype
     for sequences, window in (([(1, 300), (1, 20)], 0), ([(1, 270), (35, 80)], 128)):
         operands = make(generator, device, layout_of(dtype=dtype), sequences, 8, window=window, sinks=True)
         assert_agrees(operands, None)
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_kv_heads", "head_dim", "dtype", "clip", "norms"),
+    [
+        (4, 1, 40, "fp32", None, True),
+        (9, 9, 16, "fp32", 0.7, False),
+        (20, 10, 64, "bf16", None, False),
+        (2, 2, 128, "bf16", 0.7, True),
+    ],
+)
+def test_q_and_k_are_rotated_as_they_are_written(
+    device, generator, heads, num_kv_heads, head_dim, dtype, clip, norms
+):
+    """And clamped and normed; heads of more than one program, sequences of one row and of several."""
+    of = DTYPES[dtype]
+    decode, mixed = [(1, 17), (0, 0), (1, 0)], [(2, 5), (1, 9)]
+    for sequences, window, sinks in ((decode, 5, True), (mixed, 0, False)):
+        layout = layout_of(head_dim, 5, of, num_kv_heads)
+        operands = make(generator, device, layout, sequences, heads, window=window, sinks=sinks)
+        rows = operands.q.shape[0]
+        angle = 9 * random(generator, rows, head_dim // 2)
+        weights = [random(generator, head_dim, dtype=of) for _ in "qk"] if norms else [None] * 2
+        rotation = Rotation(angle.cos(), angle.sin(), *weights, 1e-5, clip)
+        fused = torch.cat([operands.q, operands.k, operands.v], 1).flatten(1).cpu()
+        q, k, v = reference.rotated_heads(fused, num_kv_heads, rotation)
+        expected = on_host(operands)._replace(q=q, k=k, v=v)
+        expected_out = reference.paged_attention(expected)
+        moved = [one.to(device) if isinstance(one, torch.Tensor) else one for one in rotation]
+        out = attention.paged_attention(operands, Rotation(*moved), single=SMALL, several=SMALL)
+        tolerance = 1e-5 if dtype == "fp32" else 2e-2
+        torch.testing.assert_close(out.cpu(), expected_out, rtol=tolerance, atol=tolerance)
+        written, others = operands.arena.cpu().view(of), expected.arena.view(of)
+        torch.testing.assert_close(written, others, rtol=tolerance, atol=tolerance, equal_nan=True)
+        if interpreted() and not norms:  # where a product and a sum are rounded apart
+            assert torch.equal(operands.arena.cpu(), expected.arena)
+
+
+def test_rotations_that_do_not_fit_are_refused(device, generator):
+    operands = make(generator, device, layout_of(), [(1, 9)], 4)
+    angle, weight = torch.ones(1, 32, device=device), torch.ones(64, device=device)
+    for wrong in (
+        (angle.bfloat16(), angle, None, None),
+        (angle, angle[:, 1:], None, None),
+        (angle, angle, weight, None),
+        (angle, angle, weight, weight[1:]),
+    ):
+        with pytest.raises(ValueError, match=r"needed|fit"):
+            attention.paged_attention(operands, Rotation(*wrong, 1e-5, None))
 
 
 def test_a_decoding_sequence_has_the_same_bits_whatever_is_beside_it(device, generator):
