@@ -82,6 +82,9 @@ class OnHost:
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         self._backend.begin_step(step, routing)
 
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
+        pass
+
     def rows_here(self, layer: int, site: int) -> None:
         pass
 
