@@ -94,7 +94,7 @@ def test_dense_layers_are_plain_to_the_compiler_where_torch_computes_them(quanti
                     module.weight = held
         x, cos = (
             torch.empty(2, layer.attention.qkv.weight.shape[1]),
-            torch.empty(2, layer.attention.head_dim // 2),
+            torch.empty(2, spec.shape.head_dim // 2),
         )
         live = torch.ones(2, dtype=torch.bool)
     graphs = []

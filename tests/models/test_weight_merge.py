@@ -158,22 +158,22 @@ class FixedChoices:
         self.at: int | None = None
         choose = MoeMlp.choose
 
-        def chosen(mlp, logits, live):
-            weights, ids = choose(mlp, logits, live)
+        def chosen(mlp, *given):
+            weights, ids, order = choose(mlp, *given)
             if self.at is None:
                 self.known.append(ids)
-                return weights, ids
+                return weights, ids, order
             ids = self.known[self.at]
             self.at += 1
-            scores = logits.float()
+            scores = given[0].float()
             if mlp.gate_kind == "softmax_topk":
                 scores = torch.softmax(scores, dim=-1)
             weights = scores.gather(-1, ids.long())
             if mlp.gate_kind == "topk_softmax":
-                return torch.softmax(weights, dim=-1), ids
+                return torch.softmax(weights, dim=-1), ids, order
             if mlp.gate_norm is not None:
                 weights = weights / weights.norm(p=mlp.gate_norm, dim=-1, keepdim=True)
-            return weights, ids
+            return weights, ids, order
 
         monkeypatch.setattr(MoeMlp, "choose", chosen)
 
