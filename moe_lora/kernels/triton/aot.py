@@ -286,8 +286,8 @@ def _attention(dtype: torch.dtype, head_dim: int, group: int, plain: bool) -> At
 def _rotations(q: torch.Tensor) -> list[Rotation | None]:
     """None, and with norms, clamped, and neither."""
     angles, weight = torch.empty(q.shape[0], q.shape[2] // 2), torch.empty(q.shape[2], dtype=q.dtype)
-    norms = ((weight, weight, None), (None, None, 8.0), (None, None, None))
-    return [None, *(Rotation(angles, angles, *two, 1e-6, clip) for *two, clip in norms)]
+    norms = ((weight, None), (None, 8.0), (None, None))
+    return [None, *(Rotation(angles, angles, one, one, 1e-6, clip) for one, clip in norms)]
 
 
 def _segments(top_k: int | None, zeros: Zeros | None) -> Segments:

@@ -107,7 +107,8 @@ def _write_kv(operands: AttentionOperands, rotation: Rotation | None, *, all_sin
     q, k, v, layout = operands.q, operands.k, operands.v, operands.layout
     heads = q.shape[1]
     blocks = 2 * -(-layout.num_kv_heads // _HEADS_AT_ONCE)
-    rotated, numbers, clip, eps = q, (q, q, q, q), None, 0.0
+    rotated, clip, eps = q, None, 0.0
+    numbers: tuple[torch.Tensor, ...] = (q, q, q, q)
     if rotation is not None:
         blocks += -(-heads // _HEADS_AT_ONCE)
         rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
