@@ -266,12 +266,12 @@ def shmem_rank(log: Log) -> None:
     assert dist.group.WORLD is not None
     group: Any = dist.group.WORLD._get_backend(torch.device("cuda"))
     window = group.alloc(1 << 20, 4, 10.0)
-    x = torch.ones(1 << 20, dtype=torch.uint8, device="cuda")
+    window.bytes.fill_(1)
     expected, state = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (4, 1))
     signals = exchange.Signals(window.words, expected, range(1, 2))
     peer = (dist.get_rank() + 1) % dist.get_world_size()
     for _ in range(60):
-        group.put_pieces(window, [(0, x)], 1, peer)
+        group.put_pieces(window, [(0, window.num_bytes)], 1, peer)
         exchange.launch_wait(signals, PUT_BLOCKS, state, 10_000_000)
     torch.cuda.synchronize()
     assert not int(state), "a put did not arrive"

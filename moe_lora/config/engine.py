@@ -451,6 +451,11 @@ class EngineConfig(Settings):
                     f"{given} needs a layout EPx-PPy, not {server.layout}, which is there for comparison; "
                     "change one of them"
                 )
+            if self.emulation.step_profile is not None or self.lora_kernel == "bgmv":
+                raise ConfigError(
+                    f"{given} goes neither with a step_profile, which emulates another device, nor with "
+                    "lora_kernel='bgmv', whose batches the host has to look at; leave one out"
+                )
         if tensor == 1:
             return
         if expert not in (1, tensor):

@@ -115,8 +115,13 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> N
         triton_lora.lora_expand(shrunk, y, subtract=subtract)
 
 
-def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv") -> None:
+def lora_delta(
+    operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv", max_lora_rank: int | None = None
+) -> None:
     """out = delta of each row, zero where it has no adapter; see `reference.lora_delta`.
+
+    max_lora_rank: of adapters that replays may meet where this is captured into a CUDA graph; None: of those
+    that the slots have now.
 
     out: [T, N] or [T*K, N] in x's dtype, overwritten.  Added to y, it gives the bits of a shrink and an
     expand on the same device.
@@ -127,6 +132,6 @@ def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv
     elif x.is_cuda:
         from .triton import triton_lora
 
-        triton_lora.lora_delta(operands, out, kernel=kernel, decode=False)
+        triton_lora.lora_delta(operands, out, kernel=kernel, decode=False, max_lora_rank=max_lora_rank)
     else:
         out.copy_(reference.lora_delta(operands))

@@ -11,10 +11,15 @@ import torch
 
 from moe_lora.engine import step_graphs
 from moe_lora.engine.step_pieces import StepCapture
+from moe_lora.kernels.lora import lora_delta
+from moe_lora.kernels.operands import SlotTable
+from moe_lora.kernels.triton import triton_lora
 from moe_lora.kernels.triton.configs import interpreted
 from tests.families import ALL_TARGETS, make_adapter, make_checkpoint
+from tests.kernels.kernel_cases import SiteCase
+from tests.kernels.triton.gpu_cases import make_batch
 from tests.models.harness import MAX_TOKENS, Harness
-from tests.stand_in_device import DeviceTensor, stand_in_device
+from tests.stand_in_device import DeviceTensor, launches, stand_in_device
 
 from .on_device import OnDevice, Recorder
 
@@ -108,3 +113,32 @@ def test_what_a_capture_freezes_shows():
         numbers[0] = 5.0
         replay()
     assert out.held.tolist() == [6.0] * 3
+
+
+def test_a_delta_captured_before_there_are_adapters_serves_them_when_they_come():
+    """As a rank of the LoRA Server does, whose slots are empty when it begins."""
+    site = SiteCase("gate_up", ("gate", "up"), 48, (32, 32), num_experts=3)
+    batch = make_batch(site, torch.float32, "distinct", torch.device("cpu"))
+    expected, operands = batch.output(), batch.operands()
+    triton_lora.lora_delta(operands, expected, decode=False)
+    known = operands.slots
+    slots = SlotTable(*known.lora_rank.shape, torch.device("cpu"))
+    slots.end_bytes = known.end_bytes
+    names = ("a_offset", "b_offset", "scale", "lora_rank")
+    with stand_in_device():
+        held = {name: getattr(slots, name) for name in names}
+        for name in names:
+            setattr(slots, name, DeviceTensor(held[name]))
+        tensors = {
+            name: DeviceTensor(getattr(operands, name)) for name in ("x", "ids", "token_slots", "arena")
+        }
+        given, out = operands._replace(slots=slots, **tensors), DeviceTensor(torch.empty_like(expected))
+        with launches() as noted:
+            lora_delta(given, out, max_lora_rank=128)
+        assert not out.held.any()
+        for name in names:
+            held[name].copy_(getattr(known, name))
+        for one in noted:
+            one.again()
+    assert expected.any()
+    assert torch.equal(out.held, expected)

@@ -1,9 +1,9 @@
 """Puts that a device issues itself: what the LoRA Server needs of them, and who offers them.
 
 The members of a group start together and have the same memory, each its own copy (OpenSHMEM's symmetric
-memory); a put names the member whose copy it writes.  All is queued on the current stream and returns at
-once.  The contract of `contract.Transport` has the same words, but another life: nobody joins such a group
-later or returns to it.
+memory); a put copies a place of the own copy to the same place of another member's.  All is queued on the
+current stream and returns at once.  The contract of `contract.Transport` has the same words, but another
+life: nobody joins such a group later or returns to it.
 
 Signals count up by additions, since the blocks of one put end in any order: each adds 1 once its bytes are
 there, and who sees a signal PUT_BLOCKS further per put sees all bytes of these puts.  Between two puts to the
@@ -26,13 +26,15 @@ from .descriptor import LINE_BYTES, check_signal
 PUT_BLOCKS = 8
 """Programs that issue a put, each its part of the bytes."""
 WORDS_PER_SIGNAL = LINE_BYTES // 8
+POLLS_PER_S = 1_000_000
+"""Bounds of waits are counted in looks at a word of the own memory, each of about a microsecond."""
 STATUS_BYTES = 16
 """That each program of `put_rows` puts behind its rows."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SymmetricWindow:
-    """Memory that every member has at the same place; a put names the member whose copy it writes."""
+    """This member's copy of memory that every member has."""
 
     label: str
     num_bytes: int
@@ -51,7 +53,8 @@ class SymmetricWindow:
 class AnswerRows(NamedTuple):
     """Rows of deltas and which of them belong to whom they are put to.
 
-    rows: [R, N] contiguous; row r is of token r // top_k.  token_slots: [T] int32, -1 = the token has none.
+    rows: [R, N], a place of the window; row r is of token r // top_k.  token_slots: [T] int32, -1 = the token
+    has none.
     ids: [T, top_k] int32 experts, None at a dense site; only those of first_expert to end_expert - 1 are put.
     frame: the step's, with the generations that were asked for (see `lora_server.protocol.device_frames`).
     generation: [M] int64 what the slots have by now; a row whose slot has a higher one is counted as missing.
@@ -85,24 +88,22 @@ class DevicePuts(Protocol):
         """Zeroed symmetric memory; every member calls it with the same sizes, in the same order."""
         ...
 
+    def meet(self) -> None:
+        """Wait until every member has called it as often.  Raises LoraServerError if one does not come."""
+        ...
+
     def put_pieces(
-        self, window: SymmetricWindow, pieces: Sequence[tuple[int, torch.Tensor]], signal: int, peer: int
+        self, window: SymmetricWindow, places: Sequence[tuple[int, int]], signal: int, peer: int
     ) -> None:
-        """peer's window[offset : offset + src.nbytes] = src for each (offset, src), then its signal +=
-        PUT_BLOCKS for each.  src: contiguous, on the device, one byte or more; one or two pieces."""
+        """peer's window[offset : offset + num_bytes] = the own for each (offset, num_bytes), then its signal
+        += PUT_BLOCKS for each.  One or two places of one byte or more."""
         ...
 
     def put_rows(
-        self,
-        window: SymmetricWindow,
-        offset_bytes: int,
-        answer: AnswerRows,
-        status_bytes: int,
-        signal: int,
-        peer: int,
+        self, window: SymmetricWindow, answer: AnswerRows, status_bytes: int, signal: int, peer: int
     ) -> None:
-        """peer's window[offset + r * row bytes :] = row r of those that belong to it, then PUT_BLOCKS counts
-        of missing rows at status_bytes (int64, STATUS_BYTES apart), and its signal += PUT_BLOCKS."""
+        """The rows that belong to the peer go to its window, then PUT_BLOCKS counts of missing rows to
+        status_bytes (int64, STATUS_BYTES apart), and its signal += PUT_BLOCKS."""
         ...
 
     def close(self) -> None: ...
@@ -117,6 +118,9 @@ def check_device_puts(kind: str) -> None:
 
 
 def join_device_group(kind: str, address: str, rank: int, size: int, device: torch.device) -> DevicePuts:
-    """Meet the other members at `address` (host:port, where member 0 listens); returns once all are there."""
+    """Meet the other members at `address` (host:port, where member 0 listens); returns once all are there.
+
+    Raises LoraServerError if they do not come.
+    """
     joined: DevicePuts = importlib.import_module(_PLACES[kind]).join_group(address, rank, size, device)
     return joined

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from moe_lora.core.errors import ConfigError
+from moe_lora.core.errors import ConfigError, LoraServerError
 
 from .descriptor import check_range, check_signal, check_sizes
 from .device_puts import PUT_BLOCKS, STATUS_BYTES, WORDS_PER_SIGNAL, AnswerRows, SymmetricWindow
@@ -28,6 +28,7 @@ from .device_puts import PUT_BLOCKS, STATUS_BYTES, WORDS_PER_SIGNAL, AnswerRows,
 BACKEND = "ibgda"
 _SELF_TEST_BYTES = 4096
 _SELF_TEST_S = 30.0
+_MEET_S = 120.0
 _Gloo: Any = dist.ProcessGroupGloo
 
 
@@ -38,7 +39,6 @@ class IbgdaGroup(_Gloo):
         super().__init__(store, group_rank, group_size, timeout)
         self._num_windows = 0
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self._status = torch.zeros(PUT_BLOCKS, 2, dtype=torch.int64, device=self.device)
 
     def alloc(self, num_bytes: int, num_signals: int, timeout_s: float = _SELF_TEST_S) -> SymmetricWindow:
         """Zeroed symmetric memory; every member calls it with the same sizes, in the same order.
@@ -55,8 +55,9 @@ class IbgdaGroup(_Gloo):
                 "the members of the world; use the world's group"
             )
         symmetric.set_backend("NVSHMEM")
-        # One signal and a page more than asked for: the self-test's.
-        num_bytes, num_signals = num_bytes + _SELF_TEST_BYTES, num_signals + 1
+        # One signal, and a page of each member, more than asked for: the self-test's.
+        test_bytes = self.size() * _SELF_TEST_BYTES
+        num_bytes, num_signals = num_bytes + test_bytes, num_signals + 1
         data = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device).zero_()
         words = symmetric.empty(num_signals * WORDS_PER_SIGNAL, dtype=torch.int64, device=self.device).zero_()
         world = dist.group.WORLD
@@ -64,79 +65,77 @@ class IbgdaGroup(_Gloo):
         for tensor in (data, words):
             symmetric.rendezvous(tensor, group=world)
         torch.cuda.current_stream().synchronize()
-        self.barrier().wait()
+        self.meet()
         whole = SymmetricWindow(
             label=label, num_bytes=num_bytes, num_signals=num_signals, bytes=data, words=words
         )
         self._self_test(whole, timeout_s)
         self._num_windows += 1
-        num_bytes, num_signals = num_bytes - _SELF_TEST_BYTES, num_signals - 1
+        num_bytes, num_signals = num_bytes - test_bytes, num_signals - 1
         bytes_, words = data[:num_bytes], words[: num_signals * WORDS_PER_SIGNAL]
         return replace(whole, num_bytes=num_bytes, num_signals=num_signals, bytes=bytes_, words=words)
 
+    def meet(self) -> None:
+        """See `DevicePuts`."""
+        try:
+            self.barrier().wait()
+        except RuntimeError as error:
+            raise LoraServerError(f"a member of {self.size()} did not come: {error}") from error
+
     def put_pieces(
-        self, window: SymmetricWindow, pieces: Sequence[tuple[int, torch.Tensor]], signal: int, peer: int
+        self, window: SymmetricWindow, places: Sequence[tuple[int, int]], signal: int, peer: int
     ) -> None:
         """See `DevicePuts`.  Raises ValueError for what can't be put."""
         from . import nvshmem_kernels
 
-        for offset_bytes, src in pieces:
-            self._check(window, offset_bytes, src, signal, peer)
-        nvshmem_kernels.launch_put_pieces(window, pieces, signal, peer)
+        for offset_bytes, num_bytes in places:
+            self._check(window, offset_bytes, num_bytes, signal, peer)
+        nvshmem_kernels.launch_put_pieces(window, places, signal, peer)
 
     def put_rows(
-        self,
-        window: SymmetricWindow,
-        offset_bytes: int,
-        answer: AnswerRows,
-        status_bytes: int,
-        signal: int,
-        peer: int,
+        self, window: SymmetricWindow, answer: AnswerRows, status_bytes: int, signal: int, peer: int
     ) -> None:
         """See `DevicePuts`.  Raises ValueError for what can't be put."""
         from . import nvshmem_kernels
 
-        self._check(window, offset_bytes, answer.rows, signal, peer)
-        check_range(window, status_bytes, PUT_BLOCKS * STATUS_BYTES)
-        nvshmem_kernels.launch_put_rows(
-            window, offset_bytes, answer, status_bytes, self._status, signal, peer
-        )
+        self._check(window, status_bytes, PUT_BLOCKS * STATUS_BYTES, signal, peer)
+        nvshmem_kernels.launch_put_rows(window, answer, status_bytes, signal, peer)
 
     def close(self) -> None:
         """The members leave with their processes: NVSHMEM has no other way."""
 
     def _check(
-        self, window: SymmetricWindow, offset_bytes: int, src: torch.Tensor, signal: int, peer: int
+        self, window: SymmetricWindow, offset_bytes: int, num_bytes: int, signal: int, peer: int
     ) -> None:
         check_signal(window, signal)
         if not 0 <= peer < self.size():
             raise ValueError(f"peer={peer} is no member; choose 0 to {self.size() - 1}")
-        if not src.is_cuda or not src.is_contiguous() or not src.nbytes:
-            layout = f"{src.nbytes} bytes with strides {src.stride()} on {src.device}"
-            raise ValueError(f"src must be a contiguous CUDA tensor of one byte or more, not {layout}")
-        check_range(window, offset_bytes, src.nbytes)
+        if num_bytes < 1:
+            raise ValueError(f"num_bytes={num_bytes}: a put has one byte or more")
+        check_range(window, offset_bytes, num_bytes)
 
     def _self_test(self, window: SymmetricWindow, timeout_s: float) -> None:
         me, size = self.rank(), self.size()
-        offset, last = window.num_bytes - _SELF_TEST_BYTES, window.num_signals - 1
-        sent = torch.full((_SELF_TEST_BYTES,), 1 + me % 250, dtype=torch.uint8, device=self.device)
-        self.put_pieces(window, [(offset, sent)], last, (me + 1) % size)
+        before, last = (me - 1) % size, window.num_signals - 1
+        starts = [window.num_bytes - (size - member) * _SELF_TEST_BYTES for member in (me, before)]
+        sent, came = (window.bytes[start : start + _SELF_TEST_BYTES] for start in starts)
+        sent.fill_(1 + me % 250)
+        self.put_pieces(window, [(starts[0], _SELF_TEST_BYTES)], last, (me + 1) % size)
         # Looked at from the host: a wait on the device could never be given up.
         deadline = time.monotonic() + timeout_s
         while window.read_signal(last) < PUT_BLOCKS:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"member {me}: the put of member {(me - 1) % size} did not arrive in {timeout_s:g} s; "
+                    f"member {me}: the put of member {before} did not arrive in {timeout_s:g} s; "
                     "check NVSHMEM's transport (NVSHMEM_DEBUG=INFO, NVSHMEM_IB_ENABLE_IBGDA=1, GPU peer "
                     "access) or set lora_server.device_puts='none'"
                 )
-        expected = 1 + (me - 1) % size % 250
-        if not bool((window.bytes[offset:] == expected).all()):
+        if not bool((came == 1 + before % 250).all()):
             raise ConfigError(
-                f"member {me}: a signal of member {(me - 1) % size} came before its data; don't use "
+                f"member {me}: a signal of member {before} came before its data; don't use "
                 f"{BACKEND!r} on this system"
             )
-        self.barrier().wait()
+        self.meet()
 
 
 def check_machine() -> None:
@@ -175,5 +174,11 @@ def join_group(address: str, rank: int, size: int, device: torch.device) -> Ibgd
     """This process's world (see `device_puts.join_device_group`): NVSHMEM spans no other."""
     register()
     torch.cuda.set_device(device)
-    dist.init_process_group(BACKEND, init_method=f"tcp://{address}", rank=rank, world_size=size)
+    wait, where = timedelta(seconds=_MEET_S), f"tcp://{address}"
+    try:
+        dist.init_process_group(BACKEND, where, wait, size, rank)
+    except (RuntimeError, ValueError) as error:
+        raise LoraServerError(
+            f"{size} devices did not meet at {address} in {_MEET_S:g} s: {error}"
+        ) from error
     return _groups[-1]

@@ -23,43 +23,33 @@ from torch.distributed._symmetric_memory._nvshmem_triton import (
     requires_nvshmem,
 )
 
-from .device_puts import PUT_BLOCKS, WORDS_PER_SIGNAL, AnswerRows, SymmetricWindow
+from .device_puts import PUT_BLOCKS, STATUS_BYTES, WORDS_PER_SIGNAL, AnswerRows, SymmetricWindow
 
 _SIGNAL_ADD = tl.constexpr(5)
 
 
 @requires_nvshmem
 @triton.jit
-def put_pieces(
-    first_dst,
-    first_src,
-    first_bytes: tl.int64,
-    second_dst,
-    second_src,
-    second_bytes: tl.int64,
-    signal,
-    peer: tl.int32,
-):
-    """The peer's first_dst[:first_bytes] = first_src, the second likewise unless it is empty; each program
-    adds 1 to the peer's signal for each.  first_bytes at least 1."""
+def put_pieces(first, first_bytes: tl.int64, second, second_bytes: tl.int64, signal, peer: tl.int32):
+    """The peer's first[:first_bytes] = first, the second likewise unless it is empty; each program adds 1 to
+    the peer's signal for each.  first_bytes at least 1."""
     for piece in tl.static_range(2):
-        dst, src, num_bytes = (first_dst, first_src, first_bytes)
+        place, num_bytes = (first, first_bytes)
         if piece == 1:
-            dst, src, num_bytes = (second_dst, second_src, second_bytes)
+            place, num_bytes = (second, second_bytes)
         if num_bytes > 0:
             part = (tl.cdiv(num_bytes, tl.num_programs(0)) + 15) // 16 * 16
             # Who has no part puts the last byte again.
             start = tl.minimum(tl.program_id(0) * part, num_bytes - 1)
             count = tl.minimum(part, num_bytes - start)
             one = tl.full((), 1, tl.int64)
-            putmem_signal_block(dst + start, src + start, count, signal, one, _SIGNAL_ADD, peer)
+            putmem_signal_block(place + start, place + start, count, signal, one, _SIGNAL_ADD, peer)
 
 
 @requires_nvshmem
 @triton.jit
 def put_rows(
-    dst,
-    src,
+    rows,
     row_bytes: tl.int64,
     num_rows: tl.int32,
     token_slots,
@@ -72,17 +62,16 @@ def put_rows(
     missing,
     state,
     over,
-    status_dst,
-    status_src,
+    status,
     signal,
     peer: tl.int32,
     HAS_IDS: tl.constexpr,
 ):
-    """The peer's dst[r * row_bytes :] = row r of src, for rows r that belong to it (see `AnswerRows`), by any
+    """The peer's rows[r * row_bytes :] = row r, for rows r that belong to it (see `AnswerRows`), by any
     number of programs; then each program's count of missing rows, with 1 for the peer's signal.
 
-    A row whose slot has left by now was read in part, perhaps: it counts as missing.  status_dst, status_src:
-    int64 [2] for each program; the latter is local memory.
+    A row whose slot has left by now was read in part, perhaps: it counts as missing.  status: int64 [2]
+    for each program.
     """
     if (tl.load(state) & over) != 0:
         return
@@ -98,47 +87,42 @@ def put_rows(
             wanted = wanted & (expert >= first_expert) & (expert < end_expert)
         if wanted:
             start = row * row_bytes
-            put(dst + start, src + start, row_bytes, peer)
+            put(rows + start, rows + start, row_bytes, peer)
             left = tl.load(generation + slot, volatile=True) > tl.load(frame + 1 + asked + token)
             count += left.to(tl.int64)
-    tl.store(status_src + pid * 2, count)
+    place = status + pid * 2
+    tl.store(place, count)
     quiet()  # the signal orders its own bytes only
     tl.debug_barrier()
     one, num_bytes = tl.full((), 1, tl.int64), tl.full((), 16, tl.int64)
-    status_dst, status_src = status_dst + pid * 2, status_src + pid * 2
-    putmem_signal_block(status_dst, status_src, num_bytes, signal, one, _SIGNAL_ADD, peer)
+    putmem_signal_block(place, place, num_bytes, signal, one, _SIGNAL_ADD, peer)
 
 
 def launch_put_pieces(
-    window: SymmetricWindow, pieces: Sequence[tuple[int, torch.Tensor]], signal: int, peer: int
+    window: SymmetricWindow, places: Sequence[tuple[int, int]], signal: int, peer: int
 ) -> None:
     """See `device_puts.DevicePuts.put_pieces`."""
     operands: list[Any] = []
-    for offset_bytes, src in pieces:
-        operands += [window.bytes[offset_bytes:], src.reshape(-1).view(torch.uint8), src.nbytes]
-    if len(pieces) == 1:
-        operands += [window.bytes, window.bytes, 0]
+    for offset_bytes, num_bytes in places:
+        operands += [window.bytes[offset_bytes:], num_bytes]
+    if len(places) == 1:
+        operands += [window.bytes, 0]
     word = window.words[signal * WORDS_PER_SIGNAL :]
     put_pieces[(PUT_BLOCKS,)](*operands, word, peer, num_warps=32)
 
 
 def launch_put_rows(
-    window: SymmetricWindow,
-    offset_bytes: int,
-    answer: AnswerRows,
-    status_bytes: int,
-    status: torch.Tensor,
-    signal: int,
-    peer: int,
+    window: SymmetricWindow, answer: AnswerRows, status_bytes: int, signal: int, peer: int
 ) -> None:
-    """See `device_puts.DevicePuts.put_rows`.  status: int64 [PUT_BLOCKS, 2], local memory."""
-    rows = answer.rows
+    """See `device_puts.DevicePuts.put_rows`."""
+    rows, end_bytes = answer.rows, status_bytes + PUT_BLOCKS * STATUS_BYTES
     put_rows[(PUT_BLOCKS,)](
-        *(window.bytes[offset_bytes:], rows.view(torch.uint8), rows.shape[1] * rows.element_size()),
-        *(len(rows), answer.token_slots, answer.token_slots if answer.ids is None else answer.ids),
+        *(rows.view(torch.uint8), rows.shape[1] * rows.element_size(), len(rows)),
+        *(answer.token_slots, answer.token_slots if answer.ids is None else answer.ids),
         *(answer.top_k, answer.first_expert, answer.end_expert, answer.frame, answer.generation),
-        *(answer.missing, answer.state, answer.over, window.bytes[status_bytes:].view(torch.int64), status),
-        *(window.words[signal * WORDS_PER_SIGNAL :], peer),
+        *(answer.missing, answer.state, answer.over),
+        *(window.bytes[status_bytes:end_bytes].view(torch.int64), window.words[signal * WORDS_PER_SIGNAL :]),
+        peer,
         HAS_IDS=answer.ids is not None,
         num_warps=32,
     )

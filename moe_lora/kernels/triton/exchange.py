@@ -29,7 +29,7 @@ _COLUMNS = 512
 _WORDS = tl.constexpr(WORDS)
 
 
-@triton.jit(do_not_specialize=("first", "count", "stride", "more", "max_polls", "status_first"))
+@triton.jit(do_not_specialize=("first", "count", "stride", "more", "max_polls"))
 def wait_signals(
     words,
     expected,
@@ -40,14 +40,13 @@ def wait_signals(
     more,
     max_polls,
     status,
-    status_first,
     BLOCKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Ends when signals first, first + stride, .. (count of them) are `more` further than at the last wait.
 
-    status: of signals status_first, status_first + stride, .. BLOCKS counts of missing rows, two int64 apart,
-    which set STALE in the state; BLOCKS 0: they have none.  One program.
+    status: for these signals, stride apart, BLOCKS counts of missing rows each, two int64 apart, which set
+    STALE in the state; BLOCKS 0: they have none.  One program.
     """
     for number in range(count):
         signal = first + number * stride
@@ -61,7 +60,7 @@ def wait_signals(
             polls += 1
         if seen(word, INTERPRETED) < target:  # what is read from here on is what was put before
             tl.store(state, tl.load(state) | _LOST)
-        counts = status + (status_first + number * stride) * BLOCKS * 2
+        counts = status + number * stride * BLOCKS * 2
         for block in range(BLOCKS):
             if tl.load(counts + block * 2, volatile=True) > 0:
                 tl.store(state, tl.load(state) | _STALE)
@@ -146,15 +145,15 @@ def launch_wait(
     more: int,
     state: torch.Tensor,
     max_polls: int,
-    status: tuple[torch.Tensor, int, int] | None = None,
+    status: tuple[torch.Tensor, int] | None = None,
 ) -> None:
-    """See `wait_signals`.  state: int64 [1].  status: int64 counts, the first signal's number, BLOCKS."""
+    """See `wait_signals`.  state: int64 [1].  status: int64 counts, and BLOCKS."""
     words, expected, numbers = signals
-    counts, first, blocks = status or (words, 0, 0)
+    counts, blocks = status or (words, 0)
     configs.start(
         wait_signals,
         1,
-        *(words, expected, state, numbers.start, len(numbers), numbers.step, more, max_polls, counts, first),
+        *(words, expected, state, numbers.start, len(numbers), numbers.step, more, max_polls, counts),
         BLOCKS=blocks,
         INTERPRETED=configs.interpreted(),
         num_warps=1,
@@ -203,7 +202,7 @@ def launch_add_rows(
 def launch_all(word: torch.Tensor) -> None:
     """Every kernel of this file, for those who compile them ahead of time.  word: int64 [8]."""
     signals = Signals(word, word, range(1))
-    for status in (None, (word, 0, 8)):
+    for status in (None, (word, 8)):
         launch_wait(signals, 8, word, NO_BOUND, status)
     launch_admit(
         word, word, word.view(2, 4), 0, torch.empty(64, dtype=torch.int32), word, word, NO_BOUND, True

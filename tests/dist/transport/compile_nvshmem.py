@@ -9,11 +9,11 @@ torch.utils._triton.has_triton = lambda: True  # torch hides the device function
 
 from moe_lora.dist.transport import nvshmem_kernels as kernels  # noqa: E402
 
-_PIECE = ("*u8", "*u8", "i64")
-_ROWS = ("*u8", "*u8", "i64", "i32", "*i32", "*i32", "i32", "i32", "i32", *("*i64",) * 4, "i32")
+_PIECE = ("*u8", "i64")
+_ROWS = ("*u8", "i64", "i32", "*i32", "*i32", "i32", "i32", "i32", *("*i64",) * 4, "i32")
 SIGNATURES = {
     "put_pieces": (*_PIECE, *_PIECE, "*i64", "i32"),
-    "put_rows": (*_ROWS, "*i64", "*i64", "*i64", "i32"),
+    "put_rows": (*_ROWS, "*i64", "*i64", "i32"),
 }
 CONSTANTS = {"put_rows": {"HAS_IDS": True}}
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from moe_lora.dist.transport.descriptor import LINE_BYTES
-from moe_lora.dist.transport.device_puts import PUT_BLOCKS, AnswerRows, SymmetricWindow
+from moe_lora.dist.transport.device_puts import AnswerRows, SymmetricWindow
 
 _MODULE = "torch.distributed._symmetric_memory._nvshmem_triton"
 _ADD = 5
@@ -96,14 +96,20 @@ class Heap:
         os.rename(f"{own}.part", own)
         self.members = []
         for member in range(size):
-            path, deadline_s = folder / f"{number}.{member}", time.monotonic() + 60.0
-            while not path.exists():
-                assert time.monotonic() < deadline_s, f"member {member} does not come"
-                time.sleep(0.01)
+            path = _appear(folder / f"{number}.{member}")
             with path.open("r+b") as file:
                 self.members.append(np.frombuffer(mmap.mmap(file.fileno(), total), dtype=np.uint8))
         self.start = self.members[rank].ctypes.data
         self.end = self.start + total
+
+
+def _appear(path: Path) -> Path:
+    """The file, once it is there."""
+    deadline_s = time.monotonic() + 90.0
+    while not path.exists():
+        assert time.monotonic() < deadline_s, f"{path.name} does not come"
+        time.sleep(0.01)
+    return path
 
 
 class StandInGroup:
@@ -117,7 +123,7 @@ class StandInGroup:
         self._folder, self._rank, self._size = folder, rank, size
         self.network = Network(seed * 100 + rank, longest_s)
         self._heaps: list[Heap] = []
-        self._status = torch.zeros(PUT_BLOCKS, 2, dtype=torch.int64)
+        self._num_meetings = 0
         self.closed = False
         _groups.append(self)
 
@@ -135,26 +141,25 @@ class StandInGroup:
         sizes = {"num_bytes": num_bytes, "num_signals": num_signals}
         return SymmetricWindow(label="window", bytes=memory[:num_bytes], words=words, **sizes)
 
+    def meet(self) -> None:
+        (self._folder / f"meeting-{self._num_meetings}.{self._rank}").touch()
+        for member in range(self._size):
+            _appear(self._folder / f"meeting-{self._num_meetings}.{member}")
+        self._num_meetings += 1
+
     def put_pieces(
-        self, window: SymmetricWindow, pieces: Sequence[tuple[int, torch.Tensor]], signal: int, peer: int
+        self, window: SymmetricWindow, places: Sequence[tuple[int, int]], signal: int, peer: int
     ) -> None:
         from moe_lora.dist.transport import nvshmem_kernels
 
-        nvshmem_kernels.launch_put_pieces(window, pieces, signal, peer)
+        nvshmem_kernels.launch_put_pieces(window, places, signal, peer)
 
     def put_rows(
-        self,
-        window: SymmetricWindow,
-        offset_bytes: int,
-        answer: AnswerRows,
-        status_bytes: int,
-        signal: int,
-        peer: int,
+        self, window: SymmetricWindow, answer: AnswerRows, status_bytes: int, signal: int, peer: int
     ) -> None:
         from moe_lora.dist.transport import nvshmem_kernels
 
-        places = window, offset_bytes, answer, status_bytes
-        nvshmem_kernels.launch_put_rows(*places, self._status, signal, peer)
+        nvshmem_kernels.launch_put_rows(window, answer, status_bytes, signal, peer)
 
     def close(self) -> None:
         self.closed = True
@@ -202,6 +207,7 @@ def _send_pieces(
 
 
 def put(dst: Any, src: Any, count: Any, peer: Any) -> None:
+    assert _number(dst) == _number(src), "the network reads symmetric memory only"
     group, num_bytes = _groups[-1], _number(count) * _bytes(dst)
     assert num_bytes > 0, "NVSHMEM takes no empty put"
     _send_pieces(group, group.place(_number(dst), num_bytes, _number(peer)), _number(src))
@@ -210,6 +216,7 @@ def put(dst: Any, src: Any, count: Any, peer: Any) -> None:
 def putmem_signal_block(
     dst: Any, src: Any, size_bytes: Any, signal: Any, value: Any, operation: Any, peer: Any
 ) -> None:
+    assert _number(dst) == _number(src), "the network reads symmetric memory only"
     group, num_bytes, member = _groups[-1], _number(size_bytes), _number(peer)
     assert num_bytes > 0, "NVSHMEM takes no empty put"
     assert _number(operation) == _ADD

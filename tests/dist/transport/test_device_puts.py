@@ -51,23 +51,24 @@ def until(word: torch.Tensor, value: int) -> None:
 def test_who_sees_the_signal_sees_all_pieces(sizes, group):
     window = group.alloc(SIZE, SIGNAL + 1)
     there, words = peers_memory(group)
-    word, before = words[SIGNAL * WORDS_PER_SIGNAL], there.clone()
-    pieces = [(256 + 30_000 * i, pattern(size, size)) for i, size in enumerate(sizes)]
+    word, places = words[SIGNAL * WORDS_PER_SIGNAL], [(256 + 30_000 * i, n) for i, n in enumerate(sizes)]
     for use in (1, 2):
-        group.put_pieces(window, pieces, SIGNAL, 1)
+        window.bytes[:] = pattern(SIZE, use)
+        expected = there.clone()
+        for start, size in places:
+            expected[start : start + size] = window.bytes[start : start + size]
+        group.put_pieces(window, places, SIGNAL, 1)
         until(word, use * PUT_BLOCKS * len(sizes))
-        for start, data in pieces:
-            before[start : start + len(data)] = data
-        assert torch.equal(there, before), "and nothing else"
-        there[:], before[:] = 0, 0
+        assert torch.equal(there, expected), "and nothing else"
     assert group.network.num_overtaken > 0
-    assert not window.bytes.any(), "a put writes its peer's copy only"
+    assert torch.equal(window.bytes, pattern(SIZE, 2)), "a put writes its peer's copy only"
 
 
-def answer(ids: torch.Tensor | None, token_slots: list[int], generations: list[int], **fields) -> AnswerRows:
+def answer(window, ids, token_slots: list[int], generations: list[int], **fields) -> AnswerRows:
     num_tokens = len(generations)
     top_k = 1 if ids is None else ids.shape[1]
-    rows = torch.arange(len(token_slots) * top_k * 40, dtype=torch.float32).view(-1, 40) + 1
+    values = torch.arange(len(token_slots) * top_k * 40, dtype=torch.float32).view(-1, 40) + 1
+    rows = window.bytes[512 : 512 + values.nbytes].view(torch.float32).view(-1, 40).copy_(values)
     frame = torch.tensor([num_tokens, *token_slots[:num_tokens], *generations])
     given = {
         "first_expert": 0,
@@ -85,7 +86,7 @@ def put(group, window, given: AnswerRows) -> tuple[torch.Tensor, int]:
     """Rows at the peer once it was told, and how many it was told are missing."""
     there, words = peers_memory(group)
     status_at = 40_000
-    group.put_rows(window, 512, given, status_at, SIGNAL, 1)
+    group.put_rows(window, given, status_at, SIGNAL, 1)
     until(words[SIGNAL * WORDS_PER_SIGNAL], PUT_BLOCKS)
     status = there[status_at : status_at + PUT_BLOCKS * STATUS_BYTES].view(torch.int64)[::2]
     return there[512 : 512 + given.rows.nbytes].view(torch.float32).view(given.rows.shape), int(status.sum())
@@ -95,7 +96,7 @@ def test_rows_of_own_experts_and_admitted_tokens_arrive_before_the_signal(group)
     window = group.alloc(SIZE, SIGNAL + 1)
     group.network.holds_plain = True
     ids = torch.tensor([[0, 3], [2, -1], [3, 1], [0, 2]], dtype=torch.int32)
-    given = answer(ids, [0, -1, 1, -1], [5, 5, 6], first_expert=2, end_expert=4)
+    given = answer(window, ids, [0, -1, 1, -1], [5, 5, 6], first_expert=2, end_expert=4)
     there, num_missing = put(group, window, given)
     wanted = [1, 4]
     assert torch.equal(there[wanted], given.rows[wanted])
@@ -107,14 +108,14 @@ def test_rows_of_own_experts_and_admitted_tokens_arrive_before_the_signal(group)
 def test_rows_that_left_meanwhile_are_told_of_beside_those_that_were_missing_before(group):
     window = group.alloc(SIZE, SIGNAL + 1)
     missing = torch.tensor([2])
-    given = answer(None, [0, 1, 1, -1], [5, 5, 6, 0], missing=missing)
+    given = answer(window, None, [0, 1, 1, -1], [5, 5, 6, 0], missing=missing)
     assert put(group, window, given)[1] == 3
 
 
 def test_nothing_is_put_once_the_session_is_over(group):
     window = group.alloc(SIZE, SIGNAL + 1)
-    given = answer(None, [0, 1], [5, 6], state=torch.tensor([ENDED]))
-    group.put_rows(window, 512, given, 40_000, SIGNAL, 1)
+    given = answer(window, None, [0, 1], [5, 6], state=torch.tensor([ENDED]))
+    group.put_rows(window, given, 40_000, SIGNAL, 1)
     time.sleep(0.05)
     assert not any(memory.any() for memory in peers_memory(group))
 
@@ -123,6 +124,6 @@ def test_without_quiet_the_signal_would_come_first(group):
     """What this file relies on shows when it is missing."""
     window = group.alloc(SIZE, SIGNAL + 1)
     group.network.quiet_works, group.network.holds_plain = False, True
-    given = answer(None, [0, 1] * 30, [5, 6] * 30)
+    given = answer(window, None, [0, 1] * 30, [5, 6] * 30)
     there, _ = put(group, window, given)
     assert not torch.equal(there, given.rows)

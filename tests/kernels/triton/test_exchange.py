@@ -60,11 +60,11 @@ def test_missing_rows_of_any_block_make_the_state_stale_and_later_waits_go_on(de
     words[::WORDS] = 2
     status = zeros(device, 2, 2, 2)
     numbers = range(2, 4)
-    exchange.launch_wait(Signals(words, expected, numbers), 2, state, 10, (status, 0, 2))
+    exchange.launch_wait(Signals(words, expected, numbers), 2, state, 10, (status, 2))
     assert not int(state)
     status[1, 1, 0] = 3
     words[::WORDS] = 4
-    exchange.launch_wait(Signals(words, expected, numbers), 2, state, 10, (status, 0, 2))
+    exchange.launch_wait(Signals(words, expected, numbers), 2, state, 10, (status, 2))
     assert int(state) == STALE
     assert expected.tolist() == [0, 0, 4, 4]
 

@@ -92,14 +92,14 @@ class LoraServerClient:
         leader = server.address, self._keys, self._hello, CONNECT_TIMEOUT_S
         try:
             place = network().run(ask(*leader, "join_devices", self._instance))
+            address, client, num_clients, max_rows = place
+            frames = DeviceFrames(shape, self.partition, dtype, max_rows, num_clients)
+            logger.info("waiting for all devices that put to each other: %d", frames.size)
+            member = frames.member(client)
+            group = join_device_group(server.device_puts, address, member, frames.size, device)
+            self.pushed = PushedBackend(group, frames, client, server.answer_timeout_s)
         except LoraServerError as error:
             logger.warning("%s; rows go over lora_server.transport", error)
-            return
-        address, client, num_clients, max_rows = place
-        frames = DeviceFrames(shape, self.partition, dtype, max_rows, num_clients)
-        logger.info("waiting for all devices that put to each other: %d", frames.size)
-        group = join_device_group(server.device_puts, address, frames.member(client), frames.size, device)
-        self.pushed = PushedBackend(group, frames, client, server.answer_timeout_s)
 
     async def _join_rank(self, server_rank: int, timeout_s: float) -> Peer:
         """Connect to a server rank, which the leader knows where to find.  Raises LoraServerError."""

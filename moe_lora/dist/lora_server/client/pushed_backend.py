@@ -19,16 +19,13 @@ from functools import partial
 import torch
 
 from moe_lora.dist.lora_server.protocol.device_frames import DeviceFrames
-from moe_lora.dist.transport.device_puts import PUT_BLOCKS, DevicePuts
+from moe_lora.dist.transport.device_puts import POLLS_PER_S, PUT_BLOCKS, STATUS_BYTES, DevicePuts
 from moe_lora.kernels.operands import StepTables
 from moe_lora.kernels.triton.configs import kernels
 from moe_lora.lora.backend import AddTo
 from moe_lora.lora.row_routing import RowRouting, Source
 
 logger = logging.getLogger(__name__)
-
-POLLS_PER_S = 1_000_000
-"""Bounds of waits are counted in looks at a word of the own memory, each of about a microsecond."""
 
 
 class PushedBackend:
@@ -46,12 +43,11 @@ class PushedBackend:
         self._window = group.alloc(frames.num_bytes, frames.num_signals)
         zeros = partial(torch.zeros, dtype=torch.int64, device=group.device)
         self._expected, self._state = zeros(frames.num_signals), zeros(1)
-        status = self._window.bytes[frames.status_bytes.start : frames.status_bytes.stop]
-        self._status = status.view(torch.int64)
         self._answers = {site: self._answer(site) for site in frames.sites}
         self._frame: torch.Tensor | None = None
         self.lost = False
         self.num_steps = self.num_redone = 0
+        group.meet()  # the server's ranks come when they have compiled what answers
 
     def takes(self, routing: RowRouting, num_rows: int, *, decode: bool) -> bool:
         """Whether the leased rows of this step can be asked for so."""
@@ -88,10 +84,16 @@ class PushedBackend:
         on_device = routing.on_device.get(place)
         # Without a step buffer, on CPU.
         self._frame = torch.from_numpy(frame).to(self._group.device) if on_device is None else on_device
-        frames = self._frames
-        pieces = [(frames.frame_at(self._client), self._frame)]
+        frames, client = self._frames, self._client
+        laid = self._laid(frames.frame_at(client), self._frame)
         for server_rank in range(frames.num_ranks):
-            self._group.put_pieces(self._window, pieces, frames.asked(self._client), server_rank)
+            self._group.put_pieces(self._window, [laid], frames.asked(client), server_rank)
+
+    def _laid(self, offset_bytes: int, values: torch.Tensor) -> tuple[int, int]:
+        """Values copied to a place of the own window, which the network reads; the place."""
+        there = self._window.bytes[offset_bytes : offset_bytes + values.nbytes]
+        there.view(values.dtype).view(values.shape).copy_(values)
+        return offset_bytes, values.nbytes
 
     def rows_here(self, layer: int, site: int) -> None:
         """They are elsewhere."""
@@ -101,9 +103,9 @@ class PushedBackend:
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         frames, client = self._frames, self._client
-        pieces = [(frames.x_at(client, site), x.contiguous())]
+        pieces = [self._laid(frames.x_at(client, site), x)]
         if ids is not None:
-            pieces.insert(0, (frames.ids_at(client, site), ids.contiguous()))
+            pieces.append(self._laid(frames.ids_at(client, site), ids))
         ranks = frames.partition.servers_of_client(0, layer, site)
         for server_rank in ranks:
             self._group.put_pieces(self._window, pieces, frames.asked(client, site), server_rank)
@@ -113,16 +115,18 @@ class PushedBackend:
         exchange, frames, frame = self._exchange, self._frames, self._frame
         assert frame is not None, "begin_step comes first"
         numbers = frames.answers_of(ranks, site)
+        first, last = (frames.status_at(self._client, rank, site) for rank in (ranks[0], ranks[-1]))
+        status = self._window.bytes[first : last + PUT_BLOCKS * STATUS_BYTES].view(torch.int64)
         exchange.launch_wait(
             exchange.Signals(self._window.words, self._expected, numbers),
             *(PUT_BLOCKS, self._state, self._max_polls),
-            status=(self._status, frames.status_of(numbers).start, PUT_BLOCKS),
+            status=(status, PUT_BLOCKS),
         )
         exchange.launch_add_rows(y, self._answers[site][: len(y)], frame, ids)
 
     def _answer(self, site: int) -> torch.Tensor:
         """Where the deltas of a site come, [rows of y, N]."""
-        frames, start = self._frames, self._frames.answer_at(site)
+        frames, start = self._frames, self._frames.answer_at(self._client, site)
         width = frames.shape.sites[site].total_out_features
         end = start + frames.outputs(site) * width * frames.dtype.itemsize
         return self._window.bytes[start:end].view(frames.dtype).view(-1, width)

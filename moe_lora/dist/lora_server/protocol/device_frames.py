@@ -3,12 +3,15 @@
 Members of the group are the server's ranks, in their order, and then the instances.  Every member has the
 same window:
 
-    requests, for each instance: the step's frame, then for each served site: ids (expert sites), x
-    answers, for each served site: the deltas
-    for each server rank and served site: how many rows of the answer are missing
+    for each instance
+        requests: the step's frame, then for each served site: ids (expert sites), x
+        answers: for each served site the deltas
+        for each server rank and served site: how many rows of the answer are missing
 
-A place is used again only by the next step or layer, whose request an instance sends after it has added the
-answers of this one: so one place a site is enough, and which one it is no message has to say.
+A request is laid out in the instance's copy and put to the same place of a server rank's; an answer is
+computed in the rank's copy and put to the instance's.  A place is used again only by the next step or layer,
+whose request an instance sends after it has added the answers of this one: so one place a site is enough,
+and which one it is no message has to say.
 
 Legend: T token rows of a step, K experts per token, C instances, S served sites.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -63,7 +67,7 @@ class DeviceFrames:
 
     def frame_at(self, client: int) -> int:
         """Bytes to an instance's step frame, int64 [1 + 2 T]: T, slots (-1 = none), generations."""
-        return client * self._request_bytes
+        return client * self._client_bytes
 
     @property
     def frame_bytes(self) -> int:
@@ -71,29 +75,24 @@ class DeviceFrames:
 
     def ids_at(self, client: int, site: int) -> int:
         """Bytes to the experts of an instance's rows, int32 [T, K]."""
-        return self.frame_at(client) + self._offsets[site][0]
+        return self.frame_at(client) + self._places[site].ids
 
     def x_at(self, client: int, site: int) -> int:
         """Bytes to an instance's inputs of a site, [T or T*K, in_features]."""
-        return self.frame_at(client) + self._offsets[site][1]
+        return self.frame_at(client) + self._places[site].x
 
-    def answer_at(self, site: int) -> int:
+    def answer_at(self, client: int, site: int) -> int:
         """Bytes to the deltas of a site, [T or T*K, out_features]; each server rank puts its rows."""
-        return self.num_clients * self._request_bytes + self._answers[site]
+        return self.frame_at(client) + self._places[site].answer
 
-    def status_at(self, server_rank: int, site: int) -> int:
+    def status_at(self, client: int, server_rank: int, site: int) -> int:
         """Bytes to what a server rank says of its answer: PUT_BLOCKS counts of missing rows."""
-        number = self.answered(server_rank, site) - self._num_requests
-        return self._status_at + number * PUT_BLOCKS * STATUS_BYTES
-
-    @property
-    def status_bytes(self) -> range:
-        """All of these, one after another in the order of `answered`."""
-        return range(self._status_at, self.num_bytes)
+        number = server_rank * len(self.sites) + self.sites.index(site)
+        return self.frame_at(client) + self._statuses + number * PUT_BLOCKS * STATUS_BYTES
 
     @property
     def num_bytes(self) -> int:
-        return self._status_at + self.num_ranks * len(self.sites) * PUT_BLOCKS * STATUS_BYTES
+        return self.num_clients * self._client_bytes
 
     # Signals
 
@@ -109,11 +108,6 @@ class DeviceFrames:
         """The signals of several server ranks."""
         first, step = self.answered(ranks.start, site), len(self.sites)
         return range(first, first + len(ranks) * step, step)
-
-    def status_of(self, signals: range) -> range:
-        """Numbers of these answers among those that have a status."""
-        first = self._num_requests
-        return range(signals.start - first, signals.stop - first, signals.step)
 
     @property
     def num_signals(self) -> int:
@@ -135,35 +129,34 @@ class DeviceFrames:
         return self.outputs(site) if has_row_per_expert(self.shape.sites[site]) else self.max_rows
 
     @cached_property
-    def _offsets(self) -> dict[int, tuple[int, int]]:
-        """Of ids and x in an instance's requests, by site; at -1 the end."""
+    def _places(self) -> dict[int, _Places]:
+        """In an instance's part, by site."""
         at, found = _aligned(self.frame_bytes), {}
         for number in self.sites:
             site = self.shape.sites[number]
-            x_at = at + (_aligned(4 * self.outputs(number)) if site.num_experts else 0)
-            found[number] = at, x_at
-            at = x_at + _aligned(self.inputs(number) * site.in_features * self.dtype.itemsize)
-        found[-1] = at, at
+            x = at + (_aligned(4 * self.outputs(number)) if site.num_experts else 0)
+            answer = x + _aligned(self.inputs(number) * site.in_features * self.dtype.itemsize)
+            end = answer + _aligned(self.outputs(number) * site.total_out_features * self.dtype.itemsize)
+            found[number] = _Places(at, x, answer, end)
+            at = end
         return found
 
     @property
-    def _request_bytes(self) -> int:
-        return self._offsets[-1][0]
-
-    @cached_property
-    def _answers(self) -> dict[int, int]:
-        """Of the answers among themselves, by site; at -1 the end."""
-        at, found = 0, {}
-        for number in self.sites:
-            found[number] = at
-            width = self.shape.sites[number].total_out_features * self.dtype.itemsize
-            at += _aligned(self.outputs(number) * width)
-        found[-1] = at
-        return found
+    def _statuses(self) -> int:
+        return self._places[self.sites[-1]].end
 
     @property
-    def _status_at(self) -> int:
-        return self.num_clients * self._request_bytes + self._answers[-1]
+    def _client_bytes(self) -> int:
+        return self._statuses + _aligned(self.num_ranks * len(self.sites) * PUT_BLOCKS * STATUS_BYTES)
+
+
+class _Places(NamedTuple):
+    """Bytes to the places of a site."""
+
+    ids: int
+    x: int
+    answer: int
+    end: int
 
 
 def _aligned(num_bytes: int) -> int:

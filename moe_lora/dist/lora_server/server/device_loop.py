@@ -12,16 +12,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
+from moe_lora.core.shape import MAX_LORA_RANK
 from moe_lora.dist.lora_server.protocol.device_frames import DeviceFrames
-from moe_lora.dist.transport.device_puts import PUT_BLOCKS, AnswerRows, DevicePuts, SymmetricWindow
+from moe_lora.dist.transport.device_puts import (
+    POLLS_PER_S,
+    PUT_BLOCKS,
+    AnswerRows,
+    DevicePuts,
+    SymmetricWindow,
+)
 from moe_lora.kernels.lora import lora_delta
 from moe_lora.kernels.operands import LoraOperands
 from moe_lora.kernels.triton.configs import kernels
@@ -32,16 +38,17 @@ logger = logging.getLogger(__name__)
 
 _AHEAD = 2
 """Steps of a session that are queued at once: the next waits while one is computed."""
-_MAX_POLLS = 30_000_000
-"""Looks at a signal of a step that has begun, or for a layer that is on its way, before it is given up."""
+_SOONER = 16
+"""A layer on its way is given up in so much less than the time that the instance waits for an answer."""
+_LEFT = 1 << 62
+"""Above every generation."""
 
 
 class ResidentTables:
     """On the device, what each slot of a server rank has: read by operations while they run.
 
     generation: [M].  loaded: [M, L].  Both int64, see `ServerAdapterStore`.  When slots are added there are
-    new tables; of the old ones, which operations may still be bound to with the old slot table, nothing is
-    loaded any more, and what leaves still does.
+    new tables; in the old ones, which operations may still be bound to with the old slot table, all has left.
     """
 
     def __init__(self, server_store: ServerAdapterStore) -> None:
@@ -49,43 +56,49 @@ class ResidentTables:
         self._device = server_store.arena.device
         self._lock = threading.Lock()
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._before: list[torch.Tensor] = []
         self.generation, self.loaded = self._made()
         server_store.on_tables = self.publish
         self.publish()
 
     def _made(self) -> tuple[torch.Tensor, torch.Tensor]:
-        make = partial(torch.zeros, dtype=torch.int64, device=self._device)
-        return make(self._store.generation.shape), make(self._store.loaded.shape)
+        shapes = self._store.generation.shape, self._store.loaded.shape
+        on_cuda = self._stream is not None
+        # Page-locked once: to lock memory may wait for a device that never comes to rest.
+        self._staged = [torch.zeros(shape, dtype=torch.int64, pin_memory=on_cuda) for shape in shapes]
+        generation, loaded = (one.to(self._device, copy=True) for one in self._staged)
+        return generation, loaded
 
     def publish(self) -> None:
         """Bring them up to date; returns when they are.  Any thread."""
-        with self._lock:
-            # Slots and bytes that were written on the thread's own stream come first.
-            if self._stream is not None:
-                torch.cuda.current_stream(self._device).synchronize()
-            generation = self._store.generation
-            if len(self.generation) != len(generation):
-                self._before.append(self.generation)
+        with self._lock, self._beside():
+            if len(self.generation) != len(self._store.generation):
+                self.generation.fill_(_LEFT)
                 self.generation, self.loaded = self._made()
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                for old in self._before:
-                    _copy(generation[: len(old)], old)
-                _copy(self._store.loaded, self.loaded)
-                _copy(generation, self.generation)
+            news = (self._store.generation, self._store.loaded)
+            for staged, array in zip(self._staged, news, strict=True):
+                staged.numpy()[:] = array
+            self.loaded.copy_(self._staged[1], non_blocking=True)
+            self.generation.copy_(self._staged[0], non_blocking=True)
             if self._stream is not None:
                 self._stream.synchronize()
 
-
-def _copy(array: np.ndarray, tensor: torch.Tensor) -> None:
-    source = torch.from_numpy(array)
-    tensor.copy_(source.pin_memory() if tensor.is_cuda else source, non_blocking=True)
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On a stream that sessions don't wait on."""
+        if self._stream is None:
+            yield
+            return
+        # Slots and bytes that were written on the thread's own stream come first.
+        torch.cuda.current_stream(self._device).synchronize()
+        with torch.cuda.stream(self._stream):
+            yield
 
 
 class DeviceSession:
     """One instance's half at this rank.
 
-    client: the instance's number.  num_steps: that were queued.
+    client: the instance's number.  num_steps: that were queued.  answer_timeout_s: how long the instance
+    waits for an answer; what it asks for is given up well before, so that it hears that it is missing.
     """
 
     def __init__(
@@ -98,7 +111,9 @@ class DeviceSession:
         server_store: ServerAdapterStore,
         tables: ResidentTables,
         lora_kernel: str,
+        answer_timeout_s: float,
     ) -> None:
+        self._max_polls = max(1, int(answer_timeout_s * POLLS_PER_S))
         self._exchange = kernels("exchange")
         self._client, self._server_rank = client, server_rank
         self._group, self._window, self._frames = group, window, frames
@@ -119,6 +134,12 @@ class DeviceSession:
             )
             for layer in partition.layers_of(server_rank)
         ]
+        on_cuda = group.device.type == "cuda"
+        self.stream, self._beside = (torch.cuda.Stream(group.device) if on_cuda else None for _ in range(2))
+        self._again: Callable[[], None] = self.step
+        self._bound: torch.Tensor | None = None
+        self._queued: list[Any] = []
+        self._ended = False
         self.num_steps = 0
 
     def step(self) -> None:
@@ -130,31 +151,60 @@ class DeviceSession:
                 continue
             exchange.launch_admit(
                 *(self._frame, self._tables.generation, self._tables.loaded, layer),
-                *(self._token_slots, self._missing, self.state, _MAX_POLLS, is_first),
+                *(self._token_slots, self._missing, self.state, self._max_polls // _SOONER + 1, is_first),
             )
             is_first = False
             for site in sites:
                 self._serve(layer, site)
-        self.num_steps += 1
 
-    def captured(self) -> tuple[Callable[[], None], Any]:
-        """What queues a step, and what it is bound to: as long as the store has these slots, it is right."""
-        slots = self._store.slots
-        if self._group.device.type != "cuda":
-            return self.step, slots
-        self._work_once()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    def queue(self) -> None:
+        """Queue a step, and wait until few enough are queued."""
+        self.prepare()
+        with _on(self.stream):
+            self._again()
+            self.num_steps += 1
+            if self.stream is not None:
+                self._queued.append(torch.cuda.Event())
+                self._queued[-1].record()
+                if len(self._queued) == _AHEAD:
+                    self._queued.pop(0).synchronize()
+
+    def is_lost(self) -> bool:
+        """Whether a wait was given up; steps that are queued are not waited for."""
+        with _on(self._beside):
+            return bool(int(self.state.item()) & self._exchange.LOST)
+
+    def end(self) -> None:
+        """Let no operation wait any more, and wait for all."""
+        self._ended = True
+        with _on(self._beside):
+            self.state.fill_(self._exchange.ENDED)
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def prepare(self) -> None:
+        """Capture a step, unless that was done for the slots that there are now."""
+        if self._bound is self._tables.loaded:
+            return
+        self._bound = self._tables.loaded
+        if self.stream is None:
+            return
+        with _capturing, torch.cuda.stream(self.stream):
+            # Kernels are compiled first, which a capture can't: in a state that lets none wait or put.
+            self.state.fill_(self._exchange.ENDED)
+            expected = self._expected.clone()
             self.step()
-        return graph.replay, slots
-
-    def _work_once(self) -> None:
-        """Have all kernels compiled, which a capture can't: with a state that lets no wait hold on."""
-        self.state.fill_(self._exchange.ENDED)
-        expected = self._expected.clone()
-        self.step()
-        self._expected.copy_(expected)
-        self.state.zero_()
+            self._expected.copy_(expected)
+            self.state.zero_()
+            self.stream.synchronize()
+            if self._ended:
+                self.state.fill_(self._exchange.ENDED)
+            # Not by `torch.cuda.graph`, which waits for the device, and with it for other sessions' steps.
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            self.step()
+            graph.capture_end()
+            self._again = graph.replay
 
     def _wait(self, signal: int, more: int, max_polls: int) -> None:
         signals = self._exchange.Signals(self._window.words, self._expected, range(signal, signal + 1))
@@ -163,11 +213,14 @@ class DeviceSession:
     def _serve(self, layer: int, number: int) -> None:
         frames, site = self._frames, self._frames.shape.sites[number]
         x, ids, out = self._rows[number]
-        self._wait(frames.asked(self._client, number), PUT_BLOCKS * (1 if ids is None else 2), _MAX_POLLS)
+        self._wait(
+            frames.asked(self._client, number), PUT_BLOCKS * (1 if ids is None else 2), 2 * self._max_polls
+        )
         token_slots = self._token_slots[: frames.max_rows]
         store = self._store
         operands = LoraOperands(x, ids, site, layer, token_slots, store.slots, store.arena)
-        lora_delta(operands, out, kernel=self._kernel)
+        # Slots that are empty now have any rank later.
+        lora_delta(operands, out, kernel=self._kernel, max_lora_rank=MAX_LORA_RANK)
         experts = frames.partition.experts_of(self._server_rank)
         answer = AnswerRows(
             rows=out,
@@ -182,22 +235,34 @@ class DeviceSession:
             state=self.state,
             over=self._exchange.LOST | self._exchange.ENDED,
         )
-        places = frames.answer_at(number), answer, frames.status_at(self._server_rank, number)
-        self._group.put_rows(self._window, *places, frames.answered(self._server_rank, number), self._member)
+        status_at = frames.status_at(self._client, self._server_rank, number)
+        signal = frames.answered(self._server_rank, number)
+        self._group.put_rows(self._window, answer, status_at, signal, self._member)
 
     def _places(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """x and ids of a site in the window, and where its deltas are computed."""
         frames, site = self._frames, self._frames.shape.sites[number]
-        data = self._window.bytes
-        x_at, ids = frames.x_at(self._client, number), None
-        x_end = x_at + frames.inputs(number) * site.in_features * frames.dtype.itemsize
-        x = data[x_at:x_end].view(frames.dtype).view(-1, site.in_features)
+
+        def view(start: int, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+            end = start + num_rows * width * dtype.itemsize
+            return self._window.bytes[start:end].view(dtype).view(num_rows, width)
+
+        client, outputs, inputs = self._client, frames.outputs(number), frames.inputs(number)
+        x = view(frames.x_at(client, number), inputs, site.in_features, frames.dtype)
+        out = view(frames.answer_at(client, number), outputs, site.total_out_features, frames.dtype)
+        ids = None
         if site.num_experts:
-            ids_at = frames.ids_at(self._client, number)
-            ids = data[ids_at : ids_at + 4 * frames.outputs(number)].view(torch.int32)
-            ids = ids.view(frames.max_rows, -1)
-        width = site.total_out_features
-        return x, ids, torch.zeros(frames.outputs(number), width, dtype=frames.dtype, device=data.device)
+            top_k = outputs // frames.max_rows
+            ids = view(frames.ids_at(client, number), frames.max_rows, top_k, torch.int32)
+        return x, ids, out
+
+
+_capturing = threading.Lock()
+"""One capture at a time."""
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class DeviceLoop:
@@ -213,9 +278,10 @@ class DeviceLoop:
         server_rank: int,
         server_store: ServerAdapterStore,
         lora_kernel: str,
+        answer_timeout_s: float,
     ) -> None:
         self._join, self._frames, self._server_rank = join, frames, server_rank
-        self._store, self._kernel = server_store, lora_kernel
+        self._store, self._kernel, self._answer_timeout_s = server_store, lora_kernel, answer_timeout_s
         self._stopping = threading.Event()
         self.tables: ResidentTables | None = None
         self.sessions: list[DeviceSession] = []
@@ -227,13 +293,12 @@ class DeviceLoop:
             group = self._join()
             window = group.alloc(self._frames.num_bytes, self._frames.num_signals)
             tables = self.tables = ResidentTables(self._store)
-            self.sessions = [
-                DeviceSession(
-                    *(client, self._server_rank, group, window, self._frames, self._store, tables),
-                    self._kernel,
-                )
-                for client in range(self._frames.num_clients)
-            ]
+            for client in range(self._frames.num_clients):
+                given = (client, self._server_rank, group, window, self._frames, self._store, tables)
+                session = DeviceSession(*given, self._kernel, self._answer_timeout_s)
+                session.prepare()
+                self.sessions.append(session)
+            group.meet()
         except Exception as error:  # instances ask over the transport then
             if not self._stopping.is_set():
                 logger.error("no puts from device to device: %s", error)
@@ -245,40 +310,20 @@ class DeviceLoop:
 
     def _run(self, session: DeviceSession) -> None:
         try:
-            self._serve(session)
+            with torch.inference_mode():
+                while not self._stopping.is_set() and not session.is_lost():
+                    session.queue()
+            if not self._stopping.is_set():
+                logger.error("an instance did not go on with a step that it began: its puts get no answer")
         except Exception:  # its instance gets no answer and asks over the transport
             logger.exception("a session of devices that put to each other has ended")
-
-    def _serve(self, session: DeviceSession) -> None:
-        device = self._store.arena.device
-        on_cuda = device.type == "cuda"
-        stream = torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext()
-        queued: list[Any] = []
-        bound: Any = None
-        with torch.inference_mode(), stream:
-            while not self._stopping.is_set():
-                if bound is not self._store.slots:
-                    queue, bound = session.captured()
-                queue()
-                if on_cuda:
-                    queued.append(torch.cuda.Event())
-                    queued[-1].record()
-                    if len(queued) == _AHEAD:
-                        queued.pop(0).synchronize()
+        finally:
+            session.end()
 
     def stop(self) -> None:
         """End all waits; returns when the device does nothing for the group any more."""
         self._stopping.set()
         for session in self.sessions:
-            _end(session.state, self._store.arena.device)
+            session.end()
         for thread in self._threads[1:]:
             thread.join()
-
-
-def _end(state: torch.Tensor, device: torch.device) -> None:
-    """Tell a session's operations, which may be waiting on its own stream."""
-    from moe_lora.kernels.triton.exchange import ENDED
-
-    side = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
-    with side:
-        state.fill_(ENDED)

@@ -290,7 +290,8 @@ class ServerRank:
         frames = DeviceFrames(self._shape, self._partition, self._dtype, max_rows, num_clients)
         place = address, server_rank, frames.size, self._device
         join = partial(join_device_group, server.device_puts, *place)
-        return DeviceLoop(join, frames, server_rank, self.loop.server_store, self._config.lora_kernel)
+        kernel, timeout_s = self._config.lora_kernel, server.answer_timeout_s
+        return DeviceLoop(join, frames, server_rank, self.loop.server_store, kernel, timeout_s)
 
     # Clients
 

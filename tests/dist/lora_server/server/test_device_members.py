@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from moe_lora.config import EngineConfig, LoraServerConfig
+from moe_lora.config.engine import EmulationConfig, StepProfile
 from moe_lora.core.errors import ConfigError, LoraServerError
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
 from moe_lora.dist.lora_server.server.device_members import DeviceMembers
@@ -41,6 +42,8 @@ def test_instances_are_numbered_as_they_come_and_each_comes_once():
     [
         ({"expert_parallel": 2}, "an instance of 2 ranks"),
         ({"layout": "DP2"}, "needs a layout EPx-PPy"),
+        ({"lora_kernel": "bgmv"}, "nor with lora_kernel='bgmv'"),
+        ({"emulation": EmulationConfig(step_profile=StepProfile())}, "goes neither with a step_profile"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, reason):
