@@ -82,7 +82,7 @@ class ArenaShares:
     def portions(self, now_s: float) -> Floats:
         """[T]: each tenant's part of the arena; 0 for those that are not present."""
         shares = np.where(now_s - self._asked_s <= PRESENT_S, self._shares, 0.0)
-        return shares / shares.sum()
+        return shares / (shares.sum() or 1.0)
 
     def held(self, owners: NDArray[np.int64], amounts: NDArray[np.int64]) -> Floats:
         """[T]: what each tenant holds of these nodes."""

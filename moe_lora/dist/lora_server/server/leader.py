@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 LEADER = 0
 RESTART_S = 0.1
 """From the answer to who asked for a restart to the end of the leader."""
+LOOK_AGAIN_S = 1.0
+"""While instances wait for leases: what they may have changes with time alone, too."""
 
 
 class Leader:
@@ -78,6 +80,7 @@ class Leader:
         self._num_joins: Counter[int] = Counter()
         self._registered_by: dict[str, set[str]] = {}
         self._acquires: dict[tuple[str, str], asyncio.Future[tuple[int, int]]] = {}
+        self._looks_again = False
         self._awaited_by: dict[str, set[int]] = {}
         """Ranks that wait for content the store has lost."""
         self.addresses: dict[int, str] = {}
@@ -283,6 +286,15 @@ class Leader:
                 else:
                     order = EvictOrder(event.slot, self._first_generation + event.generation)
                 self._tell_rank(server_rank, order)
+        if self._table.num_waiting and not self._looks_again:
+            self._looks_again = True
+            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look_again)
+
+    def _look_again(self) -> None:
+        """Ends where nobody waits, as when all connections have ended."""
+        self._looks_again = False
+        self._table.grant_waiting(time.monotonic())
+        self._dispatch()
 
     def _load_order(self, event: Load, server_rank: int) -> LoadOrder:
         runs = dict(event.runs.get(server_rank, {}))

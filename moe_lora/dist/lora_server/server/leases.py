@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
+import numpy as np
+
 from moe_lora.config import MAX_COUNT
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
 from moe_lora.policies.admission import admissible, by_recency
@@ -120,9 +122,10 @@ class LeaseTable:
     """Shares `capacity` slots and the ranks' pages among all instances.
 
     Leases are given first come first served over all instances; an acquire whose adapter finds no place is
-    passed over until it has waited longer than starvation_s, from when on it stops younger ones.  Idle
-    adapters stay until their place is needed and leave least recently used first.  Of several tenants those
-    come first that stay within their shares, and what may leave for whom `Standing` says.
+    passed over until it has waited longer than starvation_s, from when on it stops younger ones.  Of several
+    tenants it does not stop those whose adapter is in use already, those come first that stay within their
+    shares, and what may leave for whom `Standing` says.  Idle adapters stay until their place is needed and
+    leave least recently used first.
 
     capacity: adapters resident at once.  pages_per_rank: pages of each server rank's arena.  page_bytes:
     bytes of a page.  Raises ConfigError for a capacity below 1.
@@ -142,6 +145,8 @@ class LeaseTable:
         self._pages = ServerPages(pages_per_rank)
         self._shares = ArenaShares()
         self._standing: Standing[ServedAdapter] | None = None
+        self._portions = self._shares.portions(0.0)
+        """When all that wait were last looked at."""
         self._is_current = False
         """Whether `_standing` is what it is now."""
         self._events: list[Event] = []
@@ -193,7 +198,7 @@ class LeaseTable:
         adapter = self._registered(adapter_id)
         adapter.retired = True
         self._settle(adapter)
-        self._grant_waiting(now_s)
+        self.grant_waiting(now_s)
 
     def acquire(self, instance: str, adapter_id: str, now_s: float, asker: Asker = ANYBODY) -> Grant | None:
         """The instance's lease, if it can have one now; else it waits and a Grant comes later.
@@ -211,7 +216,11 @@ class LeaseTable:
             self._is_current = False
             self._queue[instance, adapter_id] = waiter
             waiter.adapter.num_waiting += 1
-            lease = self._grant_youngest(waiter, now_s)
+            if np.array_equal(self._shares.portions(now_s), self._portions):
+                lease = self._grant_youngest(waiter, now_s)
+            else:  # with other shares older ones may have become admissible
+                self.grant_waiting(now_s)
+                lease = self._leases.get(instance, {}).get(adapter_id)
         return lease
 
     def release(self, instance: str, adapter_id: str, now_s: float) -> bool:
@@ -219,7 +228,7 @@ class LeaseTable:
         if adapter_id not in self._leases.get(instance, {}):
             return False
         self._end_lease(instance, adapter_id, now_s)
-        self._grant_waiting(now_s)
+        self.grant_waiting(now_s)
         return True
 
     def cancel(self, instance: str, adapter_id: str, now_s: float) -> bool:
@@ -230,7 +239,7 @@ class LeaseTable:
         if (instance, adapter_id) not in self._queue:
             return False
         self._end_wait(instance, adapter_id)
-        self._grant_waiting(now_s)
+        self.grant_waiting(now_s)
         return True
 
     def prefetch(self, adapter_id: str, now_s: float) -> bool:
@@ -251,7 +260,17 @@ class LeaseTable:
         for adapter_id in list(self._leases.get(instance, {})):
             self._end_lease(instance, adapter_id, now_s)
         self._leases.pop(instance, None)
-        self._grant_waiting(now_s)
+        self.grant_waiting(now_s)
+
+    def grant_waiting(self, now_s: float) -> None:
+        """Give what can be had now to those that wait: what fell free, what absent tenants no longer keep."""
+        self._is_current = False
+        while len(self._resident) > self.capacity:
+            if not self._evict_idle(now_s):
+                return
+        while self._grant_first(now_s):
+            pass
+        self._portions = self._shares.portions(now_s)
 
     def resize(self, capacity: int, now_s: float) -> None:
         """Change the number of adapters resident at once.
@@ -267,7 +286,7 @@ class LeaseTable:
             self._generations.append(0)
             heapq.heappush(self._free_slots, slot)
         self.capacity, self._is_current = capacity, False
-        self._grant_waiting(now_s)
+        self.grant_waiting(now_s)
 
     def max_capacity(self) -> int | None:
         """The largest number of adapters that every rank's pages hold, whichever they are; None if none is
@@ -287,6 +306,10 @@ class LeaseTable:
     def residents(self) -> Iterable[ServedAdapter]:
         """The resident adapters, to be read only."""
         return self._resident.values()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
 
     def stats(self) -> LeaseStats:
         """Counts, and bytes of whole pages, for metrics."""
@@ -310,23 +333,17 @@ class LeaseTable:
         return adapter
 
     def _grant_youngest(self, waiter: Waiter, now_s: float) -> Grant | None:
-        """The lease of an acquire just queued; older ones can't have become admissible by its coming."""
+        """The lease of an acquire just queued, whose coming has changed nothing for older ones."""
         standing = self._stand(now_s)
         for older in self._queue.values():
             if now_s - older.arrival_s <= self._starvation_s:
                 break
-            if standing is None or _turn(standing, older) <= _turn(standing, waiter):
+            if standing is None or (
+                not _takes_nothing(waiter) and _turn(standing, older) <= _turn(standing, waiter)
+            ):
                 return None
         fits = self._bring_in(waiter.adapter, waiter.tenant, now_s)
         return self._grant(waiter, now_s) if fits else None
-
-    def _grant_waiting(self, now_s: float) -> None:
-        """Give what fell free to those that wait."""
-        while len(self._resident) > self.capacity:
-            if not self._evict_idle(now_s):
-                return
-        while self._grant_first(now_s):
-            pass
 
     def _grant_first(self, now_s: float) -> bool:
         """Grant a lease, or of one tenant all that can be; False once no more waits that could have one."""
@@ -334,7 +351,11 @@ class LeaseTable:
         if standing is not None:
             queue.sort(key=partial(_turn, standing))
         found = admissible(
-            queue, lambda w: self._bring_in(w.adapter, w.tenant, now_s), now_s, self._starvation_s
+            queue,
+            lambda waiter: self._bring_in(waiter.adapter, waiter.tenant, now_s),
+            now_s,
+            self._starvation_s,
+            None if standing is None else _takes_nothing,
         )
         for waiter in found:
             self._grant(waiter, now_s)
@@ -468,6 +489,10 @@ class LeaseTable:
                     f"{given} (lora_server.memory_gb={given * self._page_bytes / 1e9:g} a rank); "
                     f"choose lora_server.memory_gb={least_gb:g} or more"
                 )
+
+
+def _takes_nothing(waiter: Waiter) -> bool:
+    return waiter.adapter.num_running > 0
 
 
 def _turn(standing: Standing[ServedAdapter], waiter: Waiter) -> float:

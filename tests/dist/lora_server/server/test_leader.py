@@ -63,6 +63,19 @@ def test_the_leader_keeps_for_a_tenant_what_is_within_its_share_and_names_none(c
     assert settled(leases).num_loads == 3
 
 
+def test_what_a_tenant_left_is_given_after_its_absence_though_nobody_asks(cluster, monkeypatch):
+    monkeypatch.setattr("moe_lora.policies.arena_shares.PRESENT_S", 0.4)
+    monkeypatch.setattr("moe_lora.dist.lora_server.server.leader.LOOK_AGAIN_S", 0.05)
+    leases = joined(cluster, "one")
+    leases.acquire("a", Asker("acme", 1.0))
+    granted(leases, "a")
+    leases.release("a")
+    for adapter_id in "bc":
+        leases.acquire(adapter_id, Asker("globex", 1.0))
+    assert settled(leases).num_waiting == 1
+    granted(leases, "c")
+
+
 def test_leases_are_granted_first_come_first_served_over_all_instances(cluster):
     one, other = joined(cluster, "one"), joined(cluster, "other")
     one.acquire("a")

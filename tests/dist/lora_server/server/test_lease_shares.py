@@ -203,3 +203,38 @@ def test_who_asked_for_nothing_for_long_has_no_share_but_for_what_it_uses():
     table.release("j", "d", later_s + 2 * PRESENT_S)
     table.acquire("j", "f", later_s + 2 * PRESENT_S, GREEDY)
     assert {"e", "f"} <= resident(table)
+
+
+def greedy_waits_for_what_modest_left_idle(table: LeaseTable) -> None:
+    for adapter_id in "ab":
+        table.acquire("i", adapter_id, 0.0, MODEST)
+        table.release("i", adapter_id, 0.0)
+    for adapter_id in "cde":
+        table.acquire("j", adapter_id, 1.0, GREEDY)
+    assert resident(table) == {"a", "b", "c", "d"}
+    table.take_events()
+
+
+def test_what_an_absent_tenant_left_is_given_to_those_that_wait_when_another_asks():
+    table = table_of(4, "a", "b", "c", "d", "e", "f")
+    greedy_waits_for_what_modest_left_idle(table)
+    assert table.acquire("j", "f", PRESENT_S + 2, GREEDY) is not None
+    granted = [event.adapter_id for event in table.take_events() if isinstance(event, Grant)]
+    assert granted == ["e", "f"]
+
+
+def test_time_alone_gives_what_an_absent_tenant_left():
+    table = table_of(4, "a", "b", "c", "d", "e")
+    greedy_waits_for_what_modest_left_idle(table)
+    table.grant_waiting(PRESENT_S - 1)
+    assert not table.take_events()
+    table.grant_waiting(PRESENT_S + 2)
+    assert "e" in resident(table)
+
+
+def test_what_is_in_use_already_is_granted_though_another_tenant_starves():
+    table = table_of(2, "a", "b", "c")
+    table.acquire("i", "a", 0.0, GREEDY)
+    table.acquire("i", "b", 0.0, GREEDY)
+    assert table.acquire("i", "c", 0.0, MODEST) is None
+    assert table.acquire("j", "a", 9.0, GREEDY) is not None
