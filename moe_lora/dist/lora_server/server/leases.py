@@ -157,7 +157,9 @@ class LeaseTable:
         self._free_slots: list[int] = []
         self._leases: dict[str, dict[str, Grant]] = {}
         self._queue: dict[tuple[str, str], Waiter] = {}
-        self._num_leased = self._num_loads = self._num_evictions = self._loaded_bytes = 0
+        self._num_loads = self._num_evictions = self._loaded_bytes = 0
+        self._used = [0] * (1 + len(pages_per_rank))
+        """Places, and pages of each rank, of the adapters with a lease."""
         self.resize(capacity, 0.0)
 
     def take_events(self) -> list[Event]:
@@ -334,6 +336,8 @@ class LeaseTable:
 
     def _grant_youngest(self, waiter: Waiter, now_s: float) -> Grant | None:
         """The lease of an acquire just queued, whose coming has changed nothing for older ones."""
+        if not self._could_have_room(waiter.adapter):
+            return None
         standing = self._stand(now_s)
         for older in self._queue.values():
             if now_s - older.arrival_s <= self._starvation_s:
@@ -347,7 +351,10 @@ class LeaseTable:
 
     def _grant_first(self, now_s: float) -> bool:
         """Grant a lease, or of one tenant all that can be; False once no more waits that could have one."""
-        standing, queue = self._stand(now_s), list(self._queue.values())
+        queue = list(self._queue.values())
+        if not any(self._could_have_room(waiter.adapter) for waiter in queue):
+            return False
+        standing = self._stand(now_s)
         if standing is not None:
             queue.sort(key=partial(_turn, standing))
         found = admissible(
@@ -367,7 +374,8 @@ class LeaseTable:
         adapter = waiter.adapter
         assert adapter.slot is not None
         lease = Grant(waiter.instance, adapter.adapter_id, adapter.slot, adapter.generation)
-        self._num_leased += adapter.num_running == 0
+        if adapter.num_running == 0:
+            self._used = [used + asked for used, asked in zip(self._used, adapter.room, strict=True)]
         adapter.num_running += 1
         adapter.last_used_s = now_s
         adapter.owner, self._is_current = waiter.tenant, False
@@ -386,7 +394,8 @@ class LeaseTable:
         del self._leases[instance][adapter_id]
         adapter = self._adapters[adapter_id]
         adapter.num_running -= 1
-        self._num_leased -= adapter.num_running == 0
+        if adapter.num_running == 0:
+            self._used = [used - asked for used, asked in zip(self._used, adapter.room, strict=True)]
         adapter.last_used_s = now_s
         self._shares.stay((adapter.owner,), now_s)
         self._is_current = False
@@ -411,7 +420,7 @@ class LeaseTable:
         if adapter.slot is not None:
             return True
         runs = self._alloc(adapter)
-        if runs is None and self._num_leased < self.capacity:
+        if runs is None and self._could_have_room(adapter):
             leaving = self._may_leave(adapter.room, tenant, now_s)
             if self._could_fit(adapter, leaving):
                 for other in leaving:
@@ -434,8 +443,15 @@ class LeaseTable:
     def _alloc(self, adapter: ServedAdapter) -> Runs | None:
         return self._pages.alloc(adapter.shard_pages) if len(self._resident) < self.capacity else None
 
+    def _could_have_room(self, adapter: ServedAdapter) -> bool:
+        """Whether it has, or might have were all idle adapters gone and all free pages in one piece."""
+        totals = self.capacity, *self._pages.pages_per_rank
+        return adapter.slot is not None or all(
+            used + asked <= total for used, asked, total in zip(self._used, adapter.room, totals, strict=True)
+        )
+
     def _could_fit(self, adapter: ServedAdapter, leaving: Sequence[ServedAdapter]) -> bool:
-        if len(self._resident) - len(leaving) >= self.capacity:
+        if not leaving or len(self._resident) - len(leaving) >= self.capacity:
             return False
         gone = {other.uid for other in leaving}
         staying = [other.runs for other in self._resident.values() if other.uid not in gone]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.dist.lora_server.server.leases import Evict, Grant, LeaseTable, Load
-from moe_lora.policies.arena_shares import PRESENT_S, Asker
+from moe_lora.dist.lora_server.server.lease_shares import Standing
+from moe_lora.dist.lora_server.server.leases import Evict, Grant, LeaseTable, Load, ServedAdapter
+from moe_lora.policies.arena_shares import BEYOND, NOBODY, PRESENT_S, WITHIN, ArenaShares, Asker
 
 CAPACITY, PAGES = 6, (9, 8)
 SHARDS = ({}, {0: {0: 1}}, {0: {0: 2}, 1: {0: 1}}, {1: {0: 2, 1: 2}})
@@ -238,3 +240,63 @@ def test_what_is_in_use_already_is_granted_though_another_tenant_starves():
     table.acquire("i", "b", 0.0, GREEDY)
     assert table.acquire("i", "c", 0.0, MODEST) is None
     assert table.acquire("j", "a", 9.0, GREEDY) is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_order_of_what_is_idle_serves_every_tenant_that_asks(seed, monkeypatch):
+    """As if the order were made for each of them, and made once but for those with idle adapters."""
+    rng = np.random.default_rng(seed)
+    shares, num_tenants, num_kinds = ArenaShares(), 20, 3
+    numbers = [shares.ask(str(name), float(rng.choice([1.0, 5.0])), 0.0) for name in range(num_tenants)]
+    residents = [
+        ServedAdapter(
+            uid, str(uid), {}, (1, *map(int, rng.integers(0, 4, num_kinds - 1))), owner, last_used_s=uid
+        )
+        for uid, owner in enumerate(map(int, rng.choice([NOBODY, *numbers[:6]], 24)))
+    ]
+    for one in residents:
+        one.num_running = int(rng.integers(0, 2))
+    totals = (24.0, 30.0, 30.0)
+    standing = Standing(shares, residents, totals, 0.0)
+    orders = []
+    order = shares.eviction_order
+    monkeypatch.setattr(shares, "eviction_order", lambda *args: orders.append(0) or order(*args))
+    room = (1, 2, 0)
+    leaving = {tenant: standing.may_leave(tenant, room) for tenant in numbers}
+    idle_owners = {one.owner for one in residents if not one.num_running}
+    assert len(orders) <= num_kinds * (1 + len(idle_owners))
+    for tenant in numbers:
+        assert leaving[tenant] == leaving_of(shares, residents, totals, tenant, room)
+
+
+def leaving_of(shares, residents, totals, tenant, room) -> list[ServedAdapter]:
+    """What `Standing` says, with the orders of this tenant's own."""
+    shares.make_room_for(tenant, 0.0)
+    idle = [one for one in residents if not one.num_running]
+    orders = dict.fromkeys(idle, WITHIN)
+    is_beyond = False
+    for kind, total in enumerate(totals):
+        owners = np.array([one.owner for one in residents])
+        held = shares.held(owners, np.array([one.room[kind] for one in residents]))
+        there = [one for one in idle if one.room[kind]]
+        values = np.array([one.last_used_s for one in there], float)
+        amounts = np.array([one.room[kind] for one in there], int)
+        found = shares.eviction_order(
+            held, np.array([one.owner for one in there], int), amounts, values, total, 0.0
+        )
+        orders.update({one: min(orders[one], order) for one, order in zip(there, found, strict=True)})
+        part = shares.portions(0.0)[tenant] * total
+        is_beyond |= bool(room[kind] and held[tenant] + room[kind] > part * (1 + 1e-9))
+    if is_beyond and any(one.owner == tenant and one.num_running for one in residents):
+        idle = [one for one in idle if one.owner == tenant or orders[one] == BEYOND]
+    return sorted(idle, key=lambda one: (orders[one], one.last_used_s))
+
+
+def test_those_that_could_have_no_place_are_not_weighed(monkeypatch):
+    table = table_of(4, *COLD[:60])
+    for adapter_id in COLD[:4]:
+        table.acquire("i", adapter_id, 0.0, GREEDY)
+    monkeypatch.setattr(Standing, "__init__", lambda *args: pytest.fail("all places are in use"))
+    for number, adapter_id in enumerate(COLD[4:60]):
+        assert table.acquire("i", adapter_id, 0.0, Asker(f"tenant {number}")) is None
+    table.grant_waiting(1.0)
