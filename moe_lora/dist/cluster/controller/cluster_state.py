@@ -277,6 +277,13 @@ class ClusterStateLog:
             if self._placement is not None:
                 self._placement.resume(state.demand)
 
+    def learn_drains(self, state: ClusterState) -> None:
+        """Take over an operator's orders to instances that have none here, of a state that came too late to
+        be recovered too: else such an instance would get requests that it is not to have.
+        """
+        drains = self._instance_registry.drains
+        drains.learn({name: order for name, order in state.drains.items() if name not in drains.orders})
+
     def count_above(self, state: ClusterState) -> None:
         """Give the state a higher number than one that came too late to be recovered."""
         self.state = replace(self.state, number=max(self.state.number, state.number) + 1)

@@ -202,6 +202,8 @@ class FrontEndListener:
                 self._state_log.recover(hello.state)
             return
         before, now = hello.state, self._state_log.state
+        if before is not None:
+            self._state_log.learn_drains(before)
         if before is not None and before.number >= now.number and before != now:
             logger.warning(
                 "front end %s had state %d of an earlier controller, which is given up: it came too late",

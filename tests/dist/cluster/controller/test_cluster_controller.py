@@ -15,6 +15,7 @@ from moe_lora.dist.cluster.controller import front_end_listener, placement_contr
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 from moe_lora.dist.cluster.instances import Served, ServedVersion
+from moe_lora.engine.client.messages import DrainOrder
 from tests.adapters.peft_folders import BASE, peft_folder
 
 from .parts import Cluster, FrontEndSide, until
@@ -226,6 +227,20 @@ def test_a_state_that_comes_too_late_is_given_up_but_counted_above(caplog):
         await cluster.front_ends[0].fleet.load_adapter("new", "places/new")
         assert await late.ask("r", "new") == [2, 3, 4, 5]
         assert "given up: it came too late" in caplog.text
+        running.cancel()
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("number", [1, 1000])
+def test_an_order_that_only_a_late_front_end_knows_of_is_not_lost(number):
+    async def test(cluster: Cluster) -> None:
+        late = FrontEndSide("late", cluster.address, cluster.engines)
+        await late.stop()
+        late.link.receive(ClusterState(number=number, drains={"0": DrainOrder(True, 5)}))
+        running = asyncio.create_task(late.link.run())
+        for one in cluster.front_ends:
+            await until(lambda one=one: one.instance_registry.drained == {"0"})
         running.cancel()
 
     in_cluster(test)

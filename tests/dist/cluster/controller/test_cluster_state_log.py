@@ -70,6 +70,15 @@ def test_of_several_front_ends_the_newest_table_counts_in_any_order():
         assert kept.state_log.state.number == 10
 
 
+def test_of_orders_that_come_late_those_count_to_instances_that_have_none():
+    kept = Kept("x", "y", "z")
+    drains = kept.instance_registry.drains
+    drains.order("y", drained=False)
+    kept.state_log.learn_drains(ClusterState(number=9, drains=dict.fromkeys("xy", DrainOrder(True, 5))))
+    assert kept.instance_registry.drained == {"x"}
+    assert drains.order("z", drained=True).number == 6
+
+
 def test_of_each_instance_the_latest_order_counts_and_nobody_is_being_restarted():
     x, y, undrained = DrainOrder(True, 1), DrainOrder(True, 2), DrainOrder(False, 3)
     old = ClusterState(number=4, drains={"x": x, "y": y})
