@@ -51,7 +51,24 @@ def state_folder(given: str | None) -> Path:
             _make(folder)
         except OSError as again:
             raise ConfigError(problem) from again
+    else:
+        if given is None:
+            _warn_of_former(folder)
     return folder.resolve()
+
+
+def _warn_of_former(folder: Path) -> None:
+    """Earlier versions kept contents of adapters beside the folders of hosts, where nobody looks any more."""
+    former = folder.parent
+    missing = [one.name for one in former.glob("contents-*") if not (folder / one.name).exists()]
+    if missing:
+        logger.warning(
+            "%s in %s of an earlier version can't be found any more; move it to %s, or delete it where no "
+            "adapter is served whose own folder has changed",
+            ", ".join(sorted(missing)),
+            former,
+            folder,
+        )
 
 
 def _host_name() -> str:

@@ -118,6 +118,20 @@ def test_hosts_that_share_a_home_take_nothing_from_each_other(tmp_path, monkeypa
         assert [folder.exists() for folder in left] == [True, False], "its own is cleaned up"
 
 
+def test_contents_of_an_earlier_version_are_told_of_until_they_are_moved(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    former = tmp_path / "moe_lora"
+    (former / "contents-1").mkdir(parents=True)
+    host.state_folder(str(tmp_path / "given"))
+    assert not caplog.records
+    folder = host.state_folder(None)
+    assert f"contents-1 in {former}" in caplog.text
+    caplog.clear()
+    (former / "contents-1").rename(folder / "contents-1")
+    host.state_folder(None)
+    assert not caplog.records
+
+
 def test_open_files_are_counted_where_the_system_tells_them(monkeypatch):
     before = host.num_open_files()
     with open(os.devnull):
