@@ -47,7 +47,7 @@ class LeaseClient:
         self._rejected: dict[str, str] = {}
         # Number of the acquire, and for whom, in the order asked, so that a new leader hears it so.  The
         # engine's thread's.
-        self._wanted: dict[str, tuple[int, Asker]] = {}
+        self._wanted: dict[str, tuple[int, tuple[Asker, ...]]] = {}
         self._numbers = itertools.count(1)
         self._granted: dict[str, tuple[int, Lease]] = {}
         """With the number of the acquire: what comes for one that was given up since is not for the next."""
@@ -71,11 +71,13 @@ class LeaseClient:
     def acquire(self, adapter_id: str, asker: Asker = ANYBODY) -> bool:
         """Ask for a lease; False if none can come now: the server is away, or has refused the adapter.
 
-        asker: whose request needs it.  A lease that comes, then or later, is told by `on_change`.
+        asker: whose request needs it; of several the one counts whose turn is first.  A lease that comes,
+        then or later, is told by `on_change`.
         """
-        if adapter_id not in self._wanted:
-            wanted = self._wanted[adapter_id] = next(self._numbers), asker
-            network().loop.call_soon_threadsafe(self._acquire, adapter_id, *wanted)
+        number, askers = self._wanted.get(adapter_id) or (next(self._numbers), ())
+        if asker not in askers and self.lease(adapter_id) is None:
+            self._wanted[adapter_id] = number, (*askers, asker)
+            network().loop.call_soon_threadsafe(self._acquire, adapter_id, number, (asker,))
         return self.connected and adapter_id not in self._rejected
 
     def lease(self, adapter_id: str) -> Lease | None:
@@ -158,10 +160,11 @@ class LeaseClient:
         self._rejected.pop(adapter_id, None)
         self._tell("unregister", adapter_id)
 
-    def _acquire(self, adapter_id: str, number: int, asker: Asker) -> None:
+    def _acquire(self, adapter_id: str, number: int, askers: tuple[Asker, ...]) -> None:
         if self._peer is not None:
-            answer = self._peer.call("acquire", adapter_id, *asker)
-            answer.add_done_callback(partial(self._take, adapter_id, number))
+            for asker in askers:
+                answer = self._peer.call("acquire", adapter_id, *asker)
+                answer.add_done_callback(partial(self._take, adapter_id, number))
 
     def _take(self, adapter_id: str, number: int, answer: asyncio.Future[tuple[int, int]]) -> None:
         if answer.exception() is None:  # else it is asked again: of a new leader, or once it is registered

@@ -250,8 +250,8 @@ class Leader:
         self, visitor: Visitor, adapter_id: str, tenant: str, share: float
     ) -> asyncio.Future[tuple[int, int]]:
         instance = visitor.instance
-        asked: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
-        self._acquires[instance, adapter_id] = asked
+        # Asked again, for another tenant, both calls are answered.
+        asked = self._acquires.setdefault((instance, adapter_id), asyncio.get_running_loop().create_future())
         try:
             lease = self._table.acquire(instance, adapter_id, time.monotonic(), Asker(tenant, share))
         except AdapterNotFoundError:

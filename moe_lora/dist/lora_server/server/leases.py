@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -208,11 +208,14 @@ class LeaseTable:
         asker: whose request needs it.
 
         A lease given by this call is among the events too.  An instance that already holds the lease gets
-        the same one back and no event; one that already waits keeps its place.
+        the same one back and no event; one that already waits keeps its place, for whichever asker's turn is
+        first now.
         Raises AdapterNotFoundError.
         """
         lease = self._leases.get(instance, {}).get(adapter_id)
-        if lease is None and (instance, adapter_id) not in self._queue:
+        if waiter := self._queue.get((instance, adapter_id)):
+            lease = self._wait_for(waiter, self._shares.ask(*asker, now_s), now_s)
+        elif lease is None:
             adapter = self._registered(adapter_id)
             waiter = Waiter(instance, adapter, now_s, self._shares.ask(*asker, now_s))
             self._is_current = False
@@ -326,6 +329,16 @@ class LeaseTable:
         )
 
     # Leases
+
+    def _wait_for(self, waiter: Waiter, tenant: int, now_s: float) -> Grant | None:
+        """The lease that comes if one waits for this tenant from now on, whose turn may be an earlier one."""
+        self._is_current = False
+        standing, earlier = self._stand(now_s), replace(waiter, tenant=tenant)
+        if standing is None or _turn(standing, earlier) >= _turn(standing, waiter):
+            return None
+        self._queue[waiter.instance, waiter.adapter.adapter_id] = earlier
+        self.grant_waiting(now_s)
+        return self._leases.get(waiter.instance, {}).get(waiter.adapter.adapter_id)
 
     def _registered(self, adapter_id: str) -> ServedAdapter:
         """The adapter that new acquires for this id get.  Raises AdapterNotFoundError."""

@@ -76,6 +76,18 @@ def test_what_a_tenant_left_is_given_after_its_absence_though_nobody_asks(cluste
     granted(leases, "c")
 
 
+def test_an_adapter_that_two_tenants_of_an_instance_need_comes_by_the_earlier_turn(cluster):
+    leases = joined(cluster, "one")
+    for adapter_id in "abcd":
+        leases.acquire(adapter_id, Asker("globex", 1.0))
+    leases.acquire("d", Asker("acme", 1.0))
+    leases.acquire("d", Asker("globex", 1.0))
+    assert settled(leases).num_waiting == 2
+    leases.release("a")
+    granted(leases, "d")
+    assert leases.lease("c") is None
+
+
 def test_leases_are_granted_first_come_first_served_over_all_instances(cluster):
     one, other = joined(cluster, "one"), joined(cluster, "other")
     one.acquire("a")

@@ -207,6 +207,17 @@ def test_who_asked_for_nothing_for_long_has_no_share_but_for_what_it_uses():
     assert {"e", "f"} <= resident(table)
 
 
+def test_of_two_tenants_of_an_instance_that_need_an_adapter_the_earlier_turn_counts():
+    table = table_of(2, "a", "b", "c", "shared")
+    for adapter_id in ("a", "b", "c", "shared"):
+        table.acquire("j", adapter_id, 0.0, GREEDY)
+    assert table.acquire("j", "shared", 1.0, MODEST) is None
+    assert table.acquire("j", "shared", 1.0, GREEDY) is None
+    table.take_events()
+    table.release("j", "a", 2.0)
+    assert [event.adapter_id for event in table.take_events() if isinstance(event, Grant)] == ["shared"]
+
+
 def greedy_waits_for_what_modest_left_idle(table: LeaseTable) -> None:
     for adapter_id in "ab":
         table.acquire("i", adapter_id, 0.0, MODEST)
