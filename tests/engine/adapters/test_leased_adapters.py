@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -136,8 +137,14 @@ def test_adapter_that_could_never_be_ready_is_refused_and_forgotten(leases):
 
 def test_counters_are_those_of_the_backend(leases):
     leases._server.backend.num_requests, leases._server.backend.num_host_rows = 3, 2
-    assert leases.counters() == {
+    expected = {
         "lora_server_requests": 3,
         "lora_server_fallback_rows": 0,
         "lora_server_host_rows": 2,
+        "lora_server_put_steps": 0,
+        "lora_server_redone_steps": 0,
     }
+    assert leases.counters() == expected
+    leases._server.pushed = SimpleNamespace(num_steps=5, num_redone=1, close=lambda: None)
+    expected |= {"lora_server_put_steps": 5, "lora_server_redone_steps": 1}
+    assert leases.counters() == expected
