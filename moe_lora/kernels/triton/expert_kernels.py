@@ -128,7 +128,9 @@ def _all_chosen(chosen, num_tokens, INTERPRETED: tl.constexpr):
             seen = tl.atomic_add(chosen, 0, sem="acquire")
 
 
-@triton.jit(do_not_specialize=("power", "num_tokens", "first", "ordered"))
+@triton.jit(
+    do_not_specialize=("power", "num_tokens", "first", "ordered", "num_slots", "of_model", "tile_rows")
+)
 def choose_and_order(
     logits,
     live,
@@ -143,7 +145,9 @@ def choose_and_order(
     first,
     num_held,
     ordered,
-    sizes,
+    num_slots,
+    of_model,
+    tile_rows,
     TOP_K: tl.constexpr,
     SOFTMAX_FIRST: tl.constexpr,
     NORM: tl.constexpr,
@@ -162,7 +166,7 @@ def choose_and_order(
     tokens are done.  Programs take their item's number from a counter as they begin, so whoever waits has a
     number above all tokens', and each of these is done or held by a program that runs: as in `wgmma_site`.
     counters: [2] int32, zeros: the next number, and the tokens done.  first, num_held: experts ordered.
-    to_sort: operands of the sort.  sizes: N slots, experts, rows of a tile.
+    to_sort: operands of the sort, of num_slots slots, experts of_model, and tiles of so many rows.
     """
     num_rows = num_tokens * TOP_K
     item = tl.atomic_add(counters, 1, sem="relaxed")
@@ -187,9 +191,9 @@ def choose_and_order(
                 to_sort[5],
                 to_sort[6],
                 num_rows,
-                sizes[0],
-                sizes[1],
-                sizes[2],
+                num_slots,
+                of_model,
+                tile_rows,
                 TOP_K,
                 True,
                 CUT,

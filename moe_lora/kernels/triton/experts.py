@@ -123,7 +123,7 @@ def choose_and_order(
         configs.kernels("expert_kernels").choose_and_order,
         num_tokens + ordered + blocks,
         *(*operands, found, tuple(to_sort), zeros.take(2, ids.device)),
-        *(num_tokens, num_experts, float(norm), held.start, len(held), ordered, sizes),
+        *(num_tokens, num_experts, float(norm), held.start, len(held), ordered, *sizes),
         SORTS=rows is not None,
         CUT=rows is not None and rows.cuts,
         INTERPRETED=configs.interpreted(),
