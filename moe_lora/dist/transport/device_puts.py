@@ -44,6 +44,11 @@ class SymmetricWindow:
     words: torch.Tensor
     """int64 [num_signals * 8], on the device; word 8 * i is signal i"""
 
+    def rows(self, start_bytes: int, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """The place from these bytes on, as [num_rows, width]."""
+        end_bytes = start_bytes + num_rows * width * dtype.itemsize
+        return self.bytes[start_bytes:end_bytes].view(dtype).view(num_rows, width)
+
     def read_signal(self, signal: int) -> int:
         """Present value; waits for the stream."""
         check_signal(self, signal)

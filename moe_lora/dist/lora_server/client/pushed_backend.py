@@ -80,10 +80,11 @@ class PushedBackend:
         return False
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
-        ((place, frame),) = routing.frames_pushed().items()
-        on_device = routing.on_device.get(place)
-        # Without a step buffer, on CPU.
-        self._frame = torch.from_numpy(frame).to(self._group.device) if on_device is None else on_device
+        pushed = (one for (source, _), one in routing.on_device.items() if source == Source.PUSHED)
+        self._frame = next(pushed, None)
+        if self._frame is None:  # without a step buffer, on CPU
+            (frame,) = routing.frames_pushed().values()
+            self._frame = torch.from_numpy(frame).to(self._group.device)
         frames, client = self._frames, self._client
         laid = self._laid(frames.frame_at(client), self._frame)
         for server_rank in range(frames.num_ranks):
@@ -126,10 +127,9 @@ class PushedBackend:
 
     def _answer(self, site: int) -> torch.Tensor:
         """Where the deltas of a site come, [rows of y, N]."""
-        frames, start = self._frames, self._frames.answer_at(self._client, site)
-        width = frames.shape.sites[site].total_out_features
-        end = start + frames.outputs(site) * width * frames.dtype.itemsize
-        return self._window.bytes[start:end].view(frames.dtype).view(-1, width)
+        frames, width = self._frames, self._frames.shape.sites[site].total_out_features
+        start_bytes = frames.answer_at(self._client, site)
+        return self._window.rows(start_bytes, frames.outputs(site), width, frames.dtype)
 
     def close(self) -> None:
         self._group.close()

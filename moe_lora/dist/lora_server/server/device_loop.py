@@ -241,12 +241,7 @@ class DeviceSession:
 
     def _places(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """x and ids of a site in the window, and where its deltas are computed."""
-        frames, site = self._frames, self._frames.shape.sites[number]
-
-        def view(start: int, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-            end = start + num_rows * width * dtype.itemsize
-            return self._window.bytes[start:end].view(dtype).view(num_rows, width)
-
+        frames, site, view = self._frames, self._frames.shape.sites[number], self._window.rows
         client, outputs, inputs = self._client, frames.outputs(number), frames.inputs(number)
         x = view(frames.x_at(client, number), inputs, site.in_features, frames.dtype)
         out = view(frames.answer_at(client, number), outputs, site.total_out_features, frames.dtype)

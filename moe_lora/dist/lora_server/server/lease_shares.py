@@ -9,13 +9,14 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_lora.policies.admission import ResidentView
 from moe_lora.policies.arena_shares import BEYOND, NOBODY, WITHIN, ArenaShares
 
 _ROUNDING = 1e-9
 _NO_OWNER = -1
 
 
-class ServedView(Protocol):
+class ServedView(ResidentView, Protocol):
     """A resident adapter.  owner: the number of the tenant whom it counts for.  room [K]: see `Standing`."""
 
     @property
@@ -23,15 +24,6 @@ class ServedView(Protocol):
 
     @property
     def room(self) -> tuple[int, ...]: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    @property
-    def last_used_s(self) -> float: ...
 
 
 Served = TypeVar("Served", bound=ServedView)

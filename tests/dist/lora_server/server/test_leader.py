@@ -45,13 +45,19 @@ def settled(leases: LeaseClient) -> ServerState:
     return network().run(called(leases._peer, "state"))
 
 
-def test_the_leader_keeps_for_a_tenant_what_is_within_its_share_and_names_none(cluster):
+def left_by_one_tenant(cluster) -> LeaseClient:
+    """One tenant's a is idle, and another has asked for b and c."""
     leases = joined(cluster, "one")
     leases.acquire("a", Asker("acme", 1.0))
     granted(leases, "a")
     leases.release("a")
     for adapter_id in "bc":
         leases.acquire(adapter_id, Asker("globex", 1.0))
+    return leases
+
+
+def test_the_leader_keeps_for_a_tenant_what_is_within_its_share_and_names_none(cluster):
+    leases = left_by_one_tenant(cluster)
     granted(leases, "b")
     state = settled(leases)
     assert (state.num_resident, state.num_waiting, state.num_evictions) == (2, 1, 0)
@@ -66,12 +72,7 @@ def test_the_leader_keeps_for_a_tenant_what_is_within_its_share_and_names_none(c
 def test_what_a_tenant_left_is_given_after_its_absence_though_nobody_asks(cluster, monkeypatch):
     monkeypatch.setattr("moe_lora.policies.arena_shares.PRESENT_S", 0.4)
     monkeypatch.setattr("moe_lora.dist.lora_server.server.leader.LOOK_AGAIN_S", 0.05)
-    leases = joined(cluster, "one")
-    leases.acquire("a", Asker("acme", 1.0))
-    granted(leases, "a")
-    leases.release("a")
-    for adapter_id in "bc":
-        leases.acquire(adapter_id, Asker("globex", 1.0))
+    leases = left_by_one_tenant(cluster)
     assert settled(leases).num_waiting == 1
     granted(leases, "c")
 
