@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from moe_lora.core.clock import Clock
-from moe_lora.dist.lora_server.server.leases import Grant, LeaseTable, Load
+from moe_lora.dist.lora_server.server.leases import Grant, LeaseTable
+from moe_lora.dist.lora_server.server.residency import Load
 
 from .sources import AdapterSource, LoadLink, SimAdapter
 from .system_config import AdapterBytes, SimLoraServerConfig, bytes_of
@@ -67,6 +68,7 @@ class SimLoraServer:
         self._table.take_events()
 
     def _carry_out(self) -> None:
+        self._table.grant_due(self.clock.now_s())
         for event in self._table.take_events():
             if isinstance(event, Load):
                 num_bytes = bytes_of(self._adapter_bytes, event.adapter_id)

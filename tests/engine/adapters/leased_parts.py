@@ -96,8 +96,9 @@ class TableServer:
             self._numbers[instance, adapter_id] = number
             self.table.acquire(instance, adapter_id, now_s, asker)
         else:
-            self.table.cancel(instance, adapter_id, now_s)
+            self.table.cancel(instance, adapter_id)
             self.table.release(instance, adapter_id, now_s)
+        self.table.grant_due(now_s)
         for event in self.table.take_events():
             if isinstance(event, Grant):
                 asked = self._numbers[event.instance, event.adapter_id]

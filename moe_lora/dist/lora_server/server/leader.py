@@ -1,7 +1,8 @@
 """The leader: registers adapters, gives leases to instances, tells the ranks what to load.
 
 Runs in the server's first rank.  It belongs to the event loop of the control connections: decisions are made
-and passed on there, so that every peer hears of them in the order in which they were made.
+and passed on there, so that every peer hears of them in the order in which they were made.  Those that wait
+are looked at once for all that peers said in one turn of the loop, before it hears of anything new.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from moe_lora.dist.lora_server.protocol.partition import Partition
 from moe_lora.dist.lora_server.protocol.reach import client_name
 from moe_lora.policies.arena_shares import Asker
 
-from .leases import Grant, LeaseTable, Load
+from .leases import Grant, LeaseTable
 from .rank_memory import shard_pages
+from .residency import Load
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ class Leader:
         self._num_joins: Counter[int] = Counter()
         self._registered_by: dict[str, set[str]] = {}
         self._acquires: dict[tuple[str, str], asyncio.Future[tuple[int, int]]] = {}
-        self._looks_again = False
+        self._looks_again = self._gives_out = False
         self._awaited_by: dict[str, set[int]] = {}
         """Ranks that wait for content the store has lost."""
         self.addresses: dict[int, str] = {}
@@ -98,6 +100,7 @@ class Leader:
     # The admin
 
     async def state(self, visitor: Visitor) -> ServerState:
+        self._give_out()  # what is counted is what came of all that was said before
         table = self._table
         others = range(1, self._partition.layout.num_ranks)
         return ServerState(
@@ -131,7 +134,7 @@ class Leader:
         before = self._table.capacity
         if capacity > before:
             self._check_memory(capacity)
-        self._table.resize(capacity, time.monotonic())
+        self._table.resize(capacity)
         # Slots are never taken back: a lease of before may be in any of them.
         self._num_slots = max(self._num_slots, capacity)
         for server_rank in range(self._partition.layout.num_ranks):
@@ -243,7 +246,7 @@ class Leader:
         instances.discard(visitor.instance)
         if adapter_id in self._registered_by and not instances:
             del self._registered_by[adapter_id]
-            self._table.unregister(adapter_id, time.monotonic())
+            self._table.unregister(adapter_id)
             self._dispatch()
 
     async def acquire(
@@ -265,9 +268,8 @@ class Leader:
 
     async def release(self, visitor: Visitor, adapter_id: str) -> None:
         """An acquire that crossed this release on its way is given up with it."""
-        now_s = time.monotonic()
-        self._table.cancel(visitor.instance, adapter_id, now_s)
-        self._table.release(visitor.instance, adapter_id, now_s)
+        self._table.cancel(visitor.instance, adapter_id)
+        self._table.release(visitor.instance, adapter_id, time.monotonic())
         self._acquires.pop((visitor.instance, adapter_id), None)
         self._dispatch()
 
@@ -286,9 +288,18 @@ class Leader:
                 else:
                     order = EvictOrder(event.slot, self._first_generation + event.generation)
                 self._tell_rank(server_rank, order)
+        loop = asyncio.get_running_loop()
+        if self._table.is_due and not self._gives_out:
+            self._gives_out = True
+            loop.call_soon(self._give_out)
         if self._table.num_waiting and not self._looks_again:
             self._looks_again = True
-            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look_again)
+            loop.call_later(LOOK_AGAIN_S, self._look_again)
+
+    def _give_out(self) -> None:
+        self._gives_out = False
+        self._table.grant_due(time.monotonic())
+        self._dispatch()
 
     def _look_again(self) -> None:
         """Ends where nobody waits, as when all connections have ended."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from moe_lora.cache.pages import PageAllocator
+from moe_lora.config import MAX_COUNT
+from moe_lora.core.errors import ConfigError
 
 Run: TypeAlias = tuple[int, int]
 """(first page, number of pages) in the arena of one server rank."""
@@ -59,6 +62,28 @@ class ServerPages:
             for rank, layers in shard_pages.items()
         )
 
+    def check_fits(self, adapter_id: str, shard_pages: ShardPages, page_bytes: int) -> None:
+        """Raises ConfigError if a rank could never hold its shard."""
+        for rank, layers in shard_pages.items():
+            needed, given = sum(layers.values()), self.pages_per_rank[rank]
+            if needed > given:
+                least_gb = math.ceil(needed * page_bytes / 1e6) / 1e3
+                raise ConfigError(
+                    f"adapter {adapter_id!r} needs {needed} pages on LoRA Server rank {rank}, which has "
+                    f"{given} (lora_server.memory_gb={given * page_bytes / 1e9:g} a rank); "
+                    f"choose lora_server.memory_gb={least_gb:g} or more"
+                )
+
+    def num_fitting(self, known: Sequence[ShardPages]) -> int:
+        """How many adapters every rank holds, whichever they are: these, and others as large as the largest.
+
+        Pages that lie between others and fit no run are not considered.
+        """
+        return min(
+            _num_fitting(num_pages, [sum(shards.get(rank, {}).values()) for shards in known])
+            for rank, num_pages in enumerate(self.pages_per_rank)
+        )
+
 
 def fits(num_pages: int, taken: Iterable[Run], wanted: Iterable[int]) -> bool:
     """Whether runs of the wanted lengths find a place beside the taken ones, first fit in this order."""
@@ -74,3 +99,13 @@ def fits(num_pages: int, taken: Iterable[Run], wanted: Iterable[int]) -> bool:
             return False
         gaps[place] -= length
     return True
+
+
+def _num_fitting(num_pages: int, sizes: Sequence[int]) -> int:
+    """How many adapters fit into the pages even if they are the largest ones."""
+    largest = max(sizes)
+    for count, size in enumerate(sorted(sizes, reverse=True)):
+        if size > num_pages:
+            return count
+        num_pages -= size
+    return len(sizes) + (num_pages // largest if largest else MAX_COUNT)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import pytest
 
 from moe_lora.core.errors import AdapterNotFoundError
-from moe_lora.dist.lora_server.server.leases import Evict, Grant, LeaseTable, Load
+from moe_lora.dist.lora_server.server.leases import Grant, LeaseTable
+from moe_lora.dist.lora_server.server.residency import Evict, Load
 
 PAGES_PER_RANK = (7, 6)
 STARVATION_S = 2.0
@@ -37,9 +39,18 @@ class LeaseModel:
         self.leases: dict[tuple[str, str], Grant] = {}
         self.waiting: dict[tuple[str, str], float] = {}
         self.num_starving = 0
-        """Calls that ended with a starving waiter."""
+        """Turns that ended with a starving waiter."""
+        self._is_turn = False
 
     # Calls
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """What is called within it is heard together: those that wait are looked at once, at its end."""
+        self._is_turn = True
+        yield
+        self._is_turn = False
+        self.settle()
 
     def register(self, adapter_id: str) -> None:
         self.table.register(adapter_id, SHARDS[adapter_id])
@@ -49,9 +60,9 @@ class LeaseModel:
     def unregister(self, adapter_id: str) -> None:
         if adapter_id not in self.registered:
             with pytest.raises(AdapterNotFoundError):
-                self.table.unregister(adapter_id, self.now_s)
+                self.table.unregister(adapter_id)
         else:
-            self.table.unregister(adapter_id, self.now_s)
+            self.table.unregister(adapter_id)
             self.registered.remove(adapter_id)
         self.settle()
 
@@ -76,7 +87,7 @@ class LeaseModel:
 
     def cancel(self, instance: str, adapter_id: str) -> None:
         waited = self.waiting.pop((instance, adapter_id), None) is not None
-        assert self.table.cancel(instance, adapter_id, self.now_s) == waited
+        assert self.table.cancel(instance, adapter_id) == waited
         self.settle()
 
     def prefetch(self, adapter_id: str) -> None:
@@ -95,13 +106,21 @@ class LeaseModel:
 
     def resize(self, capacity: int) -> None:
         self.capacity = capacity
-        self.table.resize(capacity, self.now_s)
+        self.table.resize(capacity)
         self.settle()
 
     # Replay and checks
 
     def settle(self) -> None:
-        """Carry out the events of the last call, then compare."""
+        """Carry out the events of the last call; at the end of a turn those of what is due, then compare."""
+        self._carry_out()
+        if not self._is_turn:
+            self.table.grant_due(self.now_s)
+            self._carry_out()
+            self.num_starving += any(map(self.starves, self.waiting))
+            self.check()
+
+    def _carry_out(self) -> None:
         order = list(self.waiting)
         granted = []
         for event in self.table.take_events():
@@ -115,8 +134,6 @@ class LeaseModel:
         assert granted == sorted(granted), "older waiters come first, whichever their instance"
         passed_over = [key for key in order[: max(granted, default=0)] if key in self.waiting]
         assert not any(map(self.starves, passed_over)), "a starving waiter stops younger ones"
-        self.num_starving += any(map(self.starves, self.waiting))
-        self.check()
 
     def _load(self, load: Load) -> None:
         assert load.slot not in self.slots
@@ -216,8 +233,7 @@ class LeaseModel:
             self.unregister(adapter_id)
         assert not self.slots
         assert not self.owned
-        table = self.table
-        assert table._pages.num_free == PAGES_PER_RANK
-        left_over = (table._queue, table._leases, table._adapters)
-        assert left_over == ({}, {}, {})
-        assert sorted(table._free_slots) == list(range(len(table._generations)))
+        table, residency = self.table, self.table._residency
+        assert residency.pages.num_free == PAGES_PER_RANK
+        assert (list(table._queue), table._leases, table._adapters) == ([], {}, {})
+        assert sorted(residency._free_slots) == list(range(len(residency._generations)))

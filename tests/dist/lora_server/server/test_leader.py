@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,8 @@ from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.dist.lora_server.client.lease_client import LeaseClient
 from moe_lora.dist.lora_server.protocol.control import called, join, network
 from moe_lora.dist.lora_server.protocol.control_messages import Order, ServerState
+from moe_lora.dist.lora_server.server.leader import Leader
+from moe_lora.dist.lora_server.server.leases import LeaseTable
 from moe_lora.dist.lora_server.server.server_store import Orders
 from moe_lora.policies.arena_shares import ANYBODY, Asker
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
@@ -87,6 +90,48 @@ def test_an_adapter_that_two_tenants_of_an_instance_need_comes_by_the_earlier_tu
     leases.release("a")
     granted(leases, "d")
     assert leases.lease("c") is None
+
+
+def leader_of(table: LeaseTable) -> tuple[Leader, list[Order]]:
+    """Of a server of one rank, without connections, and what that rank is told."""
+    orders: list[Order] = []
+    partition = SimpleNamespace(layout=SimpleNamespace(num_ranks=1), clients_of_server=lambda rank: ())
+    ignored = [lambda *args: None] * 2
+    return Leader(table, None, partition, None, 0, orders.append, *ignored), orders
+
+
+def test_those_that_wait_are_looked_at_once_for_all_that_is_released_in_one_turn(monkeypatch):
+    """Before anything new is heard; who gave up its turn meanwhile and asks again comes last."""
+    table, looks = LeaseTable(8, [8], 1, starvation_s=5.0), []
+    look = table.grant_waiting
+    monkeypatch.setattr(table, "grant_waiting", lambda now_s: looks.append(0) or look(now_s))
+    for number in range(24):
+        table.register(str(number), {0: {0: 1}})
+    leader, orders = leader_of(table)
+    one, other = (SimpleNamespace(instance=name) for name in ("one", "other"))
+
+    async def hear() -> None:
+        held = [await leader.acquire(one, str(number), *ANYBODY) for number in range(8)]
+        asked = [await leader.acquire(other, str(number), *ANYBODY) for number in range(8, 24)]
+        assert (all(lease.done() for lease in held), len(orders)) == (True, 8)
+        for number in range(8):
+            await leader.release(one, str(number))
+        youngest = await leader.acquire(one, "0", *ANYBODY)
+        await leader.release(other, "9")
+        again = await leader.acquire(other, "9", *ANYBODY)
+        assert looks == []
+        await asyncio.sleep(0)
+        assert len(looks) == 1
+        assert [lease.done() for lease in asked] == [True, False] + [True] * 7 + [False] * 7
+        assert not youngest.done()
+        assert not again.done()
+        await leader.release(other, "8")
+        assert (await leader.state(other)).num_waiting == 8, "of what was said, all is counted"
+        assert (len(looks), asked[9].done()) == (2, True)
+        await asyncio.sleep(0)
+        assert len(looks) == 2
+
+    asyncio.run(hear())
 
 
 def test_leases_are_granted_first_come_first_served_over_all_instances(cluster):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.dist.lora_server.server.lease_shares import Standing
-from moe_lora.dist.lora_server.server.leases import Evict, Grant, LeaseTable, Load, ServedAdapter
+from moe_lora.dist.lora_server.server.leases import Grant, LeaseTable
+from moe_lora.dist.lora_server.server.residency import Evict, Load, ServedAdapter
 from moe_lora.policies.arena_shares import BEYOND, NOBODY, PRESENT_S, WITHIN, ArenaShares, Asker
 
 CAPACITY, PAGES = 6, (9, 8)
@@ -53,6 +55,7 @@ class Tenants:
     def settle(self) -> None:
         left: list[str] = []
         loaded = None
+        self.table.grant_due(self.now_s)
         for event in self.table.take_events():
             if isinstance(event, Evict):
                 left.append(event.adapter_id)
@@ -132,6 +135,11 @@ def table_of(capacity: int, *adapters: str) -> LeaseTable:
     return table
 
 
+def granted(table: LeaseTable) -> list[str]:
+    """The adapters of the grants among the events not yet taken."""
+    return [event.adapter_id for event in table.take_events() if isinstance(event, Grant)]
+
+
 def resident(table: LeaseTable) -> set[str]:
     return {adapter.adapter_id for adapter in table.residents()}
 
@@ -157,6 +165,7 @@ def test_a_thousand_cold_adapters_of_one_tenant_leave_anothers_where_they_are(at
                 held.append(event.adapter_id)
         if number >= at_once and held:
             table.release("j", held.pop(0), number / 10)
+            table.grant_due(number / 10)
         assert own <= resident(table)
     assert num_granted["j"] > 0.9 * num_cold
 
@@ -176,10 +185,10 @@ def test_a_place_that_falls_free_is_first_of_who_has_less_than_its_share():
     assert table.acquire("i", "a", 9.0, MODEST) is None  # those before it have starved
     assert table.acquire("i", "b", 9.0, MODEST) is None
     table.take_events()
-    table.release("j", COLD[0], 10.0)
-    table.release("j", COLD[1], 11.0)
-    granted = [event.adapter_id for event in table.take_events() if isinstance(event, Grant)]
-    assert granted == ["a", COLD[2]]
+    for number in range(2):
+        table.release("j", COLD[number], 10.0 + number)
+        table.grant_due(10.0 + number)
+    assert granted(table) == ["a", COLD[2]]
 
 
 def test_a_share_smaller_than_an_adapter_shuts_nobody_out():
@@ -203,6 +212,7 @@ def test_who_asked_for_nothing_for_long_has_no_share_but_for_what_it_uses():
     assert resident(table) == {"a", "c", "d", "e"} or resident(table) == {"a", "b", "d", "e"}
     table.release("i", "a", later_s)
     table.release("j", "d", later_s + 2 * PRESENT_S)
+    table.grant_due(later_s + 2 * PRESENT_S)
     table.acquire("j", "f", later_s + 2 * PRESENT_S, GREEDY)
     assert {"e", "f"} <= resident(table)
 
@@ -215,7 +225,8 @@ def test_of_two_tenants_of_an_instance_that_need_an_adapter_the_earlier_turn_cou
     assert table.acquire("j", "shared", 1.0, GREEDY) is None
     table.take_events()
     table.release("j", "a", 2.0)
-    assert [event.adapter_id for event in table.take_events() if isinstance(event, Grant)] == ["shared"]
+    table.grant_due(2.0)
+    assert granted(table) == ["shared"]
 
 
 def greedy_waits_for_what_modest_left_idle(table: LeaseTable) -> None:
@@ -231,9 +242,9 @@ def greedy_waits_for_what_modest_left_idle(table: LeaseTable) -> None:
 def test_what_an_absent_tenant_left_is_given_to_those_that_wait_when_another_asks():
     table = table_of(4, "a", "b", "c", "d", "e", "f")
     greedy_waits_for_what_modest_left_idle(table)
-    assert table.acquire("j", "f", PRESENT_S + 2, GREEDY) is not None
-    granted = [event.adapter_id for event in table.take_events() if isinstance(event, Grant)]
-    assert granted == ["e", "f"]
+    table.acquire("j", "f", PRESENT_S + 2, GREEDY)
+    table.grant_due(PRESENT_S + 2)
+    assert granted(table) == ["e", "f"]
 
 
 def test_time_alone_gives_what_an_absent_tenant_left():
@@ -243,6 +254,26 @@ def test_time_alone_gives_what_an_absent_tenant_left():
     assert not table.take_events()
     table.grant_waiting(PRESENT_S + 2)
     assert "e" in resident(table)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_who_can_have_a_lease_gets_it_with_what_made_it_free_for_it(seed):
+    """Another look right after finds nobody: a lease that is given at once changes older ones' turns, too."""
+    rng = random.Random(seed)
+    askers = [Asker(str(number), rng.choice([0.5, 1.0, 3.0])) for number in range(3)]
+    table, held, now_s = LeaseTable(CAPACITY, PAGES, 1, starvation_s=3.0), [], 0.0
+    for adapter in range(16):
+        table.register(str(adapter), SHARDS[adapter % 4])
+    for _ in range(60):
+        now_s += rng.choice([0.0, 0.0, 0.0, 0.0, 1.0, 4.0])
+        if held and rng.random() < 0.4:
+            table.release(*held.pop(rng.randrange(len(held))), now_s)
+        else:
+            table.acquire(rng.choice("ij"), str(rng.randrange(16)), now_s, rng.choice(askers))
+        table.grant_due(now_s)
+        held += [(one.instance, one.adapter_id) for one in table.take_events() if isinstance(one, Grant)]
+        table.grant_waiting(now_s)
+        assert not table.take_events()
 
 
 def test_what_is_in_use_already_is_granted_though_another_tenant_starves():

@@ -113,6 +113,20 @@ def test_random_traffic_reaches_every_corner():
     model.drain()
 
 
+def test_what_is_heard_in_one_turn_is_given_out_at_its_end_and_nobody_is_forgotten():
+    """`LeaseModel.check` after each turn: whoever waits finds no place, or is behind who starves."""
+    model, rng = LeaseModel(3), random.Random(3)
+    for adapter_id in SHARDS:
+        model.register(adapter_id)
+    for _ in range(400):
+        with model.turn():
+            for _ in range(rng.randint(2, 8)):
+                one_operation(model, rng)
+    assert model.table.stats().num_evictions > 100
+    assert model.num_starving > 50
+    model.drain()
+
+
 @pytest.mark.slow
 def test_100_000_operations_leave_nothing_behind():
     run_operations(seed=2, num_operations=100_000).drain()

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
-from moe_lora.dist.lora_server.server.leases import Evict, Grant, LeaseTable, Load
+from moe_lora.dist.lora_server.server.leases import Event, Grant, LeaseTable
+from moe_lora.dist.lora_server.server.residency import Evict, Load
 
 ONE_PAGE = {0: {0: 1}}
 
@@ -16,9 +17,15 @@ def make_table(capacity: int = 2, pages=(8,), adapters: str = "abcd", shard=ONE_
     return table
 
 
-def granted(table: LeaseTable) -> list[tuple[str, str]]:
-    """(instance, adapter) of the grants among the events not yet taken."""
-    return [(e.instance, e.adapter_id) for e in table.take_events() if isinstance(e, Grant)]
+def decided(table: LeaseTable, now_s: float) -> list[Event]:
+    """The events not yet taken, with those of what is due."""
+    table.grant_due(now_s)
+    return table.take_events()
+
+
+def granted(table: LeaseTable, now_s: float) -> list[tuple[str, str]]:
+    """(instance, adapter) of the grants among these."""
+    return [(e.instance, e.adapter_id) for e in decided(table, now_s) if isinstance(e, Grant)]
 
 
 def resident(table: LeaseTable) -> set[str]:
@@ -85,12 +92,29 @@ def test_waiters_are_served_in_order_over_all_instances():
         assert table.acquire(instance, adapter_id, 1.0 + now_s) is None
     table.take_events()
     table.release("i", "a", 5.0)
-    assert granted(table) == [("j", "b"), ("k", "b")]
+    assert granted(table, 5.0) == [("j", "b"), ("k", "b")]
     table.release("j", "b", 5.1)
     table.release("k", "b", 5.2)
-    assert granted(table) == [("i", "c")]
+    assert granted(table, 5.2) == [("i", "c")]
     table.release("i", "c", 5.3)
-    assert granted(table) == [("j", "d")]
+    assert granted(table, 5.3) == [("j", "d")]
+
+
+def test_what_falls_free_is_given_out_when_it_is_said_so_and_an_acquire_meanwhile_waits_behind_the_older():
+    table = make_table(capacity=1)
+    table.acquire("i", "a", 0.0)
+    table.release("i", "a", 1.0)
+    assert not table.is_due, "nobody waits"
+    table.acquire("i", "a", 1.0)
+    table.acquire("j", "b", 1.0)
+    assert not table.is_due
+    table.take_events()
+    table.release("i", "a", 2.0)
+    assert table.acquire("k", "a", 2.0) is None, "it is there, but j came first"
+    assert table.is_due
+    assert table.take_events() == []
+    assert granted(table, 2.0) == [("j", "b")]
+    assert not table.is_due
 
 
 def test_acquire_twice_keeps_the_first_place_in_the_queue():
@@ -102,7 +126,7 @@ def test_acquire_twice_keeps_the_first_place_in_the_queue():
     assert table.stats().num_waiting == 2
     table.take_events()
     table.release("i", "a", 4.0)
-    assert granted(table) == [("j", "b")]
+    assert granted(table, 4.0) == [("j", "b")]
 
 
 def make_large_waiter() -> LeaseTable:
@@ -127,18 +151,18 @@ def test_starving_large_adapter_stops_younger_ones_until_its_turn():
     assert table.acquire("k", "c", 7.1) is None
     assert table.acquire("k", "a", 7.2) is None, "a shared lease would keep a from draining"
     table.release("i", "a", 7.3)
-    assert granted(table) == []
+    assert granted(table, 7.3) == []
     table.release("i", "b", 7.4)
-    assert granted(table) == [("j", "large")]
+    assert granted(table, 7.4) == [("j", "large")]
     table.release("j", "large", 7.5)
-    assert granted(table) == [("k", "c"), ("k", "a")]
+    assert granted(table, 7.5) == [("k", "c"), ("k", "a")]
 
 
 def test_younger_ones_go_on_when_the_starving_one_cancels():
     table = make_large_waiter()
     table.acquire("k", "c", 7.1)
-    assert table.cancel("j", "large", 7.2)
-    assert granted(table) == [("k", "c")]
+    assert table.cancel("j", "large")
+    assert granted(table, 7.1) == [("k", "c")]
 
 
 def test_nothing_is_evicted_for_an_adapter_that_would_not_fit_anyway():
@@ -148,7 +172,7 @@ def test_nothing_is_evicted_for_an_adapter_that_would_not_fit_anyway():
         table.register(adapter_id, {0: {0: 2}})
         table.acquire("i", adapter_id, 0.0)
     table.release("i", "idle", 1.0)
-    table.unregister("hole", 1.0)
+    table.unregister("hole")
     table.release("i", "hole", 1.0)
     table.register("five", {0: {0: 5}})
     table.register("four", {0: {0: 4}})
@@ -171,7 +195,7 @@ def test_an_adapter_that_lacks_pages_on_one_rank_takes_none_on_others():
 def test_cancel_leaves_a_granted_lease_alone():
     table = make_table()
     table.acquire("i", "a", 0.0)
-    assert not table.cancel("i", "a", 1.0)
+    assert not table.cancel("i", "a")
     assert table.stats().num_leases == 1
 
 
@@ -190,7 +214,7 @@ def test_dropped_instance_frees_what_it_held_and_waits_no_more():
     table.acquire("j", "b", 1.0)
     table.take_events()
     table.drop_instance("i", 2.0)
-    assert granted(table) == [("j", "b")]
+    assert granted(table, 2.0) == [("j", "b")]
     assert not table.release("i", "a", 3.0)
     assert table.stats().num_waiting == 0
 
@@ -199,13 +223,13 @@ def test_unregistered_adapter_serves_those_who_came_before():
     table = make_table(capacity=1)
     table.acquire("i", "a", 0.0)
     table.acquire("j", "b", 1.0)
-    table.unregister("a", 2.0)
-    table.unregister("b", 2.0)
+    table.unregister("a")
+    table.unregister("b")
     with pytest.raises(AdapterNotFoundError, match="'a' is not registered"):
         table.acquire("k", "a", 3.0)
     table.take_events()
     table.release("i", "a", 4.0)
-    assert [type(event) for event in table.take_events()] == [Evict, Load, Grant]
+    assert [type(event) for event in decided(table, 4.0)] == [Evict, Load, Grant]
     table.release("j", "b", 5.0)
     assert table.take_events() == [Evict("b", 0, 2)]
     assert resident(table) == set()
@@ -216,14 +240,14 @@ def test_unregistered_idle_adapter_leaves_at_once():
     table.acquire("i", "a", 0.0)
     table.release("i", "a", 1.0)
     table.take_events()
-    table.unregister("a", 2.0)
+    table.unregister("a")
     assert table.take_events() == [Evict("a", 0, 1)]
 
 
 def test_adapter_registered_again_while_held_goes_on_being_served():
     table = make_table()
     first = table.acquire("i", "a", 0.0)
-    table.unregister("a", 1.0)
+    table.unregister("a")
     table.register("a", ONE_PAGE)
     assert table.acquire("j", "a", 2.0).generation == first.generation
     table.release("i", "a", 3.0)
@@ -237,11 +261,13 @@ def test_id_with_other_shards_is_refused():
         table.register("a", {0: {0: 2}})
 
 
-@pytest.mark.parametrize("call", ["acquire", "prefetch", "unregister"])
-def test_unknown_adapter_is_refused(call):
+@pytest.mark.parametrize(
+    ("call", "args"), [("acquire", ("i", "x", 0.0)), ("prefetch", ("x", 0.0)), ("unregister", ("x",))]
+)
+def test_unknown_adapter_is_refused(call, args):
     table = make_table()
     with pytest.raises(AdapterNotFoundError, match="'x' is not registered with the LoRA Server"):
-        getattr(table, call)(*(["i"] if call == "acquire" else []), "x", 0.0)
+        getattr(table, call)(*args)
 
 
 def test_prefetch_loads_without_a_lease():
@@ -268,8 +294,8 @@ def test_growing_serves_those_who_wait():
     table.acquire("i", "a", 0.0)
     table.acquire("i", "b", 1.0)
     table.take_events()
-    table.resize(2, 2.0)
-    assert granted(table) == [("i", "b")]
+    table.resize(2)
+    assert granted(table, 1.0) == [("i", "b")]
 
 
 def test_shrinking_evicts_the_idle_and_stops_grants_until_enough_left():
@@ -278,14 +304,14 @@ def test_shrinking_evicts_the_idle_and_stops_grants_until_enough_left():
         table.acquire("i", adapter_id, float(now_s))
     table.release("i", "a", 4.0)
     table.take_events()
-    table.resize(1, 4.0)
-    assert table.take_events() == [Evict("a", 0, 1)]
+    table.resize(1)
+    assert decided(table, 4.0) == [Evict("a", 0, 1)]
     assert table.acquire("j", "b", 5.0) is None, "three are still resident"
     assert not table.prefetch("b", 5.0)
     table.release("i", "d", 6.0)
-    assert table.take_events() == [Evict("d", 3, 1)]
+    assert decided(table, 6.0) == [Evict("d", 3, 1)]
     table.release("i", "c", 6.0)
-    assert table.take_events() == [Evict("c", 2, 1), Grant("j", "b", 1, 1)]
+    assert decided(table, 6.0) == [Evict("c", 2, 1), Grant("j", "b", 1, 1)]
 
 
 def test_generation_goes_on_after_shrinking_and_growing():
@@ -293,8 +319,8 @@ def test_generation_goes_on_after_shrinking_and_growing():
     table.acquire("i", "a", 0.0)
     table.acquire("i", "b", 0.0)
     table.drop_instance("i", 1.0)
-    table.resize(1, 2.0)
-    table.resize(2, 3.0)
+    table.resize(1)
+    table.resize(2)
     assert table.acquire("i", "c", 4.0) == Grant("i", "c", slot=0, generation=2)
     assert table.acquire("i", "d", 5.0) == Grant("i", "d", slot=1, generation=2)
 
@@ -305,7 +331,7 @@ def test_capacity_below_one_is_refused(capacity):
         make_table(capacity)
     table = make_table()
     with pytest.raises(ConfigError, match="choose 1 or more"):
-        table.resize(capacity, 0.0)
+        table.resize(capacity)
     assert table.acquire("i", "a", 0.0) is not None
 
 
@@ -329,6 +355,7 @@ def test_stats_count_whole_pages():
     assert (stats.num_loads, stats.num_evictions) == (1, 0)
     assert (stats.resident_bytes, stats.loaded_bytes) == (1000, 1000)
     table.release("i", "a", 2.0)
+    table.grant_due(2.0)
     stats = table.stats()
     assert (stats.num_resident, stats.num_leases, stats.num_waiting) == (1, 1, 0)
     assert (stats.num_loads, stats.num_evictions) == (2, 1)
@@ -353,5 +380,5 @@ def test_largest_capacity_is_what_holds_whichever_adapters_come():
     for number in range(9):
         table.register(str(number), {0: {0: 1}})
     assert table.max_capacity() == 7, "4 + 6 times 1"
-    table.unregister("large", 0.0)
+    table.unregister("large")
     assert table.max_capacity() == 10
