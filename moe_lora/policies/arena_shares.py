@@ -41,7 +41,8 @@ class ArenaShares:
     counts for its tenant only when it is there.  Whom room is made for (`asking`) gives back `SLACK` of the
     arena, or as much as its largest node, before it is at its share.
 
-    T: tenants by number.  N: nodes that may give way.
+    T: tenants by number.  N: nodes that may give way.  A number is never given to
+    another, since nodes carry it: there are as many as tenants that key files have named.
     """
 
     def __init__(self) -> None:

@@ -55,6 +55,9 @@ class VirtualTokenCounter:
     U at most, and what two tenants got per share while requests of both waited by 2 U (as theorem 4.4):
     however much one of them asks for.  Only where requests start in this order: those that find no place for
     their adapter, or start again after a preemption, do not.
+
+    Counters are kept, two numbers for each tenant that key files ever named: without them a tenant would come
+    back with what it was given forgotten.
     """
 
     def __init__(self, credit: float = 0.0) -> None:

@@ -170,6 +170,7 @@ class Access:
         self._admin_address = None if address is None else parse_address("admin_address", address)
         self._requests: dict[str, Allowance] = {}
         self._tokens: dict[str, Allowance] = {}
+        """By key; kept when keys are removed, since one that is put back is not to have its rate twice."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN:

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from moe_lora.engine.client.messages import DrainOrder
 
+MAX_UNDRAINED = 256
+"""Of undrained instances the latest orders that are kept."""
+
 
 class Drains:
     """What was said of each instance, by its name.
@@ -13,12 +16,18 @@ class Drains:
     The controller keeps it, and the only front end where there is no other controller.  It tells front ends
     (`ClusterState`) and instances (`messages.Hello`), which remember it for a controller that knows less; of
     two accounts of an instance the order with the higher number counts.
+
+    An order to undrain is kept since a front end or an instance that missed it may still tell of the drain
+    before it, and nobody knows when the last of them is gone.  So the latest `MAX_UNDRAINED` are kept: who
+    was away for more may bring an old drain back, until it is undrained again.  Drains are all kept, since
+    an instance may come back at any time: undrain those that are gone for good.
+
     on_drained: called with the names of those that are drained from now on.
     """
 
     def __init__(self, on_drained: Callable[[frozenset[str]], None] = lambda names: None) -> None:
         self.orders: Mapping[str, DrainOrder] = {}
-        """The last order to each instance that ever had one."""
+        """The last order to each instance that had one, but for the oldest undrained ones."""
         self.restarting: frozenset[str] = frozenset()
         """Those that get no requests until they are started again."""
         self._on_drained = on_drained
@@ -54,6 +63,13 @@ class Drains:
     def follow(self, orders: Mapping[str, DrainOrder], restarting: Iterable[str]) -> None:
         """From now on all is as the controller says."""
         before = self.names
-        self.orders, self.restarting = dict(orders), frozenset(restarting)
+        self.orders, self.restarting = _latest(orders), frozenset(restarting)
         if self.names - before:
             self._on_drained(self.names - before)
+
+
+def _latest(orders: Mapping[str, DrainOrder]) -> dict[str, DrainOrder]:
+    """All drains, and the latest `MAX_UNDRAINED` other orders."""
+    undrained = sorted((one.number for one in orders.values() if not one.drained), reverse=True)
+    forgotten = set(undrained[MAX_UNDRAINED:])
+    return {name: one for name, one in orders.items() if one.drained or one.number not in forgotten}

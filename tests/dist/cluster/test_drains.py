@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.dist.cluster.drains import Drains
+from moe_lora.dist.cluster.drains import MAX_UNDRAINED, Drains
 from moe_lora.dist.cluster.instances import InstanceRegistry, Served
 from moe_lora.engine.client.messages import DrainOrder
 
@@ -29,6 +29,24 @@ def test_a_successor_that_hears_of_each_last_order_ends_with_it_whatever_older_i
     assert second.orders == first.orders
     assert second.by_operator == first.by_operator
     assert second.order("x", drained=True).number > max(one.number for one in first.orders.values())
+
+
+def test_of_instances_that_come_and_go_the_drains_and_the_latest_other_orders_are_kept():
+    drains, before = Drains(), {}
+    drains.order("drained for ever", drained=True)
+    for number in range(2 * MAX_UNDRAINED):
+        drains.order(str(number), drained=True)
+        before |= drains.orders
+        drains.order(str(number), drained=False)
+    assert len(drains.orders) == 1 + MAX_UNDRAINED
+    assert drains.by_operator == {"drained for ever"}
+    last = [str(number) for number in range(MAX_UNDRAINED, 2 * MAX_UNDRAINED)]
+    drains.learn({name: before[name] for name in last})
+    assert drains.by_operator == {"drained for ever"}, "who comes late brings none of them back"
+    newest = max(one.number for one in drains.orders.values())
+    assert drains.order("another", drained=False).number == newest + 1 == 4 * MAX_UNDRAINED + 2
+    assert "another" in drains.orders
+    assert len(drains.orders) == 1 + MAX_UNDRAINED
 
 
 def test_what_drains_is_said_once_and_a_restart_leaves_orders_alone():

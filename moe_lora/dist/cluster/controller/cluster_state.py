@@ -37,8 +37,8 @@ class ClusterState(Message, frozen=True, kw_only=True):
     """What the controller has decided.
 
     number: counts up with each change, also over the controller's restarts.  ranks: LoRA ranks by adapter.
-    holdings: of the instances in the controller's routing.  drains: an operator's last order to each instance
-    that ever had one; restarting: names of those that this controller has started again, which the next one
+    holdings: of the instances in the controller's routing.  drains: an operator's last orders, as
+    `Drains` keeps them; restarting: names of those that this controller has started again, which the next one
     does not go on with.  table: adapter -> (instance name, phi) of the routing table, and the number of that;
     demand: tokens/s by adapter that it was made for.
     """
