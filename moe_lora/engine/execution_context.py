@@ -14,8 +14,10 @@ from moe_lora.kernels.cpu.step_calls import StepCalls
 from moe_lora.kernels.operands import AttentionOperands, KvLayout, Rotation, StepTables
 from moe_lora.kernels.quantised import QuantisedOperand
 from moe_lora.kernels.triton import triton_attention
+from moe_lora.kernels.triton.problem import Deltas
 from moe_lora.kernels.triton.segments import RowsToSort, Zeros
 from moe_lora.lora.backend import AddTo, LoraBackend
+from moe_lora.lora.local import LocalDeltas
 from moe_lora.lora.row_routing import RowRouting
 from moe_lora.models.causal_lm import numbered_from
 
@@ -71,6 +73,14 @@ class ExecutionContext:
     def lora_add_to(self, layer: int, site: int, y: torch.Tensor) -> None:
         if self.has_deltas(layer, site):
             self._begun.pop((layer, site))(y)
+
+    def deltas_before(self, layer: int, site: int) -> Deltas | None:
+        """A begun site's deltas for a base layer that adds them itself; None: `lora_add_to` adds them."""
+        begun = self._begun.get((layer, site))
+        if not isinstance(begun, LocalDeltas):
+            return None
+        del self._begun[layer, site]
+        return begun.alone()
 
     def lora_linear(
         self,

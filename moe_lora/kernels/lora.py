@@ -19,6 +19,7 @@ from .cpu import cpu
 from .operands import LoraOperands
 
 if TYPE_CHECKING:
+    from moe_lora.kernels.triton.problem import Deltas
     from moe_lora.kernels.triton.segments import RowsToSort, Segments, Zeros
     from moe_lora.kernels.triton.triton_lora import Shrunk as GpuShrunk
 
@@ -113,6 +114,14 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> N
         from .triton import triton_lora
 
         triton_lora.lora_expand(shrunk, y, subtract=subtract)
+
+
+def deltas_of(shrunk: Shrunk) -> Deltas:
+    """The deltas alone, of a site of experts on CUDA, for a base layer that adds them."""
+    from .triton import triton_lora
+
+    assert isinstance(shrunk, triton_lora.Shrunk), "elsewhere a site is one operation"
+    return triton_lora.deltas_of(shrunk)
 
 
 def lora_delta(

@@ -231,11 +231,16 @@ def _gated_expert_linear(
     clamped: bool,
     limit: float,
     site: int,
+    first_expert: int,
 ) -> torch.Tensor:
+    """first_expert: number in the whole model of ids' 0."""
     (handler, layer), experts = _behind(channel), _experts()
     gate = experts.Gate(clamped, limit)
-    if not handler.has_deltas(layer, site):
-        return experts.linear(x, weight, bias, ids, order, gate)
+    deltas = handler.deltas_before(layer, site)
+    if deltas is not None:
+        deltas = deltas._replace(table_base=deltas.table_base + 2 * first_expert)
+    if deltas is not None or not handler.has_deltas(layer, site):
+        return experts.linear(x, weight, bias, ids, order, gate, deltas)
     y = experts.linear(x, weight, bias, ids, order)
     handler.lora_add_to(layer, site, y)
     return experts.gate(y, gate)
@@ -346,7 +351,7 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         ),
     ),
     "gated_expert_linear(Tensor(a!) channel, Tensor x, Tensor weight, Tensor? bias, Tensor ids, "
-    "Tensor order, bool clamped, float limit, int site) -> Tensor": (
+    "Tensor order, bool clamped, float limit, int site, int first_expert) -> Tensor": (
         _gated_expert_linear,
         lambda channel, x, weight, bias, ids, *_: x.new_empty(ids.numel(), weight.shape[1] // 2),
     ),

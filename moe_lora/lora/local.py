@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,14 +11,31 @@ import torch
 from moe_lora.adapters.packed import LayerShard, PackedAdapter, PackedLayer
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape
 from moe_lora.kernels.cpu.site_linear import NO_ROWS, LoraRows, lora_rows
-from moe_lora.kernels.lora import SharedSegments, lora_expand, lora_shrink
+from moe_lora.kernels.lora import SharedSegments, Shrunk, deltas_of, lora_expand, lora_shrink
 from moe_lora.kernels.operands import LoraOperands, SlotTable, StepTables
 
 from .backend import AddTo
 from .row_routing import RowRouting, Source
 
 if TYPE_CHECKING:
+    from moe_lora.kernels.triton.problem import Deltas
     from moe_lora.kernels.triton.segments import RowsToSort
+
+
+class LocalDeltas:
+    """AddTo of deltas that this device computes; on CUDA a layer of experts may have them before it runs."""
+
+    def __init__(self, shrunk: Shrunk, subtract: bool) -> None:
+        self._shrunk = shrunk
+        self._subtract = subtract
+
+    def __call__(self, y: torch.Tensor) -> None:
+        lora_expand(self._shrunk, y, subtract=self._subtract)
+
+    def alone(self) -> Deltas:
+        """The deltas for a base layer that adds them itself; not of what is subtracted."""
+        assert not self._subtract, "what is subtracted is summed in fp32 first"
+        return deltas_of(self._shrunk)
 
 
 class LocalBackend:
@@ -68,7 +84,7 @@ class LocalBackend:
             shared=self._shared,
             batch_rank=site_ranks[site],
         )
-        return partial(lora_expand, shrunk, subtract=self._source < 0)
+        return LocalDeltas(shrunk, subtract=self._source < 0)
 
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> RowsToSort | None:
         routing = self._routing

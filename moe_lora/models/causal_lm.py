@@ -122,13 +122,14 @@ class ExpertLinear(nn.Module):
         activation: str,
         limit: float,
     ) -> torch.Tensor:
-        """`glu` of `forward`; where there is an order and no delta to add before it, in one operation."""
+        """`glu` of `forward`; where there is an order in one operation."""
         if order is None or isinstance(self.weight, QuantisedWeight):
             return glu(self(x, ids_TK, channel, order), activation, limit)
         ops.lora_begin(channel, x, ids_TK, self.site)
         rows_TK = numbered_from(self.experts.start, ids_TK)
         weights = (self.weight, self.bias, rows_TK, order)
-        return ops.gated_expert_linear(channel, x, *weights, activation != "silu", limit, self.site)
+        how = (activation != "silu", limit, self.site, self.experts.start)
+        return ops.gated_expert_linear(channel, x, *weights, *how)
 
 
 def numbered_from(first: int, ids_TK: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from tests.stand_in_device import Launch, launches, stand_in_device
 from .on_device import FAMILIES, QUICK, OnDevice, checkpoint_and_adapter
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="in a process of its own, with TRITON_INTERPRET=1")
-FOR_LORA = {"llama": 4, "mixtral": 5, "qwen3_moe": 5, "gpt_oss": 5, "dbrx": 5}
+FOR_LORA = dict.fromkeys(("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx"), 4)
 """Launches of a layer by which a step with adapters exceeds one without; at most 6 are wanted."""
 OF_BASE = {"llama": 2, "mixtral": 5, "qwen3_moe": 5, "gpt_oss": 5, "dbrx": 5}
 """The package's other launches of a layer.  What the compiler makes of torch's operations comes to it."""

@@ -315,6 +315,7 @@ def _problem(
         x=torch.empty(_ROWS, in_width, dtype=of_model),
         site=site,
         layer=0,
+        token_slots=torch.zeros(_ROWS, dtype=torch.int32),
         slots=SlotTable(1, 1, modules, torch.device("cpu")),
         arena=torch.empty(1 << 40, dtype=torch.uint8, device="meta"),
         segments=unsorted_rows(torch.zeros(_ROWS, dtype=torch.int32), None, num_slots=1, num_experts=0),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .entries import dot, rounded
+from .entries import dot, entry_of, rounded
 from .segment_kernels import sort_block
 
 
@@ -262,7 +262,31 @@ def rows_of_tile(
     return expert, row, inside
 
 
-@triton.jit(do_not_specialize=("num_rows", "limit"))
+@triton.jit
+def _deltas(
+    values,
+    token_slots,
+    lora_rank,
+    slot_stride,
+    table_base,
+    half,
+    expert,
+    row,
+    inside,
+    n,
+    columns,
+    ROWS_PER_INPUT: tl.constexpr,
+):
+    """fp32 deltas of a tile's rows in columns n of one half, [n, rows]; -0, which changes nothing, where an
+    adapter has none."""
+    slot_T = tl.load(token_slots + row // ROWS_PER_INPUT, mask=inside, other=-1)
+    entry_T = entry_of(slot_T, expert, half, slot_stride, table_base, 2)
+    rank_T = tl.load(lora_rank + entry_T, mask=slot_T >= 0, other=0)
+    pointers = values + (row.to(tl.int64) * 2 + half)[None, :] * columns + n[:, None]
+    return tl.load(pointers, mask=(rank_T > 0)[None, :] & (n < columns)[:, None], other=-0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=("num_rows", "limit", "slot_stride", "table_base"))
 def expert_linear(
     x,
     weight,
@@ -270,6 +294,11 @@ def expert_linear(
     ids,
     order,
     y,
+    deltas,
+    token_slots,
+    lora_rank,
+    slot_stride,
+    table_base,
     num_rows,
     num_experts,
     out_width,
@@ -280,6 +309,7 @@ def expert_linear(
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_DELTAS: tl.constexpr,
     EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -291,8 +321,9 @@ def expert_linear(
 ):
     """y[row] = x[row / ROWS_PER_INPUT] @ weight[expert].T + bias[expert], zero where there is no expert.
 
-    GATED: then `gated` of the two halves of N, each rounded before.  x: [R / ROWS_PER_INPUT, H].  weight:
-    [E, N, H].  y: [R, N], or [R, N / 2] if GATED.  EVEN: BLOCK_K divides H.  EXPERTS: a power of 2 above E.
+    GATED: then `gated` of the two halves of N, each rounded before, and again after its deltas are added if
+    HAS_DELTAS: see `problem.Deltas`.  x: [R / ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or
+    [R, N / 2] if GATED.  EVEN: BLOCK_K divides H.  EXPERTS: a power of 2 above E.
     """
     columns = out_width // 2 if GATED else out_width
     blocks = tl.cdiv(columns, BLOCK_N)
@@ -335,6 +366,13 @@ def expert_linear(
             if GATED:
                 gate_NT = rounded(y_NT, y.dtype.element_ty, INTERPRETED).to(tl.float32)
                 up_NT = rounded(up_NT, y.dtype.element_ty, INTERPRETED).to(tl.float32)
+                if HAS_DELTAS:
+                    about = (token_slots, lora_rank, slot_stride, table_base)
+                    tile_rows = (expert, row, inside, n, columns)
+                    gate_NT += _deltas(deltas, *about, 0, *tile_rows, ROWS_PER_INPUT)
+                    up_NT += _deltas(deltas, *about, 1, *tile_rows, ROWS_PER_INPUT)
+                    gate_NT = rounded(gate_NT, y.dtype.element_ty, INTERPRETED).to(tl.float32)
+                    up_NT = rounded(up_NT, y.dtype.element_ty, INTERPRETED).to(tl.float32)
                 y_NT = gated(gate_NT, up_NT, limit, CLAMPED)
         pointers = y + row[None, :].to(tl.int64) * columns + n[:, None]
         mask_NT = inside[None, :] & (n < columns)[:, None]

@@ -4,13 +4,13 @@ Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width
 
     choose         each token's experts and their weights, from the logits
     order          rows by expert, made once for the layers of a step's experts; of few rows with `choose`
-    linear         y = x_row @ weight[expert].T + bias; with a gate, the activation too
-    gate           the activation alone, where deltas were added before it
+    linear         y = x_row @ weight[expert].T + bias; with a gate, the activation too, of y + deltas
+    gate           the activation alone, where deltas were added to y otherwise
     weighted_sum   sum over k of weights[t, k] * y[t*K + k]
 
 Sums are in fp32, in an order that depends on H and dtype alone, without atomics; a gated `linear` rounds
-what it gates as `linear` and `gate` do.  So a row has the same bits whatever else is in the batch, and
-whether others in it have deltas.  Launches never wait for the device: grids are bounded by host numbers.
+what it gates as `linear`, `triton_lora.lora_expand` and `gate` do.  So a row has the same bits whatever else
+is in the batch, and whether others in it have deltas.  Launches never wait for the device: grids are bounded by host numbers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import configs
+from .problem import Deltas
 from .segments import RowsToSort, Zeros, rows_to_sort
 
 ROW_MAX_TOKENS = 8
@@ -189,15 +190,19 @@ def linear(
     ids: torch.Tensor,
     order: torch.Tensor,
     gate: Gate | None = None,
+    deltas: Deltas | None = None,
 ) -> torch.Tensor:
     """As `reference.expert_linear`, [R, N]; with a gate its activation, [R, N / 2].
 
-    x: [T, H] or [R, H], bf16, fp16 or fp32.  order: `order` of the same ids.  Raises ValueError for operands
-    that don't fit.
+    x: [T, H] or [R, H], bf16, fp16 or fp32.  order: `order` of the same ids.  deltas: added before the gate,
+    where x is [T, H]; table_base is the first of these experts'.  Raises ValueError for operands that don't
+    fit.
     """
     num_experts, out_width, width = weight.shape
     _check(x, weight, bias, ids, order)
     num_rows = ids.numel()
+    if deltas is not None:
+        _check_deltas(deltas, x, ids, out_width, gate)
     y = x.new_empty(num_rows, out_width if gate is None else out_width // 2)
     if num_rows == 0:
         return y
@@ -213,12 +218,14 @@ def linear(
         configs.kernels("expert_kernels").expert_linear,
         configs.num_programs(x.device, config._asdict(), items),
         *(x.contiguous(), weight, weight if bias is None else bias, ids.contiguous(), order, y),
+        *((y, ids, ids, 0, 0) if deltas is None else deltas),
         *(num_rows, num_experts, out_width, width, 0.0 if gate is None else gate.limit),
         ROWS_PER_INPUT=num_rows // x.shape[0],
         SORTED=not alone,
         GATED=gate is not None,
         CLAMPED=gate is not None and gate.clamped,
         HAS_BIAS=bias is not None,
+        HAS_DELTAS=deltas is not None,
         EVEN=width % config.block_k == 0,
         INTERPRETED=configs.interpreted(),
         EXPERTS=1 << num_experts.bit_length(),
@@ -298,6 +305,21 @@ def _check(
         raise ValueError(f"weight has strides {weight.stride()}; it must be contiguous")
 
 
+def _check_deltas(
+    deltas: Deltas, x: torch.Tensor, ids: torch.Tensor, out_width: int, gate: Gate | None
+) -> None:
+    values = deltas.values
+    if values.shape != (ids.numel(), out_width) or values.dtype != x.dtype or not values.is_contiguous():
+        raise ValueError(
+            f"deltas are {tuple(values.shape)} {values.dtype}; {(ids.numel(), out_width)} {x.dtype} is needed"
+        )
+    if gate is None or len(x) != len(ids) or deltas.token_slots.shape != ids.shape[:1]:
+        raise ValueError(
+            "deltas are added before a gate, with a row of x and a slot per token; "
+            f"gate={gate}, x has {len(x)} rows, {len(deltas.token_slots)} slots, ids {len(ids)} tokens"
+        )
+
+
 _SHAPES = (128, 8, 2048, 768, False), (32, 4, 2880, 2880, True), (8, 2, 1001, 517, True)
 """Experts, experts per token, hidden and inner size, bias: Qwen3-30B-A3B's, GPT-OSS-20B's, no model's."""
 
@@ -322,6 +344,9 @@ def launch_all(dtype: torch.dtype) -> None:
             x = torch.empty(num_tokens, hidden, dtype=dtype)
             inner_rows = linear(x, weights[0], biases[0], ids, rows, Gate(biased, 7.0))
             linear(x, weights[0], biases[0], ids, rows)
+            slots, values = ids.new_empty(num_tokens), x.new_empty(ids.numel(), 2 * inner)
+            deltas = Deltas(values, slots, slots, 1, 1)
+            linear(x, weights[0], biases[0], ids, rows, Gate(biased, 7.0), deltas)
             y = linear(inner_rows, weights[1], biases[1], ids, rows)
             gate(inner_rows, Gate(biased, 7.0))
             weighted_sum(y, torch.empty(num_tokens, top_k))

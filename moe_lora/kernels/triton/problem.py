@@ -31,6 +31,17 @@ class Tables(NamedTuple):
     arena: torch.Tensor
 
 
+class Deltas(NamedTuple):
+    """Deltas of a site of experts, for a base layer that adds them: values [R, C], undefined where a module
+    has none, which its rank says: see `entries.entry_of` for the entry of a row's slot in the table."""
+
+    values: torch.Tensor
+    token_slots: torch.Tensor
+    lora_rank: torch.Tensor
+    slot_stride: int
+    table_base: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """What a site's kernels share.
@@ -41,6 +52,7 @@ class Problem:
     x: torch.Tensor
     site: Site
     layer: int
+    token_slots: torch.Tensor
     slots: SlotTable
     arena: torch.Tensor
     segments: segments.Segments
@@ -168,6 +180,7 @@ def checked_problem(
         x=x,
         site=site,
         layer=layer,
+        token_slots=token_slots,
         slots=slots,
         arena=arena,
         segments=rows,

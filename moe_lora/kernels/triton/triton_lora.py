@@ -33,7 +33,7 @@ from moe_lora.kernels.operands import LoraOperands
 
 from . import configs, steps
 from .configs import Choice, ConfigTable, matches
-from .problem import Problem, check_output, checked_problem
+from .problem import Deltas, Problem, check_output, checked_problem
 from .segments import Segments, Zeros, rows_for
 
 if TYPE_CHECKING:
@@ -139,6 +139,14 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> N
     """
     check_output(y, shrunk.problem, "y", or_fp32=True)
     _expand(shrunk, y, add=True, subtract=subtract)
+
+
+def deltas_of(shrunk: Shrunk) -> Deltas:
+    """The deltas alone, for `experts.linear`, which adds them with the bits of `lora_expand`."""
+    problem = shrunk.problem
+    values = problem.x.new_empty(problem.num_rows, sum(problem.site.out_features))
+    _expand(shrunk, values, add=False)
+    return Deltas(values, problem.token_slots, problem.slots.lora_rank, *problem.entry_strides)
 
 
 def lora_delta(

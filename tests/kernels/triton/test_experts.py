@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -7,13 +9,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moe_lora.core.shard import ModelShard
 from moe_lora.kernels import ops, reference
 from moe_lora.kernels.triton import configs, experts
+from moe_lora.kernels.triton import triton_lora as lora
 from moe_lora.kernels.triton.configs import interpreted
 from moe_lora.kernels.triton.segments import Zeros, build_segments, rows_to_sort
 from moe_lora.models.causal_lm import MoeMlp, glu
 from moe_lora.models.spec import model_spec
 from tests.kernels.kernel_cases import popularity, random
 
-from .gpu_cases import TOLERANCE
+from .gpu_cases import GATE_UP, LAYER, TOLERANCE, make_batch
 
 KINDS = ["distinct", "uniform", "zipf", "identical"]
 # Experts, experts per token, hidden and inner size, activation, bias: the families' kinds of experts.
@@ -120,6 +123,41 @@ def test_activation_in_the_epilogue_has_the_bits_of_one_after_it(device, gate):
         assert torch.equal(experts.linear(*operands, gate), experts.gate(experts.linear(*operands), gate))
 
 
+def filled(self, *shape, **how):
+    """`new_empty` whose memory is NaN."""
+    return self.new_full(shape, float("nan") if self.is_floating_point() else 0, **how)
+
+
+@pytest.mark.parametrize("gate", [SILU, CLAMPED])
+@pytest.mark.parametrize(("tokens", "first"), [(1, 0), (9, 0), (9, 1)])
+def test_deltas_added_before_the_gate_have_the_bits_of_those_added_to_the_output(device, gate, tokens, first):
+    """Of rows with and without an adapter, some of which lack a module; of the experts from `first` on."""
+    batch = make_batch(GATE_UP, BF16, "uniform", device, tokens=tokens, seed=2)
+    batch.slots.lora_rank[0, LAYER, GATE_UP.entry(1, 2)] = 0
+    batch.token_slots[0], batch.ids[0, 0] = 0, 2
+    batch.ids[batch.ids < first] = -1
+    held = torch.where(batch.ids < 0, -1, batch.ids - first).int()
+    weight = random(torch.Generator().manual_seed(1), 3, 64, 48, dtype=BF16).to(device)[first:]
+    operands = (batch.x, weight, None, held, experts.order(held, 3 - first))
+    y = experts.linear(*operands)
+    base = y.clone()
+    lora.lora_expand(lora.lora_shrink(batch.operands(), decode=True), y)
+    assert not torch.equal(base, y)
+    shrunk = lora.lora_shrink(batch.operands(), decode=True)
+    with patch.object(torch.Tensor, "new_empty", filled):
+        deltas = lora.deltas_of(shrunk)
+    assert deltas.values.isnan().any()
+    deltas = deltas._replace(table_base=deltas.table_base + 2 * first)
+    found = experts.linear(*operands, gate, deltas)
+    assert torch.equal(found, experts.gate(y, gate))
+    assert not torch.equal(found, experts.gate(base, gate))
+    for values in (deltas.values[1:], deltas.values.float()):
+        with pytest.raises(ValueError, match="deltas are"):
+            experts.linear(*operands, gate, deltas._replace(values=values))
+    with pytest.raises(ValueError, match="before a gate"):
+        experts.linear(*operands, None, deltas)
+
+
 def test_tiles_of_every_size(device):
     """Many rows of few experts; the last tile of each is not full."""
     for block_t, rows in ((16, 30), (32, 50), (64, 90), (128, 190)):
@@ -188,6 +226,9 @@ class Deltas:
 
     def has_deltas(self, layer, site):
         return bool(self.rows)
+
+    def deltas_before(self, layer, site):
+        return None
 
     def lora_add_to(self, layer, site, y):
         self.added += bool(self.rows)
