@@ -1,14 +1,15 @@
-"""Parts of the first run on a GPU: an engine's steps, copies to the device, attention, NVSHMEM."""
+"""Parts of the first run on a GPU: an engine's steps, copies to the device, attention."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from .run_log import Log, cuda_us
 
@@ -22,6 +23,22 @@ PROMPT = [1, 2, 3, 4]
 
 def engine(log: Log) -> None:
     """Synchronisations of a decode step with their places, launches, share of time that the GPU works."""
+    served = _random_model()
+    for eager in (True, False):
+        _watch_engine(log, *served, eager)
+
+
+def dependent(log: Log) -> None:
+    """Steps whose kernels begin while the ones before them end (`configs.DEPENDENT`), and ordinary ones."""
+    served = _random_model()
+    ordinary = _watch_engine(log, *served, eager=False)
+    with _dependent_launch():
+        early = _watch_engine(log, *served, eager=False)
+    log("dependent", same_tokens=ordinary == early)
+
+
+def _random_model() -> tuple[str, dict[str, str]]:
+    """Folders of a model and of its adapters, by name."""
     from bench.harness import random_model
 
     folder = Path(tempfile.mkdtemp())
@@ -33,33 +50,50 @@ def engine(log: Log) -> None:
         )
         for i in range(8)
     }
-    for eager in (True, False):
-        _watch_engine(log, str(model), adapters, eager)
+    return str(model), adapters
 
 
-def _watch_engine(log: Log, model: str, adapters: dict[str, str], eager: bool) -> None:
+@contextmanager
+def _dependent_launch() -> Iterator[None]:
+    """Within the context, as if the GPU's table said so."""
+    from moe_lora.kernels.triton import configs
+
+    table = configs.table_of
+    with patch.object(configs, "table_of", lambda device: replace(table(device), dependent_launch=True)):
+        yield
+
+
+def _watch_engine(log: Log, model: str, adapters: dict[str, str], eager: bool) -> list[tuple[int, ...]]:
+    """Returns the tokens of requests for all adapters."""
+    import torch
+
     from moe_lora import LLM
+    from moe_lora.kernels.triton import configs
 
     begin = time.time()
     settings: dict[str, Any] = {"device": "cuda", "eager": eager, "decode_buckets": (16,), "max_num_seqs": 16}
     with LLM(model, adapters=adapters, **settings) as llm:
-        log("engine", eager=eager, start_s=round(time.time() - begin, 1))
+        early = configs.table_of(torch.device("cuda")).dependent_launch
+        how = {"eager": eager, "dependent_launch": early}
+        log("engine", **how, start_s=round(time.time() - begin, 1))
         names: list[str | None] = [f"a{i % 8}" for i in range(16)]
-        _profile_steps(log, llm, [None] * 16, {"eager": eager, "what": "base"})
-        _profile_steps(log, llm, names, {"eager": eager, "what": "lora"})
+        _profile_steps(log, llm, [None] * 16, {**how, "what": "base"})
+        tokens = _profile_steps(log, llm, names, {**how, "what": "lora"})
         _find_synchronisations(log, llm, names, eager)
+    return tokens
 
 
-def _profile_steps(log: Log, llm: Any, who: list[str | None], about: dict[str, Any]) -> None:
+def _profile_steps(log: Log, llm: Any, who: list[str | None], about: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Returns the tokens that were generated, per request."""
     import torch
 
     from moe_lora import SamplingParams
 
-    def generate(num_tokens: int) -> None:
+    def generate(num_tokens: int) -> list[tuple[int, ...]]:
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        llm.generate([PROMPT] * 16, who, sampling)
+        return [done.token_ids for done in llm.generate([PROMPT] * 16, who, sampling)]
 
-    generate(24)
+    tokens = generate(24)
     torch.cuda.synchronize()
     begin = time.time()
     generate(24)
@@ -81,7 +115,9 @@ def _profile_steps(log: Log, llm: Any, who: list[str | None], about: dict[str, A
         copies_per_step=per_step("MemcpyAsync"),
     )
     if not about["eager"]:
-        trace.export_chrome_trace(str(log.folder / f"step_{about['what']}.json"))
+        early = "_dependent" * about["dependent_launch"]
+        trace.export_chrome_trace(str(log.folder / f"step_{about['what']}{early}.json"))
+    return tokens
 
 
 def _find_synchronisations(log: Log, llm: Any, who: list[str | None], eager: bool) -> None:
@@ -210,69 +246,3 @@ def attention_error(one: AttentionOperands) -> float:
 
     expected = reference.paged_attention(one._replace(arena=one.arena.clone()))
     return float((_attend(one).float() - expected.float()).abs().max())
-
-
-def shmem1(log: Log) -> None:
-    _shmem(log, 1)
-
-
-def shmem2(log: Log) -> None:
-    _shmem(log, 2)
-
-
-def _shmem(log: Log, size: int) -> None:
-    """Puts with signals around a ring of that many processes on one GPU, through NVSHMEM."""
-    settings = {
-        **os.environ,
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(29500 + size),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "bench.gpu.first_run", str(log.folder), "shmem_rank", "--here"],
-            env={**settings, "RANK": str(dist_rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for dist_rank in range(size)
-    ]
-    texts, deadline_s = [], time.monotonic() + 15
-    for rank in ranks:
-        try:
-            left_s = max(0.0, deadline_s - time.monotonic())
-            texts.append(rank.communicate(timeout=left_s)[0][-500:])
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            texts.append("timeout " + rank.communicate()[0][-500:])
-    log("shmem", processes_on_one_gpu=size, said=texts)
-    if not all("ARRIVED" in text for text in texts):
-        raise RuntimeError(f"{size} processes on one GPU did not all receive by NVSHMEM")
-
-
-def shmem_rank(log: Log) -> None:
-    """One process of `_shmem`."""
-    import torch
-    import torch.distributed as dist
-
-    from moe_lora.dist.transport import nvshmem
-    from moe_lora.dist.transport.device_puts import PUT_BLOCKS
-    from moe_lora.kernels.triton import exchange
-
-    torch.cuda.set_device(0)
-    nvshmem.register()
-    dist.init_process_group("ibgda")
-    assert dist.group.WORLD is not None
-    group: Any = dist.group.WORLD._get_backend(torch.device("cuda"))
-    window = group.alloc(1 << 20, 4, 10.0)
-    window.bytes.fill_(1)
-    expected, state = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (4, 1))
-    signals = exchange.Signals(window.words, expected, range(1, 2))
-    peer = (dist.get_rank() + 1) % dist.get_world_size()
-    for _ in range(60):
-        group.put_pieces(window, [(0, window.num_bytes)], 1, peer)
-        exchange.launch_wait(signals, PUT_BLOCKS, state, 10_000_000)
-    torch.cuda.synchronize()
-    assert not int(state), "a put did not arrive"
-    print("ARRIVED", int(window.bytes.sum()), flush=True)

@@ -1,6 +1,7 @@
 """All that one Hopper GPU is asked, in runs of less than 9 minutes each.
 
     python -m bench.gpu.first_run FOLDER            # in the repository root: what decides how to go on
+    python -m bench.gpu.first_run FOLDER more       # host workers, quantised layers, dependent launches
     python -m bench.gpu.first_run FOLDER check      # build, tuning, GPU tests, the kernels' benchmark, smoke
     python -m bench.gpu.first_run FOLDER PART...    # some parts of either
 
@@ -26,7 +27,8 @@ from pathlib import Path
 import moe_lora
 from moe_lora.kernels.triton.configs import CONFIG_DIR, FALLBACK
 
-from .engine_parts import attention, engine, h2d, shmem1, shmem2, shmem_rank
+from .engine_parts import attention, dependent, engine, h2d
+from .exchange_parts import shmem1, shmem2, shmem_rank
 from .expert_parts import experts
 from .host_parts import host
 from .kernel_parts import facts, gemm, lora, race, sampling, tma
@@ -39,17 +41,16 @@ RUNS: dict[str, dict[str, int]] = {
         "tma": 40,
         "race": 25,
         "lora": 80,
-        "host": 45,
         "experts": 50,
         "sampling": 20,
         "gemm": 15,
-        "quantised": 30,
         "engine": 90,
         "h2d": 25,
         "attention": 30,
         "shmem1": 20,
         "shmem2": 20,
     },
+    "more": {"host": 45, "quantised": 30, "dependent": 90},
     "check": {"build": 60, "tuning": 90, "tests": 110, "kernels": 180, "smoke": 75},
 }
 """Per run its parts in their order, and seconds for each."""
@@ -114,6 +115,7 @@ PARTS: dict[str, Callable[[Log], None]] = {
         sampling,
         gemm,
         quantised,
+        dependent,
         engine,
         h2d,
         attention,

@@ -7,6 +7,7 @@ import importlib
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any
 
+from . import configs
 from .sass import MARKS, Compiled, inspect
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ def check(builds: list[Build], processes: int = 2) -> list[str]:
                 row = f"{build.kernel:<14}{build.dtype:<5} does not compile"
             else:
                 compiled = done.result()
-                found = compiled.complaints(build.required, build.rings)
+                found = compiled.complaints(
+                    build.required, build.rings, configs.is_dependent(build.module, build.kernel)
+                )
                 row = line(build, compiled)
             print(f"[{number:>3}/{len(builds)}]{' !' if found else '  '}{row.rstrip()}"[:220], flush=True)
             wrong += [f"{build.kernel} {build.dtype} {build.label}: {complaint}" for complaint in found]

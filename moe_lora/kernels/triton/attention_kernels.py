@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .entries import wait_for_kernel_before
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SEQUENCES = tl.constexpr(128)
 """Sequences whose parts are counted at once."""
@@ -143,6 +145,7 @@ def attend(
     A sequence of several parts leaves sums [P, N, D] and weights [P, N, 2] (maximum, sum) of each to
     `join_parts`; one of a single part is done here, however many parts others have.
     """
+    wait_for_kernel_before(INTERPRETED)
     kv_head = tl.program_id(0) % KV_HEADS
     tile = tl.program_id(0) // KV_HEADS
     part = 0
@@ -245,12 +248,14 @@ def join_parts(
     HEAD_DIM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     PART: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     """out of one head of a sequence of one row, from the sums of its parts, in their order."""
+    wait_for_kernel_before(INTERPRETED)
     seq, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     row = tl.load(query_start + seq)
     if tl.load(query_start + seq + 1) - row != 1:

@@ -168,6 +168,8 @@ class Choice:
 class ConfigTable:
     """Launch configurations and algorithm choices of one GPU; of several matches the first counts.
 
+    dependent_launch: kernels of `DEPENDENT` begin while the kernel before them ends (CUDA's programmatic
+    dependent launch, from sm_90 on).
     Raises ValueError if the phases of one place have configurations that add a row in different orders.
     """
 
@@ -175,6 +177,7 @@ class ConfigTable:
     note: str
     entries: tuple[ConfigEntry, ...]
     choices: tuple[Choice, ...] = field(default=())
+    dependent_launch: bool = False
 
     def __post_init__(self) -> None:
         for kernel in KERNEL_NAMES:
@@ -240,7 +243,8 @@ def load_table(gpu_name: str) -> ConfigTable:
             choices = tuple(Choice(**choice) for choice in data["choices"])
         except TypeError as error:
             raise ValueError(f"{path} has a field that tables don't have: {error}") from None
-        _tables[gpu_name] = ConfigTable(data["gpu"], data["note"], entries, choices)
+        dependent = data.get("dependent_launch", False)
+        _tables[gpu_name] = ConfigTable(data["gpu"], data["note"], entries, choices, dependent)
     return _tables[gpu_name]
 
 
@@ -250,6 +254,7 @@ def save_table(table: ConfigTable, path: Path | None = None) -> Path:
     data = {
         "gpu": table.gpu,
         "note": table.note,
+        "dependent_launch": table.dependent_launch,
         "choices": [_given(choice) for choice in table.choices],
         "entries": [_given(entry) for entry in table.entries],
     }
@@ -330,6 +335,24 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
+DEPENDENT = frozenset(
+    {
+        "wgmma_site.wgmma_site",
+        "expert_kernels.choose_and_order",
+        "expert_kernels.expert_linear",
+        "kv_kernels.write_kv",
+        "attention_kernels.attend",
+        "attention_kernels.join_parts",
+    }
+)
+"""Kernels of a decode step, by module, that wait for the one before them before they do anything else."""
+
+
+def is_dependent(module: str, kernel: str) -> bool:
+    """Whether the kernel of this name is one of `DEPENDENT`."""
+    return f"{module.rpartition('.')[2]}.{kernel}" in DEPENDENT
+
+
 def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
     """Launch `programs` programs of a Triton kernel on the device of its first operand, a tensor.
 
@@ -341,7 +364,10 @@ def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
         meta = {name: value for name, value in meta.items() if name not in ("num_warps", "num_stages")}
         kernel[(programs,)](*operands, **meta)
         return
-    with torch.cuda.device(operands[0].device):
+    device = operands[0].device
+    if table_of(device).dependent_launch and is_dependent(kernel.fn.__module__, kernel.fn.__name__):
+        meta["launch_pdl"] = True
+    with torch.cuda.device(device):
         # Descriptors made on the device need memory of their own; torch's allocator follows graph capture.
         triton.set_allocator(_scratch)
         kernel[(programs,)](*operands, **meta)

@@ -17,6 +17,16 @@ NOT_SPECIALIZED = (
 
 
 @triton.jit
+def wait_for_kernel_before(INTERPRETED: tl.constexpr):
+    """First in a kernel of `configs.DEPENDENT`: what the kernel before it on the stream wrote is seen from
+    here on, and the one after it may begin, to wait in the same place.  In an ordinary launch without effect.
+    """
+    if not INTERPRETED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def entry_of(slot, expert, module, slot_stride, table_base, MODULES: tl.constexpr):
     """Flat index of the entry in the slot table."""
     return slot.to(tl.int64) * slot_stride + table_base + expert * MODULES + module

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .entries import dot, entry_of, rounded
+from .entries import dot, entry_of, rounded, wait_for_kernel_before
 from .segment_kernels import sort_block
 
 
@@ -168,6 +168,7 @@ def choose_and_order(
     counters: [2] int32, zeros: the next number, and the tokens done.  first, num_held: experts ordered.
     to_sort: operands of the sort, of num_slots slots, experts of_model, and tiles of so many rows.
     """
+    wait_for_kernel_before(INTERPRETED)
     num_rows = num_tokens * TOP_K
     item = tl.atomic_add(counters, 1, sem="relaxed")
     if item < num_tokens:
@@ -325,6 +326,7 @@ def expert_linear(
     HAS_DELTAS: see `problem.Deltas`.  x: [R / ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or
     [R, N / 2] if GATED.  EVEN: BLOCK_K divides H.  EXPERTS: a power of 2 above E.
     """
+    wait_for_kernel_before(INTERPRETED)
     columns = out_width // 2 if GATED else out_width
     blocks = tl.cdiv(columns, BLOCK_N)
     begin_E, end_E, tiles_E = 0, 0, 0

@@ -10,7 +10,8 @@ Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width
 
 Sums are in fp32, in an order that depends on H and dtype alone, without atomics; a gated `linear` rounds
 what it gates as `linear`, `triton_lora.lora_expand` and `gate` do.  So a row has the same bits whatever else
-is in the batch, and whether others in it have deltas.  Launches never wait for the device: grids are bounded by host numbers.
+is in the batch, and whether others in it have deltas.  Launches never wait for the device: grids are bounded
+by host numbers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .attention_kernels import sequence_of
-from .entries import rounded
+from .entries import rounded, wait_for_kernel_before
 
 
 @triton.jit
@@ -93,6 +93,7 @@ def write_kv(
     SINGLE: every sequence has one row.  HEADS: 0 without ROTATES.  rotation: cos and sin [T, D / 2], weights
     of norms of q and k [D].
     """
+    wait_for_kernel_before(INTERPRETED)
     q_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     kv_blocks: tl.constexpr = (KV_HEADS + BLOCK_H - 1) // BLOCK_H
     row = tl.program_id(0) // (q_blocks + 2 * kv_blocks)

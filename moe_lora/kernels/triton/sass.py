@@ -14,6 +14,9 @@ MAX_REGISTERS = 255
 MAX_SHARED_BYTES = 227 * 1024
 MARKS = TENSOR_CORES, COPIES, TMA = "HGMMA", "LDGSTS.128", "UTMALDG"
 """Products by warpgroup, 16-byte copies into shared memory, those by TMA: what SGMV is made of on Hopper."""
+WAIT = "ACQBULK"
+"""Waits for the kernel before on the stream, where this one was launched to begin earlier."""
+_GLOBAL = {"LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG", "UBLKCP", "UTMALDG", "UTMASTG"}
 _SM_SHARED_BYTES, _SM_REGISTERS, _RESERVED_BYTES = 228 * 1024, 65536, 1024
 _BITS = {"f32": 32, "i32": 32, "bf16": 16, "f16": 16, "i8": 8, "f8E4M3FN": 8}
 
@@ -29,7 +32,10 @@ class Ring(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """Resources of one compiled kernel; bytes are per program, stack and local per thread."""
+    """Resources of one compiled kernel; bytes are per program, stack and local per thread.
+
+    waits_first: it does so before it touches global memory.
+    """
 
     registers: int
     shared_bytes: int
@@ -37,6 +43,7 @@ class Compiled:
     local_bytes: int
     spill_instructions: int
     instructions: frozenset[str]
+    waits_first: bool = False
     rings: tuple[Ring, ...] = ()
     threads: int = 128
 
@@ -52,11 +59,16 @@ class Compiled:
         return min(programs, by_shared, by_registers) * self.bytes_in_flight
 
     def complaints(
-        self, required: tuple[str, ...] = (), rings: tuple[tuple[int, int, int], ...] = ()
+        self,
+        required: tuple[str, ...] = (),
+        rings: tuple[tuple[int, int, int], ...] = (),
+        dependent: bool = False,
     ) -> list[str]:
-        """What is wrong with it: lost instructions or buffers, spills, limits exceeded.  Empty if nothing
-        is."""
+        """What is wrong with it: lost instructions or buffers, spills, limits exceeded; of a dependent one, a
+        wait that comes late.  Empty if nothing is."""
         found = [f"lost {name}" for name in required if name not in self.instructions]
+        if dependent and not self.waits_first:
+            found.append("touches memory before it has waited for the kernel before it")
         lost = Counter(rings) - Counter(ring[:3] for ring in self.rings)
         found += [f"lost {number} buffers of {rows} x {columns}" for number, rows, columns in lost.elements()]
         if "USETMAXREG" in self.instructions:
@@ -112,11 +124,13 @@ def parse(usage: str, sass: str, dynamic_shared_bytes: int) -> Compiled:
         raise ValueError(f"cuobjdump printed no resource usage: {usage.strip()[:200]!r}")
     # An instruction follows its address comment and, perhaps, a predicate.
     opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass)
+    deciding = [opcode for opcode in opcodes if opcode in _GLOBAL | {WAIT}]
     return Compiled(
         registers=numbers["REG"],
         shared_bytes=dynamic_shared_bytes,
         stack_bytes=numbers["STACK"],
         local_bytes=numbers["LOCAL"],
         spill_instructions=sum(opcode in ("LDL", "STL") for opcode in opcodes),
+        waits_first=deciding[:1] == [WAIT],
         instructions=frozenset(opcodes) | {COPIES for _ in re.findall(r"\bLDGSTS\.[\w.]*\b128\b", sass)[:1]},
     )

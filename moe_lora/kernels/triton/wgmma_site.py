@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .entries import NOT_SPECIALIZED, num_blocks
+from .entries import NOT_SPECIALIZED, num_blocks, wait_for_kernel_before
 from .wgmma_expand import expand_item
 from .wgmma_shrink import shrink_item
 
@@ -64,6 +64,7 @@ def wgmma_site(
 
     counters: [1 + R * M] int32, zeros: the next item's number, then by tile and module the shrink items done.
     """
+    wait_for_kernel_before(INTERPRETED)
     num_tiles = tl.load(tiles.num)
     shrinks = num_tiles * MODULES * SPLIT_K * lanes
     groups = num_blocks(widths, BLOCK_C * BLOCKS_PER_ITEM)

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from bench.gpu.exchange_parts import send_and_receive
 from moe_lora.dist.transport.device_puts import PUT_BLOCKS, STATUS_BYTES, WORDS_PER_SIGNAL, AnswerRows
 from moe_lora.kernels.triton.configs import interpreted
 from moe_lora.kernels.triton.exchange import ENDED
@@ -62,6 +63,20 @@ def test_who_sees_the_signal_sees_all_pieces(sizes, group):
         assert torch.equal(there, expected), "and nothing else"
     assert group.network.num_overtaken > 0
     assert torch.equal(window.bytes, pattern(SIZE, 2)), "a put writes its peer's copy only"
+
+
+def test_client_and_server_of_one_process_exchange_what_they_put(tmp_path):
+    """As `bench.gpu` times on two streams: here one after the other."""
+    symmetric_memory.install()
+    alone = symmetric_memory.StandInGroup(tmp_path, 0, 1, longest_s=0.001)
+    window = alone.alloc(2 * 4096, 2)
+    send, receive = send_and_receive(alone, window, 4096)
+    for use in (1, 2):
+        for number in (0, 1):
+            send(number)
+            receive(number)
+        assert [window.read_signal(number) for number in (0, 1)] == [use * PUT_BLOCKS] * 2
+    symmetric_memory._groups.remove(alone)
 
 
 def answer(window, ids, token_slots: list[int], generations: list[int], **fields) -> AnswerRows:

@@ -31,6 +31,11 @@ def test_pipeline_and_spills_are_read_from_listings():
     assert "spills" in spilled.complaints()[0]
     unsafe = sass.parse(USAGE, SASS.replace("LDC", "USETMAXREG.DEALLOC.CTAPOOL"), 1000)
     assert "warp-specialized" in unsafe.complaints()[0]
+    assert "has waited" in good.complaints(dependent=True)[0]
+    waiting = sass.parse(USAGE, SASS.replace("LDC R1, c[0x0][0x28]", "ACQBULK"), 1000)
+    assert waiting.complaints(dependent=True) == []
+    late = sass.parse(USAGE, SASS + "        /*0130*/                   ACQBULK ;\n", 1000)
+    assert "has waited" in late.complaints(dependent=True)[0]
     for usage in (USAGE.replace("STACK:0", "STACK:8"), USAGE.replace("LOCAL:0", "LOCAL:8")):
         assert "spills" in sass.parse(usage, SASS, 1000).complaints()[0]
     assert "shared memory" in sass.parse(USAGE, SASS, 230 * 1024).complaints()[0]

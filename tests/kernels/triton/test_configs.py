@@ -3,9 +3,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.triton_lora import choose, forced
@@ -52,6 +55,35 @@ def test_saved_table_is_read_back(tmp_path, monkeypatch):
     saved = replace(TABLE, gpu="NVIDIA Test/1")
     assert configs.save_table(saved).name == "NVIDIA_Test_1.json"
     assert configs.load_table("NVIDIA Test/1") == saved
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_table_says_whether_kernels_begin_while_the_ones_before_end(tmp_path, monkeypatch, dependent):
+    """As read back from its file; only those that wait for the ones before."""
+    monkeypatch.setattr(configs, "CONFIG_DIR", tmp_path)
+    configs.save_table(replace(TABLE, gpu="Test", dependent_launch=dependent))
+    table, launched = configs.load_table("Test"), []
+    monkeypatch.setattr(configs, "table_of", lambda device: table)
+    monkeypatch.setattr(configs, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    for module, name in (("expert_kernels", "expert_linear"), ("quantised_kernels", "join_parts")):
+        about = SimpleNamespace(__module__=f"moe_lora.kernels.triton.{module}", __name__=name)
+
+        class Kernel:
+            fn = about
+
+            def __getitem__(self, grid):
+                return lambda *operands, **meta: launched.append(meta)
+
+        configs.start(Kernel(), 1, torch.empty(1), BLOCK=2)
+    first = {"BLOCK": 2, "launch_pdl": True} if dependent else {"BLOCK": 2}
+    assert launched == [first, {"BLOCK": 2}]
+
+
+def test_kernels_that_wait_for_the_ones_before_exist():
+    pytest.importorskip("triton")
+    for module, name in (one.split(".") for one in configs.DEPENDENT):
+        assert hasattr(configs.kernels(module), name)
 
 
 PLACE = {"kernel": "wgmma_shrink", "dtype": "bf16", "in_features": 96}

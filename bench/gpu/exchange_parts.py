@@ -1,0 +1,136 @@
+"""Parts of the first run on a GPU: puts that the device issues, through NVSHMEM."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .run_log import Log
+
+
+def shmem1(log: Log) -> None:
+    _shmem(log, 1)
+
+
+def shmem2(log: Log) -> None:
+    _shmem(log, 2)
+
+
+def _shmem(log: Log, size: int) -> None:
+    """Puts with signals around a ring of that many processes on one GPU, through NVSHMEM."""
+    settings = {
+        **os.environ,
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(29500 + size),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "bench.gpu.first_run", str(log.folder), "shmem_rank", "--here"],
+            env={**settings, "RANK": str(dist_rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for dist_rank in range(size)
+    ]
+    texts, deadline_s = [], time.monotonic() + 15
+    for rank in ranks:
+        try:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            texts.append(rank.communicate(timeout=left_s)[0][-500:])
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            texts.append("timeout " + rank.communicate()[0][-500:])
+    log("shmem", processes_on_one_gpu=size, said=texts)
+    if not all("ARRIVED" in text for text in texts):
+        raise RuntimeError(f"{size} processes on one GPU did not all receive by NVSHMEM")
+
+
+def shmem_rank(log: Log) -> None:
+    """One process of `_shmem`."""
+    import torch
+    import torch.distributed as dist
+
+    from moe_lora.dist.transport import nvshmem
+    from moe_lora.dist.transport.device_puts import PUT_BLOCKS
+    from moe_lora.kernels.triton import exchange
+
+    torch.cuda.set_device(0)
+    nvshmem.register()
+    dist.init_process_group("ibgda")
+    assert dist.group.WORLD is not None
+    group: Any = dist.group.WORLD._get_backend(torch.device("cuda"))
+    window = group.alloc(1 << 20, 4, 10.0)
+    window.bytes.fill_(1)
+    expected, state = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (4, 1))
+    signals = exchange.Signals(window.words, expected, range(1, 2))
+    peer = (dist.get_rank() + 1) % dist.get_world_size()
+    for _ in range(60):
+        group.put_pieces(window, [(0, window.num_bytes)], 1, peer)
+        exchange.launch_wait(signals, PUT_BLOCKS, state, 10_000_000)
+    torch.cuda.synchronize()
+    assert not int(state), "a put did not arrive"
+    print("ARRIVED", int(window.bytes.sum()), flush=True)
+    if dist.get_world_size() == 1:
+        for num_bytes in (4 << 10, 64 << 10, 512 << 10):
+            halves = send_and_receive(group, group.alloc(2 * num_bytes, 2, 10.0), num_bytes)
+            log("shmem", echo_bytes=num_bytes, us=_echo_us(*halves))
+
+
+def send_and_receive(
+    group: Any, window: Any, num_bytes: int
+) -> tuple[Callable[[int], None], Callable[[int], None]]:
+    """Launches that put so many bytes to this process itself under a signal's number, and wait for it.
+
+    The window has two places and two signals.
+    """
+    import torch
+
+    from moe_lora.dist.transport.device_puts import PUT_BLOCKS
+    from moe_lora.kernels.triton import exchange
+
+    expected, state = (torch.zeros(n, dtype=torch.int64, device=group.device) for n in (2, 1))
+    own = group.rank()
+
+    def send(number: int) -> None:
+        group.put_pieces(window, [(number * num_bytes, num_bytes)], number, own)
+
+    def receive(number: int) -> None:
+        signals = exchange.Signals(window.words, expected, range(number, number + 1))
+        exchange.launch_wait(signals, PUT_BLOCKS, state, 10_000_000)
+
+    return send, receive
+
+
+def _echo_us(send: Callable[[int], None], receive: Callable[[int], None], exchanges: int = 20) -> float:
+    """Median microseconds until what one stream put has come back from another; each stream's launches are a
+    graph."""
+    import torch
+
+    for number in (0, 1):  # compiles
+        send(number)
+        receive(number)
+    torch.cuda.synchronize()
+    client, server = (send, receive), (receive, send)
+    streams, graphs = [torch.cuda.Stream() for _ in range(2)], [torch.cuda.CUDAGraph() for _ in range(2)]
+    for end, graph, stream in zip((client, server), graphs, streams, strict=True):
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(exchanges):
+                for number, launch in enumerate(end):
+                    launch(number)
+    times = []
+    for _ in range(20):
+        begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for graph, stream in zip(reversed(graphs), reversed(streams), strict=True):
+            with torch.cuda.stream(stream):
+                begin.record()
+                graph.replay()
+                done.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(done) * 1e3 / exchanges)
+    return sorted(times)[len(times) // 2]
