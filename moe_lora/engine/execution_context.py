@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moe_lora.engine.ranks.exchange import ExpertExchange, RankSums
+from moe_lora.engine.ranks.exchange import Exchanges
 from moe_lora.kernels import ops, reference
 from moe_lora.kernels.cpu import cpu, step_calls
 from moe_lora.kernels.cpu.site_linear import SiteLinear
@@ -21,13 +21,14 @@ from moe_lora.lora.local import LocalDeltas
 from moe_lora.lora.row_routing import RowRouting
 from moe_lora.models.causal_lm import numbered_from
 
+ALONE = Exchanges()
+
 
 class ExecutionContext:
     """Answers the channel operations of one model instance (see `kernels.ops`).
 
-    `channels[l]` is what layer l passes to its operations.  exchange: how this rank gets the outputs of
-    experts that other ranks hold; None where it holds all.  sums: how it adds up with them what each has a
-    part of; None where nothing is divided so.
+    `channels[l]` is what layer l passes to its operations.  exchanges: of this rank with its instance's
+    others.
     """
 
     def __init__(
@@ -35,14 +36,12 @@ class ExecutionContext:
         arena: torch.Tensor,
         layout: KvLayout,
         backend: LoraBackend,
-        exchange: ExpertExchange | None = None,
-        sums: RankSums | None = None,
+        exchanges: Exchanges = ALONE,
     ) -> None:
         self._arena = arena
         self._layout = layout
         self.backend = backend
-        self.exchange = exchange
-        self.sums = sums
+        self.exchanges = exchanges
         self._step: StepTables | None = None
         self.zeros = Zeros()
         self._begun: dict[tuple[int, int], AddTo] = {}
@@ -147,13 +146,13 @@ class ExecutionContext:
         return triton_attention.paged_attention(AttentionOperands._make((q, k, v, *about)), rotation)
 
     def exchange_experts(self, y: torch.Tensor, ids: torch.Tensor) -> None:
-        assert self.exchange is not None, "a model that holds some of its experts needs an exchange"
-        self.exchange.fill(y, ids)
+        assert self.exchanges.experts is not None, "a model that holds some of its experts needs an exchange"
+        self.exchanges.experts.fill(y, ids)
 
     def sum_over_ranks(self, y: torch.Tensor) -> None:
-        assert self.sums is not None, "a model of divided layers needs sums over its ranks"
-        self.sums.add_up(y)
+        assert self.exchanges.sums is not None, "a model of divided layers needs sums over its ranks"
+        self.exchanges.sums.add_up(y)
 
     def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        assert self.sums is not None
-        return self.sums.gather(logits, vocab_size)
+        assert self.exchanges.sums is not None
+        return self.exchanges.sums.gather(logits, vocab_size)

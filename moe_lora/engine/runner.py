@@ -35,7 +35,7 @@ from .merged_weights import MergedWeights, MergeOrder
 from .sequence import Sequence
 from .step_batch import StepBatch
 from .step_buffer import StepBuffer
-from .step_graphs import StepGraphs
+from .step_graphs import CaptureSteps, StepGraphs
 
 logger = logging.getLogger(__name__)
 _NO_LEASE = Lease(-1, 0)
@@ -77,7 +77,7 @@ class ModelRunner:
         present: np.ndarray | None = None,
         eager: bool,
         decode_buckets: Seq[int],
-        announce: Callable[[StepBatch | MergeOrder], None] | None = None,
+        announce: Callable[[StepBatch | MergeOrder | CaptureSteps], None] | None = None,
         merged: MergedWeights | None = None,
         pushed: PushedSteps | None = None,
         graphs: StepGraphs | None = None,
@@ -116,14 +116,22 @@ class ModelRunner:
         site_ranks: the largest rank at each site of adapters to come.
         """
         if self._graphs is not None:
-            with torch.inference_mode():
-                self._graphs.warm_up(lambda rows: self._batch([], rows), self._compute, site_ranks)
+            order = CaptureSteps(tuple(site_ranks))
+            if self._announce is not None:
+                self._announce(order)
+            self.capture(order)
         if self._eager:
             return
         sizes = self._buckets or [1, 2]
         logger.info("compiling decode steps for %s rows", "any number of" if not self._buckets else sizes)
         for size in sizes:
             self._run(self._batch([], size, any_rows=not self._buckets and size > 1))
+
+    @torch.inference_mode()
+    def capture(self, order: CaptureSteps) -> None:
+        """Capture every graph; all ranks do so together."""
+        assert self._graphs is not None, "ranks have the same settings"
+        self._graphs.warm_up(lambda rows: self._batch([], rows), self._compute, order.ranks)
 
     def run(self, plan: Seq[Scheduled[Sequence]], drawn: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the planned tokens; logits [number of sampling sequences, vocab] fp32 in plan order.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -27,6 +27,15 @@ FIRST_CONTEXT, CONTEXT_FACTOR = 1024, 4
 """Bounds of the longest sequence's tokens: attention's programs beyond a step's own lengths end at once."""
 RANK_STEP = 64
 """Bounds of ranks are multiples of it, as workspaces are."""
+
+
+@dataclass(frozen=True)
+class CaptureSteps:
+    """Have all ranks capture all shapes, each in the same order.  ranks: the largest at each site of adapters
+    to come."""
+
+    ranks: tuple[int, ...]
+
 
 Place: TypeAlias = tuple[int, int]
 """Source and group of sites (see `RowRouting.sources`)."""
@@ -62,6 +71,8 @@ class StepGraphs:
     never move.
     kv_tokens: that the arena holds.  Sequences that share pages may have more in all; such steps have graphs
     of their own, captured when they are first needed.
+    Several ranks of an instance capture the same shapes at the same steps, since what decides it, the step
+    and its adapters' ranks, is the same for all: what one exchanges while it captures, the others do too.
     hosts: by source the backends that cut a captured step (`HostCalled`).  Steps in which they have rows are
     replayed in pieces, all others as one graph.  A row of host workers stays theirs in such a step, whatever
     of its adapter has come meanwhile.  The first step of a shape that was not captured ahead is computed

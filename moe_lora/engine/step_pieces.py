@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from moe_lora.engine.ranks.exchange import Exchanges, ExpertExchange, Sums
 from moe_lora.kernels.cpu.site_linear import LoraRows
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.backend import AddTo, LoraBackend
@@ -106,6 +107,24 @@ class StepCapture:
         self._recorder.begin()
 
 
+class KeptMemory:
+    """Memory of each role and shape that stays where it is."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, torch.Size, torch.dtype], torch.Tensor] = {}
+
+    def of(self, role: object, like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Of the role's and the shape's own, of the type and on the device of `like`."""
+        key = role, shape, like.dtype
+        if key not in self._kept:
+            self._kept[key] = like.new_empty(shape)
+        return self._kept[key]
+
+    def copy(self, role: object, x: torch.Tensor) -> torch.Tensor:
+        """x, where the role has it."""
+        return self.of(role, x, x.shape).copy_(x)
+
+
 class HostCalled:
     """LoraBackend over one whose calls are the host's: a captured step is cut at each of them.
 
@@ -120,7 +139,7 @@ class HostCalled:
     def __init__(self, backend: LoraBackend, capture: StepCapture) -> None:
         self._backend = backend
         self._capture = capture
-        self._memory: dict[tuple[object, torch.Size, torch.dtype], torch.Tensor] = {}
+        self._memory = KeptMemory()
         self._zero: set[int] = set()
         """Addresses of deltas that are zero."""
 
@@ -136,23 +155,16 @@ class HostCalled:
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         if not self._capture.running:
             return self._backend.begin(layer, site, x, ids)
-        kept_x = self._memory_of((site, "x"), x, x.shape).copy_(x)
-        kept_ids = None if ids is None else self._memory_of((site, "ids"), ids, ids.shape).copy_(ids)
+        kept_x = self._memory.copy((site, "x"), x)
+        kept_ids = None if ids is None else self._memory.copy((site, "ids"), ids)
         begun: list[AddTo | None] = []
         self._capture.cut(partial(self._begin, begun, layer, site, kept_x, kept_ids))
         return partial(self._add_to, begun, x)
 
     def _add_to(self, begun: list[AddTo | None], x: torch.Tensor, y: torch.Tensor) -> None:
-        deltas = self._memory_of("deltas", x, y.shape)
+        deltas = self._memory.of("deltas", x, y.shape)
         self._capture.cut(partial(self._compute, begun, deltas))
         y.add_(deltas)
-
-    def _memory_of(self, role: object, like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Of the role's and the shape's own, of the type and on the device of `like`."""
-        key = role, shape, like.dtype
-        if key not in self._memory:
-            self._memory[key] = like.new_empty(shape)
-        return self._memory[key]
 
     def _begin(
         self, begun: list[AddTo | None], layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None
@@ -167,3 +179,62 @@ class HostCalled:
         if add_to is not None:
             self._zero.remove(address)
             add_to(deltas)
+
+
+def between_graphs(exchanges: Exchanges, capture: StepCapture) -> Exchanges:
+    """The same exchanges between ranks; a captured step is cut at each, as a host begins them.
+
+    A graph leaves what is exchanged in memory that stays, the next takes it from there: bits are those of the
+    exchanges alone.
+    """
+    experts, sums = exchanges.experts, exchanges.sums
+    return Exchanges(
+        None if experts is None else _ExpertsBetween(experts, capture),
+        None if sums is None else _SumsBetween(sums, capture),
+    )
+
+
+class _ExpertsBetween:
+    """`ExpertExchange` of `between_graphs`."""
+
+    def __init__(self, experts: ExpertExchange, capture: StepCapture) -> None:
+        self._experts = experts
+        self._capture = capture
+        self._memory = KeptMemory()
+
+    def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
+        if not self._capture.running:
+            self._experts.fill(y, ids)
+            return
+        kept = self._memory.copy("y", y)
+        self._capture.cut(partial(self._experts.fill, kept, self._memory.copy("ids", ids)))
+        y.copy_(kept)
+
+
+class _SumsBetween:
+    """`Sums` of `between_graphs`."""
+
+    def __init__(self, sums: Sums, capture: StepCapture) -> None:
+        self._sums = sums
+        self._capture = capture
+        self._memory = KeptMemory()
+
+    def add_up(self, y: torch.Tensor) -> None:
+        if not self._capture.running:
+            self._sums.add_up(y)
+            return
+        kept = self._memory.copy("y", y)
+        self._capture.cut(partial(self._sums.add_up, kept))
+        y.copy_(kept)
+
+    def gather(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        if not self._capture.running:
+            return self._sums.gather(logits, vocab_size)
+        kept = self._memory.copy("part", logits)
+        whole = self._memory.of("whole", logits, torch.Size((len(logits), vocab_size)))
+
+        def gather() -> None:
+            whole.copy_(self._sums.gather(kept, vocab_size))
+
+        self._capture.cut(gather)
+        return whole

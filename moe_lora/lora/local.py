@@ -160,15 +160,19 @@ def point_slot(
     slots may be read meanwhile.
     """
     parts = parts or packed.layers
-    open_slot(slots, slot, parts)
+    open_slot(slots, slot, packed)
     for number, offset in enumerate(layer_offsets_bytes):
         point_layer(slots, slot, number, packed.layers[number], parts[number], offset)
 
 
-def open_slot(slots: SlotTable, slot: int, parts: Sequence[LayerPart]) -> None:
-    """Make `slot` an adapter's of these layers, of which none is there yet."""
+def open_slot(slots: SlotTable, slot: int, packed: PackedAdapter) -> None:
+    """Make `slot` this adapter's, of which no layer is there yet.
+
+    Its ranks are those of the whole adapter, whatever of it comes here: what they decide, all ranks of an
+    instance decide alike.
+    """
     slots.clear(slot)
-    ranks = torch.stack([part.table[:, 2] for part in parts])
+    ranks = torch.stack([layer.table[:, 2] for layer in packed.layers])
     slots.ranks[slot] = ranks.amax(0).numpy()
 
 

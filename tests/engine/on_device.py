@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
-from moe_lora.engine.execution_context import ExecutionContext
+from moe_lora.engine.execution_context import ALONE, ExecutionContext
+from moe_lora.engine.ranks.exchange import Exchanges
 from moe_lora.engine.runner import ModelRunner
 from moe_lora.engine.step_buffer import StepBuffer
 from moe_lora.engine.step_graphs import StepGraphs
-from moe_lora.engine.step_pieces import HostCalled, StepCapture
+from moe_lora.engine.step_pieces import HostCalled, StepCapture, between_graphs
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.backend import AddTo, LoraBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend
@@ -106,7 +107,8 @@ class OnDevice:
     """A harness's model, adapters and arena on the stand-in, behind the engine's runner.
 
     packed: of each slot's adapter, where others compute deltas.  hosts: by source what does, and present:
-    see `RoutedBackend`.  sources: of each site.  graph_settings: of `StepGraphs`, if steps go by graphs.
+    see `RoutedBackend`.  sources: of each site.  exchanges: with other ranks, which `announce` tells of what
+    this one computes.  graph_settings: of `StepGraphs`, if steps go by graphs.
     """
 
     def __init__(
@@ -118,6 +120,8 @@ class OnDevice:
         hosts: Mapping[int, OnHost] | None = None,
         present: np.ndarray | None = None,
         sources: Sequence[Source] = (),
+        exchanges: Exchanges = ALONE,
+        announce: Callable[[Any], None] | None = None,
         **graph_settings,
     ) -> None:
         self.harness = harness
@@ -135,7 +139,7 @@ class OnDevice:
         cut = {source: HostCalled(host, capture) for source, host in (hosts or {}).items()}
         local = LocalBackend(shape, self.arena, slots)
         backend = RoutedBackend({**cut, Source.LOCAL: local}, present) if cut else local
-        context = ExecutionContext(self.arena, harness.layout, backend)
+        context = ExecutionContext(self.arena, harness.layout, backend, between_graphs(exchanges, capture))
         self.graphs = graphs = None
         if graph_settings:
             self.graphs = graphs = StepGraphs(
@@ -149,7 +153,11 @@ class OnDevice:
                 **graph_settings,
             )
         self.runner = ModelRunner(
-            model, context, CUDA, sources, eager=True, decode_buckets=(4,), graphs=graphs
+            *(model, context, CUDA, sources),
+            eager=True,
+            decode_buckets=(4,),
+            announce=announce,
+            graphs=graphs,
         )
         given = packed or [SimpleNamespace(name=str(slot)) for slot in range(slots.num_slots)]
         self.adapters = [

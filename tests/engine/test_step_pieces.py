@@ -20,10 +20,11 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
+from moe_lora.engine.ranks.exchange import Exchanges
 from moe_lora.engine.step_batch import StepBatch
 from moe_lora.engine.step_buffer import StepBuffer
 from moe_lora.engine.step_graphs import StepGraphs
-from moe_lora.engine.step_pieces import HostCalled, StepCapture
+from moe_lora.engine.step_pieces import HostCalled, StepCapture, between_graphs
 from moe_lora.kernels.operands import StepTables
 from moe_lora.kernels.triton.configs import interpreted
 from moe_lora.lora.backend import RoutedBackend
@@ -34,7 +35,7 @@ from tests.dist.lora_server.cluster import Cluster, random_adapter
 from tests.dist.lora_server.shapes import model_shape
 from tests.families import ALL_TARGETS, NUM_LAYERS, make_adapter, make_checkpoint
 from tests.models.harness import Harness
-from tests.stand_in_device import CUDA, DeviceTensor, stand_in_device
+from tests.stand_in_device import CUDA, DeviceTensor, noting, stand_in_device
 
 from .on_device import OnDevice, OnHost, Recorder
 
@@ -138,6 +139,63 @@ def test_a_fault_in_the_pieces_shows(fault, monkeypatch):
         for piece in pieces:
             piece()
         assert not torch.equal(out.held, step.expected(step.tokens.held, step.host.rows))
+
+
+class OtherRank:
+    """What a rank exchanges with: the other one's rows, parts and columns are twice its own."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def fill(self, y, ids) -> None:
+        self._ask()
+        y.held[ids.held.flatten() > 0] *= 2
+
+    def add_up(self, y) -> None:
+        self._ask()
+        y.held.mul_(3)
+
+    def gather(self, logits, vocab_size):
+        self._ask()
+        return DeviceTensor(torch.cat([logits.held, 2 * logits.held], 1)[:, :vocab_size])
+
+    def _ask(self) -> None:
+        assert not noting(), "a graph does not hold what ranks tell each other"
+        self.num_asked += 1
+
+
+def test_each_replay_exchanges_with_other_ranks_between_the_graphs():
+    """The values of that replay, in place or at another one, as a step launched one by one does."""
+    other = OtherRank()
+    with stand_in_device():
+        capture = StepCapture(Recorder())
+        exchanges = between_graphs(Exchanges(other, other), capture)
+        tokens = DeviceTensor(torch.arange(6.0).view(3, 2))
+
+        def compute():
+            x = tokens + 1
+            for layer in range(2):
+                y, ids = x * 2 + layer, (x > 3).to(torch.int32)
+                exchanges.experts.fill(y.view(-1), ids)
+                exchanges.sums.add_up(y)
+                x = y + x
+            return exchanges.sums.gather(x, 3)
+
+        pieces, out = capture(compute)
+        assert len(pieces) == 2 * 5 + 1
+        for _ in range(2):
+            tokens.add_(1)
+            expected, other.num_asked = compute().held, 0
+            for piece in pieces:
+                piece()
+            assert other.num_asked == 5
+            assert torch.equal(out.held, expected)
+            assert not torch.equal(expected[:, :2], tokens.held)
+
+
+def test_exchanges_that_a_rank_does_not_have_are_not_there_between_graphs():
+    capture = StepCapture(Recorder())
+    assert between_graphs(Exchanges(), capture) == Exchanges()
 
 
 def test_a_step_that_needs_no_host_is_one_graph():

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from moe_lora.adapters.peft.reader import read_adapter
+from moe_lora.core.shard import ModelShard
 from moe_lora.engine.execution_context import ExecutionContext
 from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 from moe_lora.lora.local import LocalBackend
@@ -45,8 +46,9 @@ class Harness:
         max_sequences: int = 16,
         layer_forward=DecoderLayer.__call__,
         quantisation: Quantisation | None = None,
+        shard: ModelShard | None = None,
     ) -> None:
-        self.model = load_model(model_dir, dtype, torch.device("cpu"), quantisation=quantisation)
+        self.model = load_model(model_dir, dtype, torch.device("cpu"), shard, quantisation)
         self.layer_forward = layer_forward
         shape = self.model.spec.shape
         self.layout = KvLayout(

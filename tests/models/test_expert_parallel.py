@@ -18,7 +18,7 @@ from moe_lora.core.shape import experts_of_rank
 from moe_lora.engine.adapters.adapter_store import ShardSizes
 from moe_lora.engine.adapters.copies import BringAdapter, RankCopier
 from moe_lora.engine.execution_context import ExecutionContext
-from moe_lora.engine.ranks.exchange import RowExchange, open_group
+from moe_lora.engine.ranks.exchange import Exchanges, RowExchange, open_group
 from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import local_routing
@@ -60,7 +60,7 @@ class RankOfLayers:
             copier.carry_out(BringAdapter(slot, adapter.content_hash, tuple(firsts), None))
         layout = KvLayout(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=16, block_size=4, dtype=dtype)
         backend = LocalBackend(shape, self.arena, self.slots)
-        self.context = ExecutionContext(self.arena, layout, backend, exchange)
+        self.context = ExecutionContext(self.arena, layout, backend, Exchanges(exchange))
 
     @torch.inference_mode()
     def run(self, x):
@@ -92,6 +92,17 @@ def test_sums_over_experts_are_the_same_bits(family, size, dtype, served, tmp_pa
             for ours, full in zip(found, expected, strict=True):
                 assert torch.equal(ours, full)
     assert (expected[0][0] - expected[1][0]).abs().max() > 1e-3
+
+
+def test_ranks_know_the_same_ranks_of_adapters_whatever_they_hold_of_them(served):
+    """They decide what steps are captured for, which all have to decide alike."""
+    ranks = [RankOfLayers(served("mixtral"), torch.float32, 4, dist_rank) for dist_rank in range(4)]
+    sites = ranks[0].model.spec.shape.sites
+    known = [one.slots.site_ranks(np.arange(one.slots.num_slots), sites) for one in ranks]
+    assert known == [known[0]] * 4
+    assert max(known[0]) > 0
+    held = [int((one.slots.lora_rank > 0).sum()) for one in ranks]
+    assert max(held) < int((RankOfLayers(served("mixtral"), torch.float32, 1, 0).slots.lora_rank > 0).sum())
 
 
 @pytest.mark.slow

@@ -162,7 +162,7 @@ class RankCopier:
         parts: Sequence[LayerPart] = packed.layers
         if self._kept is not None:
             parts = [shard_layer(layer, self._shape, self._kept, self._shard) for layer in packed.layers]
-        open_slot(self._slots, order.slot, parts)
+        open_slot(self._slots, order.slot, packed)
         offsets = [max(0, first) * self.page_bytes for first in order.layer_first_pages]
         layer_wise = order.first_group is not None
         numbers = load_order(len(parts), order.first_group or 0)

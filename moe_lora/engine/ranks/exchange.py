@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -90,8 +90,25 @@ class ReduceExchange:
             raise _lost(error) from error
 
 
-ExpertExchange: TypeAlias = RowExchange | ReduceExchange
-"""Fills in what other ranks computed."""
+class ExpertExchange(Protocol):
+    """Fills in what other ranks computed."""
+
+    def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
+        """See `RowExchange.fill`."""
+        ...
+
+
+class Sums(Protocol):
+    """Adds up what each rank has a part of."""
+
+    def add_up(self, y: torch.Tensor) -> None:
+        """See `RankSums.add_up`."""
+        ...
+
+    def gather(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """See `RankSums.gather`."""
+        ...
+
 
 TWO_ROUNDS_BYTES = 1 << 18
 """Of a summand: from there on, with 3 ranks or more, bytes count and not messages."""
@@ -166,10 +183,12 @@ class RankSums:
 
 @dataclass(frozen=True)
 class Exchanges:
-    """Of a rank with the others of its instance.  None: it has all experts, or nothing is divided."""
+    """How a rank gets outputs of experts that others of its instance hold, and adds up what each has a part
+    of.  None: it has all experts, or nothing is divided.
+    """
 
-    experts: ExpertExchange | None
-    sums: RankSums | None
+    experts: ExpertExchange | None = None
+    sums: Sums | None = None
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ from moe_lora.engine.adapters.transfers import LOOK_S, Mover
 from moe_lora.engine.merged_weights import MergeOrder
 from moe_lora.engine.runner import ModelRunner
 from moe_lora.engine.step_batch import StepBatch, packed_message
+from moe_lora.engine.step_graphs import CaptureSteps
 from moe_lora.lora.row_routing import RowRouting
 
 from .followers import (
@@ -104,6 +105,8 @@ def _obey(
                 counts[0] = host.backend.num_fallback_rows
         elif isinstance(message, MergeOrder):
             runner.swap(message)
+        elif isinstance(message, CaptureSteps):
+            runner.capture(message)
         elif isinstance(message, BeginOrder):
             copies.begin(message.number, copier.begin(message.order))
         elif isinstance(message, OrdersDone):

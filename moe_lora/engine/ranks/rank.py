@@ -28,13 +28,13 @@ from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Mover
 from moe_lora.engine.arena_size import free_bytes, max_model_len
-from moe_lora.engine.execution_context import ExecutionContext
+from moe_lora.engine.execution_context import ALONE, ExecutionContext
 from moe_lora.engine.merged_weights import MergedWeights, MergeOrder
 from moe_lora.engine.runner import ModelRunner
 from moe_lora.engine.step_batch import StepBatch
 from moe_lora.engine.step_buffer import StepBuffer
-from moe_lora.engine.step_graphs import StepGraphs
-from moe_lora.engine.step_pieces import CudaRecorder, HostCalled, StepCapture
+from moe_lora.engine.step_graphs import CaptureSteps, StepGraphs
+from moe_lora.engine.step_pieces import CudaRecorder, HostCalled, StepCapture, between_graphs
 from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.operands import KvLayout, SlotTable
 from moe_lora.kernels.page_locked import page_locked
@@ -228,8 +228,8 @@ class Rank:
 
     def runner(
         self,
-        exchanges: Exchanges | None = None,
-        announce: Callable[[StepBatch | MergeOrder], None] | None = None,
+        exchanges: Exchanges = ALONE,
+        announce: Callable[[StepBatch | MergeOrder | CaptureSteps], None] | None = None,
         host: HostWorkers | None = None,
         *,
         find: Callable[[str], PackedAdapter],
@@ -242,8 +242,8 @@ class Rank:
         pushed = None
         if self.lora_server is not None:
             backends[Source.LEASED] = self.lora_server.backend
-            if exchanges is None and (capture := self._capture) is not None:
-                backends[Source.LEASED] = HostCalled(self.lora_server.backend, capture)
+            if self._capture is not None:
+                backends[Source.LEASED] = HostCalled(self.lora_server.backend, self._capture)
             pushed = self.lora_server.pushed
         if pushed is not None:
             backends[Source.PUSHED] = pushed
@@ -257,8 +257,9 @@ class Rank:
         profile = self.config.emulation.step_profile
         if profile is not None:
             backend = PacedBackend(backend, self.shape, profile, remote=self.lora_server is not None)
-        ways = () if exchanges is None else (exchanges.experts, exchanges.sums)
-        context = ExecutionContext(self.arena, self.layout, backend, *ways)
+        if self._capture is not None:
+            exchanges = between_graphs(exchanges, self._capture)
+        context = ExecutionContext(self.arena, self.layout, backend, exchanges)
         sources = [Source.LOCAL if s.name in self.local_sites else Source.LEASED for s in self.shape.sites]
         return ModelRunner(
             self.model,
@@ -272,7 +273,7 @@ class Rank:
             announce=announce,
             merged=self._merged_weights(routed, find) if self.merges else None,
             pushed=pushed,
-            graphs=None if exchanges is not None else self._graphs(backends, sources),
+            graphs=self._graphs(backends, sources),
         )
 
     @cached_property

@@ -51,9 +51,9 @@ def test_tokens_are_those_of_transformers_and_peft(family, tensor, expert, serve
         assert_answers_are_peft_s(llm, model)
         runner = llm.client.core._runner
         assert runner._model.spec.shape.num_heads == 4 // tensor
-        assert (runner._context.exchange is not None) == (expert > 1)
+        assert (runner._context.exchanges.experts is not None) == (expert > 1)
         stats, num_sums = llm.stats(), NUM_LAYERS * (1 if expert > 1 else 2)
-        assert runner._context.sums.num_messages == stats.num_steps * num_sums * (tensor - 1)
+        assert runner._context.exchanges.sums.num_messages == stats.num_steps * num_sums * (tensor - 1)
         assert stats.adapter_evictions > 0
 
 

@@ -26,7 +26,7 @@ def test_kernels_in_the_interpreter(marked):
         "triton_attention",
     )
     files = [folder / f"test_{name}.py" for name in names]
-    of_engine = ("host_reads", "launches", "pushed", "step_graphs", "step_pieces")
+    of_engine = ("host_reads", "launches", "pushed", "step_graphs", "step_pieces", "graphs_of_ranks")
     files += [folder.parents[1] / f"engine/test_{name}.py" for name in of_engine]
     files.append(folder.parents[1] / "dist/transport/test_device_puts.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, *map(str, files)]
