@@ -7,9 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .run_log import Log
+
+if TYPE_CHECKING:
+    import torch
 
 
 def shmem1(log: Log) -> None:
@@ -38,7 +41,7 @@ def _shmem(log: Log, size: int) -> None:
         )
         for dist_rank in range(size)
     ]
-    texts, deadline_s = [], time.monotonic() + 15
+    texts, deadline_s = [], time.monotonic() + (35 if size == 1 else 15)
     for rank in ranks:
         try:
             left_s = max(0.0, deadline_s - time.monotonic())
@@ -47,7 +50,7 @@ def _shmem(log: Log, size: int) -> None:
             rank.kill()
             texts.append("timeout " + rank.communicate()[0][-500:])
     log("shmem", processes_on_one_gpu=size, said=texts)
-    if not all("ARRIVED" in text for text in texts):
+    if not all("ARRIVED" in text for text in texts) or any(rank.returncode for rank in ranks):
         raise RuntimeError(f"{size} processes on one GPU did not all receive by NVSHMEM")
 
 
@@ -78,24 +81,26 @@ def shmem_rank(log: Log) -> None:
     print("ARRIVED", int(window.bytes.sum()), flush=True)
     if dist.get_world_size() == 1:
         for num_bytes in (4 << 10, 64 << 10, 512 << 10):
-            halves = send_and_receive(group, group.alloc(2 * num_bytes, 2, 10.0), num_bytes)
-            log("shmem", echo_bytes=num_bytes, us=_echo_us(*halves))
+            state = torch.zeros(1, dtype=torch.int64, device="cuda")
+            halves = send_and_receive(group, group.alloc(2 * num_bytes, 2, 10.0), num_bytes, state)
+            us = _echo_us(*halves)
+            assert not int(state), "an exchange of two streams was given up"
+            log("shmem", echo_bytes=num_bytes, us=us)
 
 
 def send_and_receive(
-    group: Any, window: Any, num_bytes: int
+    group: Any, window: Any, num_bytes: int, state: torch.Tensor
 ) -> tuple[Callable[[int], None], Callable[[int], None]]:
     """Launches that put so many bytes to this process itself under a signal's number, and wait for it.
 
-    The window has two places and two signals.
+    The window has two places and two signals.  state: int64 [1], not 0 once a wait was given up.
     """
     import torch
 
     from moe_lora.dist.transport.device_puts import PUT_BLOCKS
     from moe_lora.kernels.triton import exchange
 
-    expected, state = (torch.zeros(n, dtype=torch.int64, device=group.device) for n in (2, 1))
-    own = group.rank()
+    expected, own = torch.zeros(2, dtype=torch.int64, device=group.device), group.rank()
 
     def send(number: int) -> None:
         group.put_pieces(window, [(number * num_bytes, num_bytes)], number, own)

@@ -47,7 +47,7 @@ RUNS: dict[str, dict[str, int]] = {
         "engine": 90,
         "h2d": 25,
         "attention": 30,
-        "shmem1": 20,
+        "shmem1": 40,
         "shmem2": 20,
     },
     "more": {"host": 45, "quantised": 30, "dependent": 90},

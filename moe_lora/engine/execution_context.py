@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moe_lora.engine.ranks.exchange import Exchanges
+from moe_lora.engine.ranks.exchange import ALONE, Exchanges
 from moe_lora.kernels import ops, reference
 from moe_lora.kernels.cpu import cpu, step_calls
 from moe_lora.kernels.cpu.site_linear import SiteLinear
@@ -20,8 +20,6 @@ from moe_lora.lora.backend import AddTo, LoraBackend
 from moe_lora.lora.local import LocalDeltas
 from moe_lora.lora.row_routing import RowRouting
 from moe_lora.models.causal_lm import numbered_from
-
-ALONE = Exchanges()
 
 
 class ExecutionContext:
@@ -76,10 +74,10 @@ class ExecutionContext:
     def deltas_before(self, layer: int, site: int) -> Deltas | None:
         """A begun site's deltas for a base layer that adds them itself; None: `lora_add_to` adds them."""
         begun = self._begun.get((layer, site))
-        if not isinstance(begun, LocalDeltas):
-            return None
-        del self._begun[layer, site]
-        return begun.alone()
+        deltas = begun.alone() if isinstance(begun, LocalDeltas) else None
+        if deltas is not None:
+            del self._begun[layer, site]
+        return deltas
 
     def lora_linear(
         self,

@@ -111,8 +111,7 @@ class StepGraphs:
     def shape_of(self, batch: StepBatch) -> GraphShape | None:
         """The graph that computes this step; None: none does."""
         routing, tables, num_rows = batch.routing, batch.tables, len(batch.tokens)
-        wanted = batch.logit_rows.numpy()
-        if not tables.decode or num_rows not in self._rows or (wanted != np.arange(len(wanted))).any():
+        if not tables.decode or num_rows not in self._rows:
             return None
         places = self._places_of(routing)
         if places is None:
@@ -153,7 +152,10 @@ class StepGraphs:
         for piece in graph.pieces:
             piece()
         self.num_replayed += 1
-        return graph.logits[: len(batch.logit_rows)]
+        wanted = batch.logit_rows
+        if torch.equal(wanted, torch.arange(len(wanted))):
+            return graph.logits[: len(wanted)]
+        return graph.logits.index_select(0, wanted.pin_memory().to(graph.logits.device, non_blocking=True))
 
     def warm_up(self, empty: Callable[[int], StepBatch], compute: Compute, ranks: Sequence[int]) -> None:
         """Capture all shapes.  empty: a batch of so many padding rows.  ranks: of adapters to come, the

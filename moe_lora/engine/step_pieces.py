@@ -50,11 +50,12 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream()  # memory is taken again by the stream alone that it was freed on
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @contextmanager
     def session(self, compute: Compute) -> Iterator[None]:
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        current, side = torch.cuda.current_stream(), self._side
         side.wait_stream(current)
         with torch.cuda.stream(side):
             compute()  # kernels are compiled now: a capture can't
@@ -207,7 +208,7 @@ class _ExpertsBetween:
             self._experts.fill(y, ids)
             return
         kept = self._memory.copy("y", y)
-        self._capture.cut(partial(self._experts.fill, kept, self._memory.copy("ids", ids)))
+        self._capture.cut(partial(self._experts.fill, kept, ids))  # ids are few, and stay while this does
         y.copy_(kept)
 
 

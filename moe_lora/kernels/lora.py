@@ -116,8 +116,8 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> N
         triton_lora.lora_expand(shrunk, y, subtract=subtract)
 
 
-def deltas_of(shrunk: Shrunk) -> Deltas:
-    """The deltas alone, of a site of experts on CUDA, for a base layer that adds them."""
+def deltas_of(shrunk: Shrunk) -> Deltas | None:
+    """See `triton_lora.deltas_of`; on CUDA."""
     from .triton import triton_lora
 
     assert isinstance(shrunk, triton_lora.Shrunk), "elsewhere a site is one operation"

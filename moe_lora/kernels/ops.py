@@ -238,9 +238,9 @@ def _gated_expert_linear(
     gate = experts.Gate(clamped, limit)
     deltas = handler.deltas_before(layer, site)
     if deltas is not None:
-        deltas = deltas._replace(table_base=deltas.table_base + 2 * first_expert)
-    if deltas is not None or not handler.has_deltas(layer, site):
-        return experts.linear(x, weight, bias, ids, order, gate, deltas)
+        return experts.linear(x, weight, bias, ids, order, gate, deltas.from_expert(first_expert))
+    if not handler.has_deltas(layer, site):
+        return experts.linear(x, weight, bias, ids, order, gate)
     y = experts.linear(x, weight, bias, ids, order)
     handler.lora_add_to(layer, site, y)
     return experts.gate(y, gate)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 AddTo: TypeAlias = Callable[[torch.Tensor], None]
 """Adds the deltas of one site to its output y: [T or T*K, sum of the site's out_features], in the model's
-dtype or in fp32; called once."""
+dtype or in fp32; called once, unless its deltas are taken alone (`local.LocalDeltas`)."""
 
 
 class LoraBackend(Protocol):

@@ -32,10 +32,9 @@ class LocalDeltas:
     def __call__(self, y: torch.Tensor) -> None:
         lora_expand(self._shrunk, y, subtract=self._subtract)
 
-    def alone(self) -> Deltas:
-        """The deltas for a base layer that adds them itself; not of what is subtracted."""
-        assert not self._subtract, "what is subtracted is summed in fp32 first"
-        return deltas_of(self._shrunk)
+    def alone(self) -> Deltas | None:
+        """The deltas for a base layer that adds them itself, in place of a call; None: it can't."""
+        return None if self._subtract else deltas_of(self._shrunk)
 
 
 class LocalBackend:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
-from moe_lora.engine.execution_context import ALONE, ExecutionContext
-from moe_lora.engine.ranks.exchange import Exchanges
+from moe_lora.engine.execution_context import ExecutionContext
+from moe_lora.engine.ranks.exchange import ALONE, Exchanges
 from moe_lora.engine.runner import ModelRunner
 from moe_lora.engine.step_buffer import StepBuffer
 from moe_lora.engine.step_graphs import StepGraphs
@@ -174,10 +174,13 @@ class OnDevice:
             for slot, tokens in prompts
         ]
 
-    def step(self, which: slice = slice(None), *, drawn: bool = False) -> torch.Tensor:
+    def step(
+        self, which: slice = slice(None), *, drawn: bool = False, silent: Container[int] = ()
+    ) -> torch.Tensor:
         """Compute what is left of these sequences; logits of their last rows, as values on the host.
 
-        drawn: the host does not know their last tokens, which lie on the device.
+        drawn: the host does not know their last tokens, which lie on the device.  silent: of which no logits
+        are wanted, by number among these.
         """
         sequences, given = self.sequences[which], None
         tokens = [one.tokens[-1] for one in sequences]
@@ -186,8 +189,10 @@ class OnDevice:
             for number, one in enumerate(reversed(sequences)):
                 one.tokens[-1] = -1 - number
         plan = [
-            SimpleNamespace(sequence=one, num_tokens=len(one.tokens) - one.num_computed, samples=True)
-            for one in sequences
+            SimpleNamespace(
+                sequence=one, num_tokens=len(one.tokens) - one.num_computed, samples=number not in silent
+            )
+            for number, one in enumerate(sequences)
         ]
         logits = self.runner.run(plan, given)
         for one, token in zip(sequences, tokens, strict=True):

@@ -71,24 +71,27 @@ def test_steps_are_those_of_a_rank_that_holds_all_experts(tmp_path):
     ]
     turns, orders = InTurn(), SimpleQueue()
 
-    def lead() -> list[torch.Tensor]:
-        device = rank(0, announce=orders.put)
-        device.runner.warm_up([9] * 5)
-        num_ahead = device.graphs.num_captured
-        found = [device.step(which) for which in (slice(0, 3), slice(0, 3), slice(1, 2))]
-        orders.put(None)
-        assert (device.graphs.num_captured, device.graphs.num_replayed) == (num_ahead, 3)
-        assert all(len(graph.pieces) == 2 * 2 + 1 for graph in device.graphs._graphs.values())
-        return found
+    def steps(device: OnDevice) -> list[torch.Tensor]:
+        """Of one without adapter, which captures nothing, and of others; once the first wants no logits."""
+        base_step = device.step(slice(1, 2))
+        rows = [device.step(slice(0, 3), silent=[0]), device.step(slice(0, 3)), device.step(slice(2, 3))]
+        return [base_step, *rows]
 
-    def follow() -> None:
+    def lead() -> tuple[OnDevice, list[torch.Tensor]]:
+        device = rank(0, announce=orders.put)
+        device.runner.warm_up([0] * 5)
+        found = steps(device)
+        orders.put(None)
+        return device, found
+
+    def follow() -> OnDevice:
         device = rank(1)
         while True:
             turns.runs.release()
             message = orders.get(timeout=60)
             turns.runs.acquire()
             if message is None:
-                return
+                return device
             if isinstance(message, CaptureSteps):
                 device.runner.capture(message)
             else:
@@ -104,10 +107,14 @@ def test_steps_are_those_of_a_rank_that_holds_all_experts(tmp_path):
             return run()
 
     with stand_in_device(), ThreadPoolExecutor(SIZE) as pool:
-        expected = OnDevice(Harness(base, adapters), PROMPTS, **GRAPHS)
-        wanted = [expected.step(which) for which in (slice(0, 3), slice(0, 3), slice(1, 2))]
+        wanted = steps(OnDevice(Harness(base, adapters), PROMPTS, **GRAPHS))
         leading, following = pool.submit(of_thread, lead), pool.submit(of_thread, follow)
-        following.result(timeout=500)
-        for found, whole in zip(leading.result(timeout=60), wanted, strict=True):
-            assert torch.equal(found, whole)
+        follower, (leader, found) = following.result(timeout=500), leading.result(timeout=60)
+    for ours, whole in zip(found, wanted, strict=True):
+        assert torch.equal(ours, whole)
+    for device in (leader, follower):
+        shapes = [bool(shape.places) for shape in device.graphs._graphs]
+        assert shapes == [False, True], "ahead, and when the first adapter came"
+        assert device.graphs.num_replayed == 4
+        assert all(len(graph.pieces) == 2 * 2 + 1 for graph in device.graphs._graphs.values())
     assert turns.num_asked[0] == turns.num_asked[1] > 0

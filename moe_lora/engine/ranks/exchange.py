@@ -191,6 +191,10 @@ class Exchanges:
     sums: Sums | None = None
 
 
+ALONE = Exchanges()
+"""Of a rank without others."""
+
+
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     """Not every backend knows every dtype."""
     return x.view(-1).view(torch.uint8)

@@ -28,7 +28,7 @@ from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Mover
 from moe_lora.engine.arena_size import free_bytes, max_model_len
-from moe_lora.engine.execution_context import ALONE, ExecutionContext
+from moe_lora.engine.execution_context import ExecutionContext
 from moe_lora.engine.merged_weights import MergedWeights, MergeOrder
 from moe_lora.engine.runner import ModelRunner
 from moe_lora.engine.step_batch import StepBatch
@@ -46,7 +46,7 @@ from moe_lora.models.loader import load_model, random_model
 from moe_lora.models.quantised_weight import quantisation_of
 from moe_lora.models.weight_merge import WeightMerge, can_be_merged
 
-from .exchange import Exchanges, ExpertExchange, RankSums, ReduceExchange, RowExchange, open_group
+from .exchange import ALONE, Exchanges, ExpertExchange, RankSums, ReduceExchange, RowExchange, open_group
 from .followers import RENDEZVOUS
 from .host_settings import HostSettings, host_settings
 

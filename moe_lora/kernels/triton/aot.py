@@ -84,6 +84,7 @@ def _recorded(dtype: str = "", label: str = "") -> Iterator[list[Build]]:
     found: list[Build] = []
 
     def record(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
+        meta |= configs.when_it_begins(kernel, True)
         required: tuple[str, ...] = ()
         if {"GATED", "PACKED", "TMA", "SHRINK_STAGES"} & meta.keys() and operands[0].dtype != torch.float32:
             required = (TENSOR_CORES, TMA) if meta.get("TMA") else (TENSOR_CORES,)

@@ -137,6 +137,7 @@ def attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """out = softmax(scale * q @ K.T) @ V of a tile, or the sums of a part of it.
 
@@ -145,7 +146,8 @@ def attend(
     A sequence of several parts leaves sums [P, N, D] and weights [P, N, 2] (maximum, sum) of each to
     `join_parts`; one of a single part is done here, however many parts others have.
     """
-    wait_for_kernel_before(INTERPRETED)
+    if DEPENDENT:
+        wait_for_kernel_before()
     kv_head = tl.program_id(0) % KV_HEADS
     tile = tl.program_id(0) // KV_HEADS
     part = 0
@@ -248,14 +250,15 @@ def join_parts(
     HEAD_DIM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     PART: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """out of one head of a sequence of one row, from the sums of its parts, in their order."""
-    wait_for_kernel_before(INTERPRETED)
+    if DEPENDENT:
+        wait_for_kernel_before()
     seq, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     row = tl.load(query_start + seq)
     if tl.load(query_start + seq + 1) - row != 1:

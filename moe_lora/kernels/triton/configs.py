@@ -345,12 +345,19 @@ DEPENDENT = frozenset(
         "attention_kernels.join_parts",
     }
 )
-"""Kernels of a decode step, by module, that wait for the one before them before they do anything else."""
+"""Kernels of a decode step, by module, that can wait for the one before them before they do anything else."""
 
 
 def is_dependent(module: str, kernel: str) -> bool:
     """Whether the kernel of this name is one of `DEPENDENT`."""
     return f"{module.rpartition('.')[2]}.{kernel}" in DEPENDENT
+
+
+def when_it_begins(kernel: Any, early: bool) -> dict[str, bool]:
+    """A kernel's constants and compile options that say so; none of one that always begins last."""
+    if not is_dependent(kernel.fn.__module__, kernel.fn.__name__):
+        return {}
+    return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False}
 
 
 def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
@@ -362,11 +369,10 @@ def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
 
     if interpreted():
         meta = {name: value for name, value in meta.items() if name not in ("num_warps", "num_stages")}
-        kernel[(programs,)](*operands, **meta)
+        kernel[(programs,)](*operands, **meta, **when_it_begins(kernel, False))
         return
     device = operands[0].device
-    if table_of(device).dependent_launch and is_dependent(kernel.fn.__module__, kernel.fn.__name__):
-        meta["launch_pdl"] = True
+    meta |= when_it_begins(kernel, table_of(device).dependent_launch)
     with torch.cuda.device(device):
         # Descriptors made on the device need memory of their own; torch's allocator follows graph capture.
         triton.set_allocator(_scratch)

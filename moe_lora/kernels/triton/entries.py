@@ -17,13 +17,11 @@ NOT_SPECIALIZED = (
 
 
 @triton.jit
-def wait_for_kernel_before(INTERPRETED: tl.constexpr):
-    """First in a kernel of `configs.DEPENDENT`: what the kernel before it on the stream wrote is seen from
-    here on, and the one after it may begin, to wait in the same place.  In an ordinary launch without effect.
-    """
-    if not INTERPRETED:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+def wait_for_kernel_before():
+    """First in a kernel of `configs.DEPENDENT` that begins early: what the kernel before it on the stream
+    wrote is seen from here on, and the one after it may begin, to wait in the same place.  From sm_90 on."""
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

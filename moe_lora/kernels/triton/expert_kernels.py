@@ -158,6 +158,7 @@ def choose_and_order(
     BLOCK: tl.constexpr,
     BLOCK_SORTED: tl.constexpr,
     BLOCK_OTHER: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """`choose_experts`; then of the rows chosen `order_rows` if `ordered` is E + 1, not 0, and if SORTS
     `segment_kernels.sort_rows` too.
@@ -168,7 +169,8 @@ def choose_and_order(
     counters: [2] int32, zeros: the next number, and the tokens done.  first, num_held: experts ordered.
     to_sort: operands of the sort, of num_slots slots, experts of_model, and tiles of so many rows.
     """
-    wait_for_kernel_before(INTERPRETED)
+    if DEPENDENT:
+        wait_for_kernel_before()
     num_rows = num_tokens * TOP_K
     item = tl.atomic_add(counters, 1, sem="relaxed")
     if item < num_tokens:
@@ -264,8 +266,9 @@ def rows_of_tile(
 
 
 @triton.jit
-def _deltas(
-    values,
+def _with_deltas(
+    y_NT,
+    deltas,
     token_slots,
     lora_rank,
     slot_stride,
@@ -277,14 +280,18 @@ def _deltas(
     n,
     columns,
     ROWS_PER_INPUT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """fp32 deltas of a tile's rows in columns n of one half, [n, rows]; -0, which changes nothing, where an
-    adapter has none."""
+    """round(y + delta) of a tile's rows in columns n of one half, [n, rows], in fp32; y where there is no
+    delta."""
     slot_T = tl.load(token_slots + row // ROWS_PER_INPUT, mask=inside, other=-1)
     entry_T = entry_of(slot_T, expert, half, slot_stride, table_base, 2)
     rank_T = tl.load(lora_rank + entry_T, mask=slot_T >= 0, other=0)
-    pointers = values + (row.to(tl.int64) * 2 + half)[None, :] * columns + n[:, None]
-    return tl.load(pointers, mask=(rank_T > 0)[None, :] & (n < columns)[:, None], other=-0.0).to(tl.float32)
+    has_NT = (rank_T > 0)[None, :] & (n < columns)[:, None]
+    pointers = deltas + (row.to(tl.int64) * 2 + half)[None, :] * columns + n[:, None]
+    delta_NT = tl.load(pointers, mask=has_NT, other=0.0)
+    total_NT = rounded(y_NT + delta_NT.to(tl.float32), deltas.dtype.element_ty, INTERPRETED)
+    return tl.where(has_NT, total_NT.to(tl.float32), y_NT)
 
 
 @triton.jit(do_not_specialize=("num_rows", "limit", "slot_stride", "table_base"))
@@ -319,6 +326,7 @@ def expert_linear(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """y[row] = x[row / ROWS_PER_INPUT] @ weight[expert].T + bias[expert], zero where there is no expert.
 
@@ -326,7 +334,8 @@ def expert_linear(
     HAS_DELTAS: see `problem.Deltas`.  x: [R / ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or
     [R, N / 2] if GATED.  EVEN: BLOCK_K divides H.  EXPERTS: a power of 2 above E.
     """
-    wait_for_kernel_before(INTERPRETED)
+    if DEPENDENT:
+        wait_for_kernel_before()
     columns = out_width // 2 if GATED else out_width
     blocks = tl.cdiv(columns, BLOCK_N)
     begin_E, end_E, tiles_E = 0, 0, 0
@@ -369,12 +378,10 @@ def expert_linear(
                 gate_NT = rounded(y_NT, y.dtype.element_ty, INTERPRETED).to(tl.float32)
                 up_NT = rounded(up_NT, y.dtype.element_ty, INTERPRETED).to(tl.float32)
                 if HAS_DELTAS:
-                    about = (token_slots, lora_rank, slot_stride, table_base)
+                    about = (deltas, token_slots, lora_rank, slot_stride, table_base)
                     tile_rows = (expert, row, inside, n, columns)
-                    gate_NT += _deltas(deltas, *about, 0, *tile_rows, ROWS_PER_INPUT)
-                    up_NT += _deltas(deltas, *about, 1, *tile_rows, ROWS_PER_INPUT)
-                    gate_NT = rounded(gate_NT, y.dtype.element_ty, INTERPRETED).to(tl.float32)
-                    up_NT = rounded(up_NT, y.dtype.element_ty, INTERPRETED).to(tl.float32)
+                    gate_NT = _with_deltas(gate_NT, *about, 0, *tile_rows, ROWS_PER_INPUT, INTERPRETED)
+                    up_NT = _with_deltas(up_NT, *about, 1, *tile_rows, ROWS_PER_INPUT, INTERPRETED)
                 y_NT = gated(gate_NT, up_NT, limit, CLAMPED)
         pointers = y + row[None, :].to(tl.int64) * columns + n[:, None]
         mask_NT = inside[None, :] & (n < columns)[:, None]

@@ -86,6 +86,7 @@ def write_kv(
     INTERPRETED: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """K and V of up to BLOCK_H heads of one row to the row's place in its page.  ROTATES: K and Q rotated
     before, Q of HEADS heads to rotated_q [T, N, D]; programs of a row are Q's, then K's, then V's.
@@ -93,7 +94,8 @@ def write_kv(
     SINGLE: every sequence has one row.  HEADS: 0 without ROTATES.  rotation: cos and sin [T, D / 2], weights
     of norms of q and k [D].
     """
-    wait_for_kernel_before(INTERPRETED)
+    if DEPENDENT:
+        wait_for_kernel_before()
     q_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     kv_blocks: tl.constexpr = (KV_HEADS + BLOCK_H - 1) // BLOCK_H
     row = tl.program_id(0) // (q_blocks + 2 * kv_blocks)

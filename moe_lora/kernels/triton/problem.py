@@ -41,6 +41,10 @@ class Deltas(NamedTuple):
     slot_stride: int
     table_base: int
 
+    def from_expert(self, first: int) -> Deltas:
+        """The same for a base layer whose expert 0 is this one; gate and up of each have an entry."""
+        return self._replace(table_base=self.table_base + 2 * first)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:

@@ -164,7 +164,6 @@ def _attend_single(
         HEAD_DIM=head_dim,
         HAS_SINKS=sinks is not None,
         HAS_WINDOW=window > 0,
-        INTERPRETED=configs.interpreted(),
         PART=tiles.part_tokens,
         BLOCK_N=tiles.block_n,
         BLOCK_D=_power_of_two(head_dim),

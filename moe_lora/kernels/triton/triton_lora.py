@@ -141,9 +141,14 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> N
     _expand(shrunk, y, add=True, subtract=subtract)
 
 
-def deltas_of(shrunk: Shrunk) -> Deltas:
-    """The deltas alone, for `experts.linear`, which adds them with the bits of `lora_expand`."""
+def deltas_of(shrunk: Shrunk) -> Deltas | None:
+    """The deltas alone, for `experts.linear`, which adds them with the bits of `lora_expand`.
+
+    None in fp32: there a scale and an addition may be one instruction in one kernel and two in another.
+    """
     problem = shrunk.problem
+    if problem.x.dtype == torch.float32:
+        return None
     values = problem.x.new_empty(problem.num_rows, sum(problem.site.out_features))
     _expand(shrunk, values, add=False)
     return Deltas(values, problem.token_slots, problem.slots.lora_rank, *problem.entry_strides)

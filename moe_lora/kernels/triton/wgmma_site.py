@@ -59,12 +59,14 @@ def wgmma_site(
     BLOCKS_PER_ITEM: tl.constexpr,
     SHRINK_STAGES: tl.constexpr,
     EXPAND_STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """y[row, columns of module] (+)= the delta of x[row]; h as `wgmma_shrink` leaves it.
 
     counters: [1 + R * M] int32, zeros: the next item's number, then by tile and module the shrink items done.
     """
-    wait_for_kernel_before(INTERPRETED)
+    if DEPENDENT:
+        wait_for_kernel_before()
     num_tiles = tl.load(tiles.num)
     shrinks = num_tiles * MODULES * SPLIT_K * lanes
     groups = num_blocks(widths, BLOCK_C * BLOCKS_PER_ITEM)

@@ -70,12 +70,14 @@ def test_client_and_server_of_one_process_exchange_what_they_put(tmp_path):
     symmetric_memory.install()
     alone = symmetric_memory.StandInGroup(tmp_path, 0, 1, longest_s=0.001)
     window = alone.alloc(2 * 4096, 2)
-    send, receive = send_and_receive(alone, window, 4096)
+    state = torch.zeros(1, dtype=torch.int64)
+    send, receive = send_and_receive(alone, window, 4096, state)
     for use in (1, 2):
         for number in (0, 1):
             send(number)
             receive(number)
         assert [window.read_signal(number) for number in (0, 1)] == [use * PUT_BLOCKS] * 2
+    assert not state.any()
     symmetric_memory._groups.remove(alone)
 
 

@@ -76,8 +76,8 @@ def test_table_says_whether_kernels_begin_while_the_ones_before_end(tmp_path, mo
                 return lambda *operands, **meta: launched.append(meta)
 
         configs.start(Kernel(), 1, torch.empty(1), BLOCK=2)
-    first = {"BLOCK": 2, "launch_pdl": True} if dependent else {"BLOCK": 2}
-    assert launched == [first, {"BLOCK": 2}]
+    early = {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
+    assert launched == [{"BLOCK": 2, **early}, {"BLOCK": 2}]
 
 
 def test_kernels_that_wait_for_the_ones_before_exist():

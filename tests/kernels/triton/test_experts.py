@@ -147,15 +147,20 @@ def test_deltas_added_before_the_gate_have_the_bits_of_those_added_to_the_output
     with patch.object(torch.Tensor, "new_empty", filled):
         deltas = lora.deltas_of(shrunk)
     assert deltas.values.isnan().any()
-    deltas = deltas._replace(table_base=deltas.table_base + 2 * first)
+    deltas = deltas.from_expert(first)
     found = experts.linear(*operands, gate, deltas)
-    assert torch.equal(found, experts.gate(y, gate))
+    assert torch.equal(found.view(torch.int16), experts.gate(y, gate).view(torch.int16))
     assert not torch.equal(found, experts.gate(base, gate))
     for values in (deltas.values[1:], deltas.values.float()):
         with pytest.raises(ValueError, match="deltas are"):
             experts.linear(*operands, gate, deltas._replace(values=values))
     with pytest.raises(ValueError, match="before a gate"):
         experts.linear(*operands, None, deltas)
+
+
+def test_deltas_in_fp32_are_added_by_the_kernel_that_scales_them(device):
+    batch = make_batch(GATE_UP, FP32, "uniform", device)
+    assert lora.deltas_of(lora.lora_shrink(batch.operands(), decode=True)) is None
 
 
 def test_tiles_of_every_size(device):
