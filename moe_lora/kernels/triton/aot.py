@@ -84,21 +84,21 @@ def _recorded(dtype: str = "", label: str = "") -> Iterator[list[Build]]:
     found: list[Build] = []
 
     def record(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
-        meta |= configs.when_it_begins(kernel, True)
         required: tuple[str, ...] = ()
         if {"GATED", "PACKED", "TMA", "SHRINK_STAGES"} & meta.keys() and operands[0].dtype != torch.float32:
             required = (TENSOR_CORES, TMA) if meta.get("TMA") else (TENSOR_CORES,)
-        build = Build(
-            module=kernel.fn.__module__,
-            kernel=kernel.fn.__name__,
-            operands=_known(operands),
-            meta=meta,
-            required=required,
-            dtype=dtype or configs.DTYPE_NAMES.get(operands[0].dtype, ""),
-            label=label,
-        )
-        if build not in found:
-            found.append(build)
+        for early in (False, True):
+            build = Build(
+                module=kernel.fn.__module__,
+                kernel=kernel.fn.__name__,
+                operands=_known(operands),
+                meta=meta | configs.when_it_begins(kernel, early),
+                required=required,
+                dtype=dtype or configs.DTYPE_NAMES.get(operands[0].dtype, ""),
+                label=label,
+            )
+            if build not in found:
+                found.append(build)
 
     with patch.object(configs, "start", record):
         yield found

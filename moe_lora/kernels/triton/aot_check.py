@@ -7,7 +7,6 @@ import importlib
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any
 
-from . import configs
 from .sass import MARKS, Compiled, inspect
 
 if TYPE_CHECKING:
@@ -81,9 +80,7 @@ def check(builds: list[Build], processes: int = 2) -> list[str]:
                 row = f"{build.kernel:<14}{build.dtype:<5} does not compile"
             else:
                 compiled = done.result()
-                found = compiled.complaints(
-                    build.required, build.rings, configs.is_dependent(build.module, build.kernel)
-                )
+                found = compiled.complaints(build.required, build.rings, build.meta.get("DEPENDENT", False))
                 row = line(build, compiled)
             print(f"[{number:>3}/{len(builds)}]{' !' if found else '  '}{row.rstrip()}"[:220], flush=True)
             wrong += [f"{build.kernel} {build.dtype} {build.label}: {complaint}" for complaint in found]

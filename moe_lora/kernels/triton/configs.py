@@ -348,14 +348,9 @@ DEPENDENT = frozenset(
 """Kernels of a decode step, by module, that can wait for the one before them before they do anything else."""
 
 
-def is_dependent(module: str, kernel: str) -> bool:
-    """Whether the kernel of this name is one of `DEPENDENT`."""
-    return f"{module.rpartition('.')[2]}.{kernel}" in DEPENDENT
-
-
 def when_it_begins(kernel: Any, early: bool) -> dict[str, bool]:
     """A kernel's constants and compile options that say so; none of one that always begins last."""
-    if not is_dependent(kernel.fn.__module__, kernel.fn.__name__):
+    if f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}" not in DEPENDENT:
         return {}
     return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False}
 
