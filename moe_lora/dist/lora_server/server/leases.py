@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -83,6 +82,8 @@ class LeaseTable:
         """By which those that wait were looked at, or are due to be."""
         self.is_due = False
         """Whether something happened since those that wait were looked at that may give one a lease."""
+        self._is_promised = False
+        """Whether it is theirs: newcomers wait for that look, too."""
         self._uids = itertools.count(1)
         self._adapters: dict[str, ServedAdapter] = {}
         self._leases: dict[str, dict[str, Grant]] = {}
@@ -131,7 +132,7 @@ class LeaseTable:
         adapter = self._registered(adapter_id)
         adapter.retired = True
         self._settle(adapter)
-        self._fell_free()
+        self._promise()
 
     def acquire(self, instance: str, adapter_id: str, now_s: float, asker: Asker = ANYBODY) -> Grant | None:
         """The instance's lease, if it can have one now; else it waits and a Grant comes later, perhaps with
@@ -154,9 +155,9 @@ class LeaseTable:
             self._queue.put(waiter)
             portions = self._shares.portions(now_s)
             if not is_alone and not np.array_equal(portions, self._portions):
-                self.is_due = True  # with other shares older ones may have become admissible
+                self._promise()  # with other shares older ones may have become admissible
             self._portions = portions
-            if is_alone or not self.is_due:
+            if is_alone or not self._is_promised:
                 lease = self._grant_youngest(waiter, now_s)
         return lease
 
@@ -176,7 +177,7 @@ class LeaseTable:
         if waiter is None:
             return False
         self._end_wait(waiter)
-        self._fell_free()
+        self._promise()
         return True
 
     def prefetch(self, adapter_id: str, now_s: float) -> bool:
@@ -197,7 +198,7 @@ class LeaseTable:
         for adapter_id in list(self._leases.get(instance, {})):
             self._end_lease(instance, adapter_id, now_s)
         self._leases.pop(instance, None)
-        self._fell_free()
+        self._promise()
 
     def grant_due(self, now_s: float) -> None:
         """`grant_waiting` if it `is_due`."""
@@ -206,13 +207,15 @@ class LeaseTable:
 
     def grant_waiting(self, now_s: float) -> None:
         """Give what can be had now to those that wait: what fell free, what absent tenants no longer keep."""
-        self.is_due = False
-        while self._residency.is_over:
-            if not self._residency.evict_idle(self._stand(now_s)):
-                return
-        while self._grant_first(now_s):
+        while self._residency.is_over and self._residency.evict_idle(self._stand(now_s)):
             pass
+        found = set() if self._residency.is_over else {waiter.adapter for waiter in self._queue}
+        # What leases keep only grows meanwhile: who could have no room needn't be asked again.
+        while found := {one for one in found if one.num_waiting and self._residency.could_have_room(one)}:
+            if not self._grant_first(found, now_s):
+                break
         self._portions = self._shares.portions(now_s)
+        self.is_due = self._is_promised = False
 
     def resize(self, capacity: int) -> None:
         """Change the number of adapters resident at once.
@@ -225,7 +228,7 @@ class LeaseTable:
                 f"lora_server.capacity={capacity} leaves no place for an adapter; choose 1 or more"
             )
         self._residency.resize(capacity)
-        self._fell_free()
+        self._promise()
 
     def max_capacity(self) -> int | None:
         """The largest number of adapters that every rank's pages hold, as `ServerPages.num_fitting` says of
@@ -260,7 +263,7 @@ class LeaseTable:
         standing, other = self._stand(now_s), replace(waiter, tenant=tenant)
         if standing is not None and other.turn(standing) < waiter.turn(standing):
             self._queue.put(other)
-            self.is_due = True
+            self._promise()
 
     def _registered(self, adapter_id: str) -> ServedAdapter:
         """The adapter that new acquires for this id get.  Raises AdapterNotFoundError."""
@@ -277,16 +280,17 @@ class LeaseTable:
         if self._queue.stops(waiter, standing, now_s) or not self._bring_in(waiter, standing):
             return None
         lease = self._grant(waiter, now_s)
-        if standing is not None:  # what tenants hold has changed, and so whose turn it is
-            self._fell_free()
+        if standing is not None and self._queue:
+            self.is_due = True  # what tenants hold has changed, and so whose turn it is; nothing fell free
         return lease
 
-    def _grant_first(self, now_s: float) -> bool:
-        """Grant a lease, or of one tenant all that can be; False once no more waits that could have one."""
-        if not any(self._residency.could_have_room(waiter.adapter) for waiter in self._queue):
-            return False
+    def _grant_first(self, among: set[ServedAdapter], now_s: float) -> bool:
+        """Grant a lease of these, or of one tenant all that can be; False if none can be."""
         standing = self._stand(now_s)
-        can_be_resident = partial(self._bring_in, standing=standing)
+
+        def can_be_resident(waiter: Waiter) -> bool:
+            return waiter.adapter in among and self._bring_in(waiter, standing)
+
         for waiter in self._queue.admissible(can_be_resident, standing, now_s):
             self._grant(waiter, now_s)
             if standing is not None:
@@ -318,11 +322,12 @@ class LeaseTable:
         adapter.last_used_s = now_s
         self._shares.stay((adapter.owner,), now_s)
         self._settle(adapter)
-        self._fell_free()
+        self._promise()
 
-    def _fell_free(self) -> None:
+    def _promise(self) -> None:
+        """What fell free, or can be had now, is due to those that wait."""
         if self._queue or self._residency.is_over:
-            self.is_due = True
+            self.is_due = self._is_promised = True
 
     def _settle(self, adapter: ServedAdapter) -> None:
         """Forget a retired adapter that nobody holds or waits for."""

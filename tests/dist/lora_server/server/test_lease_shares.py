@@ -242,7 +242,8 @@ def greedy_waits_for_what_modest_left_idle(table: LeaseTable) -> None:
 def test_what_an_absent_tenant_left_is_given_to_those_that_wait_when_another_asks():
     table = table_of(4, "a", "b", "c", "d", "e", "f")
     greedy_waits_for_what_modest_left_idle(table)
-    table.acquire("j", "f", PRESENT_S + 2, GREEDY)
+    assert table.acquire("j", "f", PRESENT_S + 2, GREEDY) is None, "e came first"
+    assert table.is_due
     table.grant_due(PRESENT_S + 2)
     assert granted(table) == ["e", "f"]
 
@@ -342,3 +343,22 @@ def test_those_that_could_have_no_place_are_not_weighed(monkeypatch):
     for number, adapter_id in enumerate(COLD[4:60]):
         assert table.acquire("i", adapter_id, 0.0, Asker(f"tenant {number}")) is None
     table.grant_waiting(1.0)
+
+
+def test_a_burst_of_what_is_in_use_is_given_at_once_and_those_that_wait_are_looked_at_once(monkeypatch):
+    """With the idle adapter of a third tenant, which those that wait, beyond their shares, may not have."""
+    table, tried = table_of(16, "idle", *COLD[:60]), []
+    askers = [GREEDY, Asker("other")] * 30
+    table.acquire("i", "idle", 0.0, MODEST)
+    table.release("i", "idle", 0.0)
+    for adapter_id, asker in zip(COLD[:55], askers, strict=False):
+        table.acquire("i", adapter_id, 0.0, asker)
+    table.grant_due(0.0)
+    assert (table.num_waiting, table.is_due) == (40, False)
+    bring_in = table._bring_in
+    monkeypatch.setattr(table, "_bring_in", lambda *args: tried.append(args[0]) or bring_in(*args))
+    for adapter_id, asker in zip(COLD[:15], askers, strict=False):
+        assert table.acquire("j", adapter_id, 0.0, asker) is not None
+    assert (table.is_due, len(tried)) == (True, 15)
+    table.grant_due(0.0)
+    assert (table.num_waiting, table.is_due, len(tried)) == (40, False, 15 + 40)
