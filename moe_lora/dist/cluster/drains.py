@@ -70,6 +70,6 @@ class Drains:
 
 def _latest(orders: Mapping[str, DrainOrder]) -> dict[str, DrainOrder]:
     """All drains, and the latest `MAX_UNDRAINED` other orders."""
-    undrained = sorted((one.number for one in orders.values() if not one.drained), reverse=True)
-    forgotten = set(undrained[MAX_UNDRAINED:])
-    return {name: one for name, one in orders.items() if one.drained or one.number not in forgotten}
+    undrained = sorted((one.number, name) for name, one in orders.items() if not one.drained)
+    forgotten = {name for _, name in undrained[:-MAX_UNDRAINED]}
+    return {name: one for name, one in orders.items() if name not in forgotten}

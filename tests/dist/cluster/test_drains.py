@@ -49,6 +49,12 @@ def test_of_instances_that_come_and_go_the_drains_and_the_latest_other_orders_ar
     assert len(drains.orders) == 1 + MAX_UNDRAINED
 
 
+def test_of_equal_orders_only_as_many_are_forgotten_as_are_too_many():
+    drains = Drains()
+    drains.learn({str(number): DrainOrder(False, max(2, number)) for number in range(1, MAX_UNDRAINED + 2)})
+    assert len(drains.orders) == MAX_UNDRAINED
+
+
 def test_what_drains_is_said_once_and_a_restart_leaves_orders_alone():
     said: list[frozenset[str]] = []
     drains = Drains(said.append)
