@@ -236,7 +236,7 @@ def _gated_expert_linear(
     """first_expert: number in the whole model of ids' 0."""
     (handler, layer), experts = _behind(channel), _experts()
     gate = experts.Gate(clamped, limit)
-    deltas = handler.deltas_before(layer, site)
+    deltas = handler.deltas_before(layer, site) if experts.adds_deltas(ids, len(weight)) else None
     if deltas is not None:
         return experts.linear(x, weight, bias, ids, order, gate, deltas.from_expert(first_expert))
     if not handler.has_deltas(layer, site):

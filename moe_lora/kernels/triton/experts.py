@@ -184,6 +184,11 @@ def _empty_order(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     return torch.empty(num_experts + 2 + ids.numel(), dtype=torch.int32, device=ids.device)
 
 
+def adds_deltas(ids: torch.Tensor, num_experts: int) -> bool:
+    """Whether `linear` can be given deltas: tiles of 128 rows leave no registers for them."""
+    return by_rows(ids, num_experts) or rows_of_tiles(ids.numel(), num_experts) < 128
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -196,8 +201,8 @@ def linear(
     """As `reference.expert_linear`, [R, N]; with a gate its activation, [R, N / 2].
 
     x: [T, H] or [R, H], bf16, fp16 or fp32.  order: `order` of the same ids.  deltas: added before the gate,
-    where x is [T, H]; table_base is the first of these experts'.  Raises ValueError for operands that don't
-    fit.
+    where x is [T, H] and `adds_deltas`; table_base is the first of these experts'.  Raises ValueError for
+    operands that don't fit.
     """
     num_experts, out_width, width = weight.shape
     _check(x, weight, bias, ids, order)
@@ -345,9 +350,10 @@ def launch_all(dtype: torch.dtype) -> None:
             x = torch.empty(num_tokens, hidden, dtype=dtype)
             inner_rows = linear(x, weights[0], biases[0], ids, rows, Gate(biased, 7.0))
             linear(x, weights[0], biases[0], ids, rows)
-            slots, values = ids.new_empty(num_tokens), x.new_empty(ids.numel(), 2 * inner)
-            deltas = Deltas(values, slots, slots, 1, 1)
-            linear(x, weights[0], biases[0], ids, rows, Gate(biased, 7.0), deltas)
+            if adds_deltas(ids, num_experts):
+                slots, values = ids.new_empty(num_tokens), x.new_empty(ids.numel(), 2 * inner)
+                deltas = Deltas(values, slots, slots, 1, 1)
+                linear(x, weights[0], biases[0], ids, rows, Gate(biased, 7.0), deltas)
             y = linear(inner_rows, weights[1], biases[1], ids, rows)
             gate(inner_rows, Gate(biased, 7.0))
             weighted_sum(y, torch.empty(num_tokens, top_k))
