@@ -2,7 +2,7 @@
 
 Runs in the server's first rank.  It belongs to the event loop of the control connections: decisions are made
 and passed on there, so that every peer hears of them in the order in which they were made.  Those that wait
-are looked at once for all that peers said in one turn of the loop, before it hears of anything new.
+are looked at once for all that peers said in one turn of the loop, in the next one.
 """
 
 from __future__ import annotations
