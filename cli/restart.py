@@ -19,7 +19,7 @@ _DRAIN_MOST_S = 3600.0
     type=click.FloatRange(min=0, min_open=True, max=3600),
     default=300.0,
     show_default=True,
-    help="How long each may take from its end until it takes part again.",
+    help="How long each may take until it takes part, and from its end until it does again.",
 )
 @click.option("--lora-server", is_flag=True, help="The ranks of the LoRA Server, and only named instances.")
 @user_errors

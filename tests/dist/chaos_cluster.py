@@ -161,13 +161,15 @@ class ChaosCluster:
         return found
 
     def is_whole(self) -> bool:
-        """Whether every front end says that the controller and all instances are there."""
+        """Whether every front end says that the controller and all instances are there, and all ranks of a
+        LoRA Server with their links to these.
+        """
         figures = self.figures()
         ups = [[v for (name, _), v in one.items() if name == "instance_up"] for one in figures.values()]
         return (
             len(figures) == self.num_front_ends
             and all(one["controller_up", ""] for one in figures.values())
-            and all(one["lora_server_up", ""] for one in figures.values() if self.has_server)
+            and all(map(_has_whole_server, figures.values() if self.has_server else ()))
             and all(up == [1.0] * self.num_instances for up in ups)
         )
 
@@ -205,6 +207,11 @@ class ChaosCluster:
         found += ["a traceback was logged"] if "Traceback" in self.text() else []
         found += [f"{path} was left" for place in (self.temporary, self.state) for path in place.rglob("*")]
         return found + [f"/dev/shm/{name} was left" for name in _orphans(self._shared)]
+
+
+def _has_whole_server(figures: Mapping[tuple[str, str], float]) -> bool:
+    missing = [figures.get((f"lora_server_{what}", ""), 1.0) for what in ("ranks_away", "unlinked")]
+    return bool(figures["lora_server_up", ""]) and not any(missing)
 
 
 def _orphans(before: set[str]) -> list[str]:

@@ -345,6 +345,18 @@ def test_a_rank_that_does_not_come_back_is_a_503_that_says_so(watched, paper, mo
     assert paper.restarted == [1]
 
 
+def test_no_rank_is_ended_while_another_is_away(controller, paper, monkeypatch):
+    monkeypatch.setattr(capacity_controller, "LOOK_S", 0.01)
+    for lacking in ({"ranks": (1, 0)}, {"unlinked": (1, 0)}):
+        paper.current = replace(STATE, **lacking)
+        with pytest.raises(LoraServerError, match="no rank of the LoRA Server was ended"):
+            asyncio.run(controller.restart_server(0.1))
+        assert paper.restarted == []
+    paper.current, paper.next = replace(STATE, ranks=(1, 0)), replace(STATE, ranks=(1, 2))
+    asyncio.run(controller.restart_server(20.0))
+    assert paper.restarted == [1, 0]
+
+
 def test_two_restarts_at_once_come_one_after_the_other(controller, paper, monkeypatch):
     monkeypatch.setattr(capacity_controller, "LOOK_S", 0.01)
 

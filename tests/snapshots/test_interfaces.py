@@ -138,7 +138,7 @@ def test_names_and_labels_of_metrics() -> None:
         front_end=front_end,
     )
     metrics = Metrics(config, link)
-    metrics.server = ServerState(**counts)
+    metrics.server = ServerState(**{**counts, "ranks": (1,), "unlinked": (0,)})
     metrics.stats = FleetStats(
         **numbers, resident_adapters=("a",), instances=(InstanceStats(name="a", **instance),)
     )

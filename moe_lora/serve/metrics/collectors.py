@@ -152,6 +152,8 @@ SERVER_GAUGES = (
     ("moe_lora:lora_server_leases", "Leases held by instances.", "num_leases"),
     ("moe_lora:lora_server_waiting", "Leases that instances wait for.", "num_waiting"),
     ("moe_lora:lora_server_resident_bytes", "Bytes of resident adapters.", "resident_bytes"),
+    ("moe_lora:lora_server_ranks_away", "Ranks that are not there.", "num_away"),
+    ("moe_lora:lora_server_unlinked", "Links missing between instances and ranks.", "num_unlinked"),
 )
 SERVER_COUNTERS = (
     ("moe_lora:lora_server_loads", "Adapters loaded.", "num_loads"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 
 from anyio import fail_after
@@ -82,44 +83,60 @@ class CapacityController:
 
     async def resize(self, capacity: int) -> ServerState:
         """Change the LoRA Server's capacity (see `LoraServerAdmin.resize` for what it raises)."""
-        assert self._server is not None
-        state = await asyncio.to_thread(self._server.resize, capacity)
+        state = await asyncio.to_thread(self._admin.resize, capacity)
         logger.info("the LoRA Server's capacity is now %d adapters", state.capacity)
         return state
 
     async def restart_server(self, limit_s: float) -> ServerState:
         """Have the LoRA Server's ranks started again, one after the other, its leader last; the state then.
 
-        Instances compute what a rank that is away would, so that nothing else is away with it: the next waits
-        until all have their links to it again.  Raises LoraServerError if one is not back, with as many
-        instances as before and links to them all, within limit_s.
+        Instances compute what a rank that is away would, so that nothing else is away with it: the first
+        waits until all ranks are there with their links, the next until all instances have theirs to the one
+        before.  Raises LoraServerError if that is not so within limit_s each, or an instance is missing then.
         """
-        assert self._server is not None
         async with self._restarting:  # two at once would end the leader while another rank loads
-            before = state = await asyncio.to_thread(self._server.state)
+            before = state = await self._until_whole(limit_s)
             for server_rank in (*range(1, len(before.ranks)), 0):
                 if state.incarnation != before.incarnation:
                     break  # all ranks are started again with one of them, as torchrun does
                 logger.info("rank %d of the LoRA Server is told to end, to be started again", server_rank)
-                await asyncio.to_thread(self._server.restart, server_rank)
-                state = await self._rank_back(state, server_rank, limit_s)
+                await asyncio.to_thread(self._admin.restart, server_rank)
+                state = await self._until_back(state, server_rank, limit_s)
             return state
 
-    async def _rank_back(self, before: ServerState, server_rank: int, limit_s: float) -> ServerState:
-        assert self._server is not None
+    async def _until_whole(self, limit_s: float) -> ServerState:
+        problem = (
+            f"no rank of the LoRA Server was ended: after limit_s={limit_s:g} not all of them are there with "
+            "their links to the instances (GET /v1/lora_server: ranks, unlinked); their logs say why"
+        )
+        return await self._until(lambda state: state.is_whole, limit_s, problem)
+
+    async def _until_back(self, before: ServerState, server_rank: int, limit_s: float) -> ServerState:
+        problem = (
+            f"rank {server_rank} of the LoRA Server was ended and is not back, with the instances, after "
+            f"limit_s={limit_s:g}; its log says why, and instances compute its part meanwhile"
+        )
+        return await self._until(lambda state: _is_back(state, before, server_rank), limit_s, problem)
+
+    async def _until(
+        self, condition: Callable[[ServerState], bool], limit_s: float, problem: str
+    ) -> ServerState:
+        """The first state that fulfils a condition.  Raises LoraServerError(problem) if none does in time."""
         try:
             with fail_after(limit_s):
                 while True:
-                    await asyncio.sleep(LOOK_S)
                     with suppress(LoraServerError):
-                        state = await asyncio.to_thread(self._server.state)
-                        if _is_back(state, before, server_rank):
+                        state = await asyncio.to_thread(self._admin.state)
+                        if condition(state):
                             return state
+                    await asyncio.sleep(LOOK_S)
         except TimeoutError:
-            raise LoraServerError(
-                f"rank {server_rank} of the LoRA Server was ended and is not back, with the instances, after "
-                f"limit_s={limit_s:g}; its log says why, and instances compute its part meanwhile"
-            ) from None
+            raise LoraServerError(problem) from None
+
+    @property
+    def _admin(self) -> LoraServerAdmin:
+        assert self._server is not None
+        return self._server
 
     async def _places(self) -> tuple[int, int]:
         """Adapters resident on an instance at once, and the number of instances that are live."""

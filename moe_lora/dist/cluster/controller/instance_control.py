@@ -66,23 +66,24 @@ class InstanceControl:
 
     def _check_others(self, name: str) -> None:
         if all(one.name == name for one in self._registry.undrained):
-            raise ConfigError(
-                f"instance {name!r} can't be drained: no other takes requests; start or undrain one first"
-            )
+            raise _no_other(name)
 
     async def restart(self, name: str, limit_s: float) -> None:
         """Drain an instance, end its process, and return when its next one takes part.
 
-        Whoever keeps the process running starts it again.  Raises ConfigError as `drain` does and for one
-        that does not get on, EngineDeadError if it is not back within limit_s, or if no other takes requests
-        at all front ends.
+        Whoever keeps the process running starts it again.  One that is just coming back is waited for.
+        Raises ConfigError for an unknown one and where every other is drained, EngineDeadError if it does not
+        take part within limit_s, is not back so long after its end, or no other takes requests at all front
+        ends.
         """
         async with self._restarting:
             instance = self._named(name)
-            if not instance.live:
-                raise _not_here(name)
+            if all(
+                one.name in self._registry.drained for one in self._registry.instances if one is not instance
+            ):
+                raise _no_other(name)
+            await self._until_live(instance, limit_s)
             before = instance.incarnation
-            self._check_others(name)
             self._registry.drains.restart({name})
             logger.info("instance %s is drained until it is started again", name)
             try:
@@ -100,6 +101,13 @@ class InstanceControl:
                 return instance
         names = ", ".join(one.name for one in self._registry.instances) or "none"
         raise ConfigError(f"there is no instance {name!r}; choose one of {names}")
+
+    async def _until_live(self, instance: Instance, limit_s: float) -> None:
+        with move_on_after(limit_s):
+            while not instance.live:
+                await asyncio.sleep(LOOK_S)
+        if not instance.live:
+            raise _not_here(instance.name)
 
     async def _until_idle(self, instance: Instance) -> None:
         with move_on_after(self._drain_s):
@@ -157,8 +165,14 @@ class InstanceControl:
             ) from None
 
 
-def _not_here(name: str) -> ConfigError:
-    return ConfigError(
+def _not_here(name: str) -> EngineDeadError:
+    return EngineDeadError(
         f"instance {name!r} does not take part now, so it can't be told to end; end its process, which is "
         "started again"
+    )
+
+
+def _no_other(name: str) -> ConfigError:
+    return ConfigError(
+        f"instance {name!r} can't be drained: no other takes requests; start or undrain one first"
     )

@@ -89,6 +89,20 @@ class ServerState(LeaseStats):
     ranks: tuple[int, ...] = ()
     unlinked: tuple[int, ...] = ()
 
+    @property
+    def num_away(self) -> int:
+        """Ranks that are not there."""
+        return self.ranks.count(0)
+
+    @property
+    def num_unlinked(self) -> int:
+        """Links that are missing between instances and ranks."""
+        return sum(self.unlinked)
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.num_away and not self.num_unlinked
+
 
 class ServerCalls(typing.Protocol):
     """What ranks of the LoRA Server answer: all of them the first two, the leader the others too.

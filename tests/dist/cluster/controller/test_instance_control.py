@@ -117,8 +117,27 @@ def test_one_that_does_not_come_back_is_an_error_that_names_the_limit(front_end,
     with pytest.raises(EngineDeadError, match=r"not back after limit_s=0\.2"):
         front_end.run(control.restart("one", 0.2))
     assert front_end.instance_registry.drained == frozenset()
-    with pytest.raises(ConfigError, match="does not take part"):
+    with pytest.raises(EngineDeadError, match="does not take part"):
         front_end.run(control.restart("one", 0.2))
+
+
+def test_one_that_is_just_coming_back_is_waited_for_and_then_started_again(front_end, control, made):
+    made[1].dial.stop()
+    until(lambda: front_end.names() == ["two"])
+    restarting, errors = restart_aside(front_end, control)
+    made.append(back := Instance("one", front_end.socket, number=5))
+    until(lambda: back.dial.restarts)
+    made.append(Instance("one", front_end.socket, number=7))
+    restarting.join(20)
+    assert errors == []
+    assert answers(front_end, "after") == {(1,), (7,)}
+
+
+def test_the_last_that_takes_requests_is_not_started_again(front_end, control, made):
+    front_end.run(control.drain("two"))
+    with pytest.raises(ConfigError, match="no other takes requests"):
+        front_end.run(control.restart("one", 20.0))
+    assert not made[1].dial.restarts
 
 
 @pytest.mark.parametrize("drained_after", [False, True])
@@ -138,7 +157,7 @@ def test_what_an_operator_says_while_one_is_started_again_counts_after_it(
 
 
 def test_one_that_falls_silent_before_it_was_told_to_end_is_not_told(front_end, control, made):
-    entry = front_end.instance_registry.instances[0]
+    [entry] = (one for one in front_end.instance_registry.instances if one.name == "one")
     made[1].loop.may_go_on.clear()
     restarting, errors = restart_aside(front_end, control)
 
@@ -148,7 +167,7 @@ def test_one_that_falls_silent_before_it_was_told_to_end_is_not_told(front_end, 
 
     until(fail)
     restarting.join(20)
-    with pytest.raises(ConfigError, match="end its process"):
+    with pytest.raises(EngineDeadError, match="end its process"):
         raise errors[0]
     assert not made[1].dial.restarts
     assert front_end.instance_registry.drained == frozenset()
@@ -201,7 +220,7 @@ def test_an_order_given_while_an_instance_was_away_goes_before_what_it_remembers
     front_end.run(control.drain("one"))
     with patch.object(DialledClient, "ask", side_effect=EngineSilentError("it does not get on")):
         front_end.run(control.undrain("one"))
-    entry = front_end.instance_registry.instances[0]
+    [entry] = (one for one in front_end.instance_registry.instances if one.name == "one")
     front_end.thread.loop.call_soon_threadsafe(entry.client.hang_up, "a cut")
     until(lambda: not made[1].dial._mux.drain.drained)
     assert front_end.instance_registry.drained == frozenset()
