@@ -82,7 +82,10 @@ class Leader:
         self._num_joins: Counter[int] = Counter()
         self._registered_by: dict[str, set[str]] = {}
         self._acquires: dict[tuple[str, str], asyncio.Future[tuple[int, int]]] = {}
-        self._looks_again = self._gives_out = False
+        self._looks_again = False
+        """Whether `_look_again` is to come."""
+        self._gives_out = False
+        """Whether `_give_out` is to come, or has failed since a look succeeded."""
         self._awaited_by: dict[str, set[int]] = {}
         """Ranks that wait for content the store has lost."""
         self.addresses: dict[int, str] = {}
@@ -292,20 +295,27 @@ class Leader:
         if self._table.is_due and not self._gives_out:
             self._gives_out = True
             loop.call_soon(self._give_out)
-        if self._table.num_waiting and not self._looks_again:
+        if (self._table.is_due or self._table.num_waiting) and not self._looks_again:
             self._looks_again = True
             loop.call_later(LOOK_AGAIN_S, self._look_again)
 
     def _give_out(self) -> None:
-        self._gives_out = False
-        self._table.grant_due(time.monotonic())
-        self._dispatch()
+        self._look(self._table.grant_due)
 
     def _look_again(self) -> None:
         """Ends where nobody waits, as when all connections have ended."""
         self._looks_again = False
-        self._table.grant_waiting(time.monotonic())
-        self._dispatch()
+        self._look(self._table.grant_waiting)
+
+    def _look(self, look: Callable[[float], None]) -> None:
+        """What is decided before a look fails is carried out; what is still due, is so at the next
+        `_look_again`, not in the next turn, where it would fail again and again.
+        """
+        try:
+            look(time.monotonic())
+            self._gives_out = False
+        finally:
+            self._dispatch()
 
     def _load_order(self, event: Load, server_rank: int) -> LoadOrder:
         runs = dict(event.runs.get(server_rank, {}))

@@ -134,6 +134,50 @@ def test_those_that_wait_are_looked_at_once_for_all_that_is_released_in_one_turn
     asyncio.run(hear())
 
 
+@pytest.mark.parametrize("num_failures", [1, 2], ids=["of_the_turn", "of_the_timer_too"])
+def test_what_a_look_decides_before_it_fails_is_carried_out_and_the_timers_look_gives_the_rest(
+    num_failures, monkeypatch
+):
+    table, failures, heard, timers = LeaseTable(2, [8], 1, starvation_s=5.0), [], [], []
+    for name in "abcde":
+        table.register(name, {0: {0: 1}})
+    bring_in = table._bring_in
+
+    def fail_at_d(waiter, standing):
+        if waiter.adapter.adapter_id == "d" and len(failures) < num_failures:
+            failures.append(waiter)
+            raise RuntimeError("no d today")
+        return bring_in(waiter, standing)
+
+    leader, orders = leader_of(table)
+    one = SimpleNamespace(instance="one")
+
+    async def hear() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, told: heard.append(str(told["exception"])))
+        monkeypatch.setattr(loop, "call_later", lambda delay_s, call: timers.append(call))
+        *_, c, d, e = [await leader.acquire(one, name, *ANYBODY) for name in "abcde"]
+        monkeypatch.setattr(table, "_bring_in", fail_at_d)
+        await leader.release(one, "a")
+        await leader.release(one, "b")
+        await asyncio.sleep(0)
+        assert (c.done(), len(orders)) == (True, 4), "a and b were loaded; a has left, c was loaded"
+        await leader.release(one, "x")
+        await asyncio.sleep(0)
+        assert len(failures) == 1, "not tried again in every turn"
+        for _ in range(num_failures):
+            assert (d.done(), table.is_due, len(timers)) == (False, True, 1)
+            loop.call_soon(timers.pop())
+            await asyncio.sleep(0)
+        assert (d.done(), e.done(), table.is_due) == (True, False, False)
+        assert heard == ["no d today"] * num_failures
+        await leader.release(one, "c")
+        await asyncio.sleep(0)
+        assert e.done(), "in the next turn, as before the failure"
+
+    asyncio.run(hear())
+
+
 def test_leases_are_granted_first_come_first_served_over_all_instances(cluster):
     one, other = joined(cluster, "one"), joined(cluster, "other")
     one.acquire("a")
