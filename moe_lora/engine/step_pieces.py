@@ -200,16 +200,10 @@ class _ExpertsBetween:
 
     def __init__(self, experts: ExpertExchange, capture: StepCapture) -> None:
         self._experts = experts
-        self._capture = capture
-        self._memory = KeptMemory()
+        self._in_place = _InPlace(capture)
 
     def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
-        if not self._capture.running:
-            self._experts.fill(y, ids)
-            return
-        kept = self._memory.copy("y", y)
-        self._capture.cut(partial(self._experts.fill, kept, ids))  # ids are few, and stay while this does
-        y.copy_(kept)
+        self._in_place(y, partial(self._experts.fill, ids=ids))  # ids are few, and stay while this does
 
 
 class _SumsBetween:
@@ -218,15 +212,11 @@ class _SumsBetween:
     def __init__(self, sums: Sums, capture: StepCapture) -> None:
         self._sums = sums
         self._capture = capture
+        self._in_place = _InPlace(capture)
         self._memory = KeptMemory()
 
     def add_up(self, y: torch.Tensor) -> None:
-        if not self._capture.running:
-            self._sums.add_up(y)
-            return
-        kept = self._memory.copy("y", y)
-        self._capture.cut(partial(self._sums.add_up, kept))
-        y.copy_(kept)
+        self._in_place(y, self._sums.add_up)
 
     def gather(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         if not self._capture.running:
@@ -239,3 +229,19 @@ class _SumsBetween:
 
         self._capture.cut(gather)
         return whole
+
+
+class _InPlace:
+    """What ranks exchange in y's own memory; in a captured step in memory that stays, as large as y."""
+
+    def __init__(self, capture: StepCapture) -> None:
+        self._capture = capture
+        self._memory = KeptMemory()
+
+    def __call__(self, y: torch.Tensor, exchange: Callable[[torch.Tensor], None]) -> None:
+        if not self._capture.running:
+            exchange(y)
+            return
+        kept = self._memory.copy("y", y)
+        self._capture.cut(partial(exchange, kept))
+        y.copy_(kept)
