@@ -208,7 +208,7 @@ def linear(
     _check(x, weight, bias, ids, order)
     num_rows = ids.numel()
     if deltas is not None:
-        _check_deltas(deltas, x, ids, out_width, gate)
+        _check_deltas(deltas, x, ids, num_experts, out_width, gate)
     y = x.new_empty(num_rows, out_width if gate is None else out_width // 2)
     if num_rows == 0:
         return y
@@ -312,7 +312,7 @@ def _check(
 
 
 def _check_deltas(
-    deltas: Deltas, x: torch.Tensor, ids: torch.Tensor, out_width: int, gate: Gate | None
+    deltas: Deltas, x: torch.Tensor, ids: torch.Tensor, num_experts: int, out_width: int, gate: Gate | None
 ) -> None:
     values = deltas.values
     if values.shape != (ids.numel(), out_width) or values.dtype != x.dtype or not values.is_contiguous():
@@ -323,6 +323,11 @@ def _check_deltas(
         raise ValueError(
             "deltas are added before a gate, with a row of x and a slot per token; "
             f"gate={gate}, x has {len(x)} rows, {len(deltas.token_slots)} slots, ids {len(ids)} tokens"
+        )
+    if not adds_deltas(ids, num_experts):
+        raise ValueError(
+            f"deltas were given for {ids.numel()} rows of {num_experts} experts, whose tiles of 128 rows take "
+            "none; ask `adds_deltas` first, add them to the output without a gate and use `gate`"
         )
 
 

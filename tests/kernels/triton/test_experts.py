@@ -11,6 +11,7 @@ from moe_lora.kernels import ops, reference
 from moe_lora.kernels.triton import configs, experts
 from moe_lora.kernels.triton import triton_lora as lora
 from moe_lora.kernels.triton.configs import interpreted
+from moe_lora.kernels.triton.problem import Deltas
 from moe_lora.kernels.triton.segments import Zeros, build_segments, rows_to_sort
 from moe_lora.models.causal_lm import MoeMlp, glu
 from moe_lora.models.spec import model_spec
@@ -158,6 +159,23 @@ def test_deltas_added_before_the_gate_have_the_bits_of_those_added_to_the_output
         experts.linear(*operands, None, deltas)
 
 
+def test_deltas_are_refused_where_tiles_have_no_registers_for_them(device):
+    """Those of 128 rows; a tile has room for one and a half times the rows that an expert has on average."""
+    for rows, taken in ((42, True), (43, False)):
+        ids = torch.zeros(rows, 1, dtype=torch.int32, device=device)
+        assert experts.adds_deltas(ids, 1) == taken
+        x = torch.ones(rows, 16, dtype=BF16, device=device)
+        weight = torch.ones(1, 32, 16, dtype=BF16, device=device)
+        no_adapter = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        deltas = Deltas(x.new_zeros(rows, 32), no_adapter, ids.new_zeros(1), 1, 1)
+        operands = (x, weight, None, ids, experts.order(ids, 1), SILU)
+        if taken:
+            assert torch.equal(experts.linear(*operands, deltas), experts.linear(*operands))
+        else:
+            with pytest.raises(ValueError, match="given for 43 rows of 1 experts.*`adds_deltas` first"):
+                experts.linear(*operands, deltas)
+
+
 def test_deltas_in_fp32_are_added_by_the_kernel_that_scales_them(device):
     batch = make_batch(GATE_UP, FP32, "uniform", device)
     assert lora.deltas_of(lora.lora_shrink(batch.operands(), decode=True)) is None
@@ -217,7 +235,7 @@ def test_operands_that_do_not_fit_are_refused(device):
         experts.order(layer.ids.long(), 4)
 
 
-class Deltas:
+class LoraSites:
     """Answers a layer's LoRA operations: adds `value` to the first rows of a site, if to any."""
 
     def __init__(self, rows):
@@ -283,7 +301,7 @@ def test_layer_computes_its_experts_by_these_kernels(device, family, monkeypatch
     monkeypatch.setattr(ops, "fuses_sites", lambda x: False)  # as off the CPU
     outs = []
     for rows in (0, 4):
-        handler = Deltas(rows)
+        handler = LoraSites(rows)
         [channel] = ops.open_channels(handler, 1)
         logits = layer.gate(x, channel)
         chosen, first = layer.choose(logits, live, channel)[:2], handler.added
