@@ -25,7 +25,7 @@ from moe_lora.workload.conversations import TurnRequest
 from .cached_requests import PARTS, CachedRequest
 from .copy_links import CopyLinks
 from .events import EventQueue
-from .merged_weights import Deltas, SimMergedWeights, SimMerging
+from .merged_weights import LoraWork, SimMergedWeights, SimMerging
 from .step_time import TransformerTime
 from .system import mean, percentile
 
@@ -345,12 +345,12 @@ class CachedInstance:
             weighed[request.adapter] = weighed.get(request.adapter, 0.0) + weight
             if request.adapter is not None:
                 adapters[request.adapter] = 1.0
-        deltas = Deltas(sum(weighed[name] for name in adapters), adapters)
+        lora = LoraWork(sum(weighed[name] for name in adapters), adapters)
         if self.weights is not None:
-            deltas = self.weights.deltas(weighed)
-        pages = sum(self._config.adapter_pages[name] * share for name, share in deltas.adapters.items())
+            lora = self.weights.lora_work(weighed)
+        pages = sum(self._config.adapter_pages[name] * share for name, share in lora.adapters.items())
         adapter_bytes = pages * self._config.page_bytes
-        step_s = time.step_s(sum(rows.values()), attended, context, adapter_bytes, deltas.rows)
+        step_s = time.step_s(sum(rows.values()), attended, context, adapter_bytes, lora.rows)
         if self.weights is not None:
             step_s += self.weights.took(rows, step_s)
             self.weights.keep_apart(item.sequence for item in plan)

@@ -27,8 +27,8 @@ class SimMerging:
 
 
 @dataclass(frozen=True, slots=True)
-class Deltas:
-    """What a step computes beside the base model.
+class LoraWork:
+    """What LoRA computes and reads in a step.
 
     rows: rows times the share of the layers in which each has a delta; a row with two counts twice.
     adapters: those whose matrices are read, each with the share of its layers.
@@ -80,16 +80,16 @@ class SimMergedWeights:
         self._step_swap_s += self._move(target, self._batching.at_once)
         return self._batching.only
 
-    def deltas(self, rows: Mapping[str | None, float]) -> Deltas:
+    def lora_work(self, rows: Mapping[str | None, float]) -> LoraWork:
         """Of a step with so many rows of each adapter, each by what its deltas cost."""
         carried, share = self._carried, self._share
         others = {name: 1.0 for name in rows if name not in (carried, None)}
         num_others = sum(rows[name] for name in others)
         if carried is None:
-            return Deltas(num_others, others)
+            return LoraWork(num_others, others)
         own, base = rows.get(carried, 0), rows.get(None, 0)
         read = ((1 - share) if own else 0.0) + (share if others or base else 0.0)
-        return Deltas(own * (1 - share) + num_others * (1 + share) + base * share, others | {carried: read})
+        return LoraWork(own * (1 - share) + num_others * (1 + share) + base * share, others | {carried: read})
 
     def took(self, rows: Mapping[str | None, int], seconds: float) -> float:
         """The step takes `seconds`, and what changing weights since the last one adds: returned."""

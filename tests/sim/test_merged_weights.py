@@ -13,7 +13,7 @@ from moe_lora.policies.merging import BATCHINGS, Batching, MergingPolicy, make_m
 from moe_lora.policies.merging_costs import MergingCosts
 from moe_lora.sim.cached_instance import CachedConfig, CachedInstance, simulate_cached
 from moe_lora.sim.cached_requests import CachedRequest
-from moe_lora.sim.merged_weights import Deltas, SimMergedWeights, SimMerging
+from moe_lora.sim.merged_weights import LoraWork, SimMergedWeights, SimMerging
 from moe_lora.sim.step_time import TransformerTime
 from moe_lora.workload.conversations import TurnRequest
 
@@ -128,11 +128,11 @@ def test_deltas_of_a_step_by_hand() -> None:
     merged, adapters = weights(policy)
     one = [CachedRequest(request) for request in requests("a")]
     merged.decide(one, held_back=False)
-    assert merged.deltas({"a": 2, "b": 1, None: 1}) == Deltas(3, {"a": 1.0, "b": 1.0})
+    assert merged.lora_work({"a": 2, "b": 1, None: 1}) == LoraWork(3, {"a": 1.0, "b": 1.0})
     policy.batching = Batching("a", at_once=True)
     merged.decide(one, held_back=False)
-    assert merged.deltas({"a": 2}) == Deltas(0, {"a": 0.0})
-    assert merged.deltas({"a": 2, "b": 1, None: 1}) == Deltas(3, {"a": 1.0, "b": 1.0})
+    assert merged.lora_work({"a": 2}) == LoraWork(0, {"a": 0.0})
+    assert merged.lora_work({"a": 2, "b": 1, None: 1}) == LoraWork(3, {"a": 1.0, "b": 1.0})
     assert merged.took({"a": 2}, 0.5) == 1.0
     assert policy.measured == (policy.batching, "merged", 2, 1.5, 1.0)
     assert adapters.held == ["a"]
@@ -146,7 +146,7 @@ def test_a_swap_is_spread_over_steps_unless_wanted_at_once() -> None:
     for share in (0.25, 0.5, 0.75, 1.0):
         merged.decide(one, held_back=False)
         assert (policy.view.merged, policy.view.swapping) == (None, share > 0.25)
-        assert merged.deltas({"a": 4}).rows == 4 * (1 - share)
+        assert merged.lora_work({"a": 4}).rows == 4 * (1 - share)
         assert merged.took({"a": 4}, 0.5) == 0.25
     merged.decide(one, held_back=False)
     assert (policy.view.merged, policy.view.swapping) == ("a", False)

@@ -326,8 +326,8 @@ def _check_deltas(
         )
     if not adds_deltas(ids, num_experts):
         raise ValueError(
-            f"deltas were given for {ids.numel()} rows of {num_experts} experts, whose tiles of 128 rows take "
-            "none; ask `adds_deltas` first, add them to the output without a gate and use `gate`"
+            f"deltas were given for {ids.numel()} rows of {num_experts} experts, whose tiles of 128 rows "
+            "take none; ask `adds_deltas` first, add them to the output without a gate and use `gate`"
         )
 
 

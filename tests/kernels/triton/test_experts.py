@@ -172,7 +172,7 @@ def test_deltas_are_refused_where_tiles_have_no_registers_for_them(device):
         if taken:
             assert torch.equal(experts.linear(*operands, deltas), experts.linear(*operands))
         else:
-            with pytest.raises(ValueError, match="given for 43 rows of 1 experts.*`adds_deltas` first"):
+            with pytest.raises(ValueError, match=r"given for 43 rows of 1 experts.*`adds_deltas` first"):
                 experts.linear(*operands, deltas)
 
 
