@@ -21,7 +21,7 @@ from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.backend import AddTo, LoraBackend
 from moe_lora.lora.row_routing import RowRouting
 
-Piece: TypeAlias = Callable[[], None]
+Piece: TypeAlias = Callable[[], object]
 Compute: TypeAlias = Callable[[], torch.Tensor]
 
 
@@ -218,17 +218,14 @@ class _SumsBetween:
     def add_up(self, y: torch.Tensor) -> None:
         self._in_place(y, self._sums.add_up)
 
-    def gather(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    def gather(self, logits: torch.Tensor, vocab_size: int, out: torch.Tensor | None = None) -> torch.Tensor:
         if not self._capture.running:
-            return self._sums.gather(logits, vocab_size)
+            return self._sums.gather(logits, vocab_size, out)
         kept = self._memory.copy("part", logits)
-        whole = self._memory.of("whole", logits, torch.Size((len(logits), vocab_size)))
-
-        def gather() -> None:
-            whole.copy_(self._sums.gather(kept, vocab_size))
-
-        self._capture.cut(gather)
-        return whole
+        if out is None:
+            out = self._memory.of("whole", logits, torch.Size((len(logits), vocab_size)))
+        self._capture.cut(partial(self._sums.gather, kept, vocab_size, out))
+        return out
 
 
 class _InPlace:

@@ -361,7 +361,7 @@ class CausalLM(nn.Module):
         channels: Sequence[torch.Tensor],
         layer_forward: LayerForward = DecoderLayer.__call__,
     ) -> torch.Tensor:
-        """Logits [len(logit_rows), vocab] fp32; with a divided head at rank 0 only, elsewhere zeros.
+        """Logits [len(logit_rows), vocab] fp32; with a divided head at rank 0 only, elsewhere undefined.
 
         tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: rows that need logits.
         layer_forward: how a layer is run (compiled or not).

@@ -142,10 +142,14 @@ def test_a_fault_in_the_pieces_shows(fault, monkeypatch):
 
 
 class OtherRank:
-    """What a rank exchanges with: the other one's rows, parts and columns are twice its own."""
+    """What a rank exchanges with: the other one's rows, parts and columns are twice its own.
 
-    def __init__(self) -> None:
+    first: whether the rank that exchanges has all columns then.
+    """
+
+    def __init__(self, *, first: bool = True) -> None:
         self.num_asked = 0
+        self._first = first
 
     def fill(self, y, ids) -> None:
         self._ask()
@@ -155,9 +159,13 @@ class OtherRank:
         self._ask()
         y.held.mul_(3)
 
-    def gather(self, logits, vocab_size):
+    def gather(self, logits, vocab_size, out=None):
         self._ask()
-        return DeviceTensor(torch.cat([logits.held, 2 * logits.held], 1)[:, :vocab_size])
+        if out is None:
+            out = logits.new_empty(len(logits), vocab_size)
+        if self._first:
+            out.held.copy_(torch.cat([logits.held, 2 * logits.held], 1)[:, :vocab_size])
+        return out
 
     def _ask(self) -> None:
         assert not noting(), "a graph does not hold what ranks tell each other"
@@ -191,6 +199,21 @@ def test_each_replay_exchanges_with_other_ranks_between_the_graphs():
             assert other.num_asked == 5
             assert torch.equal(out.held, expected)
             assert not torch.equal(expected[:, :2], tokens.held)
+
+
+def test_a_replay_leaves_the_memory_of_logits_alone_where_a_rank_does_not_get_them():
+    other = OtherRank(first=False)
+    with stand_in_device():
+        capture = StepCapture(Recorder())
+        exchanges = between_graphs(Exchanges(sums=other), capture)
+        tokens = DeviceTensor(torch.arange(6.0).view(3, 2))
+        pieces, out = capture(lambda: exchanges.sums.gather(tokens + 1, 3))
+        out.held.fill_(7)
+        for _ in range(2):
+            for piece in pieces:
+                piece()
+    assert other.num_asked == 2
+    assert (out.held == 7).all()
 
 
 def test_exchanges_that_a_rank_does_not_have_are_not_there_between_graphs():

@@ -105,7 +105,7 @@ class Sums(Protocol):
         """See `RankSums.add_up`."""
         ...
 
-    def gather(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    def gather(self, logits: torch.Tensor, vocab_size: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `RankSums.gather`."""
         ...
 
@@ -142,23 +142,26 @@ class RankSums:
             self._all_gather(parts, flat)
             flat.copy_(_in_order(parts))
 
-    def gather(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """At rank 0 [rows, vocab_size]: the columns of all ranks side by side; elsewhere zeros.
+    def gather(self, logits: torch.Tensor, vocab_size: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """At rank 0 [rows, vocab_size]: the columns of all ranks side by side; elsewhere nobody writes there.
 
-        logits: [rows, columns of this rank], the first ranks having ceil(vocab_size / P) each.
+        logits: [rows, columns of this rank], the first ranks having ceil(vocab_size / P) each.  out: where
+        to, and returned; new memory if None.
         """
         num_rows, share = len(logits), -(-vocab_size // self._size)
+        if out is None:
+            out = logits.new_empty(num_rows, vocab_size)
         if not num_rows:
-            return logits.new_empty(0, vocab_size)
+            return out
         if self._dist_rank:
-            sent = torch.nn.functional.pad(logits, (0, share - logits.shape[1])).contiguous()
-            self._send_to_first(sent)
-            return logits.new_zeros(num_rows, vocab_size)
+            self._send_to_first(torch.nn.functional.pad(logits, (0, share - logits.shape[1])).contiguous())
+            return out
         parts = logits.new_empty(self._size, num_rows, share)
-        parts[0].copy_(logits)
         for peer in range(1, self._size):
             self._wait(partial(self._group.recv, [_bytes(parts[peer])], peer, 0))
-        return parts.transpose(0, 1).flatten(1)[:, :vocab_size]
+        for columns, part in zip(out.split(share, dim=1), [logits, *parts[1:]], strict=False):
+            columns.copy_(part[:, : columns.shape[1]])  # the last ranks' columns may be none
+        return out
 
     def _send_to_first(self, sent: torch.Tensor) -> None:
         self.num_messages += 1

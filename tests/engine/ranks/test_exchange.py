@@ -119,7 +119,7 @@ def test_summands_are_added_in_rank_order_in_one_round_or_two(size, dtype, tmp_p
             assert found[2][1:] == (2 * (size - 1) * large // size, 2 * (size - 1))
 
 
-@pytest.mark.parametrize("vocab_size", [12, 11, 9])
+@pytest.mark.parametrize("vocab_size", [12, 11, 9, 5])
 def test_logits_of_all_ranks_come_side_by_side_to_the_first(vocab_size, tmp_path):
     size, whole = 4, torch.randn(5, vocab_size)
     share = -(-vocab_size // size)
@@ -133,6 +133,20 @@ def test_logits_of_all_ranks_come_side_by_side_to_the_first(vocab_size, tmp_path
     first, *others = on_ranks(size, work, tmp_path)
     assert torch.equal(first, whole)
     assert all(other.shape == whole.shape for other in others)
+
+
+def test_logits_are_written_where_they_are_wanted_and_at_the_first_rank_alone(tmp_path):
+    size, whole = 3, torch.randn(2, 8)
+
+    def work(group):
+        own = whole[:, group.rank() * 3 : (group.rank() + 1) * 3].contiguous()
+        out = torch.full_like(whole, 7)
+        assert RankSums(group).gather(own, 8, out) is out
+        return out
+
+    first, *others = on_ranks(size, work, tmp_path)
+    assert torch.equal(first, whole)
+    assert all((other == 7).all() for other in others)
 
 
 def test_rank_that_sends_no_summand_is_an_error_not_a_hang(tmp_path, monkeypatch):
