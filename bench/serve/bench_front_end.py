@@ -1,10 +1,11 @@
 """CPU time of the whole front end per streamed token: HTTP, SSE, text, routing and the link to the engine.
 
-    python -m bench.serve.bench_front_end --before DIR --before-python PY [--out FILE]
+    python -m bench.serve.bench_front_end --before DIR --before-python PY [--keys] [--out FILE]
 
 Starts `moe-lora serve` on the demo's model from this tree and from another one, sends both the same
 streaming completions in rounds by turns, and reads the processor time of each front end's process before and
-after, all its threads, none of the engine's.  Every token of every stream is counted.
+after, all its threads, none of the engine's.  Every token of every stream is counted.  With --keys this tree
+wants a key and has it; the other one gets the same requests.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 from bench.harness.interleave import interleave, ratio
 from bench.harness.records import ROOT, Recorder
 from moe_lora.report.results import git_state
+from moe_lora.serve.api_keys import ApiKey, add_key
 
 from .served_tree import ServedTree
 
@@ -31,12 +34,16 @@ PROMPT = "the quick brown fox:"
 
 
 class FrontEnd(ServedTree):
-    """A server of one tree on the demo's model."""
+    """A server of one tree on the demo's model, with `words` for it alone.  key: sent with each request."""
 
-    def __init__(self, tree: Path, python: str, num_streams: int, path: str) -> None:
-        super().__init__(tree, python, "demo/model", "--lora-dir", "demo/adapters", "--threads", "1")
+    def __init__(
+        self, tree: Path, python: str, *words: str, num_streams: int, path: str, key: str | None = None
+    ) -> None:
+        words = ("demo/model", "--lora-dir", "demo/adapters", "--threads", "1", *words)
+        super().__init__(tree, python, *words)
         self._num_streams = num_streams
         self._path = path
+        self._authorization = "" if key is None else f"Authorization: Bearer {key}\r\n"
 
     def __call__(self, num_steps: int) -> float:
         """Seconds of the front end's CPU time for so many tokens of each stream."""
@@ -62,6 +69,7 @@ class FrontEnd(ServedTree):
         options = {"stream": True, "stream_options": {"include_usage": True}}
         body = json.dumps({**prompt, **asked, **options}).encode()
         head = f"POST {self._path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += self._authorization
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
         answer = await reader.read()
@@ -82,6 +90,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--steps", type=int, default=160, help="tokens of each stream in a round")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--keys", action="store_true", help="this tree wants a key")
     parser.add_argument("--out", help="append a record here")
     options = parser.parse_args()
     record = Recorder(options.out)
@@ -89,9 +98,21 @@ def main() -> None:
     if options.before is not None:
         trees["before"] = (options.before.resolve(), options.before_python)
     with ExitStack() as servers:
+        keys = Path(servers.enter_context(tempfile.TemporaryDirectory())) / "keys"
+        key = add_key(keys, ApiKey(id="x", digest="", tenant="one")) if options.keys else None
+        words = {"now": ("--api-keys", str(keys))} if options.keys else {}
         contestants = {}
         for name, (tree, python) in trees.items():
-            front_end = servers.enter_context(FrontEnd(tree, python, options.streams, options.path))
+            front_end = servers.enter_context(
+                FrontEnd(
+                    tree,
+                    python,
+                    *words.get(name, ()),
+                    num_streams=options.streams,
+                    path=options.path,
+                    key=key,
+                )
+            )
             front_end(options.steps)
             contestants[name] = (front_end, options.steps, options.rounds)
         times = interleave(contestants, options.rounds)
@@ -104,7 +125,7 @@ def main() -> None:
         result["now_over_before"] = ratio(times["now"], times["before"])
     print(json.dumps(result, indent=1))
     config = {"path": options.path, "streams": options.streams, "steps": options.steps}
-    config |= {"rounds": options.rounds}
+    config |= {"rounds": options.rounds, "keys": options.keys}
     config |= {"before": options.before and git_state(options.before)["git_commit"]}
     record(config, result)
 
