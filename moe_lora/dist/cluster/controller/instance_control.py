@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -43,7 +43,7 @@ class InstanceControl:
         Raises ConfigError for an unknown one, and for the last that takes requests.
         """
         self._named(name)
-        self._check_others(name)
+        _check_others(name, self._registry.undrained)
         await self._order(name, drained=True)
         logger.info("instance %s is drained", name)
 
@@ -64,10 +64,6 @@ class InstanceControl:
                 with suppress(EngineDeadError):
                     await cast("CallableEngine", instance.client).ask("remember_drain", order)
 
-    def _check_others(self, name: str) -> None:
-        if all(one.name == name for one in self._registry.undrained):
-            raise _no_other(name)
-
     async def restart(self, name: str, limit_s: float) -> None:
         """Drain an instance, end its process, and return when its next one takes part.
 
@@ -78,11 +74,9 @@ class InstanceControl:
         """
         async with self._restarting:
             instance = self._named(name)
-            if all(
-                one.name in self._registry.drained for one in self._registry.instances if one is not instance
-            ):
-                raise _no_other(name)
-            await self._until_live(instance, limit_s)
+            drained = self._registry.drained  # others may be coming back too
+            _check_others(name, [one for one in self._registry.instances if one.name not in drained])
+            await _until(lambda: instance.live, limit_s, _not_here(name))
             before = instance.incarnation
             self._registry.drains.restart({name})
             logger.info("instance %s is drained until it is started again", name)
@@ -102,13 +96,6 @@ class InstanceControl:
         names = ", ".join(one.name for one in self._registry.instances) or "none"
         raise ConfigError(f"there is no instance {name!r}; choose one of {names}")
 
-    async def _until_live(self, instance: Instance, limit_s: float) -> None:
-        with move_on_after(limit_s):
-            while not instance.live:
-                await asyncio.sleep(LOOK_S)
-        if not instance.live:
-            raise _not_here(instance.name)
-
     async def _until_idle(self, instance: Instance) -> None:
         with move_on_after(self._drain_s):
             while True:
@@ -126,17 +113,15 @@ class InstanceControl:
         )
 
     async def _until_others(self, name: str, limit_s: float) -> None:
-        try:
-            with fail_after(limit_s):
-                while not any(
-                    self.seen_by_all(one.name, str(one.incarnation)) for one in self._registry.undrained
-                ):
-                    await asyncio.sleep(LOOK_S)
-        except TimeoutError:
-            raise EngineDeadError(
-                f"instance {name} was not ended: after limit_s={limit_s:g} no other takes requests at all "
-                "front ends; start or undrain one first"
-            ) from None
+        problem = EngineDeadError(
+            f"instance {name} was not ended: after limit_s={limit_s:g} no other takes requests at all "
+            "front ends; start or undrain one first"
+        )
+
+        def is_seen() -> bool:
+            return any(self.seen_by_all(one.name, str(one.incarnation)) for one in self._registry.undrained)
+
+        await _until(is_seen, limit_s, problem)
 
     async def _end(self, instance: Instance) -> None:
         if instance.silent:
@@ -150,29 +135,39 @@ class InstanceControl:
             logger.info("instance %s has ended by itself", instance.name)
 
     async def _until_back(self, instance: Instance, before: str | None, limit_s: float) -> None:
-        try:
-            with fail_after(limit_s):
-                while not (
-                    instance.live
-                    and instance.incarnation not in (None, before)
-                    and self.seen_by_all(instance.name, str(instance.incarnation))
-                ):
-                    await asyncio.sleep(LOOK_S)
-        except TimeoutError:
-            raise EngineDeadError(
-                f"instance {instance.name} was ended and is not back after limit_s={limit_s:g}; its log says "
-                "why, and it takes part as soon as it is"
-            ) from None
+        problem = EngineDeadError(
+            f"instance {instance.name} was ended and is not back after limit_s={limit_s:g}; its log says "
+            "why, and it takes part as soon as it is"
+        )
+
+        def is_back() -> bool:
+            return (
+                instance.live
+                and instance.incarnation not in (None, before)
+                and self.seen_by_all(instance.name, str(instance.incarnation))
+            )
+
+        await _until(is_back, limit_s, problem)
+
+
+def _check_others(name: str, undrained: Sequence[Instance]) -> None:
+    if all(one.name == name for one in undrained):
+        raise ConfigError(
+            f"instance {name!r} can't be drained: no other takes requests; start or undrain one first"
+        )
+
+
+async def _until(condition: Callable[[], bool], limit_s: float, problem: EngineDeadError) -> None:
+    try:
+        with fail_after(limit_s):
+            while not condition():
+                await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        raise problem from None
 
 
 def _not_here(name: str) -> EngineDeadError:
     return EngineDeadError(
         f"instance {name!r} does not take part now, so it can't be told to end; end its process, which is "
         "started again"
-    )
-
-
-def _no_other(name: str) -> ConfigError:
-    return ConfigError(
-        f"instance {name!r} can't be drained: no other takes requests; start or undrain one first"
     )
