@@ -9,6 +9,7 @@ import torch
 
 from demo.tasks import TASKS
 from demo.training import base as base_training
+from demo.training import optimizer
 from demo.training.data import make_batch, question
 from demo.training.export import write_adapter, write_base
 from demo.training.lora import AdapterPlan, initial_adapter, rounded, with_adapter
@@ -91,6 +92,7 @@ def one_thread():
 def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(base_training, "_BATCH_QUESTIONS", 4)
     monkeypatch.setattr(base_training, "_REPORT_EVERY", 2)
+    monkeypatch.setattr(optimizer, "orthogonalise", lambda matrices: matrices)  # keeps no state
     monkeypatch.setattr(base_training, "share_exact", lambda *_: 0.0)
     straight = base_training.train_base(tmp_path / "straight.pt", seed=0, num_steps=4)
     batches = iter([make_batch] * 3)
@@ -100,3 +102,9 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path, monkeypatch):
             base_training.train_base(tmp_path / "stopped.pt", seed=0, num_steps=4)
     resumed = base_training.train_base(tmp_path / "stopped.pt", seed=0, num_steps=4)
     assert all(torch.equal(resumed[name], weight) for name, weight in straight.items())
+
+
+def test_orthogonalised_matrices_have_singular_values_near_one():
+    matrices = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(3))
+    found = torch.linalg.svdvals(optimizer.orthogonalise(matrices))
+    assert ((found > 0.6) & (found < 1.3)).all()

@@ -179,8 +179,8 @@ def record_mixing(recorder: Recorder, found: Mapping[str, dict[str, Any]], threa
 
 
 def record_points(recorder: Recorder, model_dir: Path, profile: Path, threads: int, *, small: bool) -> None:
-    """Measured and simulated points of the true-rank and the padding kernel."""
-    for kernel in ("sgmv", "bgmv"):
+    """Measured and simulated points of the true-rank and the padding kernel; small: of the former."""
+    for kernel in ("sgmv",) if small else ("sgmv", "bgmv"):
         measured = points(model_dir, kernel, None, threads, small=small)
         simulated = points(model_dir, kernel, profile, threads, small=small)
         for content in (measured, simulated):
@@ -210,7 +210,9 @@ def main(out: Path, num_rounds: int, threads: int, parts: tuple[str, ...], tiny:
         model_dir, profile = write_model(Path(folder) / "model", size), Path(folder) / "profile.json"
         recorder = Recorder(out, size, num_rounds, threads)
         if "mixing" in parts:
-            record_mixing(recorder, mixing(model_dir, 2 * num_rounds + 1, threads), threads)
+            record_mixing(
+                recorder, mixing(model_dir, num_rounds if tiny else 2 * num_rounds + 1, threads), threads
+            )
         if "models" in parts:
             content = models(model_dir, num_rounds, threads, small=tiny)
             write_json(profile, content)

@@ -75,6 +75,7 @@ def runs_of(
     formats: Sequence[str] = FORMATS,
     *,
     head: bool = False,
+    eager: bool = False,
 ) -> dict[Cell, EngineRun]:
     """Every cell on an engine of its format; the checkpoint is at folder / "model".
 
@@ -97,7 +98,7 @@ def runs_of(
             max_num_seqs=max(requests),
             max_model_len=PROMPT_LEN + 2 * max(requests.values()) + 2,
             num_threads=torch.get_num_threads(),
-            eager=False,
+            eager=eager,
             quantize=quantize,
             quantize_head=head and quantize != "none",
         )
@@ -195,7 +196,7 @@ def lines(records: list[Record]) -> list[dict[str, str]]:
 @click.option("--out", type=click.Path(), help="Append records to this file.")
 @click.option("--threads", default=NUM_THREADS, show_default=True)
 @click.option("--quantize-head", "head", is_flag=True, help="The vocabulary head in the format too.")
-@click.option("--quick", is_flag=True, help="A tiny model, one round, to see that it runs.")
+@click.option("--quick", is_flag=True, help="A tiny model, not compiled, one round, to see that it runs.")
 def main(name: str, out: str | None, threads: int, head: bool, quick: bool) -> None:
     torch.set_num_threads(threads)
     size, requests, num_rounds = MODELS[name], NUM_STEPS, NUM_ROUNDS
@@ -204,7 +205,7 @@ def main(name: str, out: str | None, threads: int, head: bool, quick: bool) -> N
         requests, num_rounds = {1: 2, 8: 2}, 1
     recorder = Recorder(out)
     with tempfile.TemporaryDirectory() as folder:
-        runs = runs_of(Path(folder), size, requests, head=head)
+        runs = runs_of(Path(folder), size, requests, head=head, eager=quick)
         shape = ModelShape.from_hf_config(read_config_of(runs))
         read = {cell: step_bytes(run, shape, 2) for cell, run in runs.items()}
         times, bandwidth, rate = measured(runs, requests, num_rounds)

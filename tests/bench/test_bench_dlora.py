@@ -9,9 +9,19 @@ from itertools import pairwise
 
 import pytest
 
-from bench.dlora import bench_instances
+from bench.dlora import bench_instances, dlora_simulated
 from bench.dlora.dlora_engine import QUICK_PLAN, engine_points
-from bench.dlora.dlora_plan import PAPER, SKEWNESS, STEP_S, TRUE_RANK, Work, largest_share, llama_7b, requests
+from bench.dlora.dlora_plan import (
+    PAPER,
+    SKEWNESS,
+    SLO_S,
+    STEP_S,
+    TRUE_RANK,
+    Work,
+    largest_share,
+    llama_7b,
+    requests,
+)
 from bench.dlora.dlora_replicas import SYSTEMS as FLEETS
 from bench.dlora.dlora_replicas import WORK
 from bench.dlora.dlora_replicas import figures as replica_figures
@@ -19,6 +29,7 @@ from bench.dlora.dlora_simulated import (
     SYSTEMS,
     batching_points,
     of_seeds,
+    rate_at_slo,
     settings_of,
     shortened,
     tune,
@@ -56,7 +67,14 @@ def test_a_policy_serves_everybody(system: str) -> None:
     assert (found["num_merges"] > 0) == (system != "unmerged")
 
 
-def test_points_say_what_they_are() -> None:
+def test_load_at_the_slo_is_found_between_the_rates_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlora_simulated, "simulate", lambda system, machine, work: work.rate_per_s)
+    monkeypatch.setattr(dlora_simulated, "figures", lambda rate: {"average_s": rate / 8 * SLO_S})
+    assert rate_at_slo(PAPER, SHORT) == pytest.approx(8, rel=0.04)
+
+
+def test_points_say_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlora_simulated, "rate_at_slo", lambda machine, work: 4.0)
     seen = []
     batching_points(lambda config, result: seen.append(config), duration_s=1.0, num_seeds=1)
     assert {config["system"] for config in seen} == set(SYSTEMS)

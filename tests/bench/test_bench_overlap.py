@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from bench.lora_server.bench_overlap import shares
 from moe_lora.dist.lora_server.protocol.session import ExchangeTimes
 
@@ -21,6 +23,7 @@ def test_shares_of_hand_made_exchanges():
     assert found["hidden_share"] == 1 - 30 / (60 + 70)
 
 
+@pytest.mark.slow
 def test_tiny_run_measures_and_traces(tmp_path):
     out, trace = tmp_path / "out.jsonl", tmp_path / "trace.json"
     command = [sys.executable, "-m", "bench.lora_server.bench_overlap", "--tiny", "--num-requests", "2"]

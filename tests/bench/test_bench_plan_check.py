@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
+import pytest
+
+from bench.provision import bench_plan_check
 from bench.provision.bench_plan_check import cells, summary
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +54,19 @@ def test_both_kinds_of_error_are_counted() -> None:
     assert "wrongly refused: 1 of 1" in text
 
 
+def test_run_goes_on_with_the_next_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, asked = tmp_path / "plan_check.jsonl", []
+    monkeypatch.setattr(
+        bench_plan_check, "measure", lambda cell: asked.append(cell) or result(smallest_gpus=3)
+    )
+    monkeypatch.setattr(sys, "argv", ["bench_plan_check", "--out", str(out), "--cells", "1"])
+    bench_plan_check.main()
+    bench_plan_check.main()
+    assert asked == list(islice(cells(), 2))
+    assert len(out.read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
 def test_run_goes_on_where_it_was_cut_short(tmp_path: Path) -> None:
     out = tmp_path / "plan_check.jsonl"
     for _ in range(2):

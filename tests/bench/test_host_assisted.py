@@ -79,6 +79,7 @@ def test_quick_run_writes_a_record_and_a_figure(tmp_path: Path) -> None:
     assert plot.stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_parts_are_timed_against_their_alternatives(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "bench.host_assisted.bench_host_parts", "--quick", f"--out={out}"]
