@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from bench.provision import plan_cases
 from moe_lora.provision.plan.inputs import PlanInputs
+from moe_lora.provision.plan.plan import Plan, make_plan
 
 
 def zipf(num_adapters: int = 512, s: float = 1.2) -> NDArray[np.float64]:
@@ -24,3 +26,9 @@ def inputs(model: str = "Mixtral-8x7B", **changes: Any) -> PlanInputs:
         "rate_per_s": 25.0,
     }
     return plan_cases.model_inputs(model, **given | changes)
+
+
+@cache
+def planned(model: str = "Mixtral-8x7B", **changes: Any) -> Plan:
+    """The plan of `inputs`, made once for all tests; changes: values that can be compared."""
+    return make_plan(inputs(model, **changes))

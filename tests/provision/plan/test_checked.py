@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +11,7 @@ from moe_lora.core.errors import SloError
 from moe_lora.provision.plan import verify as replayed
 from moe_lora.provision.plan.checked import PlaceSearch, checked_plan, place_of
 from moe_lora.provision.plan.cluster_size import Cluster
-from moe_lora.provision.plan.plan import CHECK, make_plan
+from moe_lora.provision.plan.plan import CHECK, Plan, make_plan
 from moe_lora.provision.plan.verify import OTHER_DRAWS, holds, planned_load, replays
 from moe_lora.workload.traces.records import Trace
 from moe_lora.workload.traces.traces import read_trace
@@ -21,15 +21,17 @@ from .plans import inputs, zipf
 FEW = 3000
 
 
-@pytest.fixture(autouse=True)
-def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replayed, "NUM_REQUESTS", FEW)
+@pytest.fixture(scope="module", autouse=True)
+def few_requests() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replayed, "NUM_REQUESTS", FEW)
+        yield
 
 
-@pytest.fixture
-def trace(tmp_path: Path) -> Trace:
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     """Short answers, sixty requests at once every second."""
-    path = tmp_path / "trace.jsonl"
+    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     rows = [{"arrival_s": i // 60 * 1.0, "prompt_tokens": 300, "output_tokens": 20} for i in range(400)]
     path.write_text("\n".join(map(json.dumps, rows)))
     return read_trace(path)
@@ -43,9 +45,13 @@ LOAD = {
 }
 
 
-def test_plan_holds_in_a_replay_by_other_draws(trace: Trace) -> None:
+@pytest.fixture(scope="module")
+def plan(trace: Trace) -> Plan:
+    return checked_plan(inputs(**LOAD), trace)
+
+
+def test_plan_holds_in_a_replay_by_other_draws(plan: Plan, trace: Trace) -> None:
     given = inputs(**LOAD)
-    plan = checked_plan(given, trace)
     place = place_of(plan)
     load = planned_load(given, 60.0, trace, num_requests=FEW, seed=1)
     found = replays(Cluster(given), place.layout, place.num_instances, load)
@@ -54,9 +60,9 @@ def test_plan_holds_in_a_replay_by_other_draws(trace: Trace) -> None:
     assert holds(given, plan.checked)
 
 
-def test_plan_of_the_models_that_misses_is_replaced_by_one_that_holds(trace: Trace) -> None:
+def test_plan_of_the_models_that_misses_is_replaced_by_one_that_holds(plan: Plan, trace: Trace) -> None:
     given = inputs(**LOAD)
-    modelled, plan = make_plan(given), checked_plan(given, trace)
+    modelled = make_plan(given)
     load = planned_load(given, 60.0, trace, num_requests=FEW)
     search = PlaceSearch(Cluster(given), [load])
     assert not search.holds(place_of(modelled))
@@ -64,9 +70,8 @@ def test_plan_of_the_models_that_misses_is_replaced_by_one_that_holds(trace: Tra
     assert plan.binding_constraint == CHECK
 
 
-def test_one_gpu_fewer_does_not_hold(trace: Trace) -> None:
+def test_one_gpu_fewer_does_not_hold(plan: Plan, trace: Trace) -> None:
     given = inputs(**LOAD)
-    plan = checked_plan(given, trace)
     load = planned_load(given, 60.0, trace, num_requests=FEW)
     search = PlaceSearch(Cluster(given), [load], farthest=1.5, busiest=1.2)
     assert search.holding(plan.total_gpus - 1, at_most=20) is None
@@ -90,9 +95,9 @@ def test_budget_whose_clusters_all_miss_is_refused_with_what_the_models_one_miss
         checked_plan(inputs(**LOAD, gpus=4), trace)
 
 
-def test_margin_is_load_that_is_replayed_too(trace: Trace) -> None:
-    few, more = (checked_plan(inputs(**LOAD, load_margin=margin), trace) for margin in (0.0, 1.0))
-    assert more.total_gpus >= few.total_gpus
+def test_margin_is_load_that_is_replayed_too(plan: Plan, trace: Trace) -> None:
+    more = checked_plan(inputs(**LOAD, load_margin=1.0), trace)
+    assert more.total_gpus >= plan.total_gpus
     assert (more.checked[0].loads_per_s, more.inputs["load_margin"]) > (0.0, 0.5)
 
 
