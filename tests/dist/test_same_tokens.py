@@ -22,6 +22,8 @@ from .covering import Row, all_rows, covering_rows, pairs_of
 from .forked_cluster import Tokens, local_tokens, served_tokens
 from .served_models import ServedModel, make_served_model
 
+NUM_QUICK = 10
+"""Rows of the default run: the first ones cover most pairs."""
 Expected = Callable[[str, str], tuple[ServedModel, Tokens]]
 
 
@@ -41,7 +43,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
     return find
 
 
-@pytest.mark.parametrize("row", covering_rows(FACTORS, is_possible), ids=title)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=title(row), marks=() if number < NUM_QUICK else pytest.mark.slow)
+        for number, row in enumerate(covering_rows(FACTORS, is_possible))
+    ],
+)
 def test_bits_and_tokens_are_those_of_the_local_backend(row: Row, expected: Expected) -> None:
     model, tokens = expected(row["family"], row["dtype"])
     complaints = served_tokens(model, row).complaints(tokens)

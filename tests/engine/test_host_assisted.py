@@ -40,6 +40,8 @@ NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SLOW = {"emulation": EmulationConfig(load_gb_per_s=6e-4)}
 """An adapter of a tiny model takes about a third of a second."""
+QUICK = ("llama", "gpt_oss")
+"""Families of the default run; mixtral has its prompts in chunks."""
 WAYS = {
     "all_at_once": {},
     "chunked_prefill": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
@@ -76,10 +78,16 @@ def expected_of(model) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("family", "way"),
     [
-        *((family, "all_at_once") for family in FAMILIES),
+        *(
+            pytest.param(family, "all_at_once", marks=() if family in QUICK else pytest.mark.slow)
+            for family in FAMILIES
+        ),
         ("mixtral", "chunked_prefill"),
-        ("llama", "compiled"),
-        *((family, "ranks") for family in MOE_FAMILIES),
+        pytest.param("llama", "compiled", marks=pytest.mark.slow),
+        *(
+            pytest.param(family, "ranks", marks=() if family in QUICK else pytest.mark.slow)
+            for family in MOE_FAMILIES
+        ),
         ("mixtral", "chunked_ranks"),
     ],
 )
@@ -133,7 +141,11 @@ def ask_client(client: InProcessClient, model) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("family", "holder", "transport"),
-    [("mixtral", "itself", "shm"), ("mixtral", "a peer", "shm"), ("llama", "a peer", "gloo")],
+    [
+        ("mixtral", "itself", "shm"),
+        ("mixtral", "a peer", "shm"),
+        pytest.param("llama", "a peer", "gloo", marks=pytest.mark.slow),
+    ],
 )
 def test_adapters_of_a_pool_are_computed_by_hosts_once_they_are_here(family, holder, transport, served):  # noqa: F811
     model = served(family)
@@ -196,7 +208,7 @@ def lora_server(
 @pytest.mark.parametrize(
     ("family", "sites", "settings"),
     [
-        ("mixtral", "experts", {"host_workers": 1}),
+        pytest.param("mixtral", "experts", {"host_workers": 1}, marks=pytest.mark.slow),
         ("mixtral", "experts", {"host_workers": 1, "expert_parallel": 2}),
         ("llama", "all", {}),
     ],

@@ -140,7 +140,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_next_start_removes_what_a_killed_engine_left(num_ranks, served, monkeypatch, tmp_path):  # noqa: F811
     model = served("mixtral")
     engine = subprocess.Popen(

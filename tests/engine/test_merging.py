@@ -93,7 +93,16 @@ WAYS = {
 
 @pytest.mark.parametrize(
     ("family", "way"),
-    [*((family, "bounded") for family in FAMILIES), *(("mixtral", way) for way in [*WAYS][1:])],
+    [
+        *(
+            pytest.param(one, "bounded", marks=() if one in ("llama", "gpt_oss") else pytest.mark.slow)
+            for one in FAMILIES
+        ),
+        *(
+            pytest.param("mixtral", way, marks=pytest.mark.slow if way == "two_at_once" else ())
+            for way in [*WAYS][1:]
+        ),
+    ],
 )
 def test_tokens_are_those_of_peft_in_every_mode(family, way, served, monkeypatch):  # noqa: F811
     model, settings = served(family), dict(WAYS[way])
@@ -252,7 +261,7 @@ def test_adapters_of_a_pool_are_merged(served, monkeypatch):  # noqa: F811
     assert stats.merges > 0 < stats.steps_mixed
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_compiled_layers_read_the_weights_anew(family, served, monkeypatch):  # noqa: F811
     model = served(family)
     use(monkeypatch, EveryMode())

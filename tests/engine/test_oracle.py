@@ -14,6 +14,8 @@ from tests.oracle import greedy_reference
 
 NUM_TOKENS = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+QUICK = ("llama", "gpt_oss")
+"""Families that go every way in the default run."""
 WAYS = {
     "all_at_once": {},
     "chunked_prefill": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
@@ -31,8 +33,14 @@ def smallest_kv_gb(served_model) -> float:
     return float(str(refusal.value).split("at least ")[1].split()[0])
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        pytest.param(family, way, marks=() if way == "all_at_once" or family in QUICK else pytest.mark.slow)
+        for family in FAMILIES
+        for way in WAYS
+    ],
+)
 def test_mixed_batch_continues_as_peft_does(family, way, served):  # noqa: F811
     model, prompts = served(family), make_prompts()
     settings = dict(WAYS[way])

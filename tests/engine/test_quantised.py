@@ -35,10 +35,10 @@ WAYS = {
     },
 }
 CASES = [
-    ("llama", "int8", "compiled"),
+    pytest.param("llama", "int8", "compiled", marks=pytest.mark.slow),
     ("mixtral", "int4", "compiled"),
     ("gpt_oss", "int8", "padded"),
-    ("mixtral", "int8", "expert_parallel"),
+    pytest.param("mixtral", "int8", "expert_parallel", marks=pytest.mark.slow),
     ("qwen3_moe", "int4", "host_workers"),
     ("dbrx", "int8", "eager"),
 ]

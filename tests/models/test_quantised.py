@@ -62,11 +62,16 @@ def base(tmp_path_factory):
     return make
 
 
+QUICK_FORMATS = [
+    *((family, INT8) for family in ("llama", "qwen3_moe", "dbrx")),
+    *((family, INT4) for family in ("mixtral", "gpt_oss")),
+    ("mixtral", FP8),
+]
 FORMATS = [
     pytest.param(family, q, id=f"{family}-{q.form.name}", marks=marks)
     for q in (INT8, INT4, FP8)
     for family in FAMILIES
-    for marks in [pytest.mark.slow if q is FP8 and family != "mixtral" else ()]
+    for marks in [() if (family, q) in QUICK_FORMATS else pytest.mark.slow]
 ]
 
 

@@ -25,13 +25,13 @@ from moe_lora.policies.relaxed_migration import plan_relaxed
 from .migration_cases import check_plan, problems
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problem=problems(), num_selected=st.integers(1, 4), planner=st.sampled_from([plan_fast, plan_relaxed]))
 def test_a_plan_is_never_worse_and_within_memory_and_places_each_request_once(problem, num_selected, planner):
     check_plan(problem, planner(problem, num_selected=num_selected))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(problem=problems(max_replicas=4, max_requests=10))
 def test_no_plan_is_below_the_bound_and_none_better_than_the_exact(problem):
     exact, fast, relaxed = plan_exact(problem, time_limit_s=20.0), plan_fast(problem), plan_relaxed(problem)

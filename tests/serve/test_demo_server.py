@@ -147,7 +147,7 @@ def test_metrics_count_what_was_served(demo):
     assert counter("vllm:generation_tokens_total") == before + 4
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_signal_lets_a_stream_finish_and_nothing_of_the_server_is_left(tmp_path, number):
     body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
     with demo_server(tmp_path / "log", "--eager", "--state-dir", str(tmp_path / "state")) as server:

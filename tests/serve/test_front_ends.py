@@ -162,6 +162,7 @@ def kill_and_await(server: DemoServer, name: str) -> None:
     until(lambda: server.log.read_text().count(back) >= times, server.log.read_text)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_all_at_once(tmp_path):
     with demo_server(tmp_path / "log", *OPTIONS, "--front-ends", "2", "--drain-s", "1000") as server:
         until(

@@ -22,7 +22,7 @@ FOLDER = tempfile.TemporaryDirectory()
 REGISTRY = ServedRegistry(Registry(FOLDER.name), BASE)
 APP = app_of(scripted(TOKENIZER), TOKENIZER, registry=REGISTRY)
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
-LIMITED = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+LIMITED = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
 scalars = st.one_of(
     st.none(),
@@ -67,7 +67,7 @@ def test_cases_from_the_openapi_document(case):
     case.call_and_validate(checks=[not_a_server_error])
 
 
-@settings(LIMITED, max_examples=400)
+@settings(LIMITED, max_examples=150)
 @given(
     path=st.sampled_from(sorted(VALID)),
     changes=st.dictionaries(st.sampled_from(FIELDS), anything, max_size=3),
@@ -76,7 +76,7 @@ def test_valid_bodies_with_some_fields_replaced(any_server, path, changes):
     check(any_server.post(path, {**VALID[path], **changes}))
 
 
-@settings(LIMITED, max_examples=200)
+@settings(LIMITED, max_examples=80)
 @given(
     path=st.sampled_from(sorted(VALID)),
     body=st.binary(max_size=60) | anything.map(lambda v: json.dumps(v).encode()),

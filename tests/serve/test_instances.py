@@ -266,7 +266,7 @@ def test_instances_are_started_again_one_by_one_under_load_without_a_failed_requ
     assert instance_values(pair, "drained") == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_instance_killed_while_requests_are_moved_costs_no_token(pair, victim):
     """Whatever each of the moves had come to: it is killed as moves from 0 to 1 begin."""
     until_both_up(pair)
@@ -354,7 +354,7 @@ def test_both_instances_answer_exactly(pair):
     assert sum(exact) >= 0.9 * len(exact)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_end_of_the_front_end_ends_all_instances_also_one_that_is_starting(tmp_path, number):
     with demo_server(tmp_path / "log", *OPTIONS) as server:
         first, second = server.engine_pids()

@@ -140,7 +140,9 @@ def cluster(directories, tmp_path_factory) -> Iterator[Cluster]:
         yield Cluster(server)
 
 
-@pytest.mark.parametrize("number", [1, 0], ids=["other-rank", "leader"])
+@pytest.mark.parametrize(
+    "number", [pytest.param(1, id="other-rank", marks=pytest.mark.slow), pytest.param(0, id="leader")]
+)
 def test_killed_rank_costs_no_request_and_rejoins(cluster, number):
     instances = cluster.server.engine_pids()
     rows = cluster.counter("lora_server_fallback_rows")

@@ -72,7 +72,7 @@ def test_oldest_request_is_not_starved_by_younger_ones_that_load(policy, seed):
     assert not num_left(config, policy, traffic(seed, 80, 6))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_requests=st.integers(4, 40),

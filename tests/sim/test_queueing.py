@@ -37,8 +37,14 @@ def test_running_requests_are_poisson_without_limits():
     assert running.var() == pytest.approx(20.0, rel=0.12)
 
 
-@pytest.mark.parametrize("capacity", [26, 28, 30])
-@pytest.mark.parametrize("num_instances", [1, 3])
+@pytest.mark.parametrize(
+    ("num_instances", "capacity"),
+    [
+        (1, 28),
+        (3, 26),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 26), (1, 30), (3, 28), (3, 30))),
+    ],
+)
 def test_small_steps_and_no_other_limit_leave_the_process_of_slots(capacity, num_instances):
     rng = np.random.default_rng(5)
     num_requests, num_adapters, batch = 20_000, 64, 64.0

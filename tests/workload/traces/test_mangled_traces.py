@@ -74,7 +74,7 @@ def only_value_error(path: Path, read) -> None:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @MANGLED
 def test_mangled_trace_raises_nothing_but_value_error(
     tmp_path_factory: pytest.TempPathFactory, name: str, rng: random.Random, bits: list[bytes]
@@ -86,7 +86,7 @@ def test_mangled_trace_raises_nothing_but_value_error(
 
 
 @pytest.mark.parametrize("text", [WIDE, LONG])
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @MANGLED
 def test_mangled_functions_trace_raises_nothing_but_value_error(
     tmp_path_factory: pytest.TempPathFactory, text: str, rng: random.Random, bits: list[bytes]
@@ -98,7 +98,7 @@ def test_mangled_functions_trace_raises_nothing_but_value_error(
 
 
 @pytest.mark.parametrize("text", ['{"x": 3, "y": 1}', "adapter,count\nx,3\ny,1\n"])
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @MANGLED
 def test_mangled_counts_raise_nothing_but_value_error(
     tmp_path_factory: pytest.TempPathFactory, text: str, rng: random.Random, bits: list[bytes]
@@ -108,7 +108,7 @@ def test_mangled_counts_raise_nothing_but_value_error(
     only_value_error(path, lambda: read_counts(path))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     name=st.sampled_from(sorted(SAMPLES)),
     line=st.text(max_size=60) | st.sampled_from(["[]", "{}", "null", "[[1]]", '{"arrival_s": []}', ",,,"]),
