@@ -37,7 +37,10 @@ def sequences(seed):
     return made
 
 
-@pytest.mark.parametrize(("vocab", "ties"), [(70, False), (41, True)])
+@pytest.mark.parametrize(
+    ("vocab", "ties"),
+    [(70, True), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((70, False), (41, True)))],
+)
 def test_device_draws_the_tokens_of_the_host(device, monkeypatch, vocab, ties):
     """With ties, of which top-k and top-p keep the first."""
     calls, draw = [], sampling.draw
