@@ -26,16 +26,19 @@ demo: venv
 	@echo "The demo takes about three minutes."
 	@$(BIN)/python -m demo.run --trace "$(TRACE)" $(DEMO_ARGS)
 
-# In two parts at a time: what mostly awaits other processes, and the rest.
-AWAITING := tests/dist tests/engine tests/serve
+# In three parts at a time: what mostly awaits other processes leaves half a core to others.
+AWAITING := tests/dist tests/serve tests/config/test_cluster.py
+MODELS := tests/engine tests/models tests/kernels
 test: venv
 	@echo "Running all tests that need no GPU. Last time here: $$(cat $(TEST_TIME) 2>/dev/null || echo not known yet)."
 	@mkdir -p $(dir $(TEST_TIME)); start=$$(date +%s); export OMP_WAIT_POLICY=passive; \
-	    $(BIN)/python -m pytest -p no:cacheprovider $(AWAITING) > $(TEST_LOG) 2>&1 & awaiting=$$!; \
-	    trap 'kill $$awaiting; cat $(TEST_LOG); exit 1' INT TERM; \
-	    $(BIN)/python -m pytest $(addprefix --ignore=,$(AWAITING)); rest=$$?; \
-	    wait $$awaiting; status=$$?; echo "$(AWAITING):"; cat $(TEST_LOG); \
-	    [ $$rest = 0 ] && [ $$status = 0 ] && \
+	    $(BIN)/python -m pytest -p no:cacheprovider $(AWAITING) > $(TEST_LOG).awaiting 2>&1 & awaiting=$$!; \
+	    $(BIN)/python -m pytest -p no:cacheprovider $(MODELS) > $(TEST_LOG).models 2>&1 & models=$$!; \
+	    trap 'kill $$awaiting $$models; cat $(TEST_LOG).*; exit 1' INT TERM; \
+	    $(BIN)/python -m pytest $(addprefix --ignore=,$(AWAITING) $(MODELS)); rest=$$?; \
+	    wait $$models; of_models=$$?; echo "$(MODELS):"; cat $(TEST_LOG).models; \
+	    wait $$awaiting; of_awaiting=$$?; echo "$(AWAITING):"; cat $(TEST_LOG).awaiting; \
+	    [ $$rest = 0 ] && [ $$of_models = 0 ] && [ $$of_awaiting = 0 ] && \
 	    echo "$$(( ($$(date +%s) - start + 59) / 60 )) minutes" > $(TEST_TIME)
 
 # What takes minutes, and is not in `make test`.
