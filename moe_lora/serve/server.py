@@ -13,6 +13,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -107,6 +108,20 @@ BACKLOG = 4096
 """Connections that may wait to be accepted; what the kernel's somaxconn allows, if that is less."""
 
 
+@dataclass
+class KeptMemory:
+    """What the process has held since it last gave free memory back to the system."""
+
+    least_bytes: int
+    returned_s: float
+
+    def is_due(self, found_bytes: int, now_s: float, *, bodies_bytes: int) -> bool:
+        """Whether to give memory back: after a peak, once no bodies are held, and every `RETURN_S`."""
+        self.least_bytes = min(self.least_bytes, found_bytes)
+        is_peak = found_bytes > self.least_bytes + PEAK_BYTES and not bodies_bytes
+        return is_peak or now_s >= self.returned_s + RETURN_S
+
+
 class HttpServer(uvicorn.Server):
     """A uvicorn server that says where it listens, and refuses connections for which no files are left.
 
@@ -143,15 +158,13 @@ class HttpServer(uvicorn.Server):
             self.on_ready(self.url)
 
     async def _sweep(self) -> None:
-        kept_bytes, returned_s = resident_bytes(), time.monotonic()
+        memory = KeptMemory(resident_bytes(), time.monotonic())
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = time.monotonic()
-            kept_bytes = min(kept_bytes, found_bytes := resident_bytes())
-            is_peak = found_bytes > kept_bytes + PEAK_BYTES and not self._limits.bodies.in_all
-            if is_peak or now_s >= returned_s + RETURN_S:
+            if memory.is_due(resident_bytes(), now_s, bodies_bytes=self._limits.bodies.in_all):
                 await asyncio.to_thread(return_memory)
-                kept_bytes, returned_s = resident_bytes(), now_s
+                memory = KeptMemory(resident_bytes(), now_s)
             for connection in list(self.server_state.connections):
                 if isinstance(connection, Connection):
                     connection.end_if_late(now_s)

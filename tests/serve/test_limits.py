@@ -18,7 +18,7 @@ from moe_lora.serve import server as server_module
 from moe_lora.serve.bodies import UNCOUNTED_BYTES
 from moe_lora.serve.limits import Limits, Quota, client_at, client_of
 from moe_lora.serve.openai.generation import merge
-from moe_lora.serve.server import create_app
+from moe_lora.serve.server import PEAK_BYTES, RETURN_S, KeptMemory, create_app
 
 from .conftest import as_served, frontend_of, scripted
 from .live_server import ServerThread, wait_until
@@ -283,17 +283,21 @@ def test_what_a_client_sent_is_never_given_back_whole(tokenizer):
             assert len(response.content) < 3000
 
 
-def test_memory_is_given_back_after_a_peak(tokenizer, often, monkeypatch):
-    sizes, given_back = iter([100, 100, 100 + (65 << 20)]), []
-    monkeypatch.setattr(server_module, "resident_bytes", lambda: next(sizes, 100))
-    monkeypatch.setattr(server_module, "return_memory", lambda: given_back.append(1))
-    with limited_server(tokenizer):
-        wait_until(lambda: bool(given_back), "memory is given back")
-        wait_until(lambda: next(sizes, None) is None, "it is looked at further")
-    assert given_back == [1]
+def test_memory_is_given_back_after_a_peak_once_no_bodies_are_held():
+    memory = KeptMemory(least_bytes=100, returned_s=0.0)
+    assert not memory.is_due(90, 1.0, bodies_bytes=0)
+    assert not memory.is_due(90 + PEAK_BYTES, 2.0, bodies_bytes=0)
+    assert not memory.is_due(91 + PEAK_BYTES, 3.0, bodies_bytes=1)
+    assert memory.is_due(91 + PEAK_BYTES, 4.0, bodies_bytes=0)
 
 
-def test_memory_is_given_back_now_and_then_where_there_is_no_peak(tokenizer, often, monkeypatch):
+def test_memory_is_given_back_after_a_while_also_where_bodies_are_held():
+    memory = KeptMemory(least_bytes=100, returned_s=1.0)
+    assert not memory.is_due(100, 0.9 + RETURN_S, bodies_bytes=1)
+    assert memory.is_due(100, 1.0 + RETURN_S, bodies_bytes=1)
+
+
+def test_a_server_gives_memory_back_again_and_again(tokenizer, often, monkeypatch):
     given_back = []
     monkeypatch.setattr(server_module, "RETURN_S", 0.02)
     monkeypatch.setattr(server_module, "resident_bytes", lambda: 100)
