@@ -73,9 +73,11 @@ class LeaseModel:
                 self.table.acquire(instance, adapter_id, self.now_s)
         else:
             before = self.leases.get(key)
+            is_owed = self.table.is_due and bool(self.waiting)
             if before is None:
                 self.waiting.setdefault(key, self.now_s)
             lease = self.table.acquire(instance, adapter_id, self.now_s)
+            assert lease == before or not is_owed, "what is due is theirs who wait"
             self.settle()
             assert lease == self.leases.get(key)
             assert before in (None, lease)
