@@ -279,8 +279,9 @@ class LeaseTable:
         standing = self._stand(now_s)
         if self._queue.stops(waiter, standing, now_s) or not self._bring_in(waiter, standing):
             return None
+        changes_nothing = waiter.takes_nothing and waiter.adapter.owner == waiter.tenant
         lease = self._grant(waiter, now_s)
-        if standing is not None and self._queue:
+        if standing is not None and self._queue and not changes_nothing:
             self.is_due = True  # what tenants hold has changed, and so whose turn it is; nothing fell free
         return lease
 
@@ -320,9 +321,10 @@ class LeaseTable:
         adapter = self._adapters[adapter_id]
         self._residency.let_go(adapter)
         adapter.last_used_s = now_s
-        self._shares.stay((adapter.owner,), now_s)
-        self._settle(adapter)
-        self._promise()
+        if adapter.num_running == 0:  # else nothing falls free
+            self._shares.stay((adapter.owner,), now_s)
+            self._settle(adapter)
+            self._promise()
 
     def _promise(self) -> None:
         """What fell free, or can be had now, is due to those that wait."""

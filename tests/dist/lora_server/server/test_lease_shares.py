@@ -360,8 +360,11 @@ def test_those_that_could_have_no_place_are_not_weighed(monkeypatch):
     table.grant_waiting(1.0)
 
 
-def test_a_burst_of_what_is_in_use_is_given_at_once_and_those_that_wait_are_looked_at_once(monkeypatch):
-    """With the idle adapter of a third tenant, which those that wait, beyond their shares, may not have."""
+def test_a_burst_of_what_is_in_use_is_given_at_once_and_those_that_wait_are_looked_at_once_if_at_all(
+    monkeypatch,
+):
+    """Not if all stays its tenants' own.  Those that wait, beyond their shares, may not have the idle
+    adapter of a third tenant."""
     table, tried = table_of(16, "idle", *COLD[:60]), []
     askers = [GREEDY, Asker("other")] * 30
     table.acquire("i", "idle", 0.0, MODEST)
@@ -374,6 +377,9 @@ def test_a_burst_of_what_is_in_use_is_given_at_once_and_those_that_wait_are_look
     monkeypatch.setattr(table, "_bring_in", lambda *args: tried.append(args[0]) or bring_in(*args))
     for adapter_id, asker in zip(COLD[:15], askers, strict=False):
         assert table.acquire("j", adapter_id, 0.0, asker) is not None
-    assert (table.is_due, len(tried)) == (True, 15)
+    assert (table.is_due, len(tried)) == (False, 15)
+    for adapter_id, asker in zip(COLD[:15], askers[1:], strict=False):
+        assert table.acquire("k", adapter_id, 0.0, asker) is not None
+    assert (table.is_due, len(tried)) == (True, 30)
     table.grant_due(0.0)
-    assert (table.num_waiting, table.is_due, len(tried)) == (40, False, 15 + 40)
+    assert (table.num_waiting, table.is_due, len(tried)) == (40, False, 30 + 40)

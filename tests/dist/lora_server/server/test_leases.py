@@ -117,6 +117,21 @@ def test_what_falls_free_is_given_out_when_it_is_said_so_and_an_acquire_meanwhil
     assert not table.is_due
 
 
+def test_a_lease_given_back_of_what_another_instance_uses_frees_nothing():
+    table = make_table(capacity=1)
+    table.acquire("i", "a", 0.0)
+    table.acquire("j", "a", 0.0)
+    table.acquire("i", "b", 1.0)
+    table.take_events()
+    table.release("i", "a", 2.0)
+    assert not table.is_due
+    assert table.acquire("k", "a", 2.0) is not None, "as before that"
+    table.take_events()
+    table.release("j", "a", 3.0)
+    table.release("k", "a", 3.0)
+    assert granted(table, 3.0) == [("i", "b")]
+
+
 def test_acquire_twice_keeps_the_first_place_in_the_queue():
     table = make_table(capacity=1)
     table.acquire("i", "a", 0.0)
