@@ -1,17 +1,7 @@
 """Settings of each role, stated once: type, default, range, option and meaning (see `settings`)."""
 
-from .engine import (
-    CACHE_POLICIES,
-    DEVICES,
-    DTYPES,
-    LORA_KERNELS,
-    QUEUES,
-    TRANSPORTS,
-    EmulationConfig,
-    EngineConfig,
-    LoraServerConfig,
-    PoolConfig,
-)
+from .emulation import EmulationConfig
+from .engine import CACHE_POLICIES, DEVICES, DTYPES, LORA_KERNELS, QUEUES, EngineConfig
 from .front_end import (
     CONTROLLER,
     ONE_FRONT_END,
@@ -26,6 +16,8 @@ from .front_end import (
     RoutingConfig,
 )
 from .limits import LimitsConfig
+from .lora_server import TRANSPORTS, LoraServerConfig
+from .pool import PoolConfig
 from .settings import MAX_COUNT
 
 __all__ = [

@@ -14,7 +14,7 @@ from moe_lora.core.address import Address, needs_keys, parse_address
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_problem
 
-from .engine import EngineConfig, LoraServerConfig, PoolConfig
+from .engine import EngineConfig
 from .front_end import (
     CONTROLLER,
     ONE_FRONT_END,
@@ -24,6 +24,8 @@ from .front_end import (
     ProvisionConfig,
     RegistryConfig,
 )
+from .lora_server import LoraServerConfig
+from .pool import PoolConfig
 from .settings import MISSING, check_names, mapping_of, read_section, settings_of, text_of
 
 SECTIONS: dict[str, Any] = {

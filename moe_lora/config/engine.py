@@ -12,110 +12,10 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import cut_to, read_config
 from moe_lora.core.weight_format import weight_format
 
+from .emulation import EmulationConfig
+from .lora_server import LoraServerConfig
+from .pool import PoolConfig
 from .settings import Settings, setting
-
-# Settings of the LoRA Server.
-
-
-TRANSPORTS = ("shm", "gloo", "nixl")
-DEVICE_PUTS = ("none", "ibgda")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraServerConfig(Settings):
-    """The LoRA Server of a cluster, as its ranks and its clients know it. On one host address
-    and store_dir are chosen when it is started."""
-
-    SECTION: ClassVar[str] = "lora_server"
-    GROUP: ClassVar[str] = "LoRA Server"
-    OPENED_BY: ClassVar[str] = "layout"
-
-    layout: str = setting("EP1-PP1", option="--lora-server", metavar="LAYOUT", unset="none, in the instances")
-    """Compute deltas on a LoRA Server of this layout, EPx-PPy: x ranks share the experts of each of y stages
-    of layers.  Also EPx, PPy, and DPm (adapters spread over m ranks, for comparison).  x must divide the
-    number of experts; x·y processes must be started."""
-    capacity: int = setting(64, least=1, option="--lora-capacity")
-    """Adapters resident on the LoRA Server at once.  More adapters may be known than that."""
-    memory_gb: float | None = setting(
-        None,
-        above=0,
-        option="--lora-server-memory-gb",
-        unset="capacity times the largest adapter known at the start",
-    )
-    """Room for adapters on each of its ranks, in 10^9 bytes."""
-    address: str = ""
-    """host:port of its first rank, as every other host reaches it; on one host the path of a socket."""
-    certificates: str | None = setting(None, in_file=False)
-    """Folder of the cluster's certificates; None: all is on one host."""
-    store_dir: str = setting("", path="folder")
-    """Where packed adapters lie as files.  Roles on one host share it; hosts need not: missing files are sent
-    over."""
-    transport: str = setting("shm", choices=TRANSPORTS, option="--transport")
-    """How instances and LoRA Server exchange rows: shm (one host), gloo (two-sided, any hosts), nixl
-    (one-sided, any hosts; `pip install "moe-lora[nixl]"`).  nixl is not dependable yet when the network is
-    cut and comes back: a server rank was seen to end with a segmentation fault (no request was lost by
-    it)."""
-    device_puts: str = setting("none", choices=DEVICE_PUTS, option="--device-puts")
-    """ibgda: instances of one GPU each put the rows of decode steps to the server's GPUs themselves
-    (NVSHMEM), and get the deltas so; transport has the rest, and everything from when one of them has ended
-    until all are started together.  Needs layout EPx-PPy.  Has not run on GPUs yet.  none: transport has
-    all."""
-    sites: str = setting("auto", choices=("auto", "all", "experts"))
-    """Which LoRA sites the server computes: all; or experts, and instances compute attention and dense sites;
-    auto: experts where the model has any."""
-    max_rows: int = setting(512, least=1)
-    """Rows in one message between an instance and a server rank."""
-    depth: int = setting(4, least=1)
-    """Messages under way between an instance and a server rank."""
-    answer_timeout_s: float = setting(30.0, above=0)
-    """An answer that takes longer is computed by the instance."""
-    lease_timeout_s: float = setting(5.0, above=0)
-    """How long the leases of an instance that vanished are kept."""
-    load_gb_per_s: float | None = setting(None, above=0, option="--load-gb-per-s", unset="none")
-    """Bound on the rate at which its ranks load adapters, in 10^9 bytes per second."""
-    host_workers: int = setting(0, least=0, option="--lora-server-host-workers")
-    """Processes beside each of its ranks that compute the rows of layers that are still being loaded; 0: such
-    rows wait."""
-    host_tokens_per_worker: int = setting(32, least=1)
-    """Rows of one layer that such a process computes in time; more are divided."""
-    layer_wise: bool = True
-    """A layer of an adapter serves as soon as it is there; false: none before all are, for comparisons."""
-
-
-# How long the stages of a decode step take on another device, for an engine that emulates it.
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageTime(Settings):
-    """seconds(T) = max(least_s, fixed_s + per_row_s T) for T decode rows; 0 for none."""
-
-    fixed_s: float = setting(0.0, least=0)
-    per_row_s: float = setting(0.0, least=0)
-    least_s: float = setting(0.0, least=0)
-
-    def seconds(self, num_rows: float) -> float:
-        return max(self.least_s, self.fixed_s + self.per_row_s * num_rows) if num_rows else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepProfile:
-    """Stage times of one layer of the served model, as the emulated device would need them.
-
-    attention: all of a layer but its experts.  experts: the base GEMMs of its experts.  lora: the deltas,
-    where they are computed: after the base GEMM on an instance without LoRA Server, else by the server, once
-    per instance.  transfer: inputs to the server and deltas back; unused without one.  overlap: the remote
-    call runs beside the base GEMM; False: the base GEMM begins when the deltas are there.  prefill: a whole
-    layer for the prompt rows of a step, which by default take no time: they are another device's (prefill and
-    decode apart, InfiniLoRA section 2.1).
-    """
-
-    attention: StageTime = StageTime()
-    experts: StageTime = StageTime()
-    lora: StageTime = StageTime()
-    transfer: StageTime = StageTime()
-    prefill: StageTime = StageTime()
-    overlap: bool = True
-
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -127,8 +27,6 @@ QUANTISATION = ("quantize", "quantize_group_size", "quantize_head")
 """Settings that say how weights are held."""
 WEIGHTS = ("load_format", "num_layers", *QUANTISATION)
 """And from where, and how many."""
-POOL_TRANSPORTS = ("shm", "gloo")
-"""Not nixl: it keeps freed windows for as long as the process lives, and pools free them all the time."""
 LORA_KERNELS = ("sgmv", "bgmv", "mbgmv")
 QUEUES = ("fcfs", "sjf-oracle")
 BATCHINGS = ("unmerged", "merged", "dlora", "auto")
@@ -145,37 +43,6 @@ CACHE_POLICIES = (
 """The first is the default."""
 AUTO = "auto"
 CHOSEN = "chosen from the model and the memory that is free"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolConfig(Settings):
-    """The adapter pool: adapters lie in the host memory of some instances, and others read them there."""
-
-    SECTION: ClassVar[str] = "pool"
-    GROUP: ClassVar[str] = "Several instances and front ends"
-
-    replicas: int = setting(1, least=1, option="--pool-replicas", unset="every instance has all")
-    """Keep each adapter in the host memory of this many instances only; the others read it there
-    (docs/guides/placement.md)."""
-    transport: str = setting("shm", choices=POOL_TRANSPORTS)
-    """How they read it: shm on one host, gloo between hosts."""
-    host: str | None = setting(None, unset="the one from which it reaches the front end")
-    """This host's address as other instances reach it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmulationConfig(Settings):
-    """Another device's times, emulated on this machine by sleeping; for comparisons."""
-
-    step_profile: StepProfile | None = setting(None, unset="none")
-    """Times of a step's stages, and of the LoRA Server's share in it."""
-    load_gb_per_s: float | None = setting(None, above=0, unset="none")
-    """Upper bound on the rate of an instance's copies to and from its device, adapters and KV, in 10^9 bytes
-    per second."""
-    blocking_loads: bool = False
-    """No step begins while an adapter is being copied to the device, as in S-LoRA."""
-    host_slowdown: float = setting(1.0, least=1)
-    """A host worker takes so many times as long as it needs, as if it had that part of a core."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from moe_lora.config.engine import StepProfile
+from moe_lora.config.emulation import StepProfile
 from moe_lora.core.shape import ModelShape, Site
 from moe_lora.kernels.operands import StepTables
 

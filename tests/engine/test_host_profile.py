@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moe_lora.config import EngineConfig
 from moe_lora.config.cluster import cluster_of
-from moe_lora.config.engine import EmulationConfig, StageTime, StepProfile
+from moe_lora.config.emulation import EmulationConfig, StageTime, StepProfile
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lora.config.engine import StageTime, StepProfile
+from moe_lora.config.emulation import StageTime, StepProfile
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora import paced
 from moe_lora.lora.backend import AddTo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_lora.config.engine import StageTime, StepProfile
+from moe_lora.config.emulation import StageTime, StepProfile
 from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SimLoraServerConfig, SystemConfig
 from moe_lora.workload.replay_plan import PlannedRequest
 

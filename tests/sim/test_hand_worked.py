@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_lora.config.engine import StageTime, StepProfile
+from moe_lora.config.emulation import StageTime, StepProfile
 from moe_lora.core.errors import CapacityError, ConfigError
 from moe_lora.policies.routers import PhiRouting
 from moe_lora.policies.routing import RoundRobin

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_lora.config.engine import StageTime
+from moe_lora.config.emulation import StageTime
 from moe_lora.policies.model_routing import CostModel
 from moe_lora.policies.routers import ROUTERS, RoutingContext, make_router
 from moe_lora.policies.step_model import StepModel

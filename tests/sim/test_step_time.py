@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_lora.config.engine import StageTime, StepProfile
+from moe_lora.config.emulation import StageTime, StepProfile
 from moe_lora.core.errors import ConfigError
 from moe_lora.sim.step_time import StepTime, delayed_step_s
 from moe_lora.sim.system_config import InstanceConfig

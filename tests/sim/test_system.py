@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.config.engine import StageTime, StepProfile
+from moe_lora.config.emulation import StageTime, StepProfile
 from moe_lora.sim.running import RunningRequests
 from moe_lora.sim.system import System, simulate
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_lora.config.engine import StageTime, StepProfile
+from moe_lora.config.emulation import StageTime, StepProfile
 from moe_lora.config.plan import WorkloadOptions
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.sim.running import SimRequest

@@ -8,7 +8,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from moe_lora.config.engine import StageTime, StepProfile
+from moe_lora.config.emulation import StageTime, StepProfile
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.memory import STEPS_TO_FIRST_TOKEN, LoadQueue, miss_share

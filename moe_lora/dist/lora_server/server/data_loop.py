@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from moe_lora.config.engine import StageTime
+from moe_lora.config.emulation import StageTime
 from moe_lora.core.errors import PeerGoneError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.protocol.deltas import request_deltas

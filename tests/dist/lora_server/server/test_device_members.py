@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moe_lora.config import EngineConfig, LoraServerConfig
-from moe_lora.config.engine import EmulationConfig, StepProfile
+from moe_lora.config.emulation import EmulationConfig, StepProfile
 from moe_lora.core.errors import ConfigError, LoraServerError
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
 from moe_lora.dist.lora_server.server.device_members import DeviceMembers

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_lora.config.engine import StageTime
+from moe_lora.config.emulation import StageTime
 from moe_lora.core.errors import ConfigError
 
 
