@@ -14,7 +14,7 @@ from moe_lora.policies.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching_policies import make_caching_policy
 from moe_lora.policies.host_start import ColdAdapter, HostLoads
 from moe_lora.scheduling.scheduler import Scheduler
-from moe_lora.sim.cached_instance import CachedAdapters
+from moe_lora.sim.cached_adapters import CachedAdapters
 from moe_lora.sim.cached_requests import CachedRequest
 from moe_lora.workload.conversations import TurnRequest
 
