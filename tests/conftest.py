@@ -15,7 +15,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 # One commit's tests find the same each time; `--hypothesis-profile=default` looks for more.
-hypothesis.settings.register_profile("same", derandomize=True)
+# No timing decides: beside other work an example may take any time.
+hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("same")
 
 

@@ -42,7 +42,7 @@ def check(asked: Asked, folder: Path, plan: ChaosPlan) -> ChaosReport:
     assert report.num_tables >= len(plan.faults)
     assert report.num_moves >= 1
     assert report.num_migrations >= 1
-    assert min(report.ordered["tokens"], report.ordered["kv"]) >= 1
+    assert report.ordered.total() >= 1  # of which kind they are is up to what runs when they are ordered
     return report
 
 
