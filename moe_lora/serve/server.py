@@ -109,7 +109,7 @@ BACKLOG = 4096
 
 
 @dataclass
-class KeptMemory:
+class ProcessMemory:
     """What the process has held since it last gave free memory back to the system."""
 
     least_bytes: int
@@ -158,13 +158,13 @@ class HttpServer(uvicorn.Server):
             self.on_ready(self.url)
 
     async def _sweep(self) -> None:
-        memory = KeptMemory(resident_bytes(), time.monotonic())
+        memory = ProcessMemory(resident_bytes(), time.monotonic())
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = time.monotonic()
             if memory.is_due(resident_bytes(), now_s, bodies_bytes=self._limits.bodies.in_all):
                 await asyncio.to_thread(return_memory)
-                memory = KeptMemory(resident_bytes(), now_s)
+                memory = ProcessMemory(resident_bytes(), now_s)
             for connection in list(self.server_state.connections):
                 if isinstance(connection, Connection):
                     connection.end_if_late(now_s)

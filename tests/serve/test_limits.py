@@ -18,7 +18,7 @@ from moe_lora.serve import server as server_module
 from moe_lora.serve.bodies import UNCOUNTED_BYTES
 from moe_lora.serve.limits import Limits, Quota, client_at, client_of
 from moe_lora.serve.openai.generation import merge
-from moe_lora.serve.server import PEAK_BYTES, RETURN_S, KeptMemory, create_app
+from moe_lora.serve.server import PEAK_BYTES, RETURN_S, ProcessMemory, create_app
 
 from .conftest import as_served, frontend_of, scripted
 from .live_server import ServerThread, wait_until
@@ -284,7 +284,7 @@ def test_what_a_client_sent_is_never_given_back_whole(tokenizer):
 
 
 def test_memory_is_given_back_after_a_peak_once_no_bodies_are_held():
-    memory = KeptMemory(least_bytes=100, returned_s=0.0)
+    memory = ProcessMemory(least_bytes=100, returned_s=0.0)
     assert not memory.is_due(90, 1.0, bodies_bytes=0)
     assert not memory.is_due(90 + PEAK_BYTES, 2.0, bodies_bytes=0)
     assert not memory.is_due(91 + PEAK_BYTES, 3.0, bodies_bytes=1)
@@ -292,7 +292,7 @@ def test_memory_is_given_back_after_a_peak_once_no_bodies_are_held():
 
 
 def test_memory_is_given_back_after_a_while_also_where_bodies_are_held():
-    memory = KeptMemory(least_bytes=100, returned_s=1.0)
+    memory = ProcessMemory(least_bytes=100, returned_s=1.0)
     assert not memory.is_due(100, 0.9 + RETURN_S, bodies_bytes=1)
     assert memory.is_due(100, 1.0 + RETURN_S, bodies_bytes=1)
 
