@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.1
 SETTLE_S = 0.5
 """All front ends know by then that an instance is drained."""
+DIAL_IN_S = 10.0
+"""All instances that run have dialled in to a controller by then that has just begun."""
 
 
 class InstanceControl:
@@ -40,10 +42,11 @@ class InstanceControl:
 
         It is told, so that it can say so to a controller after this one.
 
-        Raises ConfigError for an unknown one, and for the last that takes requests.
+        Raises ConfigError for an unknown one, and for the last that takes requests: others have DIAL_IN_S to
+        come.
         """
         self._named(name)
-        _check_others(name, self._registry.undrained)
+        await _until_not_last(name, lambda: self._registry.undrained)
         await self._order(name, drained=True)
         logger.info("instance %s is drained", name)
 
@@ -74,8 +77,7 @@ class InstanceControl:
         """
         async with self._restarting:
             instance = self._named(name)
-            drained = self._registry.drained  # others may be coming back too
-            _check_others(name, [one for one in self._registry.instances if one.name not in drained])
+            await _until_not_last(name, self._not_drained)
             await _until(lambda: instance.live, limit_s, _not_here(name))
             before = instance.incarnation
             self._registry.drains.restart({name})
@@ -88,6 +90,10 @@ class InstanceControl:
                 await self._until_back(instance, before, limit_s)
             finally:
                 self._registry.drains.restart(())
+
+    def _not_drained(self) -> list[Instance]:
+        """Also those that are just coming back."""
+        return [one for one in self._registry.instances if one.name not in self._registry.drained]
 
     def _named(self, name: str) -> Instance:
         for instance in self._registry.instances:
@@ -150,14 +156,14 @@ class InstanceControl:
         await _until(is_back, limit_s, problem)
 
 
-def _check_others(name: str, undrained: Sequence[Instance]) -> None:
-    if all(one.name == name for one in undrained):
-        raise ConfigError(
-            f"instance {name!r} can't be drained: no other takes requests; start or undrain one first"
-        )
+async def _until_not_last(name: str, undrained: Callable[[], Sequence[Instance]]) -> None:
+    problem = ConfigError(
+        f"instance {name!r} can't be drained: no other takes requests; start or undrain one first"
+    )
+    await _until(lambda: any(one.name != name for one in undrained()), DIAL_IN_S, problem)
 
 
-async def _until(condition: Callable[[], bool], limit_s: float, problem: EngineDeadError) -> None:
+async def _until(condition: Callable[[], bool], limit_s: float, problem: Exception) -> None:
     try:
         with fail_after(limit_s):
             while not condition():

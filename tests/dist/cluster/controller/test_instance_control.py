@@ -36,6 +36,7 @@ def front_end(made) -> FrontEnd:
 @pytest.fixture
 def control(front_end, monkeypatch) -> InstanceControl:
     monkeypatch.setattr(instance_control, "SETTLE_S", 0.05)
+    monkeypatch.setattr(instance_control, "DIAL_IN_S", 0.3)
     return InstanceControl(front_end.instance_registry, drain_s=20.0)
 
 
@@ -67,6 +68,22 @@ def test_the_last_that_takes_requests_and_a_stranger_are_not_drained(front_end, 
     with pytest.raises(ConfigError, match="choose one of one, two"):
         front_end.run(control.undrain("three"))
     assert answers(front_end, "still") == {(1,)}
+
+
+def test_another_that_has_not_dialled_in_yet_is_waited_for(made, monkeypatch):
+    monkeypatch.setattr(instance_control, "DIAL_IN_S", 20.0)
+    made.append(front_end := FrontEnd())
+    made.append(Instance("one", front_end.socket, number=0))
+    until(lambda: front_end.names() == ["one"])
+    control = InstanceControl(front_end.instance_registry, drain_s=20.0)
+    draining = threading.Thread(target=lambda: front_end.run(control.drain("one")))
+    draining.start()
+    draining.join(0.5)
+    assert front_end.instance_registry.drained == frozenset()
+    made.append(Instance("two", front_end.socket, number=1))
+    draining.join(20)
+    assert front_end.instance_registry.drained == {"one"}
+    assert answers(front_end, "drained") == {(1,)}
 
 
 def test_a_drained_instance_takes_requests_when_the_others_have_gone(front_end, control, made):
