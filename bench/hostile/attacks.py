@@ -16,6 +16,8 @@ from .attacker import CHAT, COMPLETIONS, HEAD, Attacker, post
 Attack = Callable[[Attacker], None]
 ATTACKS: dict[str, Attack] = {}
 SHORT: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 1}
+LONG: dict[str, Any] = {"prompt": "a", "max_tokens": 100, "ignore_eos": True}
+LONG_STREAM = {**LONG, "max_tokens": 250, "stream": True, "n": 4, "logprobs": 5}
 GET = b"GET %s HTTP/1.1\r\nHost: localhost\r\n"
 LOAD = b"/v1/load_lora_adapter"
 
@@ -250,11 +252,15 @@ def continue_that_never_comes(attacker: Attacker) -> None:
 
 @attack
 def streams_that_nobody_reads(attacker: Attacker) -> None:
-    asked = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 4, "logprobs": 5}
-    held = attacker.hold(100, post(json.dumps(asked).encode()), receive_bytes=1)
+    held = attacker.hold(100, post(json.dumps(LONG_STREAM).encode()), receive_bytes=1)
     time.sleep(15)
     for one in held:
         one.close()
+
+
+def streams_that_are_read(attacker: Attacker) -> None:
+    for one in attacker.hold(100, post(json.dumps(LONG_STREAM).encode())):
+        attacker.answer(one)
 
 
 @attack
@@ -287,10 +293,15 @@ def choices_1024_of_50_tokens(attacker: Attacker) -> None:
     attacker.json(asked, wait_s=90)
 
 
+def requests_100_at_once_three_times(attacker: Attacker) -> None:
+    for _ in range(3):
+        for one in attacker.hold(100, post(json.dumps(LONG).encode())):
+            attacker.answer(one)
+
+
 @attack
 def requests_1000_at_once(attacker: Attacker) -> None:
-    asked = post(json.dumps({"prompt": "a", "max_tokens": 100, "ignore_eos": True}).encode())
-    held = attacker.hold(1000, asked)
+    held = attacker.hold(1000, post(json.dumps(LONG).encode()))
     deadline_s = time.monotonic() + 90
     for one in held:
         attacker.answer(one, max(0.1, deadline_s - time.monotonic()))
@@ -383,6 +394,13 @@ raw("noise", bytes(range(256)) * 100)
 @attack
 def requests_in_one_connection_before_any_answer(attacker: Attacker) -> None:
     attacker.ask((GET % b"/version" + b"\r\n") * 2000, GET % b"/version" + b"Connection: close\r\n\r\n")
+
+
+VALID = {
+    "streams_that_nobody_reads": streams_that_are_read,
+    "requests_1000_at_once": requests_100_at_once_three_times,
+}
+"""What is valid work in attacks that have much of it, as a client asks for it that means no harm."""
 
 
 def _at_once(num: int, work: Callable[[], Any]) -> None:

@@ -5,7 +5,8 @@
 Starts `moe-lora serve` on the demo's model, 16 ordinary streams from one address, and for each attack clients
 from another.  A row says what the attacker was answered, the front end's memory and processor time, and the
 ordinary streams' time per token (99th percentile) and longest wait meanwhile.  The first two rows are no
-attacks: nobody else, and valid requests as fast as four clients send them.
+attacks: nobody else, and valid requests as fast as four clients send them.  Two attacks are much valid work
+themselves: that work, asked for without harm, has a row before each, which it is compared with.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from bench.harness.tables import table
 from moe_lora.core.host import allow_many_files
 
 from .attacker import Attacker, post
-from .attacks import ATTACKS, SHORT, Attack, _for_seconds
+from .attacks import ATTACKS, SHORT, VALID, Attack, _for_seconds
 
 ORDINARY, HOSTILE = "127.0.0.3", "127.0.0.2"
 NUM_STREAMS = 16
@@ -213,6 +214,10 @@ def valid(attacker: Attacker) -> None:
     _for_seconds(5, lambda: attacker.ask(body))
 
 
+def _largest(ratios: dict[str, float], num: int = 5) -> dict[str, float]:
+    return dict(sorted(ratios.items(), key=lambda one: -one[1])[:num])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout whose server is attacked")
@@ -230,14 +235,25 @@ def main() -> None:
         if (not options.quick or name in QUICK)
         and (not options.only or any(word in name for word in options.only.split("|")))
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         server = stack.enter_context(Server(options.tree.resolve(), options.python, options.serve.split()))
         ordinary = stack.enter_context(Ordinary(server.port))
         time.sleep(2)
-        for name, attack in {"alone": alone, "valid": valid, **chosen}.items():
+
+        def add(name: str, attack: Attack) -> dict[str, Any]:
             rows.append(measure(server, ordinary, name, attack))
             print(json.dumps(rows[-1]), flush=True)
+            return rows[-1]
+
+        add("alone", alone)
+        beside_four = add("valid", valid)
+        over_valid, over_four = {}, {}
+        for name, attack in chosen.items():
+            beside = add(f"valid beside {name}", VALID[name]) if name in VALID else beside_four
+            tpot_ms = add(name, attack)["tpot_p99_ms"] or 0.0
+            over_valid[name] = tpot_ms / beside["tpot_p99_ms"]
+            over_four[name] = tpot_ms / beside_four["tpot_p99_ms"]
         refused = server.refused()
     print(table(rows, "attacks beside 16 ordinary streams"))
     print("refused:", refused)
@@ -249,7 +265,9 @@ def main() -> None:
         "rss_mb": max(row["rss_mb"] for row in rows),
         "checking_mb": max(row["checking_mb"] for row in rows),
         "longest_wait_s": max(row["longest_wait_s"] for row in rows),
-        "tpot_p99_over_valid": max(row["tpot_p99_ms"] or 0.0 for row in rows[2:]) / rows[1]["tpot_p99_ms"],
+        "tpot_p99_over_valid": max(over_valid.values()),
+        "largest_over_valid": _largest(over_valid),
+        "largest_over_four_clients": _largest(over_four),
         "failed": sum(row["failed"] for row in rows),
         "tracebacks": server.log().count("Traceback"),
     }

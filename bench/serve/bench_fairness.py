@@ -37,6 +37,8 @@ SIZE = replace(LLAMA, hidden_size=512, intermediate_size=2048, num_layers=12, nu
 SIZE = replace(SIZE, vocab_size=4096)
 """50 million weights: steps of some 10 ms, so that it is the engine that is short, not HTTP."""
 CASES = {"at its share": 1.0, "at 10 x its share": 10.0}
+BUDGET = 2 * PROMPT_LEN
+"""Tokens of prompts in a step: a step is short, and so is what a new prompt waits for."""
 MOST_QUEUED = 64
 """Requests of one tenant that may wait: more are refused, as they are by default beyond 2 M tokens."""
 
@@ -109,7 +111,7 @@ def measure(client: Client, share_per_s: float, case: float, duration_s: float, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=20.0, help="of each case in a round")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--quick", action="store_true", help="a tiny model, one short round: does it run?")
     parser.add_argument("--out", help="append records here")
     options = parser.parse_args()
@@ -121,6 +123,7 @@ def main() -> None:
         model, file = write_model(Path(folder) / "model", size), Path(folder) / "keys"
         keys = {name: add_key(file, ApiKey(id="x", digest="", tenant=name)) for name in ("modest", "other")}
         words = f"{model} --max-num-seqs {SEQS} --max-model-len 256 --threads 1 --api-keys {file}"
+        words += f" --max-num-batched-tokens {BUDGET}"
         words += f" --max-queued-tokens-per-client {1024 * MOST_QUEUED}"
         with ServedTree(ROOT, sys.executable, *words.split()) as server:
             client = Client(server.port, keys, size.vocab_size)
@@ -157,6 +160,7 @@ def main() -> None:
     print({key: value for key, value in result.items() if key != "rows"})
     config = {"bench": "fairness", "model": size.describe(), "max_num_seqs": SEQS, "rounds": rounds}
     config |= {
+        "max_num_batched_tokens": BUDGET,
         "prompt_len": PROMPT_LEN,
         "answer_len": ANSWER_LEN,
         "seconds": duration_s,
