@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import cast
@@ -20,7 +21,7 @@ LOOK_S = 0.1
 SETTLE_S = 0.5
 """All front ends know by then that an instance is drained."""
 DIAL_IN_S = 10.0
-"""All instances that run have dialled in to a controller by then that has just begun."""
+"""So long after a controller began all instances that run have dialled in to it."""
 
 
 class InstanceControl:
@@ -28,7 +29,8 @@ class InstanceControl:
 
     drain_s: how long one that is started again may take to be without requests; what it has then goes on
     elsewhere as if it had failed.  seen_by_all: whether all front ends send requests to the process of that
-    name and incarnation.
+    name and incarnation.  An order that lacks an instance is refused at once, but in the first DIAL_IN_S of a
+    controller waits for it.
     """
 
     def __init__(self, instance_registry: InstanceRegistry, drain_s: float) -> None:
@@ -36,17 +38,17 @@ class InstanceControl:
         self._registry = instance_registry
         self._drain_s = drain_s
         self._restarting = asyncio.Lock()
+        self._all_there_s = time.monotonic() + DIAL_IN_S
 
     async def drain(self, name: str) -> None:
         """Give an instance no requests, and have those that it has go on elsewhere where they can.
 
         It is told, so that it can say so to a controller after this one.
 
-        Raises ConfigError for an unknown one, and for the last that takes requests: others have DIAL_IN_S to
-        come.
+        Raises ConfigError for an unknown one, and for the last that takes requests.
         """
-        self._named(name)
-        await _until_not_last(name, lambda: self._registry.undrained)
+        await self._named(name)
+        await self._check_others(name, lambda: self._registry.undrained)
         await self._order(name, drained=True)
         logger.info("instance %s is drained", name)
 
@@ -56,7 +58,7 @@ class InstanceControl:
         Raises ConfigError for an unknown one.
         """
         if name not in self._registry.drains.by_operator:  # one that has gone for good may be
-            self._named(name)
+            await self._named(name)
         await self._order(name, drained=False)
         logger.info("instance %s is not drained any more", name)
 
@@ -76,8 +78,8 @@ class InstanceControl:
         ends.
         """
         async with self._restarting:
-            instance = self._named(name)
-            await _until_not_last(name, self._not_drained)
+            instance = await self._named(name)
+            await self._check_others(name, self._not_drained)
             await _until(lambda: instance.live, limit_s, _not_here(name))
             before = instance.incarnation
             self._registry.drains.restart({name})
@@ -95,12 +97,29 @@ class InstanceControl:
         """Also those that are just coming back."""
         return [one for one in self._registry.instances if one.name not in self._registry.drained]
 
-    def _named(self, name: str) -> Instance:
+    async def _named(self, name: str) -> Instance:
+        await self._dialled_in(lambda: any(one.name == name for one in self._registry.instances))
         for instance in self._registry.instances:
             if instance.name == name:
                 return instance
         names = ", ".join(one.name for one in self._registry.instances) or "none"
         raise ConfigError(f"there is no instance {name!r}; choose one of {names}")
+
+    async def _check_others(self, name: str, undrained: Callable[[], Sequence[Instance]]) -> None:
+        def is_another() -> bool:
+            return any(one.name != name for one in undrained())
+
+        await self._dialled_in(is_another)
+        if not is_another():
+            raise ConfigError(
+                f"instance {name!r} can't be drained: no other takes requests; start or undrain one first"
+            )
+
+    async def _dialled_in(self, condition: Callable[[], bool]) -> None:
+        """Wait for the condition while instances may still be dialling in."""
+        with move_on_after(self._all_there_s - time.monotonic()):
+            while not condition():
+                await asyncio.sleep(LOOK_S)
 
     async def _until_idle(self, instance: Instance) -> None:
         with move_on_after(self._drain_s):
@@ -156,14 +175,7 @@ class InstanceControl:
         await _until(is_back, limit_s, problem)
 
 
-async def _until_not_last(name: str, undrained: Callable[[], Sequence[Instance]]) -> None:
-    problem = ConfigError(
-        f"instance {name!r} can't be drained: no other takes requests; start or undrain one first"
-    )
-    await _until(lambda: any(one.name != name for one in undrained()), DIAL_IN_S, problem)
-
-
-async def _until(condition: Callable[[], bool], limit_s: float, problem: Exception) -> None:
+async def _until(condition: Callable[[], bool], limit_s: float, problem: EngineDeadError) -> None:
     try:
         with fail_after(limit_s):
             while not condition():

@@ -70,17 +70,17 @@ def test_the_last_that_takes_requests_and_a_stranger_are_not_drained(front_end, 
     assert answers(front_end, "still") == {(1,)}
 
 
-def test_another_that_has_not_dialled_in_yet_is_waited_for(made, monkeypatch):
+def test_others_that_have_not_dialled_in_yet_are_waited_for(made, monkeypatch):
     monkeypatch.setattr(instance_control, "DIAL_IN_S", 20.0)
     made.append(front_end := FrontEnd())
-    made.append(Instance("one", front_end.socket, number=0))
-    until(lambda: front_end.names() == ["one"])
     control = InstanceControl(front_end.instance_registry, drain_s=20.0)
     draining = threading.Thread(target=lambda: front_end.run(control.drain("one")))
     draining.start()
-    draining.join(0.5)
-    assert front_end.instance_registry.drained == frozenset()
-    made.append(Instance("two", front_end.socket, number=1))
+    for number, name in enumerate(("one", "two")):
+        draining.join(0.3)
+        assert front_end.instance_registry.drained == frozenset()
+        made.append(Instance(name, front_end.socket, number=number))
+        until(lambda name=name: name in front_end.names())
     draining.join(20)
     assert front_end.instance_registry.drained == {"one"}
     assert answers(front_end, "drained") == {(1,)}
