@@ -226,11 +226,12 @@ def test_a_drained_instance_has_no_request_left_while_its_streams_go_on(pair):
             assert one[3:] == other[3:]
         assert moves(pair) > before
         assert instance_values(pair, "drained") == [1.0, 0.0]
-        last = httpx.post(f"{pair.url}/v1/instances/instance-1/drain", trust_env=False)
+        # A controller that has just begun waits for what dials in.
+        last = httpx.post(f"{pair.url}/v1/instances/instance-1/drain", trust_env=False, timeout=30)
         assert (last.status_code, "no other takes" in last.text) == (400, True)
-        unknown = httpx.post(f"{pair.url}/v1/instances/nobody/drain", trust_env=False)
+        unknown = httpx.post(f"{pair.url}/v1/instances/nobody/drain", trust_env=False, timeout=30)
         assert (unknown.status_code, "instance-1" in unknown.text) == (404, True)
-        unknown = httpx.post(f"{pair.url}/v1/instances/nobody/undrain", trust_env=False)
+        unknown = httpx.post(f"{pair.url}/v1/instances/nobody/undrain", trust_env=False, timeout=30)
         assert (unknown.status_code, "instance-1" in unknown.text) == (400, True)
     finally:
         command(pair, "undrain", "instance-0")
