@@ -54,6 +54,10 @@ class _AwaitedChild:
         self.pid, self.send_signal = child.pid, child.send_signal
         self.terminate, self.kill = child.terminate, child.kill
 
+    @property
+    def returncode(self) -> int | None:
+        return self._child.returncode
+
     async def wait(self) -> int:
         while (code := self._child.poll()) is None:
             await asyncio.sleep(0.01)

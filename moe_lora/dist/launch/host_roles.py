@@ -11,13 +11,13 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, BinaryIO
 
 from moe_lora.config import ControllerConfig, EngineConfig, FrontEndPlace
 from moe_lora.config.cluster import ClusterConfig, cluster_text
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError, RegistryError
-from moe_lora.dist.net.codec import Message, decoder_of, encode
+from moe_lora.dist.net.codec import Decoder, Message, encode
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Started(Message, frozen=True):
     error: Exception | None = None
 
 
-_DECODE = decoder_of([Started])
+_DECODE = Decoder(Started)
 
 
 def say_started(status: int | None, error: Exception | None = None) -> None:
@@ -164,35 +164,44 @@ class HostRoles:
             await asyncio.sleep(self._policy.pause_s(num_deaths))
 
     async def _live(self, role: Role, num_starts: int) -> Exception:
-        """Start a role's process and wait for its end; what it said was wrong, or how it ended."""
-        status, theirs = os.pipe()
+        """Start a role's process and wait for its end; what it said was wrong, or how it ended.
+
+        EngineDeadError also for what fails here, for want of handles, memory or threads: perhaps not the next
+        time.
+        """
         try:
-            # A session of its own: a Ctrl-C in the terminal reaches the process that ends all others.
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, *role.words, "--status-fd", str(theirs), "--starts", str(num_starts)),
-                pass_fds=(*role.fds, theirs),
-                env={**os.environ, **role.environment},
-                start_new_session=True,
-            )
-        except OSError as error:  # no handles, no memory: perhaps the next time
-            os.close(status)
-            return error
-        finally:
-            os.close(theirs)
-        self._running[role.name] = role, process
-        logger.info("%s started (process %d)", role.name, process.pid)
-        if self._stopping:  # it came too late for `stop`
-            await _end([process], STOP_S, self._at_once)
-        said = await _all_of(status)
-        started = None
-        if said:
-            message = _DECODE(said)
-            assert isinstance(message, Started)
-            started = message
-        if started is not None and started.error is None and not self._ready[role.name].done():
-            self._ready[role.name].set_result(None)
-        code = await process.wait()
-        del self._running[role.name]
+            return await self._run(role, num_starts)
+        except Exception as error:
+            return EngineDeadError(f"it can't be kept running: {error!r}")
+
+    async def _run(self, role: Role, num_starts: int) -> Exception:
+        """As `_live`; raises what fails here, after it has ended what it started."""
+        status, theirs = os.pipe()
+        with os.fdopen(status, "rb") as pipe:
+            try:
+                # A session of its own: a Ctrl-C in the terminal reaches the process that ends all others.
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, *role.words, "--status-fd", str(theirs), "--starts", str(num_starts)),
+                    pass_fds=(*role.fds, theirs),
+                    env={**os.environ, **role.environment},
+                    start_new_session=True,
+                )
+            finally:
+                os.close(theirs)
+            self._running[role.name] = role, process
+            try:
+                logger.info("%s started (process %d)", role.name, process.pid)
+                if self._stopping:  # it came too late for `stop`
+                    await _end([process], STOP_S, self._at_once)
+                said = await _all_of(pipe)
+                started: Started | None = _DECODE(said) if said else None
+                if started is not None and started.error is None and not self._ready[role.name].done():
+                    self._ready[role.name].set_result(None)
+                code = await process.wait()
+            finally:
+                if process.returncode is None:
+                    await _end([process], STOP_S, self._at_once)
+                del self._running[role.name]
         if started is not None and started.error is not None:
             return started.error
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -205,13 +214,11 @@ class HostRoles:
             self.failed.set_result(error)
 
 
-async def _all_of(fd: int) -> bytes:
+async def _all_of(pipe: BinaryIO) -> bytes:
     """What is written to a pipe before its end."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb")
-    )
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     try:
         return await reader.read()
     finally:

@@ -18,6 +18,7 @@ import pytest
 from moe_lora.config import EngineConfig, FrontEndConfig, ProvisionConfig, RegistryConfig
 from moe_lora.config.cluster import ClusterConfig, cluster_text, read_cluster
 from moe_lora.core.errors import ConfigError, EngineDeadError
+from moe_lora.core.host import num_open_files
 from moe_lora.dist.launch import host_roles
 from moe_lora.dist.launch.host_roles import HostRoles, RestartPolicy, Role, cluster_file, on_sockets, roles_of
 from moe_lora.dist.net.thread import LoopThread, entered
@@ -156,19 +157,52 @@ def test_death_after_a_long_life_begins_the_count_anew(caplog):
         until(lambda: len(pids(caplog, "failing")) > 3, lambda: caplog.text)
 
 
-def test_lack_of_handles_for_a_while_costs_no_role(caplog, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "name", "error"),
+    [
+        (os, "pipe", OSError(24, "Too many open files")),
+        (asyncio, "create_subprocess_exec", OSError(24, "Too many open files")),
+        (asyncio, "create_subprocess_exec", RuntimeError("can't start new thread")),
+    ],
+)
+def test_lack_of_handles_or_threads_for_a_while_costs_no_role(caplog, monkeypatch, module, name, error):
     caplog.set_level("INFO", logger="moe_lora")
-    problems = [OSError(24, "Too many open files")] * 8
-    start = asyncio.create_subprocess_exec
+    problems, start = [error] * 8, getattr(module, name)
 
-    async def start_if_there_are_handles(*args, **keywords):
+    def start_if_there_is_room(*args, **keywords):
         if problems:
             raise problems.pop()
-        return await start(*args, **keywords)
+        return start(*args, **keywords)
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_if_there_are_handles)
-    with keeping(SLEEPING):
+    with keeping() as (_, thread):  # whose loop has its handles
+
+        async def kept() -> HostRoles:
+            monkeypatch.setattr(module, name, start_if_there_is_room)
+            return HostRoles([SLEEPING], policy=QUICK)
+
+        found = thread.run(kept(), 60)
         until(lambda: pids(caplog, "sleeper"), lambda: caplog.text)
+        thread.run(found.stop(), 60)
+    assert caplog.text.count(f"it can't be kept running: {error!r}") == 8
+
+
+def test_what_says_garbage_is_ended_and_started_again_without_a_handle_left(caplog):
+    caplog.set_level("INFO", logger="moe_lora")
+    garbled = """
+import os, sys, time
+status = int(sys.argv[sys.argv.index("--status-fd") + 1])
+os.write(status, b"garbage")
+os.close(status)
+time.sleep(600)
+"""
+    with keeping(Role(name="garbled", kind="one", words=("-c", garbled))):
+        until(lambda: len(pids(caplog, "garbled")) == 2, lambda: caplog.text)
+        before = num_open_files()
+        until(lambda: len(pids(caplog, "garbled")) > 6, lambda: caplog.text)
+        assert num_open_files() < before + 5
+        assert not any(alive(pid) for pid in pids(caplog, "garbled")[:-2])
+    assert not any(map(alive, pids(caplog, "garbled")))
+    assert "garbled ended after" in caplog.text
 
 
 def test_stopping_ends_what_runs(caplog):
