@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 FRONT_END, CONTROLLER = "front-end", "controller"
 _OF_SETTINGS = (ConfigError, AdapterError, RegistryError)
 STOP_S = 20.0
+START_TRIES = 3
+"""Starts of a process that may end without a word before who awaits all is told: what ends them may pass, as
+a lack of memory does."""
 """From SIGTERM to SIGKILL, beside the time that a front end drains: an instance finishes its step."""
 
 
@@ -114,7 +117,10 @@ class HostRoles:
         self._tasks = [asyncio.create_task(self._keep(role)) for role in roles]
 
     async def ready(self) -> None:
-        """Return when each role has said that it does its part.  Raises what kept one from it at first."""
+        """Return when each role has said that it does its part.
+
+        Raises what one says that keeps it from that, or how it ended if it does so `START_TRIES` times.
+        """
         await asyncio.gather(*self._ready.values())
 
     def kill(self, name: str) -> None:
@@ -155,7 +161,8 @@ class HostRoles:
             lived_s = self._clock.now_s() - started_s
             num_deaths = num_deaths + 1 if lived_s < self._policy.quick_s else 1
             logger.warning("%s ended after %.1f s: %s", role.name, lived_s, error)
-            if not self._ready[role.name].done():
+            is_told = num_starts >= START_TRIES or not isinstance(error, EngineDeadError)
+            if is_told and not self._ready[role.name].done():
                 self._ready[role.name].set_exception(error)
                 self._ready[role.name].exception()
             if num_starts == 1 and isinstance(error, _OF_SETTINGS):

@@ -146,6 +146,18 @@ def test_what_keeps_one_from_starting_is_raised_where_all_are_awaited():
         thread.run(kept.ready(), 60)
     with keeping(FIT) as (kept, thread):
         thread.run(kept.ready(), 60)
+
+
+def test_one_that_dies_without_a_word_is_started_again_before_who_awaits_all_is_told(caplog, tmp_path):
+    caplog.set_level("INFO", logger="moe_lora")
+    dying = """
+import os, sys
+if int(sys.argv[sys.argv.index("--starts") + 1]) < 2:
+    os.kill(os.getpid(), 9)
+"""
+    with keeping(Role(name="dying", kind="one", words=("-c", dying + TELLING))) as (kept, thread):
+        thread.run(kept.ready(), 60)
+    assert len(pids(caplog, "dying")) == 3
     with keeping(FAILING) as (kept, thread), pytest.raises(EngineDeadError, match="exit code 3 while"):
         thread.run(kept.ready(), 60)
 
