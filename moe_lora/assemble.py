@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from moe_lora.dist.launch.host_roles import HostRoles
 
     from .serve.reload import Reload
+
+logger = logging.getLogger(__name__)
 
 
 def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
@@ -108,9 +111,18 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
                 async def pass_on(kept: HostRoles) -> None:
                     assert reload is not None
                     front_end = await reload.read_again(whole.front_end)
-                    if front_end is not None:
+                    if front_end is None:
+                        return
+                    try:
                         write_cluster(file, replace(whole, front_end=front_end))
-                        kept.hang_up()
+                    except OSError as error:
+                        logger.error(
+                            "processes of this server keep the settings that they have (%s): make room in "
+                            "TMPDIR, then send SIGHUP again",
+                            error,
+                        )
+                        return
+                    kept.hang_up()
 
                 drain_s = cluster.front_end.drain_s
                 told = None if reload is None else pass_on

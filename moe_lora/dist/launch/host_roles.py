@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -23,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 FRONT_END, CONTROLLER = "front-end", "controller"
 _OF_SETTINGS = (ConfigError, AdapterError, RegistryError)
-STOP_S = 20.0
 START_TRIES = 3
 """Starts of a process that may end without a word before who awaits all is told: what ends them may pass, as
 a lack of memory does."""
+STOP_S = 20.0
 """From SIGTERM to SIGKILL, beside the time that a front end drains: an instance finishes its step."""
 
 
@@ -276,8 +277,13 @@ async def run_roles(
         asyncio.get_running_loop().add_signal_handler(number, end)
     tasks: set[asyncio.Task[None]] = set()
     if reload is not None:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, lambda: tasks.add(loop.create_task(reload(kept))))
+
+        def read_again() -> None:
+            task = asyncio.create_task(reload(kept))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_again)
     kept.failed.add_done_callback(lambda _: over.set())
     try:
         await over.wait()
@@ -301,10 +307,20 @@ def cluster_file(cluster: ClusterConfig) -> Iterator[int]:
 
 
 def write_cluster(file: int, cluster: ClusterConfig) -> None:
-    """Have the file say this; processes read it when they start, or are told to."""
-    text = cluster_text(cluster).encode()
-    os.pwrite(file, text, 0)
-    os.ftruncate(file, len(text))
+    """Have the file say this; processes read it when they start, or are told to.
+
+    Raises OSError where there is no room for it, and then the file says what it said.
+    """
+    text, before = cluster_text(cluster).encode(), os.pread(file, os.fstat(file).st_size, 0)
+    try:
+        if os.pwrite(file, text, 0) < len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        text = before
+        os.pwrite(file, text, 0)
+        raise
+    finally:
+        os.ftruncate(file, len(text))
 
 
 def on_sockets(cluster: ClusterConfig, num_front_ends: int, folder: str) -> ClusterConfig:

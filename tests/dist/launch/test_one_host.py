@@ -12,16 +12,27 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from moe_lora.assemble import serve_host
 from moe_lora.config import EngineConfig, FrontEndConfig, ProvisionConfig, RegistryConfig
 from moe_lora.config.cluster import ClusterConfig, cluster_text, read_cluster
 from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.host import num_open_files
 from moe_lora.dist.launch import host_roles
-from moe_lora.dist.launch.host_roles import HostRoles, RestartPolicy, Role, cluster_file, on_sockets, roles_of
+from moe_lora.dist.launch.host_roles import (
+    HostRoles,
+    RestartPolicy,
+    Role,
+    cluster_file,
+    on_sockets,
+    roles_of,
+    write_cluster,
+)
 from moe_lora.dist.net.thread import LoopThread, entered
+from moe_lora.serve.reload import Reload
 from tests.dist.cluster_jobs import alive, until
 
 QUICK = RestartPolicy(first_pause_s=0.01, longest_pause_s=0.02)
@@ -80,6 +91,16 @@ def test_relative_paths_are_those_of_the_folder_where_it_was_started(cluster, tm
     engine = read_cluster(tmp_path / "elsewhere" / "cluster.yaml").engine
     assert engine.model_dir == str(tmp_path / "base")
     assert engine.adapters == (("a", str(tmp_path / "a")),)
+
+
+def test_a_file_for_which_the_disk_has_no_room_says_what_it_said(cluster, tmp_path, monkeypatch):
+    longer = replace(cluster, served_model_name="s" * 5000)
+    with cluster_file(cluster) as descriptor:
+        write = os.pwrite
+        monkeypatch.setattr(os, "pwrite", lambda file, text, at: write(file, text[:4096], at))
+        with pytest.raises(OSError, match="No space left"):
+            write_cluster(descriptor, longer)
+        assert read_cluster(f"/dev/fd/{descriptor}") == cluster
 
 
 def test_each_role_has_a_socket_of_its_own_in_the_folder(cluster, tmp_path):
@@ -215,6 +236,30 @@ time.sleep(600)
         assert not any(alive(pid) for pid in pids(caplog, "garbled")[:-2])
     assert not any(map(alive, pids(caplog, "garbled")))
     assert "garbled ended after" in caplog.text
+
+
+def test_settings_that_can_not_be_passed_on_are_told_with_the_way_out(cluster, monkeypatch, tmp_path, caplog):
+    """By SIGHUP to several front ends, while the disk is full."""
+    told: list[object] = []
+
+    async def run(roles, drain_s, reload, at_once) -> bool:
+        kept = SimpleNamespace(hang_up=lambda: told.append("hung up"))
+        with monkeypatch.context() as full:
+            full.setattr(os, "pwrite", no_room)
+            await reload(kept)
+        assert not told
+        await reload(kept)
+        return True
+
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(host_roles, "run_roles", run)
+    plain = replace(cluster, provision=None, registry=None, front_end=FrontEndConfig(port=0))
+    plain = replace(plain, engine=replace(plain.engine, num_threads=None, state_dir=str(tmp_path)))
+    assert serve_host(plain, 2, Reload(lambda: plain)) == 0
+    assert told == ["hung up"]
+    assert "No space left on device): make room in TMPDIR, then send SIGHUP again" in caplog.text
 
 
 def test_stopping_ends_what_runs(caplog):
