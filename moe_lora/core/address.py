@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from .errors import ConfigError
@@ -48,3 +54,43 @@ def needs_keys(setting: str, address: object) -> ConfigError:
         f"{setting}={address} is reached over a network, where the roles of a cluster know each other by "
         f"certificates; make them by `{MAKE_KEYS}` and name their folder as certificates"
     )
+
+
+# Sockets of this host.
+
+
+@contextmanager
+def unix_socket(path: str) -> Iterator[socket.socket]:
+    """A socket that listens there, for its user only; closed at the end, and its path removed.
+
+    What a process that was killed left there is removed before.  Raises OSError, also if someone listens
+    there.
+    """
+    _remove_dead(path)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(path)
+        try:
+            os.chmod(path, 0o600)
+            sock.listen()  # at once: one that does not is taken for dead
+            yield sock
+        finally:
+            sock.close()
+            with suppress(OSError):  # by now it is another's
+                _remove_dead(path)
+
+
+def _remove_dead(path: str) -> None:
+    """Remove a socket at which nobody listens.  Raises OSError if someone does."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except FileNotFoundError:
+            return
+        except ConnectionRefusedError:
+            if stat.S_ISSOCK(os.stat(path).st_mode):  # other files refuse too
+                os.unlink(path)
+            return
+        except BlockingIOError:  # it has more to accept than may wait
+            pass
+    raise OSError(errno.EADDRINUSE, f"{path} is in use")

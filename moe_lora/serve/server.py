@@ -7,10 +7,9 @@ import contextlib
 import errno
 import gc
 import logging
-import os
 import signal
 import socket
-import stat
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 import moe_lora
-from moe_lora.core.address import parse_address
+from moe_lora.core.address import parse_address, unix_socket
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import allow_many_files, num_open_files, resident_bytes, return_memory
 from moe_lora.serve.admin.adapter_routes import adapters_router, registry_router
@@ -225,23 +224,13 @@ def bind_admin(address: str | None) -> Iterator[list[socket.socket]]:
         with bind(place.host, place.port) as sock:
             yield [sock]
         return
-    with socket.socket(socket.AF_UNIX) as sock:
+    with contextlib.ExitStack() as stack:
         try:
-            with contextlib.suppress(FileNotFoundError):
-                if stat.S_ISSOCK(os.stat(place.path).st_mode):
-                    os.unlink(place.path)  # a killed server's
-            mask = os.umask(0o177)
-            try:
-                sock.bind(place.path)
-            finally:
-                os.umask(mask)
+            sock = stack.enter_context(unix_socket(place.path))
         except OSError as error:
-            raise ConfigError(f"can't listen at admin_address={address}: {error.strerror}") from error
-        try:
-            yield [sock]
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(place.path)
+            reason = error.strerror or str(error)
+            raise ConfigError(f"can't listen at admin_address={address}: {reason}; choose another") from error
+        yield [sock]
 
 
 async def serve_forever(

@@ -10,12 +10,13 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import ExitStack
 
 import httpx
 import pytest
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.serve.server import bind, create_app
+from moe_lora.serve.server import bind, bind_admin, create_app
 
 from .conftest import frontend_of
 from .live_server import ServerThread
@@ -206,6 +207,45 @@ def test_a_port_in_use_is_refused_before_an_engine_starts():
 def test_a_host_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match=r"host=no\.such\.host\.invalid port=80"):
         bind("no.such.host.invalid", 80)
+
+
+def listens(path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        return True
+
+
+def test_administrators_socket_of_a_server_that_lives_is_not_taken_from_it(tmp_path):
+    place = tmp_path / "admin"
+    with ExitStack() as first:
+        first.enter_context(bind_admin(str(place)))
+        with (
+            pytest.raises(ConfigError, match=r"admin_address=.*in use; choose another"),
+            bind_admin(str(place)),
+        ):
+            pass
+        assert listens(place)
+        place.unlink()  # by hand
+        with bind_admin(str(place)):
+            first.close()
+            assert listens(place)
+    assert not place.exists()
+
+
+def test_a_killed_servers_socket_is_taken_and_a_file_is_not(tmp_path):
+    place = tmp_path / "admin"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(place))
+    with bind_admin(str(place)):
+        assert place.stat().st_mode & 0o777 == 0o600
+        assert listens(place)
+    place.write_text("notes")
+    with pytest.raises(ConfigError, match="in use"), bind_admin(str(place)):
+        pass
+    assert place.read_text() == "notes"
 
 
 def test_the_front_end_imports_no_torch():

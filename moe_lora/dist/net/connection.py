@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from websockets.asyncio.client import connect, unix_connect
@@ -18,7 +16,7 @@ from websockets.asyncio.connection import Connection
 from websockets.asyncio.server import ServerConnection, serve, unix_serve
 from websockets.exceptions import WebSocketException
 
-from moe_lora.core.address import Address, needs_keys
+from moe_lora.core.address import Address, needs_keys, unix_socket
 from moe_lora.core.errors import ConfigError, LastProblem
 
 from .codec import MAX_FRAME_BYTES
@@ -73,23 +71,19 @@ async def listen(
         await visit(connection, peer[0] if isinstance(peer, tuple) and peer else "this host")
 
     context = None if address.path else _context(setting, address, keys, server=True)
-    try:
-        if address.path:
-            _remove_dead_socket(address.path)
-            server = await unix_serve(handle, address.path, **_options(pings))
-            os.chmod(address.path, 0o600)
-        else:
-            server = await serve(handle, address.host, address.port, ssl=context, **_options(pings))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(f"can't listen at {setting}={address}: {reason}; choose another") from error
-    try:
+    with ExitStack() as stack:
+        try:
+            if address.path:
+                own = stack.enter_context(unix_socket(address.path))
+                server = await unix_serve(handle, sock=own, **_options(pings))
+            else:
+                server = await serve(handle, address.host, address.port, ssl=context, **_options(pings))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(f"can't listen at {setting}={address}: {reason}; choose another") from error
         async with server:
             sock = next(iter(server.sockets))
             yield address if address.path else Address(address.host, sock.getsockname()[1])
-    finally:
-        if address.path:
-            Path(address.path).unlink(missing_ok=True)
 
 
 async def dial(setting: str, address: Address, keys: Keys | None, pings: Pings | None = None) -> Connection:
@@ -166,22 +160,6 @@ def _keep_alive(connection: Connection) -> None:
     for name, value in _KEEPALIVE:
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _remove_dead_socket(path: str) -> None:
-    """What a process that was killed left behind must not keep its successor from listening there.
-
-    Raises OSError if someone listens.
-    """
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-        except FileNotFoundError:
-            return
-        else:
-            raise OSError(f"{path} is in use")
 
 
 class _OneLine(logging.Filter):
