@@ -50,7 +50,9 @@ class Reload:
             limits.change(now)
         if context is not None and now.tls_cert is not None:
             try:
-                context.load_cert_chain(now.tls_cert, now.tls_key)
+                # Into another first: one that fails may have taken over the certificate, without its key.
+                for one in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), context):
+                    one.load_cert_chain(now.tls_cert, now.tls_key)
             except OSError as error:
                 logger.error("the certificate %s can't be read again and stays: %s", now.tls_cert, error)
 

@@ -124,10 +124,11 @@ class ProcessMemory:
 class HttpServer(uvicorn.Server):
     """A uvicorn server that says where it listens, and refuses connections for which no files are left.
 
-    Signals are `serve_forever`'s.
+    Signals are `serve_forever`'s.  context: of TLS, once it has started.
     """
 
     on_ready: Callable[[str], None] | None = None
+    context: ssl.SSLContext | None = None
 
     def __init__(self, config: uvicorn.Config, limits: Limits) -> None:
         super().__init__(config)
@@ -142,8 +143,9 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list | None = None) -> None:
         for_files = most_connections(allow_many_files(), num_open_files())
-        context, self.config.ssl = self.config.ssl, None  # TLS begins behind the count of connections
-        self.config.http_protocol_class = limited(self._limits, for_files, context)  # type: ignore[assignment]
+        self.context, self.config.ssl = self.config.ssl, None  # TLS begins behind the count of connections
+        protocol = limited(self._limits, for_files, self.context)
+        self.config.http_protocol_class = protocol  # type: ignore[assignment]
         asyncio.get_running_loop().set_exception_handler(QuietLoop())
         await super().startup(sockets)
         for sock in sockets or []:
@@ -285,7 +287,7 @@ async def serve_forever(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     if reload is not None:
-        loop.add_signal_handler(signal.SIGHUP, on_hang_up(stop, lambda: reload.begin(limits, config.ssl)))
+        loop.add_signal_handler(signal.SIGHUP, on_hang_up(stop, lambda: reload.begin(limits, server.context)))
     # What is there now is never looked at again, and what comes later seldom: requests leave few cycles.
     gc.freeze()
     gc.collect()  # the collector would wait for a quarter of what it found the last time, which is frozen

@@ -7,8 +7,13 @@ import logging
 import os
 import pty
 import signal
+import ssl
+import subprocess
+import sys
+import textwrap
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +23,25 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.processes import set_log_level
 from moe_lora.serve.limits import Limits
 from moe_lora.serve.reload import Reload, on_hang_up
+
+from .live_server import wait_until
+from .served_tenants import make_certificate
+
+ROOT = Path(__file__).parents[2]
+SERVING = """
+    import asyncio, logging, sys
+    from moe_lora.serve.reload import Reload
+    from moe_lora.serve.server import bind, serve_forever
+    from tests.serve.conftest import frontend_of, scripted
+    from tests.small_tokenizers import characters, wrapped
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    tokenizer = wrapped(characters())
+    cert, key = sys.argv[1:]
+    frontend = frontend_of(scripted(tokenizer), tokenizer, tls_cert=cert, tls_key=key)
+    reload = Reload(lambda: frontend.cluster)
+    asyncio.run(serve_forever(frontend, bind("127.0.0.1", 0), reload=reload))
+"""
 
 
 class Written:
@@ -111,3 +135,46 @@ def test_a_hang_up_ends_the_server_only_when_its_terminal_is_gone(tmp_path):
     os.close(terminal)
     os.waitpid(pid, 0)
     assert said.read_text() == "stop"
+
+
+def test_a_new_certificate_is_shown_from_a_hang_up_on_and_half_of_one_is_not(tmp_path):
+    (tmp_path / "new").mkdir()
+    (cert, key), (new_cert, new_key) = make_certificate(tmp_path), make_certificate(tmp_path / "new")
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SERVING), str(cert), str(key)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+
+    def said(words: str) -> str:
+        for line in process.stdout:
+            if words in line:
+                return line
+        raise AssertionError(f"it ended before it said {words!r}")
+
+    def shown() -> bytes:
+        return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate(("127.0.0.1", port)))
+
+    def in_file() -> bytes:
+        return ssl.PEM_cert_to_DER_cert(cert.read_text())
+
+    try:
+        port = int(said("Serving base at https://").rpartition(":")[2])
+        first = in_file()
+        assert shown() == first
+        new_cert.replace(cert)
+        process.send_signal(signal.SIGHUP)
+        said("can't be read again and stays")
+        assert shown() == first
+        new_key.replace(key)
+        process.send_signal(signal.SIGHUP)
+        wait_until(lambda: shown() == in_file(), "the new certificate is shown")
+        assert in_file() != first
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0
