@@ -232,9 +232,6 @@ async def local_instances(
                 instance_registry.number_of(part.name)
             roles = HostRoles(parts, at_once=at_once)
             told = _passed_on(reload, file, cluster, roles)
-            roles.failed.add_done_callback(
-                lambda failed: setattr(instance_registry, "advice", str(failed.result()))
-            )
             try:
                 with told:
                     await roles.ready()

@@ -31,7 +31,8 @@ from .server import serve_forever
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
 
-ABSENCE = "none has dialled in at {} or all have left; start one, or send the request again in a while"
+ABSENCE = "none has dialled in, or all have left; send the request again in a while"
+"""What tenants are told: where instances dial in is in the log."""
 
 
 async def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> None:
@@ -52,7 +53,7 @@ async def serve_controller(cluster: ClusterConfig, reload: Reload | None = None)
     setting, place = "controller.engines_address", cluster.dialled_addresses()[CONTROLLER]
     with opened_registry(cluster) as (cluster, registry):
         async with controlled_fleet(
-            cluster, make_routes(cluster), setting, place, advice=ABSENCE.format(place), registry=registry
+            cluster, make_routes(cluster), setting, place, advice=ABSENCE, registry=registry
         ) as controlled:
             listener = FrontEndListener(controlled, cluster.front_ends or (ONE_FRONT_END,))
             await run_listener(listener, address, keys_of(cluster))
@@ -74,7 +75,7 @@ async def serve_deciding(
             make_routes(cluster),
             setting,
             place,
-            advice=ABSENCE.format(place),
+            advice=ABSENCE,
             registry=registry,
             recovery_s=RECOVERY_S,
         ) as controlled:
@@ -103,7 +104,7 @@ async def serve_directed(
     place, keys = cluster.dialled_addresses()[name], keys_of(cluster)
     address = parse_address("controller.address", cluster.controller.address)
     heartbeat = Heartbeat.of(cluster.front_end)
-    instance_registry = InstanceRegistry((), cluster.engine.adapters, ABSENCE.format(place), heartbeat)
+    instance_registry = InstanceRegistry((), cluster.engine.adapters, ABSENCE, heartbeat)
     routes = make_routes(cluster)
     watched = cluster.provisioning is not None
     link = ControllerLink(address, keys, name, instance_registry, routes, watched=watched)

@@ -50,7 +50,8 @@ def test_until_an_instance_dials_in_requests_are_told_so(running):
     running.front_end.wait_for("Serving demo at")
     [(status, message)] = running.cluster.drive(REQUESTS[:1]).done()
     assert status == 503
-    assert message.startswith(NOBODY)
+    assert message == f"{NOBODY}, or all have left; send the request again in a while"
+    running.front_end.wait_for("LLM instances are awaited at 127.0.0.1:")
 
 
 def test_tokens_are_those_of_one_local_engine(running, expected):
@@ -95,6 +96,7 @@ def test_torchrun_killed_outright_leaves_no_worker(running):
     os.kill(running.instance.process.pid, signal.SIGKILL)
     running.instance.process.wait(10)
     until(lambda: not alive(worker), lambda: "the worker outlives its torchrun")
+    running.front_end.wait_for("no LLM instance is left; one may dial in at 127.0.0.1:")
     [(status, message)] = running.cluster.drive(REQUESTS[:1]).done()
     assert status == 503
     assert message.startswith(NOBODY)

@@ -146,7 +146,7 @@ class InstanceRegistry:
     """The instances and the adapters that they serve.
 
     clients: of the instances that are live from the start; others may `enter`.  adapters: (name, directory)
-    pairs of the start.  advice: what is said when no instance is live.
+    pairs of the start.  advice: what is said when no instance is live, to tenants too, so without places.
     heartbeat: when an instance counts as silent.  pool: where adapters are held; None: every instance has
     them all.
     """

@@ -346,6 +346,7 @@ class InstanceListener:
         self._admit = admit
         self._inside: set[str] = set()
         self._info: ModelInfo | None = None
+        self._place: Address | None = None
 
     @asynccontextmanager
     async def open(self, setting: str, address: Address, keys: Keys | None) -> AsyncIterator[Address]:
@@ -354,6 +355,8 @@ class InstanceListener:
         Raises ConfigError if the address can't be had.
         """
         async with listen(setting, address, keys, self._receive) as place:
+            self._place = place
+            logger.info("LLM instances are awaited at %s", place)
             yield place
 
     async def _receive(self, connection: Connection, host: str) -> None:
@@ -417,6 +420,8 @@ class InstanceListener:
                 logger.warning(
                     "instance %s left (%s); its requests go on elsewhere", hello.name, peer.problem
                 )
+                if not self._instance_registry.live:
+                    logger.warning("no LLM instance is left; one may dial in at %s", self._place)
         except (EngineDeadError, ConfigError) as error:
             logger.warning("instance %s left before it took part: %s", hello.name, error)
         finally:
