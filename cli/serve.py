@@ -130,13 +130,14 @@ def serve(
     MODEL_DIR may also stand in the file of --config.
     """
     import logging
+    from contextlib import ExitStack
     from dataclasses import replace
     from functools import partial
 
     from moe_lora import assemble
     from moe_lora.dist.launch.host_roles import failure_told
     from moe_lora.dist.launch.roles import end_with
-    from moe_lora.serve.reload import Reload, set_log_level
+    from moe_lora.serve.reload import Reload, hang_ups_ignored, set_log_level
 
     from .serve_settings import cluster_to_serve, fit_to_serve
 
@@ -154,15 +155,18 @@ def serve(
     reload = None if config_file is None else Reload(partial(cluster_to_serve, config_file, name, options))
     if parent is not None:
         end_with(parent, cluster.folder_of_sockets)
-    if role != "all":
-        with failure_told(status_fd):
-            if role == "front-end":
-                assemble.serve_front_end(cluster, name, listen_fd, reload)
-            else:
-                assemble.serve_controller(cluster, reload)
-        return
-    cluster = replace(cluster, engine=fit_to_serve(cluster.engine, skip_bad=skip_bad_adapters))
-    num_front_ends = num_front_ends or len(cluster.front_ends) or 1
-    if num_front_ends > 1:
-        raise SystemExit(assemble.serve_host(cluster, num_front_ends, reload))
-    assemble.serve(cluster, reload)
+    with ExitStack() as stack:
+        if reload is not None and parent is None:  # who has a parent is started again, and reads them then
+            stack.enter_context(hang_ups_ignored())
+        if role != "all":
+            with failure_told(status_fd):
+                if role == "front-end":
+                    assemble.serve_front_end(cluster, name, listen_fd, reload)
+                else:
+                    assemble.serve_controller(cluster, reload)
+            return
+        cluster = replace(cluster, engine=fit_to_serve(cluster.engine, skip_bad=skip_bad_adapters))
+        num_front_ends = num_front_ends or len(cluster.front_ends) or 1
+        if num_front_ends > 1:
+            raise SystemExit(assemble.serve_host(cluster, num_front_ends, reload))
+        assemble.serve(cluster, reload)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import ConfigError
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from .serve.reload import Reload
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
@@ -56,7 +59,7 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
             await serve_forever(frontend, sock, front_end.drain_s, reload, at_once)
 
     with bind(front_end.host, front_end.port) as sock, opened_registry(cluster) as (cluster, registry):
-        asyncio.run(run(cluster, registry))
+        _run(run(cluster, registry))
 
 
 def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> None:
@@ -67,7 +70,7 @@ def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> No
     """
     from .serve import cluster_roles
 
-    asyncio.run(cluster_roles.serve_controller(cluster, reload))
+    _run(cluster_roles.serve_controller(cluster, reload))
 
 
 def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | None = None) -> int:
@@ -128,12 +131,12 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
                 told = None if reload is None else pass_on
                 return 0 if await run_roles(roles, drain_s, told, at_once) else 1
 
-    with (
-        bind(cluster.front_end.host, cluster.front_end.port) as sock,
-        OwnFolder() as folder,
-        run_folder(cluster.engine.state_dir) as kept,
-    ):
-        return asyncio.run(run(str(folder), str(kept / "contents")))
+    async def run_in_folders() -> int:
+        with OwnFolder() as folder, run_folder(cluster.engine.state_dir) as kept:
+            return await run(str(folder), str(kept / "contents"))
+
+    with bind(cluster.front_end.host, cluster.front_end.port) as sock:
+        return _run(run_in_folders())
 
 
 def serve_front_end(
@@ -160,9 +163,26 @@ def serve_front_end(
         bind(front_end.host, front_end.port) if listen_fd is None else socket.socket(fileno=listen_fd) as sock
     ):
         if cluster.controller is None:
-            asyncio.run(serve_deciding(cluster, tokenizer, sock, reload))
+            _run(serve_deciding(cluster, tokenizer, sock, reload))
         else:
-            asyncio.run(serve_directed(cluster, name, tokenizer, sock, reload))
+            _run(serve_directed(cluster, name, tokenizer, sock, reload))
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns.  SIGTERM cancels it until it has a handler itself, so that nothing is left.
+
+    Raises SystemExit then, with the status that a shell reports for the signal.
+    """
+
+    async def run() -> T:
+        task = asyncio.create_task(main)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await task
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
 
 
 def _check_local(cluster: ClusterConfig) -> None:

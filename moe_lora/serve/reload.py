@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 
 from moe_lora.config import FrontEndConfig, LimitsConfig
@@ -88,3 +90,20 @@ def on_hang_up(stop: Callable[[], None], reload: Callable[[], None]) -> Callable
     """What to do at SIGHUP: it says that the terminal was closed, or else, that settings have changed."""
     had_terminal = has_terminal()
     return lambda: stop() if had_terminal and not has_terminal() else reload()
+
+
+@contextmanager
+def hang_ups_ignored() -> Iterator[None]:
+    """While a server starts SIGHUP ends it, as SIGTERM does, only if its terminal was closed.
+
+    Until it has a handler that reads settings again: they were read just now.
+    """
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:  # nohup
+        yield
+        return
+    hang_up = on_hang_up(lambda: signal.raise_signal(signal.SIGTERM), lambda: None)
+    signal.signal(signal.SIGHUP, lambda *_: hang_up())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)

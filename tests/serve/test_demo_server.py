@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -168,6 +170,28 @@ def test_signal_lets_a_stream_finish_and_nothing_of_the_server_is_left(tmp_path,
     assert held
     assert not any(Path(one).exists() for one in held)
     assert list((tmp_path / "state").iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [(), ("--front-ends", "2", "--lora-server", "EP1-PP1")])
+def test_a_server_that_is_told_to_end_while_it_starts_leaves_nothing(tmp_path, options):
+    command = [sys.executable, "-m", "moe_lora.cli.main", "serve", str(DEMO / "model"), "--port", "0"]
+    command += ["--eager", "--state-dir", str(tmp_path / "state"), *options]
+    log = tmp_path / "log"
+    with tempfile.TemporaryDirectory() as temporary:
+        with log.open("w") as file:
+            process = subprocess.Popen(command, stderr=file, env={**os.environ, "TMPDIR": temporary})
+        try:
+            wait_until(lambda: "started (process" in log.read_text(), "something is started")
+            processes = descendants(process.pid)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+        wait_until(lambda: not any(map(alive, processes)), "all processes have ended")
+        assert processes
+        assert [one.name for one in Path(temporary).iterdir() if "moe_lora" in one.name] == []
+    assert list((tmp_path / "state").iterdir()) == []
+    assert "Traceback" not in log.read_text()
 
 
 def descendants(pid: int) -> list[int]:

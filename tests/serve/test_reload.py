@@ -22,7 +22,7 @@ from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.processes import set_log_level
 from moe_lora.serve.limits import Limits
-from moe_lora.serve.reload import Reload, on_hang_up
+from moe_lora.serve.reload import Reload, hang_ups_ignored, on_hang_up
 
 from .live_server import wait_until
 from .served_tenants import make_certificate
@@ -178,3 +178,14 @@ def test_a_new_certificate_is_shown_from_a_hang_up_on_and_half_of_one_is_not(tmp
     finally:
         process.kill()
     assert process.returncode == 0
+
+
+def test_hang_ups_do_nothing_while_a_server_starts():
+    before = signal.getsignal(signal.SIGHUP)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with hang_ups_ignored():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
