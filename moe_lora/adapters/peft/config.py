@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -179,13 +179,18 @@ def refuse_unsupported(fields: dict[str, Any], where: str) -> None:
         )
 
 
-def shown(value: Any) -> str:
+def shown(value: Any, max_chars: int = _MAX_SHOWN_CHARS) -> str:
     """repr for an error's text, cut where it is long."""
     try:
-        text = repr(value)
+        return cut(repr(value), max_chars)
     except ValueError:  # an integer of thousands of digits
         return f"a {type(value).__name__} of too many digits"
-    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}…"
+
+
+def cut(text: str, max_chars: int = _MAX_SHOWN_CHARS) -> str:
+    """A text for an error or the log: cut where it is long, escaped where it would break the line."""
+    text = text if len(text) <= max_chars else f"{text[:max_chars]}…"
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 _RANKS = f"an integer from 1 to {_MAX_LORA_RANK}"
@@ -357,9 +362,13 @@ class AdapterConfig(
 
 
 def _has_suffix(path: str, names: frozenset[str]) -> bool:
-    """Whether one of the names under which a list may target this path ("a.b.c", "b.c", "c") is given."""
+    return bool(names) and any(suffix in names for suffix in suffixes(path))
+
+
+def suffixes(path: str) -> Iterator[str]:
+    """The names under which a list may target this path: "a.b.c", "b.c", "c"."""
     parts = path.split(".")
-    return bool(names) and any(".".join(parts[i:]) in names for i in range(len(parts)))
+    return (".".join(parts[i:]) for i in range(len(parts)))
 
 
 def _sorted(names: tuple[str, ...] | str) -> Any:

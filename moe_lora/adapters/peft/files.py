@@ -28,6 +28,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MAX_HEADER_BYTES = 100_000_000
 """That of the safetensors library."""
 _MAX_DIMS = 8
+_MAX_PATH_CHARS = 4096
+"""A longer path leads nowhere (Linux: PATH_MAX), and following its links takes the square of its length."""
 # As torch calls them, and their bytes.
 _DTYPES = {
     **{"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2), "F64": ("float64", 8)},
@@ -69,6 +71,8 @@ def confined(path: str | Path, root: str | None) -> bool:
     """Whether `path`, its links and `..` followed, lies in the folder `root`; None: anything does."""
     if root is None:
         return True
+    if len(str(path)) > _MAX_PATH_CHARS:
+        return False
     try:
         real, base = os.path.realpath(path), os.path.realpath(root)
     except (OSError, ValueError):

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from moe_lora.adapters.contents import AdapterContents
-from moe_lora.adapters.peft import file_check, reader
+from moe_lora.adapters.peft import base, file_check, reader
 from moe_lora.adapters.peft.file_check import check_adapter
 from moe_lora.adapters.peft.files import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE, read_header
 from moe_lora.adapters.peft.patterns import MAX_PATTERN_CHARS
@@ -303,6 +303,90 @@ def test_a_base_outside_the_root_is_not_looked_at(adapter, checkpoint, shape_of,
     assert read_adapter(path, shape_of("mixtral"), torch.float32, root=str(root)).nbytes
     with pytest.raises(AdapterError, match="base_model_name_or_path"):
         read_adapter(path, shape_of("mixtral"), torch.float32)
+
+
+@pytest.fixture
+def with_base(adapter, tmp_path):
+    """A function: the adapter in a root, its base model being a folder, or a name, of the root."""
+
+    def made(name: str) -> Path:
+        path = shutil.copytree(adapter, tmp_path / "top" / "own")
+        fields = json.loads((path / CONFIG_FILE).read_text())
+        fields["base_model_name_or_path"] = str(tmp_path / "top" / name)
+        (path / CONFIG_FILE).write_text(json.dumps(fields))
+        (tmp_path / "top" / "base").mkdir()
+        return path
+
+    return made
+
+
+def test_a_base_whose_config_is_a_link_out_of_the_root_is_not_looked_at(
+    with_base, checkpoint, shape_of, tmp_path
+):
+    path, root = with_base("base"), tmp_path / "top"
+    other = json.loads((checkpoint("llama") / "config.json").read_text())
+    secret = tmp_path / "secret.json"
+    secret.write_text(json.dumps(other | {"quantization_config": {"quant_method": "secret"}}))
+    (root / "base" / "config.json").symlink_to(secret)
+    assert read_adapter(path, shape_of("mixtral"), torch.float32, root=str(root)).warnings == ()
+    with pytest.raises(AdapterError, match="has family=llama"):
+        read_adapter(path, shape_of("mixtral"), torch.float32)
+
+
+@pytest.mark.parametrize("rooted", [False, True])
+def test_a_base_whose_config_is_a_pipe_is_not_waited_for(with_base, shape_of, tmp_path, monkeypatch, rooted):
+    path, root = with_base("base"), tmp_path / "top"
+    os.mkfifo(root / "base" / "config.json")
+
+    def read() -> Any:
+        return read_adapter(path, shape_of("mixtral"), torch.float32, root=str(root) if rooted else None)
+
+    assert read().warnings == ()
+    monkeypatch.setattr("os.path.isfile", lambda path: True)  # it was a file when it was looked at
+    with pytest.raises(AdapterError, match="not a model that can be compared"):
+        read()
+
+
+def test_a_base_whose_config_is_too_large_or_no_object_is_refused(with_base, shape_of, tmp_path):
+    path, config = with_base("base"), tmp_path / "top" / "base" / "config.json"
+    for text, words in (("", f"larger than {MAX_CONFIG_BYTES} bytes"), ("[1]", "must be a JSON object")):
+        config.write_text(text)
+        if not text:
+            os.truncate(config, MAX_CONFIG_BYTES + 1)
+        with pytest.raises(AdapterError, match=words):
+            read_adapter(path, shape_of("mixtral"), torch.float32)
+    config.write_text(json.dumps({"model_type": "x" * 10**6}))
+    with pytest.raises(AdapterError, match="model_type='xxx") as caught:
+        read_adapter(path, shape_of("mixtral"), torch.float32)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_bases_config_is_read_once(with_base, checkpoint, shape_of, tmp_path, monkeypatch):
+    path, opened = with_base("base"), []
+    shutil.copy(checkpoint("mixtral") / "config.json", tmp_path / "top" / "base")
+    open_file = base.open_file
+    monkeypatch.setattr(base, "open_file", lambda *args: opened.append(args) or open_file(*args))
+    assert read_adapter(path, shape_of("mixtral"), torch.float32, root=str(tmp_path / "top")).nbytes
+    assert len(opened) == 1
+
+
+def test_links_of_a_base_that_no_path_can_name_are_not_followed(with_base, shape_of, tmp_path, monkeypatch):
+    path, followed = with_base("a/" * 10**6), []
+    realpath = os.path.realpath
+
+    def follow(path: Any, **how: Any) -> Any:
+        followed.append(len(str(path)))
+        return realpath(path, **how)
+
+    monkeypatch.setattr("os.path.realpath", follow)
+    assert read_adapter(path, shape_of("mixtral"), torch.float32, root=str(tmp_path / "top")).warnings == ()
+    assert max(followed) < 5000
+
+
+def test_a_base_outside_the_root_with_a_quantised_name_is_said_to_be(with_base, shape_of, tmp_path):
+    path = with_base("../mixtral-bnb-4bit")
+    [warning] = read_adapter(path, shape_of("mixtral"), torch.float32, root=str(tmp_path / "top")).warnings
+    assert "quantised as bnb-4bit" in warning
 
 
 def test_a_pipe_is_refused_and_nobody_waits_for_it(adapter, shape_of, tmp_path, monkeypatch):
