@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import regex
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,6 +107,12 @@ HEADERS: dict[str, tuple[Any, str]] = {
     "a list": (b"[1, 2]", "not a readable"),
     "nested without end": (b"[" * 100_000, "not a readable"),
     "no JSON": (b"\xff\xfe", "not a readable"),
+    "a name of a million characters": (GOOD | {"x" * 10**6: entry(1536, 1536, [0])}, "the name of no tensor"),
+    "a name of two lines": (
+        GOOD | {"x\nA.lora_A.weight": entry(1536, 1536, [0])},
+        r"'x\nA.lora_A.weight' is",
+    ),
+    "a field of a million characters": (GOOD | {Q_B: {"x" * 10**6: 1}}, "not a readable"),
     "metadata no texts": (GOOD | {"__metadata__": {"a": [1]}}, "not a readable"),
     "a rank that no file has": (GOOD, "expected shape"),
 }
@@ -136,6 +143,10 @@ def test_a_file_larger_than_the_memory_that_is_free_is_refused_before_it_is_read
 
 CONFIGS: dict[str, tuple[bytes, str]] = {
     "a key twice": (b'{"r": 4, "r": 8}', "'r' is given twice"),
+    "half a character": (
+        json.dumps(CONFIG | {"target_modules": ["\ud800"]}).encode(),
+        "surrogates not allowed",
+    ),
     "too large": (b" " * (MAX_CONFIG_BYTES + 1), "larger than"),
     "alpha of no sense": (json.dumps(CONFIG | {"lora_alpha": 1e7}).encode(), "lora_alpha=10000000.0"),
     "repeats in repeats": (json.dumps(CONFIG | {"target_modules": "(.|..)+(?<![a-z])"}).encode(), "to match"),
@@ -159,6 +170,33 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
         json.dumps(CONFIG | {"alpha_pattern": {f"{n}{'a' * 9000}": 1 for n in range(20)}}).encode(),
         "100000 characters",
     ),
+    "repeats that are too many together": (
+        json.dumps(CONFIG | {"rank_pattern": {f"(?:a{{80}}){{80}}{n}": 4 for n in range(1000)}}).encode(),
+        "rank_pattern: regular expressions of more than 100000 characters together, counted repeats written",
+    ),
+    "a repeat of 5000 digits": (
+        json.dumps(CONFIG | {"target_modules": f"a{{{'9' * 5000}}}"}).encode(),
+        "target_modules",
+    ),
+    "layers, 10^5": (
+        json.dumps(CONFIG | {"layers_to_transform": list(range(10**5))}).encode(),
+        "layers_to_transform has 100000 layers, at most 10000",
+    ),
+    "a layer of 30 digits": (
+        json.dumps(CONFIG | {"layers_to_transform": [10**30]}).encode(),
+        "layers_to_transform",
+    ),
+    **{
+        f"names in {key}, 10^5": (
+            json.dumps(CONFIG | {key: [f"x{n}" for n in range(10**5)]}).encode(),
+            f"{key} has 100000 names, at most 50000",
+        )
+        for key in ("target_modules", "target_parameters", "exclude_modules")
+    },
+    "patterns of layers, 3000": (
+        json.dumps(CONFIG | {"layers_to_transform": [0], "layers_pattern": ["x"] * 3000}).encode(),
+        "layers_pattern has 3000 patterns, at most 1000",
+    ),
 }
 
 
@@ -172,6 +210,33 @@ def test_configs_that_would_cost_too_much_are_refused(case, tmp_path, nothing_is
         read_adapter(path, LLAMA, torch.float32)
     assert words in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+def test_names_that_match_nothing_are_ten_and_a_number_in_the_warning(tmp_path):
+    names = [f"x{n:04}{'y' * 500}" for n in range(5000)]
+    path = write(tmp_path / "a", GOOD, config={"target_modules": ["q_proj", *names]})
+    [warning] = read_adapter(path, LLAMA, torch.float32).warnings
+    assert "'x0009" in warning
+    assert "'x0010" not in warning
+    assert "and 4990 more match nothing in the base model" in warning
+    assert len(warning) < 2000
+
+
+def test_patterns_of_layers_are_compiled_once_for_all_modules(tmp_path, monkeypatch):
+    compiled: list[str] = []
+    compile_ = regex.compile
+    monkeypatch.setattr(regex, "compile", lambda text: compiled.append(text) or compile_(text))
+    seven = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    fields = {"layers_to_transform": [0], "layers_pattern": [f"x{n}" for n in range(200)]}
+    path = write(tmp_path / "a", GOOD, config={"target_modules": seven, **fields})
+    with pytest.raises(AdapterError, match="no target_modules"):
+        read_adapter(path, LLAMA, torch.float32)
+    assert len(compiled) <= 3 * 200
+
+
+def test_groups_in_a_pattern_of_layers_are_not_taken_for_the_layers_number(tmp_path):
+    fields = {"layers_to_transform": [0], "layers_pattern": ["(la)?(z)?yers"]}
+    assert read_adapter(write(tmp_path / "a", GOOD, config=fields), LLAMA, torch.float32).nbytes
 
 
 def test_tensors_that_begin_anywhere_are_read_as_safetensors_reads_them(tmp_path):
