@@ -30,7 +30,8 @@ class Attacker:
     def __init__(self, port: int, address: str) -> None:
         self.statuses: Counter[str] = Counter()
         self.longest_error = 0
-        self._place, self._address = ("127.0.0.1", port), address
+        self.port = port
+        self._address = address
         self._open: list[socket.socket] = []
 
     def __enter__(self) -> Attacker:
@@ -49,7 +50,7 @@ class Attacker:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         one.bind((address or self._address, 0))
         one.settimeout(10)
-        one.connect(self._place)
+        one.connect(("127.0.0.1", self.port))
         return one
 
     def ask(self, *parts: bytes, wait_s: float = 60.0, pause_s: float = 0.0) -> bytes:

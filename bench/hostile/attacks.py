@@ -6,12 +6,20 @@ import itertools
 import json
 import socket
 import struct
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from bench.harness.records import ROOT
+
 from .attacker import CHAT, COMPLETIONS, HEAD, Attacker, post
+from .hostile_adapters import hostile_configs, lying_headers
 
 Attack = Callable[[Attacker], None]
 ATTACKS: dict[str, Attack] = {}
@@ -19,7 +27,10 @@ SHORT: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 1}
 LONG: dict[str, Any] = {"prompt": "a", "max_tokens": 100, "ignore_eos": True}
 LONG_STREAM = {**LONG, "max_tokens": 250, "stream": True, "n": 4, "logprobs": 5}
 GET = b"GET %s HTTP/1.1\r\nHost: localhost\r\n"
-LOAD = b"/v1/load_lora_adapter"
+LOAD, UNLOAD = b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter"
+GOOD_ADAPTER = ROOT / "demo" / "adapters" / "rot13-r2"
+NUM_ADAPTERS = 200
+NUM_CALLS = 500
 
 
 def attack(function: Attack) -> Attack:
@@ -334,6 +345,45 @@ def metrics_as_fast_as_they_come(attacker: Attacker) -> None:
 def unknown_models(attacker: Attacker) -> None:
     for number in range(500):
         attacker.json({**SHORT, "model": f"nobody-{number}"})
+
+
+# Files and calls that a fuzzer draws.
+
+
+@attack
+def adapters_with_lying_headers(attacker: Attacker) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        load_each(attacker, lying_headers(GOOD_ADAPTER, Path(folder), NUM_ADAPTERS))
+
+
+@attack
+def adapters_with_hostile_configs(attacker: Attacker) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        load_each(attacker, hostile_configs(GOOD_ADAPTER, Path(folder), NUM_ADAPTERS))
+
+
+def load_each(attacker: Attacker, folders: Iterable[Path]) -> None:
+    """Load one after another; what is taken, since the model can compute it, is unloaded."""
+    for number, folder in enumerate(folders):
+        name = f"hostile-{number}"
+        if b" 200 " in attacker.json({"lora_name": name, "lora_path": str(folder)}, LOAD)[:15]:
+            attacker.json({"lora_name": name}, UNLOAD)
+
+
+@attack
+def openapi_fuzzing(attacker: Attacker) -> None:
+    deadline_s = time.monotonic() + 20
+    for request in drawn_calls(attacker.port):
+        if time.monotonic() < deadline_s:
+            attacker.ask(request)
+
+
+@lru_cache
+def drawn_calls(port: int) -> tuple[bytes, ...]:
+    """Calls of the server's operations, which take half a minute to draw the first time."""
+    words = ["-m", "bench.hostile.openapi_calls", str(port), str(NUM_CALLS)]
+    drawn = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return tuple(json.loads(line).encode("latin-1") for line in drawn.stdout.splitlines())
 
 
 # What two servers in a row may read in two ways, and what is no HTTP at all.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
+from moe_lora.serve.admin import adapter_routes
 from moe_lora.serve.server import create_app
 
 from .conftest import as_served, frontend_of
@@ -58,6 +61,24 @@ def test_a_folder_of_adapters_that_peft_saved_by_name_is_looked_into(server, ada
     assert server.post(LOAD, {"lora_name": "second", "lora_path": str(folder)}).status_code == 200
     for name in ("new", "second"):
         assert server.post(UNLOAD, {"lora_name": name}).status_code == 200
+
+
+def test_a_folder_that_hangs_holds_nobody_up(server, adapter_dir, monkeypatch):
+    looking, goes_on = threading.Event(), threading.Event()
+
+    def hangs(path, name):
+        looking.set()
+        assert goes_on.wait(60)
+        return path
+
+    monkeypatch.setattr(adapter_routes, "adapter_folder", hangs)
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(server.post, LOAD, {"lora_name": "new", "lora_path": adapter_dir})
+        assert looking.wait(60)
+        assert names(server) == ["base", "shout"]
+        goes_on.set()
+        assert load.result().status_code == 200
+    assert server.post(UNLOAD, {"lora_name": "new"}).status_code == 200
 
 
 def test_a_name_taken_is_400_unless_loaded_in_place(server, engine, adapter_dir):

@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
+import regex
 
 from moe_lora.core.errors import AdapterError
 
-from .patterns import Matching, Rule, compiled, compiles, rules
+from .patterns import (
+    MAX_EXPANDED_CHARS,
+    Matching,
+    Rules,
+    as_end,
+    as_layer,
+    compiled,
+    compiles,
+    expanded_chars,
+)
 
 # The order of columns in the lora_B of a 3-D expert parameter: PEFT's, or the one Unsloth wrote for a while.
 #
@@ -58,7 +68,7 @@ class ExpertLayout:
         for layout in layouts:
             if layout not in (RANK_MAJOR, GROUPED_BY_EXPERT):
                 raise AdapterError(
-                    f"{self.where}: {FLAT_KEY}={layout!r} for {parameter} is not supported; "
+                    f"{self.where}: {FLAT_KEY}={shown(layout)} for {parameter} is not supported; "
                     f"allowed are {RANK_MAJOR!r} (as PEFT writes it) and {GROUPED_BY_EXPERT!r}; "
                     "save the adapter again in one of them"
                 )
@@ -85,14 +95,15 @@ class ExpertLayout:
             parameters = detail.get("parameters") if isinstance(detail, Mapping) else None
             if not isinstance(parameters, Mapping):
                 raise AdapterError(
-                    f"{self.where}: {DETAIL_KEY}={detail!r} must be an object with 'parameters', as Unsloth "
-                    "writes it; remove it and state the layout with "
+                    f"{self.where}: {DETAIL_KEY}={shown(detail)} must be an object with 'parameters', as "
+                    "Unsloth writes it; remove it and state the layout with "
                     f'"{FLAT_KEY}": "{RANK_MAJOR}" or "{GROUPED_BY_EXPERT}"'
                 )
             if detail.get("lora_A_layout", GROUPED_BY_EXPERT) != GROUPED_BY_EXPERT:
                 raise AdapterError(
-                    f"{self.where}: {DETAIL_KEY}.lora_A_layout={detail['lora_A_layout']!r} is not supported; "
-                    f"only {GROUPED_BY_EXPERT!r} is, which PEFT and Unsloth write; save the adapter again"
+                    f"{self.where}: {DETAIL_KEY}.lora_A_layout={shown(detail['lora_A_layout'])} is not "
+                    f"supported; only {GROUPED_BY_EXPERT!r} is, which PEFT and Unsloth write; save the "
+                    "adapter again"
                 )
             entry = parameters.get(parameter)
             if entry is not None:
@@ -144,8 +155,14 @@ _MUST_BE_UNSET = {
 _ADDITIVE_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 _MAX_NUMBER = 1e6
 _MAX_LORA_RANK = 1_000_000
-_MAX_PATTERNS = 1000
-_MAX_PATTERNS_CHARS = 100_000
+_NAME_LISTS = ("target_modules", "target_parameters", "exclude_modules")
+_PATTERN_KEYS = ("rank_pattern", "alpha_pattern", "layers_pattern")
+# A list that names each module of Qwen3-235B's experts has 36 096 names.
+_MOST_ITEMS = {
+    **dict.fromkeys(_NAME_LISTS, (50_000, "names", "name modules by the last part of their paths")),
+    **dict.fromkeys(_PATTERN_KEYS, (1000, "patterns", "join those of equal value in one regular expression")),
+    "layers_to_transform": (10_000, "layers", "leave out those that the model has not"),
+}
 _MAX_SHOWN_CHARS = 100
 _DUMMY_TARGET = "dummy-target-modules"
 
@@ -179,13 +196,18 @@ def refuse_unsupported(fields: dict[str, Any], where: str) -> None:
         )
 
 
-def shown(value: Any) -> str:
+def shown(value: Any, max_chars: int = _MAX_SHOWN_CHARS) -> str:
     """repr for an error's text, cut where it is long."""
     try:
-        text = repr(value)
+        return cut(repr(value), max_chars)
     except ValueError:  # an integer of thousands of digits
         return f"a {type(value).__name__} of too many digits"
-    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}…"
+
+
+def cut(text: str, max_chars: int = _MAX_SHOWN_CHARS) -> str:
+    """A text for an error or the log: cut where it is long, escaped where it would break the line."""
+    text = text if len(text) <= max_chars else f"{text[:max_chars]}…"
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 _RANKS = f"an integer from 1 to {_MAX_LORA_RANK}"
@@ -205,6 +227,7 @@ _ALLOWED = {
 }
 _Rank = Annotated[int, msgspec.Meta(ge=1, le=_MAX_LORA_RANK)]
 _Number = Annotated[float, msgspec.Meta(gt=-_MAX_NUMBER, lt=_MAX_NUMBER)]
+_Layer = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
 class AdapterConfig(
@@ -224,7 +247,7 @@ class AdapterConfig(
     target_modules: tuple[str, ...] | str = ()
     target_parameters: tuple[str, ...] = ()
     exclude_modules: tuple[str, ...] | str = ()
-    layers_to_transform: tuple[int, ...] = ()
+    layers_to_transform: frozenset[_Layer] = frozenset()
     layers_pattern: tuple[str, ...] = ()
     base_model: str = ""
     where: str = ""
@@ -245,6 +268,7 @@ class AdapterConfig(
             return AdapterError(f"{where}: {key}={shown(fields.get(key))} must be {_ALLOWED[key]} ({detail})")
 
         given = {key: value for key, value in fields.items() if value is not None}
+        _check_lengths(given, where)
         for key in ("layers_to_transform", "layers_pattern"):
             if isinstance(alone := given.get(key), (int, str)):
                 given[key] = [] if alone == "" else [alone]
@@ -262,19 +286,16 @@ class AdapterConfig(
             expert_layout=ExpertLayout(fields, where),
         )
         expressions = config._expressions()
-        if sum(map(len, chain.from_iterable(expressions.values()))) > _MAX_PATTERNS_CHARS:
+        if sum(map(expanded_chars, chain.from_iterable(expressions.values()))) > MAX_EXPANDED_CHARS:
             raise AdapterError(
-                f"{where}: regular expressions of more than {_MAX_PATTERNS_CHARS} characters together; write "
-                "them shorter, or list modules by name"
+                f"{where}: {', '.join(key for key, listed in expressions.items() if listed)}: regular "
+                f"expressions of more than {MAX_EXPANDED_CHARS} characters together, counted repeats written "
+                "out; write them shorter, or list modules by name"
             )
         for key, listed in expressions.items():
-            if len(listed) > _MAX_PATTERNS:
-                raise AdapterError(
-                    f"{where}: {key} has {len(listed)} patterns, at most {_MAX_PATTERNS} are read; "
-                    "join those of equal value in one regular expression"
-                )
+            form = as_layer if key == "layers_pattern" else as_end
             for expression in listed:
-                if not compiles(expression):
+                if not compiles(expression, form):
                     raise wrong(key, f"see {shown(expression)}")
         if config.layers_to_transform and isinstance(config.target_modules, str):
             raise wrong("layers_to_transform", "it is one")
@@ -332,20 +353,24 @@ class AdapterConfig(
         return frozenset(self.target_parameters)
 
     @cached_property
-    def _ranks(self) -> list[Rule]:
-        return rules(self.rank_pattern)
+    def _ranks(self) -> Rules:
+        return Rules(self.rank_pattern)
 
     @cached_property
-    def _alphas(self) -> list[Rule]:
-        return rules(self.alpha_pattern)
+    def _alphas(self) -> Rules:
+        return Rules(self.alpha_pattern)
+
+    @cached_property
+    def _layer_patterns(self) -> list[regex.Pattern[str]]:
+        return [regex.compile(as_layer(pattern)) for pattern in self.layers_pattern or (r"[^.]*",)]
 
     def _in_layers(self, path: str) -> bool:
         if not self.layers_to_transform:
             return True
-        for pattern in self.layers_pattern or (r"[^.]*",):
-            found = self._matching.run(compiled(rf"(?:^|.*?\.){pattern}\.(\d+)\.").match, path)
+        for pattern in self._layer_patterns:
+            found = self._matching.run(pattern.match, path)
             if found:
-                return int(found.group(1)) in self.layers_to_transform
+                return int(found[pattern.groups]) in self.layers_to_transform
         return False
 
     def _is(self, pattern: str, path: str) -> bool:
@@ -357,9 +382,21 @@ class AdapterConfig(
 
 
 def _has_suffix(path: str, names: frozenset[str]) -> bool:
-    """Whether one of the names under which a list may target this path ("a.b.c", "b.c", "c") is given."""
+    return bool(names) and any(suffix in names for suffix in suffixes(path))
+
+
+def suffixes(path: str) -> Iterator[str]:
+    """The names under which a list may target this path: "a.b.c", "b.c", "c"."""
     parts = path.split(".")
-    return bool(names) and any(".".join(parts[i:]) in names for i in range(len(parts)))
+    return (".".join(parts[i:]) for i in range(len(parts)))
+
+
+def _check_lengths(fields: Mapping[str, Any], where: str) -> None:
+    """Raises AdapterError for lists and objects of more items than are read."""
+    for key, (limit, what, way_out) in _MOST_ITEMS.items():
+        value = fields.get(key)
+        if isinstance(value, (list, tuple, dict)) and len(value) > limit:
+            raise AdapterError(f"{where}: {key} has {len(value)} {what}, at most {limit} are read; {way_out}")
 
 
 def _sorted(names: tuple[str, ...] | str) -> Any:

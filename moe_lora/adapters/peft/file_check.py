@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import msgspec
 import numpy as np
 
 from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.shape import ModelShape
 
+from .base import read_base
 from .config import AdapterConfig
 from .files import (
     CONFIG_FILE,
@@ -82,13 +82,12 @@ def opened(
         real = Path(os.path.realpath(folder))
         before = _stamps(real)
         config = AdapterConfig.parse(read_json(real, shown, root), f"{shown}{CONFIG_FILE}")
-        if root is not None and not confined(config.base_model, root):
-            config = msgspec.structs.replace(config, base_model="")
+        base = read_base(config, root)
         where = f"{shown}{WEIGHTS_FILE}"
         with open_file(weights_file(real, shown), where, root) as weights:
             _check_header_size(weights, shape, where)
             entries = header_entries(weights, where)
-            yield OpenAdapter(weights, entries, match(entries, config, shape, where), where)
+            yield OpenAdapter(weights, entries, match(entries, config, shape, where, base), where)
         after = _stamps(real)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):

@@ -18,7 +18,7 @@ import msgspec
 
 from moe_lora.core.errors import AdapterError
 
-from .config import AdapterConfig
+from .config import AdapterConfig, cut
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -28,6 +28,10 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MAX_HEADER_BYTES = 100_000_000
 """That of the safetensors library."""
 _MAX_DIMS = 8
+_MAX_PATH_CHARS = 4096
+"""A longer path leads nowhere (Linux: PATH_MAX), and following its links takes the square of its length."""
+_MAX_KEY_CHARS = 500
+"""Of a tensor's name, which errors name whole."""
 # As torch calls them, and their bytes.
 _DTYPES = {
     **{"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2), "F64": ("float64", 8)},
@@ -69,6 +73,8 @@ def confined(path: str | Path, root: str | None) -> bool:
     """Whether `path`, its links and `..` followed, lies in the folder `root`; None: anything does."""
     if root is None:
         return True
+    if len(str(path)) > _MAX_PATH_CHARS:
+        return False
     try:
         real, base = os.path.realpath(path), os.path.realpath(root)
     except (OSError, ValueError):
@@ -183,6 +189,10 @@ def _check_spans(entries: dict[str, _Entry], num_bytes: int) -> None:
     end = 0
     for key, one in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         first, last = one.data_offsets
+        if len(key) > _MAX_KEY_CHARS or not key.isprintable():
+            raise ValueError(
+                f"{_cut(key)} is the name of no tensor: at most {_MAX_KEY_CHARS} printable characters"
+            )
         if one.dtype not in _DTYPES:
             raise ValueError(f"{_cut(key)} has the unknown dtype {_cut(one.dtype)}")
         if first != end:
@@ -234,7 +244,7 @@ def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 def not_readable(where: Path | str, error: Exception) -> AdapterError:
     """What to raise for a file that is none of safetensors."""
-    problem = error.strerror if isinstance(error, OSError) else error
+    problem = error.strerror if isinstance(error, OSError) else cut(str(error), 300)
     return AdapterError(f"{where}: not a readable safetensors file ({problem}); copy it again")
 
 
@@ -270,8 +280,11 @@ def read_json(folder: Path, called: str | None = None, root: str | None = None) 
     if len(text) > MAX_CONFIG_BYTES:
         raise AdapterError(f"{called}{CONFIG_FILE}: larger than {MAX_CONFIG_BYTES} bytes; save it again")
     try:
-        return json.loads(text.decode(), object_pairs_hook=_without_twins)
+        found = json.loads(text.decode(), object_pairs_hook=_without_twins)
+        if b"\\ud" in text.lower():  # half a character, which no other file, log or database takes
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise AdapterError(
             f"{called}{CONFIG_FILE}: not valid JSON ({error}); save the adapter again"
         ) from error
+    return found

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 
-from .config import AdapterConfig
+from .base import check_base, quantised_base
+from .config import AdapterConfig, shown, suffixes
 from .places import (
     STRANGERS,
     PairSource,
@@ -39,11 +38,7 @@ _KNOWN_STRANGERS = (
         "an adapter that replaces base modules is not supported; train without modules_to_save",
     ),
 )
-
-_SAME_BASE = (
-    *("family", "num_layers", "hidden_size", "intermediate_size", "num_experts"),
-    *("num_heads", "num_kv_heads", "head_dim"),
-)
+_MAX_SHOWN_NAMES = 10
 
 
 @dataclass(frozen=True)
@@ -65,14 +60,21 @@ class Match:
     warnings: tuple[str, ...]
 
 
-def match(tensors: Mapping[str, Shaped], config: AdapterConfig, shape: ModelShape, where: str) -> Match:
+def match(
+    tensors: Mapping[str, Shaped],
+    config: AdapterConfig,
+    shape: ModelShape,
+    where: str,
+    base: Mapping[str, Any] | None,
+) -> Match:
     """The tensors of the file and their places in the model.
 
-    A target name that matches nothing in the model is a warning, as in PEFT.  Raises AdapterError naming
-    `where` and the key if a tensor has no place in the model or is not targeted by the config, has another
-    shape than its place or is no float, if a targeted module has no tensors, or an A has no B.
+    base: what the config.json of the base model that the config names holds (see `read_base`).  A target name
+    that matches nothing in the model is a warning, as in PEFT.  Raises AdapterError naming `where` and the
+    key if a tensor has no place in the model or is not targeted by the config, has another shape than its
+    place or is no float, if a targeted module has no tensors, or an A has no B.
     """
-    _check_base(config, shape)
+    check_base(config, base, shape)
     if len(tensors) > max_tensors(shape) + STRANGERS:
         raise AdapterError(
             f"{where}: {len(tensors)} tensors, an adapter of this base model has at most "
@@ -106,54 +108,8 @@ def match(tensors: Mapping[str, Shaped], config: AdapterConfig, shape: ModelShap
     swapped = is_swapped(sources, tensors, shape)
     for source in sources:
         check_pair(source, tensors, shape, where, swapped)
-    warnings = *_unmatched_names(config, expected), *_quantised_base(config)
+    warnings = *_unmatched_names(config, expected), *quantised_base(config, base)
     return Match(layers, swapped, warnings)
-
-
-def _check_base(config: AdapterConfig, shape: ModelShape) -> None:
-    """Raises AdapterError for an adapter whose base model lies here and has other sizes."""
-    if not config.base_model:
-        return
-    base_config = os.path.join(config.base_model, "config.json")
-    if not os.path.isfile(base_config):
-        return
-    key = f"{config.where}: base_model_name_or_path={config.base_model!r}"
-    try:
-        base = ModelShape.from_hf_config(json.loads(Path(base_config).read_text(encoding="utf-8")))
-    except (ValueError, OSError, RecursionError) as error:
-        raise AdapterError(f"{key} is not a model that can be compared with the base ({error})") from error
-    for field in _SAME_BASE:
-        if getattr(base, field) != getattr(shape, field):
-            raise AdapterError(
-                f"{key} has {field}={getattr(base, field)}, the base model served has "
-                f"{getattr(shape, field)}; serve the adapter with the base it was trained for"
-            )
-
-
-_QUANTISED_NAME = re.compile(
-    r"(?<![a-z])(?:(?:bnb-)?[48]-?bit|awq|gptq|gguf|(?:nv|mx)fp4|fp8|int[48]|w[48]a(?:16|8))(?![a-z0-9])",
-    re.IGNORECASE,
-)
-
-
-def _quantised_base(config: AdapterConfig) -> Iterator[str]:
-    """What is said of an adapter whose base has the name of quantised weights, or lies here and is."""
-    base, kind = config.base_model, None
-    if not base:
-        return
-    if found := _QUANTISED_NAME.search(os.path.basename(base.rstrip("/"))):
-        kind = found[0]
-    try:
-        fields = json.loads(Path(base, "config.json").read_text(encoding="utf-8"))
-        kind = (fields.get("quantization_config") or {}).get("quant_method", kind)
-    except (OSError, ValueError, AttributeError):  # not a folder here: its name is all there is
-        pass
-    if kind is not None:
-        yield (
-            f"{config.where}: base_model_name_or_path={base!r} says that it was trained beside weights "
-            f"quantised as {kind}; beside a base that is held otherwise its answers are not quite "
-            "those of its training"
-        )
 
 
 def _parse(key: str, where: str) -> TensorName:
@@ -240,15 +196,18 @@ def _unmatched_names(config: AdapterConfig, expected: dict[str, list[Place]]) ->
     if not isinstance(config.target_modules, str):
         lists.append(("target_modules", config.target_modules, expected))
     for key, targets, paths in lists:
-        unmatched = [
-            target
-            for target in targets
-            if not any(path == target or path.endswith(f".{target}") for path in paths)
-        ]
-        if unmatched:
+        left = set(targets)
+        for path in paths:
+            if not left:
+                break
+            left.difference_update(suffixes(path))
+        if left:
+            unmatched = sorted(left)
+            names = ", ".join(map(shown, unmatched[:_MAX_SHOWN_NAMES]))
+            more = len(unmatched) - _MAX_SHOWN_NAMES
             yield (
-                f"{config.where}: {key}: {', '.join(map(repr, unmatched))} match nothing in the base model, "
-                "and the adapter has no tensors for them"
+                f"{config.where}: {key}: {names}{f' and {more} more' if more > 0 else ''} match nothing in "
+                "the base model, and the adapter has no tensors for them"
             )
 
 

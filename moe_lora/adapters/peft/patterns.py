@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -16,27 +15,32 @@ from moe_lora.core.errors import AdapterError
 MAX_MATCH_S = 1.0
 """All matching of one config's expressions; for 40 000 modules it takes a tenth."""
 MAX_PATTERN_CHARS = 10_000
-_MAX_EXPANDED_CHARS = 100_000
-"""Of an expression with each counted repeat written out, as the library does."""
+MAX_EXPANDED_CHARS = 100_000
+"""All of one config's expressions, each counted repeat written out, as the library does."""
 _COUNTS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
-Rule = tuple[str, regex.Pattern[str], float]
-"""What a path that matches ends with, the expression, and its value."""
+
+def expanded_chars(pattern: str) -> int:
+    """At least as many as the expression has with each counted repeat written out, or too many."""
+    num = len(pattern)
+    for found in _COUNTS.finditer(pattern[:MAX_PATTERN_CHARS]):
+        if num > MAX_EXPANDED_CHARS:
+            break
+        num *= max([1, *(int(number.lstrip("0")[:9] or 0) for number in found.groups() if number)])
+    return num
 
 
-def compiles(pattern: str) -> bool:
-    """True if this is a regular expression of bounded size, alone and as the end of a path (rank_pattern)."""
-    counts = [
-        max(1, *(int(number) for number in found if number))
-        for found in _COUNTS.findall(pattern[:MAX_PATTERN_CHARS])
-        if any(found)
-    ]
-    if len(pattern) > MAX_PATTERN_CHARS or math.prod(counts) * len(pattern) > _MAX_EXPANDED_CHARS:
+def compiles(pattern: str, form: Callable[[str], str]) -> bool:
+    """True if this is a regular expression of bounded length, alone and in the form in which it is matched.
+
+    It may take as long as `expanded_chars` says: look at that first.
+    """
+    if len(pattern) > MAX_PATTERN_CHARS:
         return False
     try:
-        for form in (pattern, as_end(pattern)):
-            re.compile(form)  # PEFT's own: what only the other library takes is refused
-            compiled(form)
+        for text in (pattern, form(pattern)):
+            re.compile(text)  # PEFT's own: what only the other library takes is refused
+            compiled(text)
     except (re.error, regex.error, OverflowError, RecursionError, ValueError):
         return False
     return True
@@ -53,16 +57,30 @@ def as_end(pattern: str) -> str:
     return rf"(.*\.)?({pattern})$"
 
 
-def rules(patterns: Mapping[str, float]) -> list[Rule]:
-    """Compiled once for all paths."""
-    return [
-        (
-            pattern.rpartition(".")[2] if re.fullmatch(r"[\w.]+", pattern) else "",
-            regex.compile(as_end(pattern)),
-            value,
-        )
-        for pattern, value in patterns.items()
-    ]
+def as_layer(pattern: str) -> str:
+    """The expression that paths of layers in a module called `pattern` match; its last group is the layer."""
+    return rf"(?:^|.*?\.){pattern}\.(\d+)\."
+
+
+class Rules:
+    """The patterns of one key with their values, compiled once for all paths."""
+
+    def __init__(self, patterns: Mapping[str, float]) -> None:
+        self._all = [
+            (
+                pattern.rpartition(".")[2] if re.fullmatch(r"[\w.]+", pattern) else "",
+                (regex.compile(as_end(pattern)), value),
+            )
+            for pattern, value in patterns.items()
+        ]
+        self._by_leaf: dict[str, list[tuple[regex.Pattern[str], float]]] = {}
+
+    def of(self, path: str) -> list[tuple[regex.Pattern[str], float]]:
+        """Those that could match the path's end, in order: a plain name ends as the path does."""
+        leaf = path.rpartition(".")[2]
+        if leaf not in self._by_leaf:
+            self._by_leaf[leaf] = [rule for end, rule in self._all if leaf.endswith(end)]
+        return self._by_leaf[leaf]
 
 
 class Matching:
@@ -91,9 +109,9 @@ class Matching:
         self._left_s -= time.thread_time() - begun_s
         return found
 
-    def first(self, of: list[Rule], path: str, default: float) -> float:
+    def first(self, rules: Rules, path: str, default: float) -> float:
         """The value of the first rule that the path's end matches."""
-        for end, pattern, value in of:
-            if path.endswith(end) and self.run(pattern.match, path):
+        for pattern, value in rules.of(path):
+            if self.run(pattern.match, path):
                 return value
         return default

@@ -14,6 +14,7 @@ from moe_lora.core.errors import AdapterError
 from moe_lora.core.host import free_memory_bytes
 from moe_lora.core.shape import ModelShape
 
+from .base import read_base
 from .config import AdapterConfig
 from .file_check import OpenAdapter, opened
 from .files import TensorEntry
@@ -125,7 +126,8 @@ def pack_state_dict(
     where = f"adapter {name!r}"
     parsed = AdapterConfig.parse(config_fields(config, f"{where} config"), f"{where} config")
     tensors = tensors_of(state_dict, shape, where)
-    return _logged(_pack(match(tensors, parsed, shape, where), tensors, shape, dtype, name, where), True)
+    matched = match(tensors, parsed, shape, where, read_base(parsed, None))
+    return _logged(_pack(matched, tensors, shape, dtype, name, where), True)
 
 
 def tensors_of(

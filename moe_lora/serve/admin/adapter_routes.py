@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -42,7 +43,7 @@ def find_files(path: str, name: str, frontend: Frontend) -> str:
     """The directory of the adapter at `path` (see `adapter_folder`).
 
     Raises ApiError 400 for an empty path or one of several adapters, 404 where no adapter lies, or outside of
-    `adapter_root`, of which nothing else is told.
+    `adapter_root`, of which nothing else is told.  Not for the event loop: the folder may be large, or hang.
     """
     if not path:
         raise bad_request("lora_path is empty; give the directory of a PEFT adapter", "lora_path")
@@ -132,7 +133,7 @@ def _card(info: AdapterInfo) -> dict[str, Any]:
 async def _find(body: LoadAdapterRequest, frontend: Frontend) -> str:
     """Where the adapter's files lie.  Raises ApiError, and what `Registry.resolve` raises."""
     if body.lora_path is not None:
-        return find_files(body.lora_path, body.lora_name, frontend)
+        return await asyncio.to_thread(find_files, body.lora_path, body.lora_name, frontend)
     if frontend.cluster.registry is None:
         raise bad_request(
             "lora_path is missing; give the directory of a PEFT adapter, or start the server with --registry",
@@ -177,7 +178,7 @@ def registry_router(frontend: Frontend) -> APIRouter:
         """Add the PEFT adapter in `lora_path` as the next version of `lora_name`; that does not load it."""
         check_opened()
         check_new_name(body.lora_name, frontend)
-        place = find_files(body.lora_path, body.lora_name, frontend)
+        place = await asyncio.to_thread(find_files, body.lora_path, body.lora_name, frontend)
         return JsonResponse(asdict(await ask("add", body.lora_name, place, body.owner, body.link)))
 
     @router.post("/check", response_model=None)

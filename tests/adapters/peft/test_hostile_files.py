@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import regex
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from moe_lora.adapters.contents import AdapterContents
-from moe_lora.adapters.peft import file_check, reader
+from moe_lora.adapters.peft import base, file_check, reader
 from moe_lora.adapters.peft.file_check import check_adapter
 from moe_lora.adapters.peft.files import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE, read_header
 from moe_lora.adapters.peft.patterns import MAX_PATTERN_CHARS
@@ -106,6 +107,12 @@ HEADERS: dict[str, tuple[Any, str]] = {
     "a list": (b"[1, 2]", "not a readable"),
     "nested without end": (b"[" * 100_000, "not a readable"),
     "no JSON": (b"\xff\xfe", "not a readable"),
+    "a name of a million characters": (GOOD | {"x" * 10**6: entry(1536, 1536, [0])}, "the name of no tensor"),
+    "a name of two lines": (
+        GOOD | {"x\nA.lora_A.weight": entry(1536, 1536, [0])},
+        r"'x\nA.lora_A.weight' is",
+    ),
+    "a field of a million characters": (GOOD | {Q_B: {"x" * 10**6: 1}}, "not a readable"),
     "metadata no texts": (GOOD | {"__metadata__": {"a": [1]}}, "not a readable"),
     "a rank that no file has": (GOOD, "expected shape"),
 }
@@ -136,6 +143,10 @@ def test_a_file_larger_than_the_memory_that_is_free_is_refused_before_it_is_read
 
 CONFIGS: dict[str, tuple[bytes, str]] = {
     "a key twice": (b'{"r": 4, "r": 8}', "'r' is given twice"),
+    "half a character": (
+        json.dumps(CONFIG | {"target_modules": ["\ud800"]}).encode(),
+        "surrogates not allowed",
+    ),
     "too large": (b" " * (MAX_CONFIG_BYTES + 1), "larger than"),
     "alpha of no sense": (json.dumps(CONFIG | {"lora_alpha": 1e7}).encode(), "lora_alpha=10000000.0"),
     "repeats in repeats": (json.dumps(CONFIG | {"target_modules": "(.|..)+(?<![a-z])"}).encode(), "to match"),
@@ -159,6 +170,33 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
         json.dumps(CONFIG | {"alpha_pattern": {f"{n}{'a' * 9000}": 1 for n in range(20)}}).encode(),
         "100000 characters",
     ),
+    "repeats that are too many together": (
+        json.dumps(CONFIG | {"rank_pattern": {f"(?:a{{80}}){{80}}{n}": 4 for n in range(1000)}}).encode(),
+        "rank_pattern: regular expressions of more than 100000 characters together, counted repeats written",
+    ),
+    "a repeat of 5000 digits": (
+        json.dumps(CONFIG | {"target_modules": f"a{{{'9' * 5000}}}"}).encode(),
+        "target_modules",
+    ),
+    "layers, 10^5": (
+        json.dumps(CONFIG | {"layers_to_transform": list(range(10**5))}).encode(),
+        "layers_to_transform has 100000 layers, at most 10000",
+    ),
+    "a layer of 30 digits": (
+        json.dumps(CONFIG | {"layers_to_transform": [10**30]}).encode(),
+        "layers_to_transform",
+    ),
+    **{
+        f"names in {key}, 10^5": (
+            json.dumps(CONFIG | {key: [f"x{n}" for n in range(10**5)]}).encode(),
+            f"{key} has 100000 names, at most 50000",
+        )
+        for key in ("target_modules", "target_parameters", "exclude_modules")
+    },
+    "patterns of layers, 3000": (
+        json.dumps(CONFIG | {"layers_to_transform": [0], "layers_pattern": ["x"] * 3000}).encode(),
+        "layers_pattern has 3000 patterns, at most 1000",
+    ),
 }
 
 
@@ -172,6 +210,33 @@ def test_configs_that_would_cost_too_much_are_refused(case, tmp_path, nothing_is
         read_adapter(path, LLAMA, torch.float32)
     assert words in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+def test_names_that_match_nothing_are_ten_and_a_number_in_the_warning(tmp_path):
+    names = [f"x{n:04}{'y' * 500}" for n in range(5000)]
+    path = write(tmp_path / "a", GOOD, config={"target_modules": ["q_proj", *names]})
+    [warning] = read_adapter(path, LLAMA, torch.float32).warnings
+    assert "'x0009" in warning
+    assert "'x0010" not in warning
+    assert "and 4990 more match nothing in the base model" in warning
+    assert len(warning) < 2000
+
+
+def test_patterns_of_layers_are_compiled_once_for_all_modules(tmp_path, monkeypatch):
+    compiled: list[str] = []
+    compile_ = regex.compile
+    monkeypatch.setattr(regex, "compile", lambda text: compiled.append(text) or compile_(text))
+    seven = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    fields = {"layers_to_transform": [0], "layers_pattern": [f"x{n}" for n in range(200)]}
+    path = write(tmp_path / "a", GOOD, config={"target_modules": seven, **fields})
+    with pytest.raises(AdapterError, match="no target_modules"):
+        read_adapter(path, LLAMA, torch.float32)
+    assert len(compiled) <= 3 * 200
+
+
+def test_groups_in_a_pattern_of_layers_are_not_taken_for_the_layers_number(tmp_path):
+    fields = {"layers_to_transform": [0], "layers_pattern": ["(la)?(z)?yers"]}
+    assert read_adapter(write(tmp_path / "a", GOOD, config=fields), LLAMA, torch.float32).nbytes
 
 
 def test_tensors_that_begin_anywhere_are_read_as_safetensors_reads_them(tmp_path):
@@ -303,6 +368,90 @@ def test_a_base_outside_the_root_is_not_looked_at(adapter, checkpoint, shape_of,
     assert read_adapter(path, shape_of("mixtral"), torch.float32, root=str(root)).nbytes
     with pytest.raises(AdapterError, match="base_model_name_or_path"):
         read_adapter(path, shape_of("mixtral"), torch.float32)
+
+
+@pytest.fixture
+def with_base(adapter, tmp_path):
+    """A function: the adapter in a root, its base model being a folder, or a name, of the root."""
+
+    def made(name: str) -> Path:
+        path = shutil.copytree(adapter, tmp_path / "top" / "own")
+        fields = json.loads((path / CONFIG_FILE).read_text())
+        fields["base_model_name_or_path"] = str(tmp_path / "top" / name)
+        (path / CONFIG_FILE).write_text(json.dumps(fields))
+        (tmp_path / "top" / "base").mkdir()
+        return path
+
+    return made
+
+
+def test_a_base_whose_config_is_a_link_out_of_the_root_is_not_looked_at(
+    with_base, checkpoint, shape_of, tmp_path
+):
+    path, root = with_base("base"), tmp_path / "top"
+    other = json.loads((checkpoint("llama") / "config.json").read_text())
+    secret = tmp_path / "secret.json"
+    secret.write_text(json.dumps(other | {"quantization_config": {"quant_method": "secret"}}))
+    (root / "base" / "config.json").symlink_to(secret)
+    assert read_adapter(path, shape_of("mixtral"), torch.float32, root=str(root)).warnings == ()
+    with pytest.raises(AdapterError, match="has family=llama"):
+        read_adapter(path, shape_of("mixtral"), torch.float32)
+
+
+@pytest.mark.parametrize("rooted", [False, True])
+def test_a_base_whose_config_is_a_pipe_is_not_waited_for(with_base, shape_of, tmp_path, monkeypatch, rooted):
+    path, root = with_base("base"), tmp_path / "top"
+    os.mkfifo(root / "base" / "config.json")
+
+    def read() -> Any:
+        return read_adapter(path, shape_of("mixtral"), torch.float32, root=str(root) if rooted else None)
+
+    assert read().warnings == ()
+    monkeypatch.setattr("os.path.isfile", lambda path: True)  # it was a file when it was looked at
+    with pytest.raises(AdapterError, match="not a model that can be compared"):
+        read()
+
+
+def test_a_base_whose_config_is_too_large_or_no_object_is_refused(with_base, shape_of, tmp_path):
+    path, config = with_base("base"), tmp_path / "top" / "base" / "config.json"
+    for text, words in (("", f"larger than {MAX_CONFIG_BYTES} bytes"), ("[1]", "must be a JSON object")):
+        config.write_text(text)
+        if not text:
+            os.truncate(config, MAX_CONFIG_BYTES + 1)
+        with pytest.raises(AdapterError, match=words):
+            read_adapter(path, shape_of("mixtral"), torch.float32)
+    config.write_text(json.dumps({"model_type": "x" * 10**6}))
+    with pytest.raises(AdapterError, match="model_type='xxx") as caught:
+        read_adapter(path, shape_of("mixtral"), torch.float32)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_bases_config_is_read_once(with_base, checkpoint, shape_of, tmp_path, monkeypatch):
+    path, opened = with_base("base"), []
+    shutil.copy(checkpoint("mixtral") / "config.json", tmp_path / "top" / "base")
+    open_file = base.open_file
+    monkeypatch.setattr(base, "open_file", lambda *args: opened.append(args) or open_file(*args))
+    assert read_adapter(path, shape_of("mixtral"), torch.float32, root=str(tmp_path / "top")).nbytes
+    assert len(opened) == 1
+
+
+def test_links_of_a_base_that_no_path_can_name_are_not_followed(with_base, shape_of, tmp_path, monkeypatch):
+    path, followed = with_base("a/" * 10**6), []
+    realpath = os.path.realpath
+
+    def follow(path: Any, **how: Any) -> Any:
+        followed.append(len(str(path)))
+        return realpath(path, **how)
+
+    monkeypatch.setattr("os.path.realpath", follow)
+    assert read_adapter(path, shape_of("mixtral"), torch.float32, root=str(tmp_path / "top")).warnings == ()
+    assert max(followed) < 5000
+
+
+def test_a_base_outside_the_root_with_a_quantised_name_is_said_to_be(with_base, shape_of, tmp_path):
+    path = with_base("../mixtral-bnb-4bit")
+    [warning] = read_adapter(path, shape_of("mixtral"), torch.float32, root=str(tmp_path / "top")).warnings
+    assert "quantised as bnb-4bit" in warning
 
 
 def test_a_pipe_is_refused_and_nobody_waits_for_it(adapter, shape_of, tmp_path, monkeypatch):

@@ -1,0 +1,86 @@
+"""The base model that an adapter's config names: held against the one served where its files lie here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_lora.core.errors import AdapterError
+from moe_lora.core.shape import ModelShape
+
+from .config import AdapterConfig, cut, shown
+from .files import MAX_CONFIG_BYTES, confined, open_file
+
+_MAX_SHOWN_CHARS = 300
+_SAME_BASE = (
+    *("family", "num_layers", "hidden_size", "intermediate_size", "num_experts"),
+    *("num_heads", "num_kv_heads", "head_dim"),
+)
+_QUANTISED_NAME = re.compile(
+    r"(?<![a-z])(?:(?:bnb-)?[48]-?bit|awq|gptq|gguf|(?:nv|mx)fp4|fp8|int[48]|w[48]a(?:16|8))(?![a-z0-9])",
+    re.IGNORECASE,
+)
+
+
+def read_base(config: AdapterConfig, root: str | None) -> dict[str, Any] | None:
+    """What the config.json of the base model holds; None where none lies here, or in `root` if that is given.
+
+    Raises AdapterError where it can't be read, is too large, or no JSON object.
+    """
+    path = os.path.join(config.base_model, "config.json")
+    if not config.base_model or not confined(path, root) or not os.path.isfile(path):
+        return None
+    try:
+        with open_file(Path(path), "config.json", root) as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+        if len(text) > MAX_CONFIG_BYTES:
+            raise ValueError(f"config.json is larger than {MAX_CONFIG_BYTES} bytes")
+        found = json.loads(text.decode())
+        if not isinstance(found, dict):
+            raise ValueError(f"config.json must be a JSON object, found {type(found).__name__}")
+    except (ValueError, OSError, RecursionError) as error:
+        raise _not_comparable(config, error) from error
+    return found
+
+
+def check_base(config: AdapterConfig, base: Mapping[str, Any] | None, shape: ModelShape) -> None:
+    """Raises AdapterError for an adapter whose base model has other sizes.  base: as of `read_base`."""
+    if base is None:
+        return
+    try:
+        theirs = ModelShape.from_hf_config(base)
+    except ValueError as error:
+        raise _not_comparable(config, error) from error
+    for field in _SAME_BASE:
+        if getattr(theirs, field) != getattr(shape, field):
+            raise AdapterError(
+                f"{_key(config)} has {field}={cut(str(getattr(theirs, field)))}, the base model served has "
+                f"{getattr(shape, field)}; serve the adapter with the base it was trained for"
+            )
+
+
+def quantised_base(config: AdapterConfig, base: Mapping[str, Any] | None) -> Iterator[str]:
+    """What is said of an adapter whose base has the name of quantised weights, or lies here and is."""
+    named = _QUANTISED_NAME.search(os.path.basename(config.base_model.rstrip("/")))
+    kind = named and named[0]
+    section = (base or {}).get("quantization_config")
+    if isinstance(section, Mapping) and isinstance(found := section.get("quant_method"), str):
+        kind = cut(found)
+    if kind is not None:
+        yield (
+            f"{_key(config)} says that it was trained beside weights quantised as {kind}; beside a base that "
+            "is held otherwise its answers are not quite those of its training"
+        )
+
+
+def _key(config: AdapterConfig) -> str:
+    return f"{config.where}: base_model_name_or_path={shown(config.base_model, _MAX_SHOWN_CHARS)}"
+
+
+def _not_comparable(config: AdapterConfig, error: Exception) -> AdapterError:
+    why = cut(str(error), _MAX_SHOWN_CHARS)
+    return AdapterError(f"{_key(config)} is not a model that can be compared with the base ({why})")
