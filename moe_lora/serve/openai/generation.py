@@ -255,7 +255,9 @@ class Generation:
                 self._timings.append(timing)
 
     def _left_s(self) -> float | None:
-        return None if self.timeout_s is None else self.from_s + self.timeout_s - time.monotonic()
+        if self.timeout_s is None:
+            return None
+        return max(0.0, self.from_s + self.timeout_s - time.monotonic())
 
     def _request(self, index: int, engine_id: str) -> GenerateRequest:
         """That of one choice, under an id of its own.  Choices of a seeded request get seeds of their own, or
