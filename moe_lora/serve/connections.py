@@ -11,7 +11,7 @@ import time
 from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -169,7 +169,7 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise httptools.HttpParserError(f"more than {MAX_PIPELINED} requests before the first answer")
         self._await(_BODY, self.limits.config.body_timeout_s)
-        self.scope[HEADERS_S] = time.monotonic()
+        cast("dict[str, Any]", self.scope)[HEADERS_S] = time.monotonic()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
