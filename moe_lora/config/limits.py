@@ -46,10 +46,12 @@ class LimitsConfig(Settings):
     max_connections_per_client: int = _limit(1024, least=1, option="--max-connections-per-client")
     """Of one client; more are answered with 429."""
     idle_timeout_s: float = _limit(3900.0, above=0)
-    """A connection without a request is kept for so long. Whoever closes first may do so while a request is
-    on its way, which the client sees as a reset: so clients and proxies (Envoy: an hour) close first."""
+    """After a request its connection is kept for so long without another. Whoever closes first may do so
+    while a request is on its way, which the client sees as a reset: so clients and proxies (Envoy: an hour)
+    close first."""
     header_timeout_s: float = _limit(20.0, above=0, option="--header-timeout-s")
-    """From a request's first byte to the end of its headers; then 408."""
+    """From a request's first byte to the end of its headers; then 408. A new connection on which no first
+    byte comes for so long is closed."""
     body_timeout_s: float = _limit(60.0, above=0, option="--body-timeout-s")
     """From there to the end of its body; then 408."""
     write_timeout_s: float = _limit(30.0, above=0, option="--write-timeout-s")

@@ -19,6 +19,8 @@ from .views import Adapters, Scheduled, Sequence
 
 LOOK_AHEAD = 16
 """Queued requests that the cache is told of."""
+LEAST_CREDIT = 2048.0
+"""Of a tenant that was away: some requests, however few tokens a step takes."""
 
 
 class Scheduler(Generic[Sequence]):
@@ -59,7 +61,7 @@ class Scheduler(Generic[Sequence]):
         self.loading: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.failed: list[Sequence] = []
-        self.fairness = VirtualTokenCounter(credit=max_num_batched_tokens)  # a step of prompts
+        self.fairness = VirtualTokenCounter(credit=max(LEAST_CREDIT, max_num_batched_tokens))
         self._told: list[Sequence] = []
         self._is_short = False
         self.num_put_back = 0

@@ -11,7 +11,7 @@ import time
 from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -33,6 +33,8 @@ MAX_HEADERS = 128
 """Of a request: each takes more memory than its bytes."""
 MAX_PIPELINED = 64
 """Requests of one connection that wait for the answer to another one."""
+HEADERS_S = "moe_lora.headers_s"
+"""In a request's ASGI scope: when its headers had come, by the monotonic clock."""
 _UPGRADE = re.compile(rb"(?i)\r\nupgrade(?=:)")
 _REQUEST, _HEAD, _BODY = "the next request", "the head of a request", "the body of a request"
 """What a client is to send, by a time."""
@@ -78,7 +80,7 @@ class Connection(HttpToolsProtocol):
             self._turn_away(transport, error)
             return
         super().connection_made(transport)
-        self._await(_REQUEST, self.limits.config.idle_timeout_s)
+        self._await(_REQUEST, self.limits.config.header_timeout_s)
 
     def enter(self, transport: asyncio.Transport) -> ApiError | None:
         """Count the connection, or say why it may not be: it is one too many."""
@@ -167,6 +169,7 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise httptools.HttpParserError(f"more than {MAX_PIPELINED} requests before the first answer")
         self._await(_BODY, self.limits.config.body_timeout_s)
+        cast("dict[str, Any]", self.scope)[HEADERS_S] = time.monotonic()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

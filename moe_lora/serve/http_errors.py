@@ -80,7 +80,8 @@ class ApiError(Exception):
     """An answer other than 200.
 
     param: the request's field that caused it.  retry_s: after how many seconds it may be sent again.
-    closes: the connection, because the request is not read to its end.
+    closes: the connection, because the request is not read to its end.  limit: the reason that it is counted
+    for by who knows it (one of `limits.REFUSALS`); None: it is counted already, or is none.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class ApiError(Exception):
         *,
         retry_s: int | None = None,
         closes: bool = False,
+        limit: str | None = None,
     ) -> None:
         if len(message) > MAX_MESSAGE_CHARS:
             message = message[:MAX_MESSAGE_CHARS] + "…"
@@ -100,9 +102,10 @@ class ApiError(Exception):
         self.param = param if param is None else param[:MAX_MESSAGE_CHARS]
         self.retry_s = retry_s
         self.closes = closes
+        self.limit = limit
 
     def __reduce__(self) -> Any:
-        made = partial(ApiError, retry_s=self.retry_s, closes=self.closes)
+        made = partial(ApiError, retry_s=self.retry_s, closes=self.closes, limit=self.limit)
         return made, (self.status, self.message, self.param)
 
     @property
@@ -159,8 +162,8 @@ class LastAnswer(JsonResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def bad_request(message: str, param: str | None = None) -> ApiError:
-    return ApiError(400, message, param)
+def bad_request(message: str, param: str | None = None, limit: str | None = None) -> ApiError:
+    return ApiError(400, message, param, limit=limit)
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -20,16 +20,21 @@ REFUSALS = (
     "body_time",
     "bodies",
     "check_time",
+    "choices",
     "client_bodies",
     "client_connections",
     "client_queue",
     "connections",
     "header_time",
     "http",
+    "json_depth",
     "key",
     "key_requests",
     "key_tokens",
     "queue",
+    "queue_time",
+    "request_tokens",
+    "timeout",
     "unread",
     "write_time",
 )
@@ -41,6 +46,8 @@ RETRY_S = 1
 LEAST_QUEUED_TOKENS = 1024
 """What a choice that waits counts at least: it takes memory however short it is."""
 LONGEST_RETRY_S = 60
+_TELLING_S = 1.0
+"""How fast the queue moves is told by no less."""
 
 
 def client_of(scope: Mapping[str, Any]) -> str:
@@ -75,6 +82,11 @@ class Quota:
         self.most_per_client = most_per_client
         self.in_all = 0
         self._of_client: Counter[str] = Counter()
+
+    @property
+    def num_clients(self) -> int:
+        """That have some of it."""
+        return len(self._of_client)
 
     def of_client(self, client: str) -> int:
         return self._of_client.get(client, 0)
@@ -148,11 +160,15 @@ class Limits:
             raise self.refusal("client_bodies", ApiError(429, what, retry_s=RETRY_S, closes=True))
         self.bodies.take(client, num_bytes)
 
-    def enter_queue(self, client: str, num_tokens: int) -> int:
+    def enter_queue(
+        self, client: str, num_tokens: int, timeout_s: float | None = None, *, by_turns: bool = False
+    ) -> int:
         """Count a choice that waits for its first token; what to give to `leave_queue`.
 
+        timeout_s: when it has ended, if it is to be begun in the order in which it came.  by_turns: clients
+        are tenants, and each has its turn whatever the others have waiting.
         Raises ApiError if too many tokens wait: 429 for its client's (who may always have one choice that
-        waits), 503 for all clients'.
+        waits), 503 for all clients'; 429 if it would not begin within timeout_s.
         """
         num_tokens = max(num_tokens, LEAST_QUEUED_TOKENS)
         whose = self.queue.exceeded(client, num_tokens)
@@ -163,6 +179,14 @@ class Limits:
             most, retry_s = self.queue.most_per_client, self._queue_s(self.queue.of_client(client))
             what = f"your requests that wait have more than {most} tokens; send the next when some have begun"
             raise self.refusal("client_queue", ApiError(429, what, retry_s=retry_s))
+        ahead = self.queue.in_all
+        if by_turns:
+            ahead = min(ahead, self.queue.of_client(client) * self.queue.num_clients)
+        wait_s = self._wait_s(ahead)
+        if timeout_s is not None and wait_s > timeout_s:
+            what = f"what waits before it takes about {wait_s:.0f} s, more than timeout={timeout_s:g}"
+            retry_s = _retry_s(wait_s - timeout_s)
+            raise self.refusal("queue_time", ApiError(429, f"{what}; send it again later", retry_s=retry_s))
         if not self.queue.in_all:
             self._left_queue_tokens, self._queued_since_s = 0, time.monotonic()
         self.queue.take(client, num_tokens)
@@ -176,7 +200,16 @@ class Limits:
 
     def _queue_s(self, num_tokens: int) -> int:
         """In how many seconds about half of so many tokens will have left the queue."""
+        return _retry_s(self._wait_s(num_tokens / 2))
+
+    def _wait_s(self, num_tokens: float) -> float:
+        """In how many seconds so many tokens leave the queue, as fast as those did since it was empty; 0
+        while nobody can tell."""
         time_s = time.monotonic() - self._queued_since_s
-        if not self._left_queue_tokens:
-            return RETRY_S
-        return round(min(max(RETRY_S, num_tokens / 2 / self._left_queue_tokens * time_s), LONGEST_RETRY_S))
+        if not self._left_queue_tokens or time_s < _TELLING_S:
+            return 0.0
+        return num_tokens / self._left_queue_tokens * time_s
+
+
+def _retry_s(wait_s: float) -> int:
+    return round(min(max(RETRY_S, wait_s), LONGEST_RETRY_S))

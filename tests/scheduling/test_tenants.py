@@ -27,6 +27,21 @@ def test_who_asks_for_ten_times_as_much_gets_its_half():
     assert abs(counters["greedy"] - counters["modest"]) <= 2 * 4 * 4 + 8 + 64
 
 
+def test_requests_that_come_together_after_a_while_start_before_anothers_however_short_steps_are():
+    parts = Parts(num_pages=200, max_num_seqs=4, max_num_batched_tokens=8)
+    for number in range(100):
+        parts.add(f"greedy{number}", range(8), num_answer=4, tenant="greedy")
+    for _ in range(40):
+        parts.step()
+    waited = set(parts.names()[2])
+    for number in range(6):
+        parts.add(f"modest{number}", range(100, 108), num_answer=4, tenant="modest")
+    started: list[str] = []
+    while "modest5" not in started:
+        started += parts.step()
+    assert len(waited & set(started)) <= 1, "one for a slot beyond modest's share"
+
+
 def test_shares_weigh():
     parts = Parts(num_pages=200, max_num_seqs=2, max_num_batched_tokens=64)
     randomness = random.Random(1)

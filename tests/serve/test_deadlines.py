@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
 from .conftest import scripted, serving
+from .test_limits import limited_server, refused
 
 COMPLETE = "/v1/completions"
 LONG = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True}
@@ -29,6 +31,21 @@ def test_a_request_that_is_not_done_in_time_ends_with_408_and_costs_no_more(slow
         assert len(slow.aborted) == 2
         assert not slow.running
         assert slow.num_tokens < 20
+
+
+def test_the_time_begins_with_the_headers_and_each_that_is_over_is_counted(slow, tokenizer):
+    body = json.dumps({**LONG, "timeout": 0.3}).encode()
+
+    def late():
+        time.sleep(0.5)
+        yield body
+
+    with limited_server(tokenizer, slow) as (served, _):
+        headers = {"Content-Type": "application/json"}
+        answer = served.http.post(COMPLETE, content=late(), headers=headers)
+        assert answer.status_code == 408
+        assert slow.num_tokens <= 2
+        assert refused(served, "timeout") == 1
 
 
 def test_a_stream_that_is_not_done_in_time_ends_with_an_error_event(slow, tokenizer):

@@ -14,9 +14,12 @@ import pytest
 from moe_lora.config import LimitsConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.serve import connections, http_errors
+from moe_lora.serve import limits as limits_module
 from moe_lora.serve import server as server_module
 from moe_lora.serve.bodies import UNCOUNTED_BYTES
+from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.limits import Limits, Quota, client_at, client_of
+from moe_lora.serve.openai import preparing
 from moe_lora.serve.openai.generation import merge
 from moe_lora.serve.server import PEAK_BYTES, RETURN_S, ProcessMemory, create_app
 
@@ -219,9 +222,10 @@ def test_what_does_not_come_in_time_is_408(tokenizer, often, start, reason, sett
 
 
 def test_an_idle_connection_is_closed_and_drops_between_requests_don_t_keep_it(tokenizer, often):
-    with limited_server(tokenizer, idle_timeout_s=0.3) as (served, _):
+    with limited_server(tokenizer, idle_timeout_s=0.3, header_timeout_s=0.3) as (served, _):
         with connect(served) as one:
-            assert answer(one) == b""
+            one.sendall(POST)
+            assert answer(one).startswith(b"HTTP/1.1 200")
         with connect(served) as one, contextlib.suppress(ConnectionError):
             one.settimeout(0.02)
             for _ in range(200):
@@ -233,6 +237,58 @@ def test_an_idle_connection_is_closed_and_drops_between_requests_don_t_keep_it(t
                 raise AssertionError("it was kept")
 
 
+def test_a_new_connection_has_no_longer_for_its_first_byte_than_for_a_head(tokenizer, often):
+    with limited_server(tokenizer, header_timeout_s=0.3) as (served, frontend):
+        with connect(served) as silent, connect(served) as other:
+            other.sendall(POST)
+            assert answer(silent) == b""
+            assert other.recv(100).startswith(b"HTTP/1.1 200")
+            assert frontend.limits.connections.in_all == 1
+        assert refused(served, "header_time") == 0
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def monotonic(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(limits_module, "time", clock := Clock())
+    return clock
+
+
+def test_a_request_that_would_not_begin_within_its_timeout_is_429_at_once(clock):
+    counted = []
+    limits = Limits(LimitsConfig(), counted.append)
+    for _ in range(10):
+        limits.enter_queue("a", 2000, timeout_s=1e-3)  # nobody knows yet how long it takes
+    clock.now_s += 4
+    for _ in range(4):
+        limits.leave_queue("a", 2000)  # 2 000 tokens a second: 6 s for the 12 000 that wait
+    limits.enter_queue("a", 2000, timeout_s=6.1)  # now 7 s
+    with pytest.raises(ApiError, match=r"about 7 s, more than timeout=4; send it again later") as refused:
+        limits.enter_queue("b", 2000, timeout_s=4)
+    assert (refused.value.status, refused.value.retry_s, counted) == (429, 3, ["queue_time"])
+    limits.enter_queue("b", 2000)
+    assert limits.queue.in_all == 16_000
+
+
+def test_a_tenant_s_turn_comes_whatever_others_have_waiting(clock):
+    limits = Limits(LimitsConfig())
+    for _ in range(10):
+        limits.enter_queue("a", 2000, by_turns=True)
+    clock.now_s += 4
+    limits.leave_queue("a", 2000)  # 500 tokens a second
+    for _ in range(2):  # the second has 2 000 of each before it: 8 s
+        limits.enter_queue("b", 2000, timeout_s=9, by_turns=True)
+    with pytest.raises(ApiError, match="about 16 s"):
+        limits.enter_queue("b", 2000, timeout_s=9, by_turns=True)
+
+
 def test_a_connection_answered_before_its_body_came_is_closed_when_it_is_idle(tokenizer, often):
     with limited_server(tokenizer, idle_timeout_s=0.3) as (served, _), connect(served) as one:
         one.sendall(HEAD % b"/v1/nothing" + b"Content-Length: 4\r\n\r\n")
@@ -242,6 +298,24 @@ def test_a_connection_answered_before_its_body_came_is_closed_when_it_is_idle(to
         assert found.startswith(b"HTTP/1.1 404")
         one.sendall(b"body")
         assert answer(one) == b""
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason", "asked"),
+    [
+        ({"max_json_depth": 4}, "json_depth", {"prompt": "a", "extra_body": [[[[[]]]]]}),
+        ({"max_choices": 2}, "choices", {"prompt": "a", "n": 3}),
+        ({"max_request_tokens": 5}, "request_tokens", {"prompt": "a", "n": 2, "max_tokens": 3}),
+    ],
+)
+@pytest.mark.parametrize("inline_bytes", [0, 1 << 14])
+def test_what_one_request_may_not_ask_for_is_400_and_counted(
+    tokenizer, monkeypatch, setting, reason, asked, inline_bytes
+):
+    monkeypatch.setattr(preparing, "INLINE_BYTES", inline_bytes)
+    with limited_server(tokenizer, **setting) as (served, _):
+        assert served.post("/v1/completions", asked).status_code == 400
+        assert refused(served, reason) == 1
 
 
 def test_a_client_that_does_not_read_is_ended_and_its_requests_with_it(tokenizer, often):

@@ -30,6 +30,9 @@ from .reports import merge_adapters, merge_stats
 
 logger = logging.getLogger(__name__)
 
+ABORT_S = 1.0
+"""An instance that was told to abort a request may take so long to say its last of it."""
+
 
 class AdapterCalls(Protocol):
     """What decides which adapters are served: `FleetAdapters` here, or a link to the process where it is."""
@@ -281,8 +284,10 @@ class FleetClient:
         resumable = self._running.get(request_id)
         if resumable is not None:
             resumable.aborted = True
-            if resumable.attempt is not None:
-                await resumable.attempt.abort()
+            attempt = resumable.attempt
+            if attempt is not None:
+                await attempt.abort()
+                asyncio.get_running_loop().call_later(ABORT_S, attempt.leave)
             await self._end_move(resumable)
 
     async def model_info(self) -> ModelInfo:

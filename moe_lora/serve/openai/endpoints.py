@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moe_lora.core.request import TokenLogprobs
 from moe_lora.serve.access import caller_of
 from moe_lora.serve.bodies import Handler, body_of
+from moe_lora.serve.connections import HEADERS_S
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import NOT_JSON, JsonResponse, bad_request, to_api_error, to_json
 from moe_lora.serve.limits import client_of
@@ -285,6 +286,7 @@ def generating_router(frontend: Frontend) -> APIRouter:
             timeout_s=body.timeout
             if TIMEOUT not in request.headers
             else timeout_of(request.headers[TIMEOUT]),
+            from_s=request.scope.get(HEADERS_S) or time.monotonic(),
         )
         request_id = f"{form.id_prefix}-{name_request(request, body.request_id)}"
         head = {"id": request_id, "created": int(time.time()), "model": model}

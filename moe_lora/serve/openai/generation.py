@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -71,16 +72,19 @@ class Delta(msgspec.Struct):
 class Deadline:
     """Ends a request when its time is over, wherever it is: one that waits is not computed any more.
 
-    abort: of the engine.
+    from_s: when its time began, by the monotonic clock.  abort: of the engine.
     """
 
-    def __init__(self, timeout_s: float | None, abort: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self, timeout_s: float | None, from_s: float, abort: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
         self._timeout_s = timeout_s
         self._abort = abort
         self._ending: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._end)
+            left_s = from_s + timeout_s - time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._end)
 
     def _end(self) -> None:
         self._ending = asyncio.create_task(self._abort())
@@ -88,7 +92,8 @@ class Deadline:
     def check(self, output: TokenOutput) -> None:
         """Raises ApiError for the output that ends the request because of it."""
         if self._ending is not None and output.finish_reason == "abort":
-            raise ApiError(408, f"not done within timeout={self._timeout_s:g} s, and ended; allow it more")
+            what = f"not done within timeout={self._timeout_s:g} s, and ended; allow it more"
+            raise ApiError(408, what, limit="timeout")
 
     def close(self) -> None:
         if self._timer is not None:
@@ -102,7 +107,8 @@ class Generation:
     client: whom it counts for in the limits.  caller: who sent it.  answer_tokens: of each prompt, how many
     its answer may have.
     continues_prompt: the answer's text goes on where the prompt's stops (keeps a leading space).
-    priority: among those of its tenant.  timeout_s: after which all is ended that is not done.
+    priority: among those of its tenant.  timeout_s: after which all is ended that is not done, from_s on, by
+    the monotonic clock.
     """
 
     frontend: Frontend
@@ -116,6 +122,7 @@ class Generation:
     continues_prompt: bool
     priority: int = 0
     timeout_s: float | None = None
+    from_s: float = field(default_factory=time.monotonic)
     _timings: list[RequestTiming] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -189,14 +196,20 @@ class Generation:
                 prompt_token_ids=request.prompt_token_ids if self.continues_prompt else (),
             )
         answer_tokens = self.answer_tokens[index // self.num_choices]
-        waiting = frontend.limits.enter_queue(self.client, request.prompt_tokens + answer_tokens)
+        waiting = frontend.limits.enter_queue(
+            self.client,
+            request.prompt_tokens + answer_tokens,
+            None if self.priority < 0 else self._left_s(),  # others before it may have to wait for it
+            by_turns=bool(self.caller.tenant),
+        )
         window = frontend.controller.window
         if window is not None and self.adapter is not None:
             visit = window.begin(self.adapter)
         watch = RequestWatch(frontend.metrics, visit)
         reason, timing, cut, began = "abort", None, False, False
         outputs = cast("AsyncGenerator[TokenOutput, None]", frontend.client.generate(request))
-        deadline = Deadline(self.timeout_s, partial(frontend.client.abort, request.request_id))
+        abort = partial(frontend.client.abort, request.request_id)
+        deadline = Deadline(self.timeout_s, self.from_s, abort)
         reserved.spend(request.prompt_tokens)
         try:
             if not self.caller.may_use(self.adapter):  # as if it were not there
@@ -218,7 +231,7 @@ class Generation:
                             reason = delta.finish_reason
                             cut = output.finish_reason is None
                             if cut:
-                                await frontend.client.abort(request.request_id)
+                                await abort()
                         yield delta
         except Exception as error:
             failure = to_api_error(error)
@@ -227,6 +240,8 @@ class Generation:
                 failure = ApiError(404, what, "model")
             if isinstance(error, UnreadError):
                 frontend.limits.count("unread")
+            if failure.limit is not None:
+                frontend.limits.count(failure.limit)
             if not began and failure.status != 408:  # its prompt was not computed, or in vain
                 reserved.spend(-request.prompt_tokens)
             reason = "refused" if failure.status < 500 else "error"
@@ -238,6 +253,11 @@ class Generation:
             watch.end(reason, timing)
             if timing is not None:
                 self._timings.append(timing)
+
+    def _left_s(self) -> float | None:
+        if self.timeout_s is None:
+            return None
+        return max(0.0, self.from_s + self.timeout_s - time.monotonic())
 
     def _request(self, index: int, engine_id: str) -> GenerateRequest:
         """That of one choice, under an id of its own.  Choices of a seeded request get seeds of their own, or

@@ -81,7 +81,16 @@ class Preparer:
         self, kind: type[SamplingFields], content: bytearray, info: ModelInfo, client: str
     ) -> Prepared:
         """What a body of this kind asks for.  Raises ApiError, for the first thing that is wrong with it."""
-        bounds = Bounds.of(info, self._limits)
+        try:
+            return await self._prepare(kind, content, Bounds.of(info, self._limits), client)
+        except ApiError as error:
+            if error.limit is not None:
+                self._limits.count(error.limit)
+            raise
+
+    async def _prepare(
+        self, kind: type[SamplingFields], content: bytearray, bounds: Bounds, client: str
+    ) -> Prepared:
         if len(content) >= INLINE_BYTES:
             return await self._elsewhere(kind, bytes(content), bounds, client)
         body = parse(kind, content, bounds.max_json_depth)
@@ -177,7 +186,8 @@ def parse(kind: type[SamplingFields], content: bytes | bytearray, max_depth: int
 
 
 def _too_deep(max_depth: int) -> ApiError:
-    return bad_request(f"the body's lists and objects lie more than {max_depth} deep in each other")
+    what = f"the body's lists and objects lie more than {max_depth} deep in each other"
+    return bad_request(what, limit="json_depth")
 
 
 def _is_deeper(data: Any, max_depth: int) -> bool:
@@ -238,7 +248,8 @@ def _rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
 def _check_choices(num_prompts: int, num_choices: int, bounds: Bounds) -> None:
     if num_prompts * num_choices > bounds.max_choices:
         given = f"{num_prompts} prompts with n={num_choices}"
-        raise bad_request(f"{given} make more than {bounds.max_choices} choices; send several requests", "n")
+        what = f"{given} make more than {bounds.max_choices} choices; send several requests"
+        raise bad_request(what, "n", limit="choices")
 
 
 def prepared(
@@ -271,6 +282,7 @@ def prepared(
             f"all choices of the request may take {work} tokens, log probabilities of others included, more "
             f"than the {bounds.max_request_tokens} of one request; lower max_tokens, n or logprobs",
             "max_tokens",
+            limit="request_tokens",
         )
     return Prepared(
         body=body.without_prompt(),

@@ -99,6 +99,31 @@ def test_answer_is_not_finished_on_another_version(change, reason):
     asyncio.run(run())
 
 
+class StoppedEngine(CountingEngine):
+    """It says one token, and no more whatever it is told."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        self.left = asyncio.Event()
+        yield TokenOutput(request_id=request.request_id, token_ids=(2,))
+        await self.left.wait()
+        yield TokenOutput(request_id=request.request_id, token_ids=(), finish_reason="abort")
+
+    def leave(self, request_id: str) -> None:
+        self.left.set()
+
+
+def test_aborted_request_ends_though_its_instance_does_not_answer():
+    async def run() -> list[str | None]:
+        fleet, reasons = fleet_of(StoppedEngine()), []
+        async for output in fleet.generate(ask()):
+            reasons.append(output.finish_reason)
+            await fleet.abort("r")
+        return reasons
+
+    with patch("moe_lora.dist.cluster.routing_client.ABORT_S", 0.05):
+        assert asyncio.run(run()) == [None, "abort"]
+
+
 class NumberedEngine(CountingEngine):
     """One that has a version of its adapters."""
 
