@@ -324,6 +324,11 @@ def errors_as_fast_as_they_come(attacker: Attacker) -> None:
     _for_seconds(6, lambda: attacker.ask(post(body)))
 
 
+def answers_as_fast_as_they_come(attacker: Attacker) -> None:
+    asked = GET % b"/v1/models" + b"Connection: close\r\n\r\n"
+    _for_seconds(6, lambda: attacker.ask(asked))
+
+
 @attack
 def bodies_of_30_kb_as_fast_as_they_come(attacker: Attacker) -> None:
     body = post(b'{"prompt":[' + b"{}," * 10_000 + b"{}]}")
@@ -447,10 +452,12 @@ def requests_in_one_connection_before_any_answer(attacker: Attacker) -> None:
 
 
 VALID = {
+    "errors_as_fast_as_they_come": answers_as_fast_as_they_come,
     "streams_that_nobody_reads": streams_that_are_read,
     "requests_1000_at_once": requests_100_at_once_three_times,
 }
-"""What is valid work in attacks that have much of it, as a client asks for it that means no harm."""
+"""What is valid work in attacks that have much of it, as a client asks for it that means no harm; for errors,
+the answers that a front end can give as fast."""
 
 
 def _at_once(num: int, work: Callable[[], Any]) -> None:

@@ -5,8 +5,9 @@
 Starts `moe-lora serve` on the demo's model, 16 ordinary streams from one address, and for each attack clients
 from another.  A row says what the attacker was answered, the front end's memory and processor time, and the
 ordinary streams' time per token (99th percentile) and longest wait meanwhile.  The first two rows are no
-attacks: nobody else, and valid requests as fast as four clients send them.  Two attacks are much valid work
-themselves: that work, asked for without harm, has a row before each, which it is compared with.
+attacks: nobody else, and valid requests as fast as four clients send them.  Three attacks are much valid work
+themselves, or take as much of the front end: that work, asked for without harm, has a row before each, which
+it is compared with.
 """
 
 from __future__ import annotations
