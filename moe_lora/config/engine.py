@@ -13,7 +13,7 @@ from moe_lora.core.hf_config import cut_to, read_config
 from moe_lora.core.weight_format import weight_format
 
 from .emulation import EmulationConfig
-from .lora_server import LoraServerConfig
+from .lora_server import MAX_PUT_INSTANCES, LoraServerConfig
 from .pool import PoolConfig
 from .settings import Settings, setting
 
@@ -312,6 +312,12 @@ class EngineConfig(Settings):
                 raise ConfigError(
                     f"{given} and an instance of {self.num_ranks} ranks do not go together yet; use "
                     "expert_parallel=1 and tensor_parallel=1, or device_puts='none'"
+                )
+            if self.num_instances > MAX_PUT_INSTANCES:
+                raise ConfigError(
+                    f"{given} takes up to {MAX_PUT_INSTANCES} instances, each of which has a stream on every "
+                    f"GPU of the server, and there are {self.num_instances}; use fewer, or "
+                    "device_puts='none'"
                 )
             if server.layout.startswith("DP"):
                 raise ConfigError(

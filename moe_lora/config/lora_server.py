@@ -9,6 +9,8 @@ from .settings import Settings, setting
 
 TRANSPORTS = ("shm", "gloo", "nixl")
 DEVICE_PUTS = ("none", "ibgda")
+MAX_PUT_INSTANCES = 24
+"""Each has a stream on every server GPU, of which CUDA runs 32 side by side, and torch hands out as many."""
 
 
 @dataclass(frozen=True, kw_only=True)

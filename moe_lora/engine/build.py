@@ -186,7 +186,8 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
         undo.callback(core.close)
         for packed, path in adapters:
             core.add_adapter(packed, path)
-        runner.warm_up(site_ranks(rank.shape, [packed for packed, _ in adapters]))
+        ranks = site_ranks(rank.shape, [packed for packed, _ in adapters])
+        runner.warm_up(ranks, config.max_num_batched_tokens)
         followers.tell(RankReport())
         followers.settle()
         undo.pop_all()

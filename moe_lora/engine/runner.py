@@ -35,7 +35,7 @@ from .merged_weights import MergedWeights, MergeOrder
 from .sequence import Sequence
 from .step_batch import StepBatch
 from .step_buffer import StepBuffer
-from .step_graphs import CaptureSteps, StepGraphs
+from .step_graphs import RANK_STEP, CaptureSteps, StepGraphs, with_places
 
 logger = logging.getLogger(__name__)
 _NO_LEASE = Lease(-1, 0)
@@ -110,9 +110,13 @@ class ModelRunner:
         moved = Counter({Source.LOCAL: self._num_taken_over(), Source.HOST: -self._num_taken_over()})
         return {f"lora_rows_{s.name.lower()}": int(self._lora_rows[s] + moved[s]) for s in _COUNTED}
 
-    def warm_up(self, site_ranks: Seq[int] = ()) -> None:
-        """Compile all code, and capture every graph, that steps will need, before the first request.
+    def warm_up(self, site_ranks: Seq[int] = (), max_tokens: int = 1) -> None:
+        """Compile all code, and capture every graph, that decode steps will need, before the first request;
+        on CUDA run prompts too, of up to max_tokens, so that their kernels are compiled.
 
+        Left for the first step that meets it: ranks above 64 and sites that no adapter has yet, deltas that
+        come from elsewhere than this device, and sampling.  With decode buckets prompts are not the
+        compiler's: their norms, rotations and sums are launches of their own.
         site_ranks: the largest rank at each site of adapters to come.
         """
         if self._graphs is not None:
@@ -120,12 +124,25 @@ class ModelRunner:
             if self._announce is not None:
                 self._announce(order)
             self.capture(order)
+        if self._device.type == "cuda" and max_tokens > 1:
+            self._run_prompts(site_ranks, max_tokens)
         if self._eager:
             return
         sizes = self._buckets or [1, 2]
         logger.info("compiling decode steps for %s rows", "any number of" if not self._buckets else sizes)
         for size in sizes:
             self._run(self._batch([], size, any_rows=not self._buckets and size > 1))
+
+    def _run_prompts(self, site_ranks: Seq[int], max_tokens: int) -> None:
+        """Prompts of padding: of each power of two rows, since kernels have tiles for each factor of two."""
+        sizes = [*(2**n for n in range(1, max_tokens.bit_length()) if 2**n < max_tokens), max_tokens]
+        # Launches for ranks above RANK_STEP are other code.
+        small = tuple(min(one, RANK_STEP) for one in site_ranks)
+        kinds = sorted({(0,) * len(site_ranks), small, tuple(site_ranks)})
+        logger.info("running prompts of %s rows", sizes)
+        for size in sizes:
+            for ranks in kinds:
+                self._run(self._padding_prompt(size, ranks))
 
     @torch.inference_mode()
     def capture(self, order: CaptureSteps) -> None:
@@ -222,6 +239,25 @@ class ModelRunner:
             routing=routing,
             compiled=not self._eager and (not self._buckets or in_bucket),
             any_rows=any_rows,
+        )
+
+    def _padding_prompt(self, num_rows: int, site_ranks: Seq[int]) -> StepBatch:
+        """One sequence of so many rows and no tokens; launches are made as for adapters of these ranks."""
+        batch = self._batch([], num_rows)
+        routing = batch.routing
+        if any(site_ranks) and Source.LOCAL in self._sources:
+            places = ((int(Source.LOCAL), self._sources.index(Source.LOCAL)),)
+            routing = replace(with_places(batch, places), site_ranks=list(site_ranks))
+        return replace(
+            batch,
+            logit_rows=torch.tensor([num_rows - 1]),
+            tables=StepTables(
+                query_start=torch.tensor([0, num_rows], dtype=torch.int32),
+                seq_lens=torch.zeros(1, dtype=torch.int32),
+                block_tables=torch.zeros(1, 1, dtype=torch.int32),
+            ),
+            routing=routing,
+            compiled=not self._eager and not self._buckets,
         )
 
     def _routing(self, plan: Seq[Scheduled[Sequence]], counts: Seq[int]) -> RowRouting:

@@ -167,7 +167,7 @@ class StepGraphs:
         for shape in reversed(shapes):  # the largest first: the buffer stays where it then is
             batch = empty(shape.rows)
             if shape.places:
-                batch = replace(batch, routing=_with_places(batch, shape.places))
+                batch = replace(batch, routing=with_places(batch, shape.places))
             inputs = self._padded(shape, batch).through(self._buffer, self._bounds(shape))
             self._captured(shape, inputs, compute)
         logger.info("captured %d decode steps as graphs", len(shapes))
@@ -214,7 +214,7 @@ class StepGraphs:
         return graph
 
 
-def _with_places(batch: StepBatch, places: Sequence[Place]) -> RowRouting:
+def with_places(batch: StepBatch, places: Sequence[Place]) -> RowRouting:
     """The batch's routing, as if a row had terms at these places: one more route, which no row has."""
     terms = np.concatenate([batch.routing.terms[-1:], batch.routing.terms])
     for source, group in places:

@@ -6,10 +6,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
+from moe_lora.kernels.triton import configs, experts
 from moe_lora.kernels.triton.configs import interpreted
 from tests.models.harness import Harness
 from tests.stand_in_device import Launch, launches, stand_in_device
@@ -37,6 +43,36 @@ def launches_of_a_layer(harness: Harness, slots: tuple[int, ...]) -> list[Launch
     ours = [one for one in noted if one.operation and one.name not in OF_THE_COMPILER | ONCE_A_STEP]
     first, second = (i for i, one in enumerate(ours) if one.name == "write_kv")
     return ours[first:second]
+
+
+@contextmanager
+def codes() -> Iterator[set[tuple[str, frozenset[Any]]]]:
+    """Kernels that are launched in the context, each with its constants; none runs."""
+    found = set()
+
+    def note(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
+        found.add((kernel.__name__, frozenset(meta.items())))
+
+    with patch.object(configs, "start", note):
+        yield found
+
+
+def test_prompts_meet_no_code_that_was_not_run_before_the_first(tmp_path, monkeypatch):
+    max_tokens = 31
+    monkeypatch.setattr(experts, "ONE_LAUNCH_MAX_ROWS", 8)
+    harness = Harness(*checkpoint_and_adapter(QUICK, tmp_path), dtype=torch.bfloat16, max_sequences=8)
+    prompts = [(0, [3, 5]), (-1, [11, 13, 17]), (0, [7] * (max_tokens - 3)), (-1, [7] * 3)]
+    with stand_in_device():
+        device = OnDevice(harness, prompts)
+        ranks = harness.slots.site_ranks(np.array([0]), harness.model.spec.shape.sites)
+        with codes() as before:
+            device.runner.warm_up(ranks, max_tokens)
+        with codes() as met:
+            for turn in (slice(0, 2), slice(2, 4)):
+                device.step(turn)
+    assert {"attend", "expert_linear", "wgmma_shrink", "wgmma_expand"} <= {kernel for kernel, _ in met}
+    assert met <= before
+    assert {dict(constants)["BLOCK_T"] for kernel, constants in met if kernel == "expert_linear"} == {16, 32}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.runner import ModelRunner
@@ -17,6 +18,38 @@ CPU = SimpleNamespace(type="cpu")
 def adapter(uid: int, *targets: str) -> AdapterVersion:
     packed = SimpleNamespace(content_hash=f"{uid:064}", targets=targets)
     return AdapterVersion(uid, 1, packed, None, slot=uid, lease=Lease(uid, 7))
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "sizes"), [(1, []), (2, [2]), (12, [2, 4, 8, 12]), (16, [2, 4, 8, 16])]
+)
+def test_prompts_of_each_size_are_run_on_cuda_before_the_first(max_tokens, sizes, monkeypatch):
+    """Of the base model, of adapters of up to rank 64, and of larger ones."""
+    shape = model_shape()
+    model = SimpleNamespace(spec=SimpleNamespace(shape=shape))
+    context = SimpleNamespace(channels=[None] * shape.num_layers)
+    sources = [Source.LEASED if site.num_experts else Source.LOCAL for site in shape.sites]
+    runner = ModelRunner(model, context, torch.device("cpu"), sources, eager=False, decode_buckets=(4,))
+    runner._device = SimpleNamespace(type="cuda")
+    found = []
+    monkeypatch.setattr(runner, "execute", found.append)
+    ranks = [8, 100, *[0] * (len(sources) - 2)]
+    runner.warm_up(ranks, max_tokens)
+    prompts, decode = [batch for batch in found if not batch.tables.decode], found[-1]
+    assert decode.compiled
+    assert len(found) == len(prompts) + 1
+    assert [len(batch.tokens) for batch in prompts] == [size for size in sizes for _ in range(3)]
+    for batch in prompts:
+        assert not batch.compiled
+        assert not batch.live.any()
+        assert batch.tables.query_start.tolist() == [0, len(batch.tokens)]
+        assert batch.tables.seq_lens.tolist() == [0], "nothing is written to pages"
+        with_deltas = batch.routing.site_ranks is not None
+        assert batch.routing.sources == [{Source.LOCAL} if with_deltas else set(), set()]
+        for slots in batch.routing.slots_here().values():
+            assert (slots == -1).all()
+    asked = [batch.routing.site_ranks for batch in prompts[:3]]
+    assert asked == [None, [8, 64, *ranks[2:]], ranks][: len(prompts)]
 
 
 @pytest.mark.parametrize(

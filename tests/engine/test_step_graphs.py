@@ -63,7 +63,7 @@ def test_graphs_are_captured_before_the_first_step(harness):
     with stand_in_device():
         device = OnDevice(harness, PROMPTS, rows=(4,), max_tokens=MAX_TOKENS)
         ranks = harness.slots.site_ranks(torch.tensor([0, 1]).numpy(), harness.model.spec.shape.sites)
-        device.runner.warm_up(ranks)
+        device.runner.warm_up(ranks, max_tokens=4)
         assert device.graphs.num_captured == 2
         expected = OnDevice(harness, PROMPTS).step()
         torch.testing.assert_close(device.step(), expected, rtol=1e-5, atol=1e-5)

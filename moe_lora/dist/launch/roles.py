@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 THREADS_PER_RANK = 1
+_BESIDE_WAITS = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""For a process whose streams wait on the device without bound (`lora_server.server.device_loop`).  To load a
+kernel when it is first launched may wait for the device to be idle; and of streams that share a queue, as
+more than 8 do by CUDA's default, one waits for what is ahead of it.  Read by the driver when it starts."""
 _PARENT_S = 0.5
 RESTART_CODE = os.EX_TEMPFAIL
 """Exit code of a process that was told to end so that it is started again: torchrun takes 0 for done."""
@@ -78,6 +82,9 @@ def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | Non
             f"processes; start it with torchrun --nproc-per-node {layout.num_ranks}, or change the layout"
         )
     os.environ.update(worker_environment(THREADS_PER_RANK))
+    if config.lora_server.device_puts != "none":
+        for name, value in _BESIDE_WAITS.items():
+            os.environ.setdefault(name, value)
     return serve_rank(config, place, status)
 
 

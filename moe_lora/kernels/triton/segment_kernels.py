@@ -10,6 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_SIZES = ("num_rows", "num_slots", "num_experts", "tile_rows")
+"""Numbers that change from one prompt to the next, or as slots are added: none leads to another compilation
+in the middle of serving."""
+
 
 @triton.jit
 def _row_keys(
@@ -101,7 +105,7 @@ def sort_block(
             _cut(described, with_adapter, tiles, num_tiles, tile_rows, BLOCK_CUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def sort_rows(
     token_slots,
     ids,
@@ -151,7 +155,7 @@ def sort_rows(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def cut_tiles(described, count, tiles, num_tiles, tile_rows, BLOCK: tl.constexpr):
     """`_cut` alone, for tiles of a second size.  One program."""
     _cut(described, tl.load(count), tiles, num_tiles, tile_rows, BLOCK)

@@ -45,6 +45,24 @@ def test_lora_server_without_its_section(write):
         serve_lora_server(read_cluster(write("")), JobPlace())
 
 
+@pytest.mark.parametrize(
+    ("device_puts", "given", "found"),
+    [("none", None, (None, None)), ("ibgda", None, ("EAGER", "32")), ("ibgda", "LAZY", ("LAZY", "32"))],
+)
+def test_rank_whose_streams_wait_loads_all_kernels_at_once_unless_told_not_to(
+    device_puts, given, found, write, monkeypatch
+):
+    """A kernel loaded when it is first launched may wait for a device that never comes to rest."""
+    names = ("CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {} if given is None else {names[0]: given}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(roles, "serve_rank", lambda *_: 0)
+    server = SERVER.replace("EP2-PP1", "EP1-PP1").replace("}", f", device_puts: {device_puts}}}")
+    assert serve_lora_server(read_cluster(write(server)), JobPlace()) == 0
+    assert tuple(environment.get(name) for name in names) == found
+
+
 def test_instance_needs_one_process_or_one_for_each_of_its_ranks(write):
     cluster = read_cluster(write(f"engine: {{expert_parallel: 4}}\n{FRONT_END}"))
     with pytest.raises(ConfigError, match=r"has 2 processes, but engine\.expert_parallel=4"):

@@ -47,7 +47,7 @@ def serve(config: EngineConfig, number: int, folder: str, seed: int, told: Any) 
         while (order := told.recv()) != "end":
             if order == "lack all layers":
                 # As if each slot had been given to another: what is asked for has left.
-                devices.tables.generation += 1
+                devices.tables.now.generation.add_(1)
             elif order == "cut":
                 symmetric_memory._groups[-1].network.cut = True
             told.send(None)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import subprocess
@@ -187,6 +188,23 @@ def test_numbers_of_a_batch_are_in_no_tuple_where_triton_would_compile_for_each_
     tuples = [one for build in builds for one in build.operands if isinstance(one, tuple)]
     numbers = {part for one in tuples for part in one if isinstance(part, int)}
     assert numbers <= {0, *aot._WIDTHS.values()}
+
+
+VARYING = {"num_rows", "num_slots", "num_tokens", "num_seqs", "table_stride", "tile_rows", "max_polls"}
+"""Numbers that differ from one step to the next, by the names that kernels give them."""
+
+
+def test_numbers_of_a_batch_lead_to_no_other_compilation(builds):
+    """Triton compiles another code where a number is 1, and where it is a multiple of 16."""
+    kernels = {getattr(importlib.import_module(one.module), one.kernel) for one in builds}
+    numbers = [(one.fn.__name__, param) for one in kernels for param in one.params if param.name in VARYING]
+    specialised = [
+        (kernel, param.name)
+        for kernel, param in numbers
+        if not (param.do_not_specialize or param.is_constexpr)
+    ]
+    assert specialised == []
+    assert {"sort_rows", "cut_tiles", "expert_linear", "attend"} <= {kernel for kernel, _ in numbers}
 
 
 def test_command_explains_itself():

@@ -34,15 +34,17 @@ def request_deltas(
     out: torch.Tensor,
     *,
     kernel: str = "sgmv",
+    max_lora_rank: int | None = None,
 ) -> None:
     """out [R, N] = the deltas of the request's rows; rows whose slot is -1 become zero.
 
-    layer: row of the slot table (the request's own layer, or 0 where the table holds one layer).  kernel: as
-    in `kernels.lora`.
+    layer: row of the slot table (the request's own layer, or 0 where the table holds one layer).  kernel,
+    max_lora_rank: as in `kernels.lora`.
     """
 
     def delta(ids: torch.Tensor | None, target: torch.Tensor) -> None:
-        lora_delta(LoraOperands(x, ids, site, layer, token_slots, slots, arena), target, kernel=kernel)
+        operands = LoraOperands(x, ids, site, layer, token_slots, slots, arena)
+        lora_delta(operands, target, kernel=kernel, max_lora_rank=max_lora_rank)
 
     site = shape.sites[request.site]
     token_slots = torch.from_numpy(np.ascontiguousarray(slot)).to(arena.device)

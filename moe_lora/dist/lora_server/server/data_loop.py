@@ -11,14 +11,14 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 
 from moe_lora.config.emulation import StageTime
 from moe_lora.core.errors import PeerGoneError
-from moe_lora.core.shape import ModelShape
+from moe_lora.core.shape import MAX_LORA_RANK, ModelShape
 from moe_lora.dist.lora_server.protocol.deltas import request_deltas
 from moe_lora.dist.lora_server.protocol.session import (
     DONE,
@@ -30,6 +30,7 @@ from moe_lora.dist.lora_server.protocol.session import (
     answer_rows,
     answer_size,
     check_ids,
+    lay_out_request,
     read_request,
     write_answer_header,
 )
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 1.0
 _TURNS = 64
+_WARM_RANKS = (64, MAX_LORA_RANK)
+"""A launch of larger ranks than the first has code of its own."""
 
 
 class ServerSession:
@@ -99,6 +102,24 @@ def instance_number(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
+def _extremes(frame: torch.Tensor, layout: FrameLayout, site: int) -> Iterator[DeltaRequest]:
+    """The smallest and the largest request at a site, of rows without an adapter; one after the other in
+    `frame`.  Of a token's experts one is elsewhere, where it has several."""
+    of_experts = layout.shape.sites[site].num_experts > 0
+    most = layout.shape.num_experts_per_token if of_experts else 0
+    # The experts' second half has a row of x for each of a token's experts.
+    for top_k in sorted({min(1, most), most}):
+        for num_tokens in sorted({1, layout.max_rows // max(1, top_k)}):
+            num_rows = num_tokens * max(1, top_k) - (top_k > 1)
+            request = lay_out_request(frame, layout, 0, site, num_tokens, top_k, num_rows)
+            request.slot[:] = -1
+            request.x.zero_()
+            if request.ids is not None:
+                request.ids[:] = 0
+                request.ids.reshape(-1)[num_rows:] = -1
+            yield request
+
+
 class DataLoop:
     """Serves the sessions of one server rank, those of different instances in turn.
 
@@ -138,6 +159,24 @@ class DataLoop:
         self.num_requests = self.num_stale = self.num_host_rows = 0
         self.server_store = server_store
         server_store.on_progress = self.wake
+
+    def warm_up(self, layout: FrameLayout, sites: Iterable[int]) -> None:
+        """Compute the smallest and the largest request of each site, as if no row had an adapter.
+
+        On CUDA a kernel is compiled and loaded, and memory is taken, when it is first needed: here, before a
+        request waits for it, and before sessions wait on the device, beside which it might never be there.
+        """
+        frame = torch.zeros(layout.request_bytes, dtype=torch.uint8)
+        for site in sites:
+            for request in _extremes(frame, layout, site):
+                out = torch.empty(
+                    request.num_rows, self._shape.sites[site].total_out_features, dtype=layout.dtype
+                )
+                place = 0, request.slot, self.server_store.slots, self.server_store.arena
+                for rank in _WARM_RANKS:
+                    request_deltas(
+                        request, self._shape, *place, out, kernel=self._lora_kernel, max_lora_rank=rank
+                    )
 
     def add(self, session: ServerSession) -> None:
         with self._lock:

@@ -5,6 +5,11 @@ its rows to slots; for each site wait for x, compute, put the answer.  On CUDA i
 replayed ahead of time, so that the device always waits for the next request (InfiniLoRA section 3: receive,
 compute and send overlap, here of several instances, on as many streams).
 
+An instance that is idle keeps its session waiting without bound.  So nothing here, and nothing that the
+process does beside it, may wait for a device at rest: kernels run once before sessions are queued
+(`DataLoop.warm_up`, `DeviceSession.prepare`), page-locked memory is there from the start, and the role's
+environment has CUDA load code at once and give each stream a queue of its own (`launch.roles`).
+
 NOT YET RUN on a GPU.  Without one, its operations run as they are called, which is what tests do.
 """
 
@@ -13,10 +18,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from moe_lora.core.shape import MAX_LORA_RANK
@@ -29,10 +35,11 @@ from moe_lora.dist.transport.device_puts import (
     SymmetricWindow,
 )
 from moe_lora.kernels.lora import lora_delta
-from moe_lora.kernels.operands import LoraOperands
+from moe_lora.kernels.operands import LoraOperands, SlotTable
+from moe_lora.kernels.page_locked import Staging
 from moe_lora.kernels.triton.configs import kernels
 
-from .server_store import ServerAdapterStore
+from .server_store import ServerAdapterStore, on_stream
 
 logger = logging.getLogger(__name__)
 
@@ -42,55 +49,70 @@ _SOONER = 16
 """A layer on its way is given up in so much less than the time that the instance waits for an answer."""
 _LEFT = 1 << 62
 """Above every generation."""
+_STAGE_BYTES = 1 << 20
+
+
+class Resident(NamedTuple):
+    """On the device, what each slot has.  generation: [M].  loaded: [M, L].  int64, see
+    `ServerAdapterStore`."""
+
+    generation: torch.Tensor
+    loaded: torch.Tensor
 
 
 class ResidentTables:
-    """On the device, what each slot of a server rank has: read by operations while they run.
+    """What each slot of a server rank has, in tables that operations read while they run.
 
-    generation: [M].  loaded: [M, L].  Both int64, see `ServerAdapterStore`.  When slots are added there are
-    new tables; in the old ones, which operations may still be bound to with the old slot table, all has left.
+    now: what operations are to be bound to.  When slots are added there are new ones; in the old ones, which
+    operations may still be bound to with the old slot table, all has left.  stream: one that sessions don't
+    wait on; None on CPU.
     """
 
     def __init__(self, server_store: ServerAdapterStore) -> None:
         self._store = server_store
         self._device = server_store.arena.device
         self._lock = threading.Lock()
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self.generation, self.loaded = self._made()
+        on_cuda = self._device.type == "cuda"
+        self.stream = torch.cuda.Stream(self._device) if on_cuda else None
+        # Once, for tables of any size: to page-lock memory may wait for a device that never comes to rest.
+        self._staging = Staging(_STAGE_BYTES) if on_cuda else None
+        self.now = self._made()
         server_store.on_tables = self.publish
         self.publish()
 
-    def _made(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _made(self) -> Resident:
         shapes = self._store.generation.shape, self._store.loaded.shape
-        on_cuda = self._stream is not None
-        # Page-locked once: to lock memory may wait for a device that never comes to rest.
-        self._staged = [torch.zeros(shape, dtype=torch.int64, pin_memory=on_cuda) for shape in shapes]
-        generation, loaded = (one.to(self._device, copy=True) for one in self._staged)
-        return generation, loaded
+        return Resident(*(torch.zeros(shape, dtype=torch.int64, device=self._device) for shape in shapes))
 
     def publish(self) -> None:
         """Bring them up to date; returns when they are.  Any thread."""
         with self._lock, self._beside():
-            if len(self.generation) != len(self._store.generation):
-                self.generation.fill_(_LEFT)
-                self.generation, self.loaded = self._made()
-            news = (self._store.generation, self._store.loaded)
-            for staged, array in zip(self._staged, news, strict=True):
-                staged.numpy()[:] = array
-            self.loaded.copy_(self._staged[1], non_blocking=True)
-            self.generation.copy_(self._staged[0], non_blocking=True)
-            if self._stream is not None:
-                self._stream.synchronize()
+            before = tables = self.now
+            if len(before.generation) != len(self._store.generation):
+                tables = self._made()
+                before.generation.fill_(_LEFT)
+            self._copy(self._store.loaded, tables.loaded)
+            self._copy(self._store.generation, tables.generation)
+            if self.stream is not None:
+                self.stream.synchronize()
+            self.now = tables
+
+    def _copy(self, array: np.ndarray, table: torch.Tensor) -> None:
+        source, there = (one.view(-1).view(torch.uint8) for one in (torch.from_numpy(array), table))
+        if self._staging is None:
+            there.copy_(source)
+        else:
+            self._staging.copy(source, there)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """On a stream that sessions don't wait on."""
-        if self._stream is None:
+        """On `stream`."""
+        if self.stream is None:
             yield
             return
         # Slots and bytes that were written on the thread's own stream come first.
         torch.cuda.current_stream(self._device).synchronize()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             yield
 
 
@@ -134,33 +156,33 @@ class DeviceSession:
             )
             for layer in partition.layers_of(server_rank)
         ]
-        on_cuda = group.device.type == "cuda"
-        self.stream, self._beside = (torch.cuda.Stream(group.device) if on_cuda else None for _ in range(2))
+        self.stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
         self._again: Callable[[], None] = self.step
-        self._bound: torch.Tensor | None = None
+        self._bound: tuple[Resident, SlotTable] | None = None
         self._queued: list[Any] = []
         self._ended = False
         self.num_steps = 0
 
     def step(self) -> None:
-        """Queue one step's operations."""
-        exchange, is_first = self._exchange, True
+        """Queue one step's operations, after `prepare`."""
+        assert self._bound is not None
+        exchange, is_first, (resident, _) = self._exchange, True, self._bound
         self._wait(self._frames.asked(self._client), PUT_BLOCKS, exchange.NO_BOUND)
         for layer, sites in self._work:
             if not sites:
                 continue
             exchange.launch_admit(
-                *(self._frame, self._tables.generation, self._tables.loaded, layer),
+                *(self._frame, *resident, layer),
                 *(self._token_slots, self._missing, self.state, self._max_polls // _SOONER + 1, is_first),
             )
             is_first = False
             for site in sites:
-                self._serve(layer, site)
+                self._serve(layer, site, *self._bound)
 
     def queue(self) -> None:
         """Queue a step, and wait until few enough are queued."""
         self.prepare()
-        with _on(self.stream):
+        with on_stream(self.stream):
             self._again()
             self.num_steps += 1
             if self.stream is not None:
@@ -171,25 +193,34 @@ class DeviceSession:
 
     def is_lost(self) -> bool:
         """Whether a wait was given up; steps that are queued are not waited for."""
-        with _on(self._beside):
+        with on_stream(self._tables.stream):
             return bool(int(self.state.item()) & self._exchange.LOST)
 
     def end(self) -> None:
         """Let no operation wait any more, and wait for all."""
         self._ended = True
-        with _on(self._beside):
+        with on_stream(self._tables.stream):
             self.state.fill_(self._exchange.ENDED)
         if self.stream is not None:
             self.stream.synchronize()
 
     def prepare(self) -> None:
-        """Capture a step, unless that was done for the slots that there are now."""
-        if self._bound is self._tables.loaded:
+        """Capture a step, unless that was done for the slots that there are now.
+
+        What it was captured with is kept until another was: no step reads memory that others have by then.
+        """
+        resident = self._tables.now
+        if self._bound is not None and self._bound[0] is resident:
             return
-        self._bound = self._tables.loaded
         if self.stream is None:
+            self._bound = resident, self._store.slots
             return
+        # What this session begins with was made on another stream.
+        self.stream.wait_stream(torch.cuda.current_stream(self._group.device))
+        # A queued step waits for its instance, which may be idle: no other session's capture waits with it.
+        self.stream.synchronize()
         with _capturing, torch.cuda.stream(self.stream):
+            self._bound = resident, self._store.slots
             # Kernels are compiled first, which a capture can't: in a state that lets none wait or put.
             self.state.fill_(self._exchange.ENDED)
             expected = self._expected.clone()
@@ -210,15 +241,14 @@ class DeviceSession:
         signals = self._exchange.Signals(self._window.words, self._expected, range(signal, signal + 1))
         self._exchange.launch_wait(signals, more, self.state, max_polls)
 
-    def _serve(self, layer: int, number: int) -> None:
+    def _serve(self, layer: int, number: int, resident: Resident, slots: SlotTable) -> None:
         frames, site = self._frames, self._frames.shape.sites[number]
         x, ids, out = self._rows[number]
         self._wait(
             frames.asked(self._client, number), PUT_BLOCKS * (1 if ids is None else 2), 2 * self._max_polls
         )
         token_slots = self._token_slots[: frames.max_rows]
-        store = self._store
-        operands = LoraOperands(x, ids, site, layer, token_slots, store.slots, store.arena)
+        operands = LoraOperands(x, ids, site, layer, token_slots, slots, self._store.arena)
         # Slots that are empty now have any rank later.
         lora_delta(operands, out, kernel=self._kernel, max_lora_rank=MAX_LORA_RANK)
         experts = frames.partition.experts_of(self._server_rank)
@@ -230,7 +260,7 @@ class DeviceSession:
             first_expert=experts.start,
             end_expert=experts.stop,
             frame=self._frame,
-            generation=self._tables.generation,
+            generation=resident.generation,
             missing=self._missing,
             state=self.state,
             over=self._exchange.LOST | self._exchange.ENDED,
@@ -254,10 +284,6 @@ class DeviceSession:
 
 _capturing = threading.Lock()
 """One capture at a time."""
-
-
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class DeviceLoop:

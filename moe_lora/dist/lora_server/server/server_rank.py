@@ -184,6 +184,9 @@ class ServerRank:
             lora_kernel=config.lora_kernel,
             host=self._host,
         )
+        if self._device.type == "cuda":
+            layout = FrameLayout(self._shape, self._dtype, self._server.max_rows)
+            self.loop.warm_up(layout, filter(self._partition.serves, range(len(self._shape.sites))))
 
     def _listen(self, address: Address, answers: Mapping[str, Answer]) -> None:
         own: dict[str, Answer] = {"open_session": self._open_session, "tell_turns": self._tell_turns}

@@ -11,18 +11,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.adapters.packed import PackedAdapter, shard_layer
+from moe_lora.adapters.packed import LayerShard, PackedAdapter, PackedLayer, shard_layer
 from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.protocol.control_messages import EvictOrder, LoadOrder, Order, ResizeOrder
 from moe_lora.dist.lora_server.protocol.partition import Partition
 from moe_lora.kernels.operands import SlotTable
+from moe_lora.kernels.page_locked import Staging
+from moe_lora.lora.local import part_bytes
 from moe_lora.lora.row_routing import RoutedAdapter
 
 from .rank_memory import kept_entries
@@ -40,6 +43,11 @@ class _Loading:
     epoch: int
     packed: PackedAdapter
     runs: deque[tuple[int, Run]]
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """What is launched in the context goes to the stream, if there is one."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -63,7 +71,8 @@ class ServerAdapterStore:
     led: whether load commands can come at all.
 
     Several adapters are loaded at once, a layer of each in turn, so that the first layers of a newcomer don't
-    wait for the last ones of another (InfiniLoRA section 5.3).
+    wait for the last ones of another (InfiniLoRA section 5.3).  On CUDA they come through page-locked buffers
+    on a stream of their own, while deltas are computed.
     load_bytes_per_s: upper bound on the rate of loading; None = none.  layer_wise: False for the comparison
     with whole adapters, one after the other, of which nothing is ready before all is.
     Raises ConfigError if the memory can't be had.
@@ -94,6 +103,9 @@ class ServerAdapterStore:
         self._load_bytes_per_s = load_bytes_per_s
         self._layer_wise = layer_wise
         self.arena = _allocate(num_pages * page_bytes, device)
+        on_cuda = self.arena.is_cuda
+        self._stream = torch.cuda.Stream(device) if on_cuda else None
+        self._staging = Staging() if on_cuda else None
         self.slots = SlotTable(capacity, shape.num_layers, shape.num_entries, device)
         self.generation = np.zeros(capacity, dtype=np.int64)
         self.loaded = np.zeros((capacity, shape.num_layers), dtype=np.int64)
@@ -190,6 +202,11 @@ class ServerAdapterStore:
         self._thread.join()
 
     def _run(self) -> None:
+        with on_stream(self._stream):
+            self._load_all()
+
+    def _load_all(self) -> None:
+        """Until `stop`."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping or self._loading)
@@ -237,7 +254,13 @@ class ServerAdapterStore:
         with self._changed:
             if not self._is_wanted(loading):
                 return 0
-            shard.copy(packed.data, self.arena[start : start + num_bytes].view(packed.data.dtype))
+            self._follow_others()
+        # Without the lock: if others get the pages meanwhile, this thread writes them, later.
+        self._copy(packed, shard, self.arena[start : start + num_bytes])
+        with self._changed:
+            if not self._is_wanted(loading):
+                return 0
+            self._follow_others()
             with self.reading:
                 where = range(start, start + num_bytes)
                 self.slots.write_layer(
@@ -245,6 +268,21 @@ class ServerAdapterStore:
                 )
         self.loaded_bytes += num_bytes
         return num_bytes
+
+    def _follow_others(self) -> None:
+        """On the loader's stream nothing begins before what others have launched: deltas of those that had
+        the pages before, and changes of the slot table."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.default_stream(self.arena.device))
+
+    def _copy(self, packed: PackedLayer, shard: LayerShard, target: torch.Tensor) -> None:
+        """target [bytes] = the shard; it is there when this returns."""
+        if self._staging is None:
+            shard.copy(packed.data, target.view(packed.data.dtype))
+            return
+        self._staging.copy(part_bytes(packed, shard), target)
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class Orders:

@@ -15,8 +15,10 @@ from moe_lora.dist.lora_server.protocol.session import (
     FrameLayout,
     Sent,
     SessionLostError,
+    check_ids,
     lay_out_request,
 )
+from moe_lora.dist.lora_server.server import data_loop as serving
 from moe_lora.dist.lora_server.server.data_loop import DataLoop, ServerSession, instance_number
 from moe_lora.dist.lora_server.server.host_share import HostCompute
 from moe_lora.dist.transport import make_transport
@@ -129,6 +131,26 @@ def stage() -> Iterator[Stage]:
     made = Stage()
     yield made
     made.close()
+
+
+def test_smallest_and_largest_requests_of_each_site_run_before_the_first_comes(stage, monkeypatch):
+    """With small ranks and large ones, where some of a token's experts are elsewhere and where none is."""
+    seen, compute = set(), serving.request_deltas
+
+    def note(request, *operands, max_lora_rank, **more):
+        check_ids(request, LAYOUT)
+        assert (request.slot == -1).all()
+        top_k = 0 if request.ids is None else request.ids.shape[1]
+        seen.add((request.site, len(request.slot), top_k, max_lora_rank > 64))
+        compute(request, *operands, max_lora_rank=max_lora_rank, **more)
+
+    monkeypatch.setattr(serving, "request_deltas", note)
+    sites = {site: SHAPE.sites[site].num_experts > 0 for site in (0, GATE_UP)}
+    stage.loop.warm_up(LAYOUT, sites)
+    sizes = {False: [(1, 0), (4, 0)], True: [(1, 1), (4, 1), (1, 2), (2, 2)]}
+    large = (False, True)
+    assert seen == {(site, *size, rank) for site in sites for size in sizes[sites[site]] for rank in large}
+    assert stage.loop.num_requests == 0
 
 
 def test_instances_take_turns(stage):

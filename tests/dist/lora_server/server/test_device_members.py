@@ -42,6 +42,7 @@ def test_instances_are_numbered_as_they_come_and_each_comes_once():
     [
         ({"expert_parallel": 2}, "an instance of 2 ranks"),
         ({"layout": "DP2"}, "needs a layout EPx-PPy"),
+        ({"num_instances": 25}, "takes up to 24 instances"),
         ({"lora_kernel": "bgmv"}, "nor with lora_kernel='bgmv'"),
         ({"emulation": EmulationConfig(step_profile=StepProfile())}, "goes neither with a step_profile"),
     ],

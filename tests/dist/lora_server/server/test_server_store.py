@@ -3,11 +3,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import ConfigError
@@ -189,6 +191,64 @@ def test_layer_written_before_starting_over_does_not_count_for_the_same_load_sen
     gate.let(1000)
     until(lambda: all(ready(server_store, 0, 5)))
     server_store.stop()
+
+
+class Staged:
+    """Stands for page-locked buffers and the loader's stream; notes what they are used for.
+
+    meanwhile: called once in a thread of its own, while the first layer is copied.
+    """
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self.noted: list[str] = []
+        self._meanwhile = [meanwhile]
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.noted.append("copy")
+        with ThreadPoolExecutor(1) as other:
+            for meanwhile in self._meanwhile:
+                other.submit(meanwhile).result(timeout=20.0)
+        self._meanwhile.clear()
+        target.copy_(source)
+
+    def wait_stream(self, other: str) -> None:
+        self.noted.append(f"wait for {other}")
+
+    def synchronize(self) -> None:
+        self.noted.append("synchronize")
+
+
+def staged_store(meanwhile: Callable[[ServerAdapterStore], object], monkeypatch) -> ServerAdapterStore:
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "the default stream")
+    made = make_store()
+    made._stream = made._staging = Staged(lambda: meanwhile(made))
+    return made
+
+
+def test_staged_layers_are_the_same_bytes_and_nobody_waits_for_their_copies(monkeypatch):
+    plain, staged = make_store(), staged_store(lambda store: store.evict(1, 1), monkeypatch)
+    for server_store in (plain, staged):
+        server_store.arena.zero_()
+        server_store.load(0, 5, random_adapter("a", SHAPE), runs(0))
+        until(lambda one=server_store: all(ready(one, 0, 5)))
+        server_store.stop()
+    assert torch.equal(staged.arena, plain.arena)
+    assert staged.arena.any()
+    assert torch.equal(staged.slots.a_offset, plain.slots.a_offset)
+    others = "wait for the default stream"
+    assert staged._staging.noted == [others, "copy", "synchronize", others] * SHAPE.num_layers
+    assert stale(staged, 1, 1)
+
+
+def test_layer_whose_adapter_leaves_while_it_is_copied_is_pointed_at_by_nothing(monkeypatch):
+    server_store = staged_store(lambda store: store.evict(0, 5), monkeypatch)
+    server_store.load(0, 5, random_adapter("a", SHAPE), runs(0))
+    until(lambda: server_store._staging.noted[-1:] == ["synchronize"])
+    server_store.load(0, 7, random_adapter("b", SHAPE), {LAST: runs(1)[LAST]})
+    until(lambda: all(ready(server_store, 0, 7)))
+    server_store.stop()
+    assert not server_store.slots.lora_rank[0, :LAST].any()
+    assert server_store.slots.lora_rank[0, LAST].any()
 
 
 def test_layer_that_can_not_be_loaded_makes_its_adapter_stale_and_the_next_one_loads(server_store, gate):
