@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,26 @@ class Log:
             file.write(line + "\n")
 
 
+_TIMED = ContextVar("_TIMED", default=True)
+
+
+@contextmanager
+def untimed() -> Iterator[None]:
+    """Within the context `cuda_us` calls once and times nothing."""
+    before = _TIMED.set(False)
+    try:
+        yield
+    finally:
+        _TIMED.reset(before)
+
+
 def cuda_us(call: Callable[[], Any], repeat: int = 20, graph: bool = True) -> tuple[float, str]:
     """Median microseconds of call(), captured into a CUDA graph if that works, and which it was."""
     import torch
 
+    if not _TIMED.get():
+        call()
+        return float("nan"), "untimed"
     for _ in range(3):
         call()
     torch.cuda.synchronize()
