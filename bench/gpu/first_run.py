@@ -3,6 +3,7 @@
     python -m bench.gpu.first_run FOLDER            # in the repository root: what decides how to go on
     python -m bench.gpu.first_run FOLDER more       # copies, attention, puts, host workers, quantised layers
     python -m bench.gpu.first_run FOLDER check      # build, tuning, GPU tests, the kernels' benchmark, smoke
+    python -m bench.gpu.first_run FOLDER roofline   # steps of real sizes against what the device can do
     python -m bench.gpu.first_run FOLDER PART...    # some parts of any
 
 Each part is a process of its own under a hard limit (a kernel that hangs costs its limit, no more; what the
@@ -10,7 +11,7 @@ part started ends with it), and appends JSON lines to truth.jsonl as it goes; af
 are in one archive in FOLDER.  Parts are ordered by what they decide.  The exit status is 1 if one failed.
 Nothing is installed but the C++ libraries, built in place: by `check` anew, by other runs first where they
 are missing.  What the working tree carries is used: wheels in .cache/wheels, compiled kernels in
-.cache/triton-cache.
+.cache/triton-cache.  --quick tries the parts of `roofline` on tiny models, on any machine.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from .expert_parts import experts
 from .host_parts import host
 from .kernel_parts import compiled, facts, gemm, lora, race, sampling, tma
 from .quantised_parts import quantised
+from .roofline_parts import gpt_oss, memcheck, mixtral, qwen3, tiny_steps, zipf_adapters
 from .run_log import Log
 
 RUNS: dict[str, dict[str, int]] = {
@@ -60,8 +62,10 @@ RUNS: dict[str, dict[str, int]] = {
         "host": 45,
         "quantised": 45,
         "dependent": 95,
+        "memcheck": 90,
     },
     "check": {"build": 60, "tuning": 90, "tests": 110, "kernels": 180, "smoke": 75},
+    "roofline": {"qwen3": 130, "gpt_oss": 110, "mixtral": 90, "zipf_adapters": 140},
 }
 """Per run its parts in their order, and seconds for each."""
 
@@ -85,7 +89,7 @@ COMMANDS = {
 """Parts that are commands of their own, for Python; the others are functions, see `PARTS`."""
 
 
-def run_all(final: Path, name: str, limits_s: dict[str, int]) -> int:
+def run_all(final: Path, name: str, limits_s: dict[str, int], *, quick: bool = False) -> int:
     """Run each part within its limit; all results so far are in name.tar.gz after each.
 
     Returns how many failed.
@@ -97,7 +101,7 @@ def run_all(final: Path, name: str, limits_s: dict[str, int]) -> int:
     failed = 0
     for part, limit_s in limits_s.items():
         begin = time.time()
-        status, text = run_part(folder, part, limit_s, environment)
+        status, text = run_part(folder, part, limit_s, environment, quick=quick)
         tail = text[-300:] if status else ""
         log("end", name=part, status=status, seconds=round(time.time() - begin, 1), tail=tail)
         failed += status != 0
@@ -137,14 +141,14 @@ def _fits(wheel: Path) -> bool:
 
 
 def run_part(
-    folder: Path, part: str, limit_s: float, environment: Mapping[str, str]
+    folder: Path, part: str, limit_s: float, environment: Mapping[str, str], *, quick: bool = False
 ) -> tuple[int | str, str]:
     """Exit status ("timeout" past its limit) and output of a part, in a session of its own.
 
     Its output is in part.txt as it comes.  Whatever it started in that session ends with it.
     """
     arguments = COMMANDS.get(part, f"-m bench.gpu.first_run {{folder}} {part} --here")
-    command = [sys.executable, *arguments.format(folder=folder).split()]
+    command = [sys.executable, *arguments.format(folder=folder).split(), *["--quick"] * quick]
     output = folder / f"{part}.txt"
     status: int | str = "timeout"
     with output.open("w") as file:
@@ -181,6 +185,12 @@ PARTS: dict[str, Callable[[Log], None]] = {
         shmem1,
         shmem2,
         shmem_rank,
+        qwen3,
+        gpt_oss,
+        mixtral,
+        zipf_adapters,
+        memcheck,
+        tiny_steps,
     )
 }
 
@@ -203,18 +213,21 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", default=["first"], metavar="NAME", help="a run, or parts")
     parser.add_argument("--here", action="store_true", help="run one part in this process")
+    parser.add_argument("--quick", action="store_true", help="parts of `roofline` on tiny models, anywhere")
     options = parser.parse_args()
     names = options.names
     if unknown := sorted(set(names) - {*known, *PARTS, *RUNS}):
         parser.error(f"unknown: {unknown}; runs are {[*RUNS]}, parts {[*known]}")
+    if options.quick and (others := sorted(set(names) - {"roofline", *RUNS["roofline"]})):
+        parser.error(f"--quick is for the run `roofline` and its parts, not for {others}")
     if options.here:
-        PARTS[names[0]](Log(options.folder))
+        PARTS[names[0]](Log(options.folder, quick=options.quick))
         return 0
     limits_s: dict[str, int] = {}
     for name in names:
         limits_s |= RUNS.get(name) or {name: known[name]}
     limits_s = with_build(limits_s, Path(moe_lora.__file__).parent)
-    return int(run_all(options.folder, "-".join(names), limits_s) > 0)
+    return int(run_all(options.folder, "-".join(names), limits_s, quick=options.quick) > 0)
 
 
 if __name__ == "__main__":

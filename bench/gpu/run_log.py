@@ -11,10 +11,14 @@ from typing import Any
 
 
 class Log:
-    """Records of a run: lines of truth.jsonl in a folder, shown as they come."""
+    """Records of a run: lines of truth.jsonl in a folder, shown as they come.
 
-    def __init__(self, folder: Path) -> None:
+    quick: parts that can try themselves on tiny models, on any machine.
+    """
+
+    def __init__(self, folder: Path, *, quick: bool = False) -> None:
         self.folder = folder
+        self.quick = quick
 
     def __call__(self, part: str, **record: Any) -> None:
         line = json.dumps({"part": part, **record}, default=str)

@@ -18,13 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import exchange_parts, first_run, host_parts
+from bench.gpu import exchange_parts, first_run, host_parts, roofline_engine, roofline_parts
 from bench.gpu.run_log import Log
 from bench.harness.random_model import TINY
+from bench.harness.released_models import GPT_OSS_20B, MIXTRAL_8X7B, QWEN3_30B_A3B, in_bf16, tiny
+from moe_lora.core.shape import ModelShape
 
 ROOT = Path(__file__).parents[2]
 _FOLDER = Path(first_run.__file__).parent
-_FILES = [*_FOLDER.glob("*_parts.py"), _FOLDER / "first_run.py"]
+_FILES = [*_FOLDER.glob("*_parts.py"), _FOLDER / "roofline_engine.py", _FOLDER / "first_run.py"]
 _NODES = [node for path in _FILES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
 
 
@@ -91,11 +93,11 @@ def test_part_of_host_workers_runs_and_its_prompts_are_the_hosts(tmp_path, capsy
 
 
 def test_parts_are_functions_and_have_limits() -> None:
-    functions = set().union(*(first_run.RUNS[name] for name in ("first", "more")))
+    functions = set().union(*(first_run.RUNS[name] for name in ("first", "more", "roofline")))
     assert functions <= set(first_run.PARTS)
     assert set(first_run.RUNS["check"]) == set(first_run.COMMANDS)
     with_build = [sum(({"build": 60} | run).values()) for run in first_run.RUNS.values()]
-    assert with_build == [535, 370, 515], "less than nine minutes each"
+    assert with_build == [535, 460, 515, 530], "less than nine minutes each"
     for command in first_run.COMMANDS.values():
         module = command.split()[1] if command.startswith("-m") else "setup"
         assert importlib.util.find_spec(module) is not None
@@ -271,6 +273,44 @@ def test_library_of_nvshmem_is_linked_where_the_wheel_has_one_an_architecture(tm
     assert exchange_parts.device_library(wheel, scratch) == {}, "torch finds it"
 
 
+def test_parts_of_real_sizes_run_on_a_cpu_and_claim_nothing(tmp_path) -> None:
+    """So that no misspelt name costs minutes of a GPU."""
+    log = Log(tmp_path, quick=True)
+    for part in ("qwen3", "gpt_oss", "mixtral", "zipf_adapters"):
+        first_run.PARTS[part](log)
+    found = [json.loads(line) for line in (tmp_path / "truth.jsonl").read_text().splitlines()]
+    assert {one["part"] for one in found} == {"rates", "same_bits", "decode", "prefill", "zipf_adapters"}
+    claims = ("_ms", "TB_s", "TFLOP_s", "of_", "_per_s")
+    for one in found:
+        assert one["device"] == "cpu"
+        assert one.get("model", "tiny").startswith("tiny")
+        assert not [name for name in one if name.startswith(claims) or name.endswith(claims)], one
+    decoded = [one for one in found if one["part"] == "decode"]
+    assert [one["batch"] for one in decoded] == [1, 4] * 3
+    assert all(one["bytes"]["weights"] > 0 < one["bytes"]["kv"] for one in decoded)
+    arms = [one for one in found if one["part"] == "zipf_adapters" and "arm" in one]
+    assert {(one["arm"], one["bytes"]["adapters"] > 0) for one in arms} == {("base", False), ("lora", True)}
+    assert all(one["as_launched"] and one["as_eager"] for one in found if one["part"] == "same_bits")
+
+
+def test_models_are_cut_to_the_layers_that_fit() -> None:
+    fit, real = roofline_engine.layers_that_fit, roofline_engine.REAL
+    assert fit(QWEN3_30B_A3B, real, 0, float("inf")) == fit(QWEN3_30B_A3B, real, 0, 84e9) == 48
+    assert 16 < fit(MIXTRAL_8X7B, real, 0, 84e9) < 32
+    assert 10 < fit(QWEN3_30B_A3B, real, 27, 84e9) < fit(QWEN3_30B_A3B, real, 27, 149e9) < 48
+    assert fit(MIXTRAL_8X7B, real, 0, 1e9) == 1
+
+
+def test_products_of_a_prefill_by_hand() -> None:
+    shape = ModelShape.from_hf_config(tiny(in_bf16(GPT_OSS_20B)))
+    # Hidden and inner 64, heads 4 and 2 of 16, 2 of 4 experts, vocabulary 256, two layers; three tokens.
+    row = 64 * 128 + 64 * 64 + 64 * 4 + 2 * (64 * 128 + 64 * 64)
+    pairs = {0: 1 + 2 + 3, 2: 1 + 2 + 2}
+    by_hand = 2 * (3 * 2 * row + 64 * 256) + 4 * (pairs[0] + pairs[2]) * 4 * 16
+    assert roofline_parts.prefill_flops(shape, (2, 0), 1, 3) == by_hand
+    assert roofline_parts.prefill_flops(shape, (2, 0), 5, 3) == 5 * by_hand
+
+
 def test_what_parts_launch_is_compiled_ahead(tmp_path, monkeypatch) -> None:
     """From their own calls, here of small shapes on a CPU."""
     pytest.importorskip("triton")
@@ -310,6 +350,13 @@ def test_what_parts_launch_is_compiled_ahead(tmp_path, monkeypatch) -> None:
     assert {3, 6} <= {build.meta.get("STAGES") for build in builds}
     assert {True, False} <= {build.meta.get("TMA") for build in builds}
     assert not any(build.meta.get("DEPENDENT") for build in builds)
+
+
+def test_quick_is_for_what_can_be_tried_anywhere(tmp_path) -> None:
+    command = [sys.executable, "-m", "bench.gpu.first_run", str(tmp_path), "facts", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "not for ['facts']" in done.stderr
 
 
 def test_unknown_parts_are_refused(tmp_path) -> None:
