@@ -17,6 +17,7 @@ are missing.  What the working tree carries is used: wheels in .cache/wheels, co
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import signal
@@ -64,7 +65,7 @@ RUNS: dict[str, dict[str, int]] = {
         "dependent": 95,
         "memcheck": 90,
     },
-    "check": {"build": 60, "tuning": 90, "tests": 110, "kernels": 180, "smoke": 75},
+    "check": {"build": 60, "tuning": 90, "tests": 130, "kernels": 180, "smoke": 75},
     "roofline": {"qwen3": 130, "gpt_oss": 110, "mixtral": 90, "zipf_adapters": 140},
 }
 """Per run its parts in their order, and seconds for each."""
@@ -79,10 +80,14 @@ GPU_TESTS = (
 """All that have tests marked `gpu`.  Others are not collected: one file that can't be imported, for want of
 torchao, would end the part before any test runs."""
 
+_PYTEST = "-m pytest -m gpu -p no:cacheprovider"
+if importlib.util.find_spec("xdist") is not None:  # most of their time kernels are compiled
+    _PYTEST += f" -n {min(12, os.cpu_count() or 1)}"
+
 COMMANDS = {
     "build": "setup.py -q build_ext --inplace",
     "tuning": "-m bench.kernels.autotune_lora --budget-s 60 --state {folder}/lora_tuning.json",
-    "tests": "-m pytest -m gpu -q -p no:cacheprovider --durations=5 " + " ".join(GPU_TESTS),
+    "tests": f"{_PYTEST} -v --tb=short --durations=5 --session-timeout=110 {' '.join(GPU_TESTS)}",
     "kernels": "-m bench.kernels.bench_lora_kernels --device cuda --budget-s 150 --out {folder}/lora.jsonl",
     "smoke": "-m bench.gpu.gpu_smoke --out {folder}/gpu_smoke.jsonl",
 }
