@@ -82,7 +82,7 @@ class StepRecord:
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         if ids is not None:
-            self.expert_ids[layer, site] = ids.to("cpu", copy=True)
+            self.expert_ids[layer, site] = ids.clone()
         return self.inner.begin(layer, site, x, ids)
 
 
@@ -108,6 +108,7 @@ def step_bytes(run: EngineRun, shape: ModelShape, itemsize: int) -> StepBytes:
 def recorded_bytes(core: EngineCore, record: StepRecord, shape: ModelShape, itemsize: int) -> StepBytes:
     """Bytes of a recorded decode step; of K and V as if no layer had a window."""
     assert record.step is not None
+    record.expert_ids = {place: ids.cpu() for place, ids in record.expert_ids.items()}
     kv_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
     return StepBytes(
         weights=_weight_bytes(core._runner._model, record),

@@ -121,6 +121,7 @@ def started(
                 arena_mb=pages_bytes,
                 host_arena_mb=0,
                 prefix_caching=False,
+                async_scheduling="on",  # as on a GPU by default
                 eager=eager or not on_cuda,
                 decode_buckets=work.batches if on_cuda else None,
             )
