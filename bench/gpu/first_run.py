@@ -122,12 +122,13 @@ def run_all(final: Path, name: str, limits_s: dict[str, int], *, quick: bool = F
 def carried(cache: Path, scratch: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of parts: what lies in the folder `cache`, unpacked or copied below `scratch`.
 
-    wheels/*.whl that this Python can take go on the path, as nothing can be installed on a machine without a
-    network.  triton-cache is where kernels are looked for and left, in a copy, the same for all runs.
+    wheels/*.whl go on the path, as nothing can be installed on a machine without a network; if one is of
+    another Python none do, since they belong together.  triton-cache is where kernels are looked for and
+    left, in a copy, the same for all runs.
     """
     found = dict(environment)
-    wheels = [path for path in sorted((cache / "wheels").glob("*.whl")) if _fits(path)]
-    if wheels:
+    wheels = sorted((cache / "wheels").glob("*.whl"))
+    if wheels and all(map(_fits, wheels)):
         site = scratch / "moe-lora-wheels"
         for path in wheels:
             with zipfile.ZipFile(path) as wheel:

@@ -96,6 +96,7 @@ def _steps(log: Log, model: str, config: dict[str, Any]) -> None:
 
 def _adapter_steps(log: Log, model: str, config: dict[str, Any], work: Work, *, eager: bool = False) -> None:
     """Decode steps with adapters and without, in turn, three times each."""
+    work = replace(work, batches=work.batches[-1:])  # one size of steps to compile and capture
     rates = Rates.measured(log, work.device)
     names = drawn(work, max(work.batches))
     distinct = sorted(set(names))
