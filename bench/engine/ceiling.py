@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -60,7 +61,7 @@ class StepBytes:
 
 
 @dataclass
-class _Recorder:
+class StepRecord:
     """A LoraBackend in front of another one, which notes which experts each site was asked for."""
 
     inner: LoraBackend
@@ -85,21 +86,34 @@ class _Recorder:
         return self.inner.begin(layer, site, x, ids)
 
 
+@contextmanager
+def step_recorded(core: EngineCore) -> Iterator[StepRecord]:
+    """Of the last step within the context, where all sites are asked for: not in a replayed CUDA graph."""
+    context = core._runner._context  # what an engine computed is not part of its interface
+    record = StepRecord(context.backend)
+    context.backend = record
+    try:
+        yield record
+    finally:
+        context.backend = record.inner
+
+
 def step_bytes(run: EngineRun, shape: ModelShape, itemsize: int) -> StepBytes:
     """Bytes of a decode step of this run, from the experts that its rows chose in one such step."""
-    context = run.core._runner._context  # what an engine computed is not part of its interface
-    recorder = _Recorder(context.backend)
-    context.backend = recorder
-    try:
+    with step_recorded(run.core) as record:
         run(1)
-    finally:
-        context.backend = recorder.inner
-    assert recorder.step is not None
+    return recorded_bytes(run.core, record, shape, itemsize)
+
+
+def recorded_bytes(core: EngineCore, record: StepRecord, shape: ModelShape, itemsize: int) -> StepBytes:
+    """Bytes of a recorded decode step; of K and V as if no layer had a window."""
+    assert record.step is not None
+    record.expert_ids = {place: ids.cpu() for place, ids in record.expert_ids.items()}
     kv_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
     return StepBytes(
-        weights=_weight_bytes(run.core._runner._model, recorder),
-        kv=int(recorder.step.seq_lens.sum()) * kv_token,
-        adapters=sum(_adapter_matrices(shape, recorder, _slots(run.core)).values()) * itemsize,
+        weights=_weight_bytes(core._runner._model, record),
+        kv=int(record.step.seq_lens.sum()) * kv_token,
+        adapters=sum(_adapter_matrices(shape, record, _slots(core)).values()) * itemsize,
     )
 
 
@@ -111,16 +125,16 @@ def _slots(core: EngineCore) -> SlotTable:
     return backend._slots
 
 
-def _weight_bytes(model: CausalLM, recorder: _Recorder) -> int:
+def _weight_bytes(model: CausalLM, record: StepRecord) -> int:
     """Of the weights as they are held, each matrix that a row chose once."""
-    assert recorder.token_slots is not None
-    rows = recorder.token_slots.numel()
+    assert record.token_slots is not None
+    rows = record.token_slots.numel()
     total = _held_bytes(model.head) + model.embedding[0].nbytes * rows + model.norm.weight.nbytes
     for number, layer in enumerate(model.layers):
         total += 2 * model.norm.weight.nbytes
         for module in layer.modules():
             if isinstance(module, LoraLinear | ExpertLinear):
-                ids = recorder.expert_ids.get((number, module.site))
+                ids = record.expert_ids.get((number, module.site))
                 held = _held_bytes(module.weight)
                 total += held if ids is None else held * ids.unique().numel() // model.spec.shape.num_experts
     return total
@@ -132,19 +146,20 @@ def _held_bytes(weight: torch.Tensor | QuantisedWeight) -> int:
     return weight.nbytes
 
 
-def _adapter_matrices(shape: ModelShape, recorder: _Recorder, slots: SlotTable) -> dict[tuple[str, int], int]:
+def _adapter_matrices(shape: ModelShape, record: StepRecord, slots: SlotTable) -> dict[tuple[str, int], int]:
     """Elements of each distinct A and B that the step touches, by kind and byte offset in the arena."""
-    assert recorder.token_slots is not None
+    assert record.token_slots is not None
     found: dict[tuple[str, int], int] = {}
+    ranks, a_offsets, b_offsets = (held.cpu() for held in (slots.lora_rank, slots.a_offset, slots.b_offset))
     for layer in range(shape.num_layers):
         for number, site in enumerate(shape.sites):
-            for slot, expert in _pairs(recorder.token_slots, recorder.expert_ids.get((layer, number))):
+            for slot, expert in _pairs(record.token_slots, record.expert_ids.get((layer, number))):
                 for module, width in enumerate(site.out_features):
                     index = (slot, layer, site.entry(module, expert))
-                    lora_rank = int(slots.lora_rank[index])
+                    lora_rank = int(ranks[index])
                     if lora_rank:
-                        found["a", int(slots.a_offset[index])] = lora_rank * site.in_features
-                        found["b", int(slots.b_offset[index])] = lora_rank * width
+                        found["a", int(a_offsets[index])] = lora_rank * site.in_features
+                        found["b", int(b_offsets[index])] = lora_rank * width
     return found
 
 

@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .run_log import Log
 
 if TYPE_CHECKING:
     import torch
+
+
+LIBRARY_DIR = "NVSHMEM_LIB_DIR"
+LIBRARY = "libnvshmem_device.bc"
+
+
+def nvshmem_wheel() -> Path | None:
+    """The folder of NVSHMEM's libraries where its wheel is installed."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:  # nothing of nvidia's
+        return None
+    places = [] if spec is None else spec.submodule_search_locations
+    return next((Path(place) / "lib" for place in places or ()), None)
+
+
+def device_library(wheel: Path | None, scratch: Path) -> dict[str, str]:
+    """Where NVSHMEM's device library is, as the environment tells torch; {}: it finds it, or nothing can.
+
+    A wheel may hold one library per architecture: then Hopper's is linked in `scratch` by the name that torch
+    looks for.
+    """
+    if LIBRARY_DIR in os.environ or wheel is None or (wheel / LIBRARY).exists():
+        return {}
+    found = next(iter(sorted(wheel.glob("libnvshmem_device*sm_90*.bc"))), None)
+    if found is None:
+        return {}
+    scratch.mkdir(parents=True, exist_ok=True)
+    link = scratch / LIBRARY
+    link.unlink(missing_ok=True)
+    link.symlink_to(found)
+    return {LIBRARY_DIR: str(scratch)}
 
 
 def shmem1(log: Log) -> None:
@@ -30,7 +64,9 @@ def _shmem(log: Log, size: int) -> None:
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(29500 + size),
+        **device_library(nvshmem_wheel(), log.folder / "nvshmem"),
     }
+    log("shmem", library={name: settings[name] for name in (LIBRARY_DIR,) if name in settings})
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "bench.gpu.first_run", str(log.folder), "shmem_rank", "--here"],

@@ -7,6 +7,7 @@ from typing import Any
 
 from .run_log import Log, cuda_us
 
+DEVICE = "cuda"
 MODELS = {
     "qwen3": (128, 8, 2048, 768, False),
     "gpt_oss": (32, 4, 2880, 2880, True),
@@ -25,13 +26,20 @@ CONFIG_TRIALS: tuple[dict[str, int], ...] = (
 
 def experts(log: Log) -> None:
     """Correctness, bits, then GB/s against the bytes of the experts chosen, and TFLOP/s."""
+    for name, model in MODELS.items():
+        _check(log, name, _Layer(*model))
+    time_all(log)
+
+
+def time_all(log: Log) -> None:
+    """Layers of all models, each with all batches, then decode with other configurations."""
     import torch
 
     for name, model in MODELS.items():
         layer = _Layer(*model)
-        _check(log, name, layer)
         for tokens in BATCHES:
             _time(log, name, layer, tokens)
+        del layer
         torch.cuda.empty_cache()
     _time_configs(log)
 
@@ -45,7 +53,7 @@ class _Layer:
         from moe_lora.kernels.triton.experts import Gate
 
         self.num_experts, self.top_k, self.gate = num_experts, top_k, Gate(biased, 7.0)
-        given: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        given: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
         self.up = torch.randn(num_experts, 2 * inner, hidden, **given).mul_(hidden**-0.5)
         self.down = torch.randn(num_experts, hidden, inner, **given).mul_(inner**-0.5)
         self.biases = [torch.randn(w.shape[:2], **given) if biased else None for w in (self.up, self.down)]
@@ -55,8 +63,8 @@ class _Layer:
         """x, ids and weights of a batch."""
         import torch
 
-        x = torch.randn(tokens, self.hidden, device="cuda", dtype=torch.bfloat16)
-        chosen = torch.rand(tokens, self.num_experts, device="cuda").topk(self.top_k)
+        x = torch.randn(tokens, self.hidden, device=DEVICE, dtype=torch.bfloat16)
+        chosen = torch.rand(tokens, self.num_experts, device=DEVICE).topk(self.top_k)
         return x, chosen.indices.int().sort(-1).values, chosen.values
 
     def run(self, x: Any, ids: Any, weights: Any) -> Any:
@@ -136,9 +144,9 @@ class _Batch:
 
         x, ids, weights = layer.rows(tokens)
         order, expert = kernels.order(ids, layer.num_experts), ids.flatten().sort().values
-        ends = torch.searchsorted(expert, torch.arange(1, layer.num_experts + 1, device="cuda")).int()
-        wide = torch.randn(ids.numel(), layer.hidden, device="cuda", dtype=torch.bfloat16)
-        inner = torch.randn(ids.numel(), layer.inner, device="cuda", dtype=torch.bfloat16)
+        ends = torch.searchsorted(expert, torch.arange(1, layer.num_experts + 1, device=DEVICE)).int()
+        wide = torch.randn(ids.numel(), layer.hidden, device=DEVICE, dtype=torch.bfloat16)
+        inner = torch.randn(ids.numel(), layer.inner, device=DEVICE, dtype=torch.bfloat16)
         self.share = int(ids.unique().numel()) / layer.num_experts
         self.calls: dict[str, Callable[[], Any]] = {
             "layer": lambda: layer.run(x, ids, weights),

@@ -1,27 +1,34 @@
 """All that one Hopper GPU is asked, in runs of less than 9 minutes each.
 
     python -m bench.gpu.first_run FOLDER            # in the repository root: what decides how to go on
-    python -m bench.gpu.first_run FOLDER more       # host workers, quantised layers, dependent launches
+    python -m bench.gpu.first_run FOLDER more       # copies, attention, puts, host workers, quantised layers
     python -m bench.gpu.first_run FOLDER check      # build, tuning, GPU tests, the kernels' benchmark, smoke
-    python -m bench.gpu.first_run FOLDER PART...    # some parts of either
+    python -m bench.gpu.first_run FOLDER roofline   # steps of real sizes against what the device can do
+    python -m bench.gpu.first_run FOLDER PART...    # some parts of any
 
-Each part is a process of its own under a hard limit (a kernel that hangs costs its limit, no more), and
-appends JSON lines to truth.jsonl as it goes; after each part all files so far are in one archive in FOLDER.
-Parts are ordered by what they decide.  The exit status is 1 if one failed.  Nothing is installed but the C++
-libraries, built in place: by `check` anew, by other runs first where they are missing.
+Each part is a process of its own under a hard limit (a kernel that hangs costs its limit, no more; what the
+part started ends with it), and appends JSON lines to truth.jsonl as it goes; after each part all files so far
+are in one archive in FOLDER.  Parts are ordered by what they decide.  The exit status is 1 if one failed.
+Nothing is installed but the C++ libraries, built in place: by `check` anew, by other runs first where they
+are missing.  What the working tree carries is used: wheels in .cache/wheels, compiled kernels in
+.cache/triton-cache.  --quick tries the parts of `roofline` on tiny models, on any machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import moe_lora
@@ -31,53 +38,75 @@ from .engine_parts import attention, dependent, engine, h2d
 from .exchange_parts import shmem1, shmem2, shmem_rank
 from .expert_parts import experts
 from .host_parts import host
-from .kernel_parts import facts, gemm, lora, race, sampling, tma
+from .kernel_parts import compiled, facts, gemm, lora, race, sampling, tma
 from .quantised_parts import quantised
+from .roofline_parts import gpt_oss, memcheck, mixtral, qwen3, tiny_steps, zipf_adapters
 from .run_log import Log
 
 RUNS: dict[str, dict[str, int]] = {
     "first": {
         "facts": 40,
-        "tma": 40,
+        "compiled": 90,
+        "tma": 30,
         "race": 25,
-        "lora": 80,
-        "experts": 50,
+        "lora": 90,
+        "experts": 70,
         "sampling": 20,
         "gemm": 15,
-        "engine": 90,
-        "h2d": 25,
-        "attention": 30,
+        "engine": 95,
+    },
+    "more": {
+        "h2d": 20,
+        "attention": 45,
         "shmem1": 40,
         "shmem2": 20,
+        "host": 45,
+        "quantised": 45,
+        "dependent": 95,
+        "memcheck": 90,
     },
-    "more": {"host": 45, "quantised": 30, "dependent": 90},
-    "check": {"build": 60, "tuning": 90, "tests": 110, "kernels": 180, "smoke": 75},
+    "check": {"build": 60, "tuning": 90, "tests": 130, "kernels": 180, "smoke": 75},
+    "roofline": {"qwen3": 130, "gpt_oss": 110, "mixtral": 90, "zipf_adapters": 140},
 }
 """Per run its parts in their order, and seconds for each."""
+
+GPU_TESTS = (
+    "tests/kernels/triton",
+    "tests/engine/test_cuda.py",
+    "tests/engine/adapters/test_pool_adapters.py",
+    "tests/dist/host_workers/test_cuda_stream.py",
+    "tests/dist/transport/test_nvshmem.py",
+)
+"""All that have tests marked `gpu`.  Others are not collected: one file that can't be imported, for want of
+torchao, would end the part before any test runs."""
+
+_PYTEST = "-m pytest -m gpu -p no:cacheprovider"
+if importlib.util.find_spec("xdist") is not None:  # most of their time kernels are compiled
+    _PYTEST += f" -n {min(12, os.cpu_count() or 1)}"
 
 COMMANDS = {
     "build": "setup.py -q build_ext --inplace",
     "tuning": "-m bench.kernels.autotune_lora --budget-s 60 --state {folder}/lora_tuning.json",
-    "tests": "-m pytest -m gpu -q --durations=5 tests/kernels tests/engine",
+    "tests": f"{_PYTEST} -v --tb=short --durations=5 --session-timeout=110 {' '.join(GPU_TESTS)}",
     "kernels": "-m bench.kernels.bench_lora_kernels --device cuda --budget-s 150 --out {folder}/lora.jsonl",
     "smoke": "-m bench.gpu.gpu_smoke --out {folder}/gpu_smoke.jsonl",
 }
 """Parts that are commands of their own, for Python; the others are functions, see `PARTS`."""
 
 
-def run_all(final: Path, name: str, limits_s: dict[str, int]) -> int:
+def run_all(final: Path, name: str, limits_s: dict[str, int], *, quick: bool = False) -> int:
     """Run each part within its limit; all results so far are in name.tar.gz after each.
 
     Returns how many failed.
     """
     folder = Path(tempfile.mkdtemp())
     final.mkdir(parents=True, exist_ok=True)
+    environment = carried(Path(".cache"), Path(tempfile.gettempdir()), os.environ)
     log = Log(folder)
     failed = 0
     for part, limit_s in limits_s.items():
         begin = time.time()
-        status, text = run_part(folder, part, limit_s)
-        (folder / f"{part}.txt").write_text(text)
+        status, text = run_part(folder, part, limit_s, environment, quick=quick)
         tail = text[-300:] if status else ""
         log("end", name=part, status=status, seconds=round(time.time() - begin, 1), tail=tail)
         failed += status != 0
@@ -90,23 +119,63 @@ def run_all(final: Path, name: str, limits_s: dict[str, int]) -> int:
     return failed
 
 
-def run_part(folder: Path, part: str, limit_s: float) -> tuple[int | str, str]:
-    """Exit status ("timeout" past its limit) and output of a part, in a process of its own."""
+def carried(cache: Path, scratch: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of parts: what lies in the folder `cache`, unpacked or copied below `scratch`.
+
+    wheels/*.whl go on the path, as nothing can be installed on a machine without a network; if one is of
+    another Python none do, since they belong together.  triton-cache is where kernels are looked for and
+    left, in a copy, the same for all runs.
+    """
+    found = dict(environment)
+    wheels = sorted((cache / "wheels").glob("*.whl"))
+    if wheels and all(map(_fits, wheels)):
+        site = scratch / "moe-lora-wheels"
+        for path in wheels:
+            with zipfile.ZipFile(path) as wheel:
+                wheel.extractall(site)
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), found.get("PYTHONPATH"))))
+    if (cache / "triton-cache").is_dir():
+        kernels = scratch / "moe-lora-triton-cache"
+        shutil.copytree(cache / "triton-cache", kernels, dirs_exist_ok=True)
+        found.setdefault("TRITON_CACHE_DIR", str(kernels))
+    return found
+
+
+def _fits(wheel: Path) -> bool:
+    python = wheel.stem.split("-")[-3]
+    return "py3" in python.split(".") or python == f"cp{sys.version_info[0]}{sys.version_info[1]}"
+
+
+def run_part(
+    folder: Path, part: str, limit_s: float, environment: Mapping[str, str], *, quick: bool = False
+) -> tuple[int | str, str]:
+    """Exit status ("timeout" past its limit) and output of a part, in a session of its own.
+
+    Its output is in part.txt as it comes.  Whatever it started in that session ends with it.
+    """
     arguments = COMMANDS.get(part, f"-m bench.gpu.first_run {{folder}} {part} --here")
-    command = [sys.executable, *arguments.format(folder=folder).split()]
-    try:
-        done = subprocess.run(
-            command, timeout=limit_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    command = [sys.executable, *arguments.format(folder=folder).split(), *["--quick"] * quick]
+    output = folder / f"{part}.txt"
+    status: int | str = "timeout"
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-    except subprocess.TimeoutExpired as error:
-        return "timeout", (error.stdout or b"").decode(errors="replace")
-    return done.returncode, done.stdout
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(limit_s)
+        finally:
+            with suppress(ProcessLookupError):  # none of them is left
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return status, output.read_text(errors="replace")
 
 
 PARTS: dict[str, Callable[[Log], None]] = {
     one.__name__: one
     for one in (
         facts,
+        compiled,
         tma,
         race,
         lora,
@@ -122,9 +191,14 @@ PARTS: dict[str, Callable[[Log], None]] = {
         shmem1,
         shmem2,
         shmem_rank,
+        qwen3,
+        gpt_oss,
+        mixtral,
+        zipf_adapters,
+        memcheck,
+        tiny_steps,
     )
 }
-
 
 LIBRARIES = ("kernels/cpu/_cpu*.so", "dist/transport/_shm*.so")
 """Below the package; host workers and the LoRA Server's transport are nothing without them."""
@@ -145,18 +219,21 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", default=["first"], metavar="NAME", help="a run, or parts")
     parser.add_argument("--here", action="store_true", help="run one part in this process")
+    parser.add_argument("--quick", action="store_true", help="parts of `roofline` on tiny models, anywhere")
     options = parser.parse_args()
     names = options.names
     if unknown := sorted(set(names) - {*known, *PARTS, *RUNS}):
         parser.error(f"unknown: {unknown}; runs are {[*RUNS]}, parts {[*known]}")
+    if options.quick and (others := sorted(set(names) - {"roofline", *RUNS["roofline"]})):
+        parser.error(f"--quick is for the run `roofline` and its parts, not for {others}")
     if options.here:
-        PARTS[names[0]](Log(options.folder))
+        PARTS[names[0]](Log(options.folder, quick=options.quick))
         return 0
     limits_s: dict[str, int] = {}
     for name in names:
         limits_s |= RUNS.get(name) or {name: known[name]}
     limits_s = with_build(limits_s, Path(moe_lora.__file__).parent)
-    return int(run_all(options.folder, "-".join(names), limits_s) > 0)
+    return int(run_all(options.folder, "-".join(names), limits_s, quick=options.quick) > 0)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
+import io
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .run_log import Log, cuda_us
+from .run_log import Log, cuda_us, untimed
+
+if TYPE_CHECKING:
+    import torch
 
 TOOLS = ("gcc", "nvcc", "nsys", "ncu", "compute-sanitizer", "nvidia-cuda-mps-control", "git")
 SMI = (
     "nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit,compute_mode --format=csv,noheader"
 )
+CARRIED = ("msgspec", "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "websockets")
+"""What `moe_lora.LLM` imports and a machine that has torch may lack; a tree brings it in .cache/wheels."""
 SHRINK, EXPAND = "wgmma_shrink", "wgmma_expand"
 _TMA = {"tma": True, "programs_per_sm": 2}
 TRIALS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -72,9 +85,12 @@ def default(kernel: str) -> dict[str, Any]:
 
 
 def facts(log: Log) -> None:
-    """Versions and tools; bandwidths, GEMM rate, what a node of a graph, a launch and a wait cost."""
+    """Versions, tools, what can't be imported; bandwidths, GEMM rate, what a node of a graph, a launch and a
+    wait cost; whether compiled kernels are found."""
     import torch
     import triton
+
+    from bench.harness.records import environment
 
     tools = {
         name: bool(subprocess.run(["sh", "-c", f"command -v {name}"], capture_output=True).stdout)
@@ -82,7 +98,8 @@ def facts(log: Log) -> None:
     }
     smi = subprocess.run(["sh", "-c", SMI], capture_output=True, text=True).stdout.strip()
     versions = {"torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0]}
-    log("facts", smi=smi, **versions, **tools)
+    log("facts", smi=smi, **versions, **tools, commit=environment(None)["git_commit"])
+    _log_imports(log)
     x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     y = torch.empty_like(x)
     log("facts", what="copy_TB_s", value=2 * x.numel() / cuda_us(lambda: y.copy_(x))[0] / 1e6)
@@ -102,26 +119,102 @@ def facts(log: Log) -> None:
     for _ in range(200):
         t.sum().item()
     log("facts", what="sync_us", value=(time.perf_counter() - begin) / 200 * 1e6)
+    with triton_cache_counted() as found:
+        _delta_of(case(shapes()["o"], 32), one_launch=False)
+    log("facts", what="triton_cache", folder=os.environ.get("TRITON_CACHE_DIR"), **found)
+
+
+def _log_imports(log: Log) -> None:
+    """What of `CARRIED` is missing, and whether an engine can be imported."""
+    missing = [name for name in CARRIED if importlib.util.find_spec(name) is None]
+    try:
+        from moe_lora import LLM
+    except ImportError as error:
+        log("facts", what="imports", missing=missing, engine=str(error))
+    else:
+        log("facts", what="imports", missing=missing, engine=LLM.__name__)
+
+
+@contextmanager
+def triton_cache_counted() -> Iterator[Counter[str]]:
+    """hits and misses of what is compiled within the context."""
+    from triton import knobs
+
+    found = Counter(hits=0, misses=0)
+
+    def note(*, cache_hit: bool, **rest: Any) -> None:
+        found["hits" if cache_hit else "misses"] += 1
+
+    before, knobs.compilation.listener = knobs.compilation.listener, note
+    try:
+        yield found
+    finally:
+        knobs.compilation.listener = before
+
+
+def compiled(log: Log) -> None:
+    """Compile ahead, a process a core, what `tma` to `experts` launch: they find it in Triton's cache."""
+    from moe_lora.kernels.triton.aot_check import leave_in_cache
+
+    begin = time.time()
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        builds = builds_ahead(Log(Path(folder)))
+    failed: Counter[str] = Counter()
+    gc.collect()  # workers are forks, see `aot_check.check`
+    with ProcessPoolExecutor(os.cpu_count(), initializer=gc.disable) as pool:
+        for done in as_completed([pool.submit(leave_in_cache, build) for build in builds]):
+            if done.exception() is not None:
+                failed[f"{type(done.exception()).__name__}: {str(done.exception())[:200]}"] += 1
+    seconds = round(time.time() - begin, 1)
+    log("compiled", builds=len(builds), seconds=seconds, failed=failed.most_common(5))
+    with triton_cache_counted() as found:
+        whole_delta(by_tma=False)
+    log("compiled", what="triton_cache", **found)
+
+
+def builds_ahead(unread: Log) -> list[Any]:
+    """What the parts launch, by their own calls, of which nothing runs; without launches that begin early.
+
+    unread: takes their records, which hold no times.
+    """
+    from moe_lora.kernels.triton.aot import launches_recorded
+
+    from .expert_parts import time_all
+
+    with launches_recorded() as builds, untimed():
+        for name, shape in shapes().items():
+            _time_site(unread, name, shape, 32)
+            for by_tma in (False, True):
+                with weights_come(by_tma):
+                    _delta_of(case(shape, 32), one_launch=False)
+        time_all(unread)
+    return [build for build in builds if not build.meta.get("DEPENDENT")]
 
 
 def whole_delta(by_tma: bool, one_launch: bool = False) -> dict[str, tuple[float, Any]]:
     """Largest relative error of shrink + expand against fp32, and the result, by site."""
     import torch
 
-    from moe_lora.kernels.triton.segments import Zeros
-    from moe_lora.kernels.triton.triton_lora import lora_delta
-
     results = {}
     for name, shape in shapes().items():
         c = case(shape, 32)
         with weights_come(by_tma):
-            out = torch.empty_like(c.y[0])
-            given: dict[str, Any] = {"segments": segments_of(c.operands(0))}
-            given["zeros"] = Zeros() if one_launch else None
-            lora_delta(c.operands(0), out, decode=True, **given)
+            out = _delta_of(c, one_launch)
         torch.cuda.synchronize()
         results[name] = (float((out.float() - c.exact).abs().max() / c.exact.abs().max()), out)
     return results
+
+
+def _delta_of(c: Any, one_launch: bool) -> torch.Tensor:
+    import torch
+
+    from moe_lora.kernels.triton.segments import Zeros
+    from moe_lora.kernels.triton.triton_lora import lora_delta
+
+    out = torch.empty_like(c.y[0])
+    zeros = Zeros() if one_launch else None
+    lora_delta(c.operands(0), out, decode=True, segments=segments_of(c.operands(0)), zeros=zeros)
+    return out
 
 
 @contextmanager

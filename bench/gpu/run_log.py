@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 
 class Log:
-    """Records of a run: lines of truth.jsonl in a folder, shown as they come."""
+    """Records of a run: lines of truth.jsonl in a folder, shown as they come.
 
-    def __init__(self, folder: Path) -> None:
+    quick: parts that can try themselves on tiny models, on any machine.
+    """
+
+    def __init__(self, folder: Path, *, quick: bool = False) -> None:
         self.folder = folder
+        self.quick = quick
 
     def __call__(self, part: str, **record: Any) -> None:
         line = json.dumps({"part": part, **record}, default=str)
@@ -21,10 +27,26 @@ class Log:
             file.write(line + "\n")
 
 
+_TIMED = ContextVar("_TIMED", default=True)
+
+
+@contextmanager
+def untimed() -> Iterator[None]:
+    """Within the context `cuda_us` calls once and times nothing."""
+    before = _TIMED.set(False)
+    try:
+        yield
+    finally:
+        _TIMED.reset(before)
+
+
 def cuda_us(call: Callable[[], Any], repeat: int = 20, graph: bool = True) -> tuple[float, str]:
     """Median microseconds of call(), captured into a CUDA graph if that works, and which it was."""
     import torch
 
+    if not _TIMED.get():
+        call()
+        return float("nan"), "untimed"
     for _ in range(3):
         call()
     torch.cuda.synchronize()

@@ -19,9 +19,9 @@ from pathlib import Path
 import click
 import torch
 
+from bench.harness.records import environment
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.configs import KERNEL_NAMES, PHASES, Config, ConfigTable
-from moe_lora.report.results import environment
 from moe_lora.workload.popularity.named import LORA_RANKS
 
 from .lora_kernel_cases import Case
@@ -206,7 +206,7 @@ def main(budget_s: float, state: Path, dtype: str, dry_run: bool) -> None:
         return time.monotonic() - started_s > share * budget_s
 
     tune(tuner, table, found, deadline)
-    commit = environment()["git_commit"]
+    commit = environment(None)["git_commit"]
     note = f"Entries marked tuned: bench/kernels/autotune_lora.py on {table.gpu}, commit {commit}."
     note += " Others are defaults."
     configs.save_table(updated(table, list(shapes), found, {}, note))

@@ -10,7 +10,7 @@ import torch
 from moe_lora.config import LORA_KERNELS
 
 from .lora_kernel_cases import Case
-from .lora_kernel_peers import Contestant, NotApplicable, Phases, both
+from .lora_kernel_peers import Call, Contestant, NotApplicable, Phases, both
 
 BASELINES = tuple(kernel for kernel in LORA_KERNELS if kernel != "sgmv")
 ALGORITHMS = ("wgmma", "vector")
@@ -38,17 +38,35 @@ def gpu_phases(options: dict[str, Any]) -> Callable[[Case], Phases]:
         from moe_lora.kernels.triton import triton_lora as lora
         from moe_lora.kernels.triton.segments import rows_for
 
-        rows = rows_for(case.operands(0), options["kernel"])
+        rows, decode = rows_for(case.operands(0), options["kernel"]), case.spec.group != "prefill"
         found = {
             **options,
-            "decode": case.spec.group != "prefill",
+            "decode": decode,
             "segments": rows,
             "max_lora_rank": case.max_lora_rank,
             "batch_rank": case.max_lora_rank,
         }
-        return _phases(case, lora, found)
+        phases = _phases(case, lora, found)
+        return {**phases, "delta": _decode_sites(case, found)} if decode else phases
 
     return prepare
+
+
+def _decode_sites(case: Case, options: dict[str, Any]) -> Call:
+    """A delta as a decode step of the engine has it: one launch a site where weights come by pointer, and one
+    fill of counters for all sites of a step, here for all copies of a pass."""
+    from moe_lora.kernels.triton import triton_lora as lora
+    from moe_lora.kernels.triton.segments import Zeros
+
+    zeros = Zeros()
+
+    def delta(copy: int) -> None:
+        nonlocal zeros
+        if copy == 0:
+            zeros = Zeros()
+        lora.lora_expand(lora.lora_shrink(case.operands(copy), **options, zeros=zeros), case.y[copy])
+
+    return delta
 
 
 def _contestants(prepare: Callable[[dict[str, Any]], Callable[[Case], Phases]]) -> list[Contestant]:

@@ -10,17 +10,23 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.gpu import first_run, host_parts
+from bench.gpu import exchange_parts, first_run, host_parts, roofline_engine, roofline_parts
 from bench.gpu.run_log import Log
 from bench.harness.random_model import TINY
+from bench.harness.released_models import GPT_OSS_20B, MIXTRAL_8X7B, QWEN3_30B_A3B, in_bf16, tiny
+from moe_lora.core.shape import ModelShape
 
-_FILES = [*Path(first_run.__file__).parent.glob("*_parts.py"), Path(first_run.__file__)]
+ROOT = Path(__file__).parents[2]
+_FOLDER = Path(first_run.__file__).parent
+_FILES = [*_FOLDER.glob("*_parts.py"), _FOLDER / "roofline_engine.py", _FOLDER / "first_run.py"]
 _NODES = [node for path in _FILES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
 
 
@@ -87,10 +93,11 @@ def test_part_of_host_workers_runs_and_its_prompts_are_the_hosts(tmp_path, capsy
 
 
 def test_parts_are_functions_and_have_limits() -> None:
-    assert set(first_run.RUNS["first"]) | set(first_run.RUNS["more"]) <= set(first_run.PARTS)
+    functions = set().union(*(first_run.RUNS[name] for name in ("first", "more", "roofline")))
+    assert functions <= set(first_run.PARTS)
     assert set(first_run.RUNS["check"]) == set(first_run.COMMANDS)
     with_build = [sum(({"build": 60} | run).values()) for run in first_run.RUNS.values()]
-    assert with_build == [535, 225, 515], "less than nine minutes each"
+    assert with_build == [535, 460, 535, 530], "less than nine minutes each"
     for command in first_run.COMMANDS.values():
         module = command.split()[1] if command.startswith("-m") else "setup"
         assert importlib.util.find_spec(module) is not None
@@ -126,9 +133,237 @@ def test_a_part_that_hangs_or_fails_does_not_stop_the_next(tmp_path, monkeypatch
     assert names >= {"truth.jsonl", "hangs.txt", "fails.txt", "works.txt"}
 
 
+CHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_part_started_ends_with_it(tmp_path, monkeypatch) -> None:
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.setattr(first_run, "COMMANDS", {"hangs": "{folder}/child.py"})
+    status, text = first_run.run_part(tmp_path, "hangs", 3, os.environ)
+    assert status == "timeout"
+    assert _ends(int(text)), "the child outlived its part"
+
+
+def _ends(pid: int) -> bool:
+    """Whether a process is gone, or dead and not yet waited for, within 10 seconds."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_carried_wheels_and_kernels_are_found_by_parts(tmp_path) -> None:
+    cache, scratch = tmp_path / "cache", tmp_path / "scratch"
+    here = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    assert first_run.carried(cache, scratch, {"A": "b"}) == {"A": "b"}
+    (cache / "wheels").mkdir(parents=True)
+    for tags in ("py3-none-any", f"{here}-{here}-linux_x86_64"):
+        name = f"carried_{tags.partition('-')[0]}"
+        with zipfile.ZipFile(cache / "wheels" / f"{name}-1.0-{tags}.whl", "w") as wheel:
+            wheel.writestr(f"{name}.py", "print(__name__)")
+    (cache / "triton-cache" / "key").mkdir(parents=True)
+    found = first_run.carried(cache, scratch, {**os.environ, "PYTHONPATH": "before"})
+    assert found["PYTHONPATH"].split(os.pathsep)[1:] == ["before"]
+    program = f"import carried_py3, carried_{here}"
+    done = subprocess.run([sys.executable, "-c", program], env=found, capture_output=True, text=True)
+    assert done.stdout.split() == ["carried_py3", f"carried_{here}"], done.stderr
+    assert (Path(found["TRITON_CACHE_DIR"]) / "key").is_dir()
+    assert Path(found["TRITON_CACHE_DIR"]) != cache / "triton-cache", "parts write there"
+    assert "PYTHONPATH" in first_run.carried(cache, scratch, {}), "a second run on the same machine"
+    (cache / "wheels" / "other-1.0-cp39-cp39-linux_x86_64.whl").touch()
+    assert "PYTHONPATH" not in first_run.carried(cache, scratch, {}), "they are another Python's"
+
+
+GPU_FILES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "tests").rglob("test_*.py")
+    if "pytest.mark.gpu" in path.read_text(encoding="utf-8") and path != Path(__file__)
+)
+
+
+def test_every_file_with_tests_for_a_gpu_is_named() -> None:
+    assert len(GPU_FILES) >= 5
+    for name in GPU_FILES:
+        assert any(Path(name).is_relative_to(one) for one in first_run.GPU_TESTS), name
+    assert all((ROOT / one).exists() for one in first_run.GPU_TESTS)
+
+
+def test_files_with_tests_for_a_gpu_need_no_torchao() -> None:
+    """It is not where a GPU is; a file that can't be imported ends the part."""
+    named = [ROOT / one for one in first_run.GPU_TESTS]
+    left = [path for one in named for path in (one.glob("*.py") if one.is_dir() else [one])]
+    seen: set[Path] = set()
+    while left:
+        path = left.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        conftests = [parent / "conftest.py" for parent in path.parents if parent.is_relative_to(ROOT)]
+        left += [one for one in conftests if one.exists() and path.is_relative_to(ROOT / "tests")]
+        for module in _imported_at_the_top(path):
+            assert module.partition(".")[0] != "torchao", f"{path.relative_to(ROOT)} imports {module}"
+            place = ROOT.joinpath(*module.split("."))
+            left += [one for one in (place.with_suffix(".py"), place / "__init__.py") if one.exists()]
+    assert {"tests/engine/test_cuda.py", "bench/gpu/gpu_smoke.py", "tests/conftest.py"} <= {
+        str(path.relative_to(ROOT)) for path in seen
+    }
+
+
+def _imported_at_the_top(path: Path) -> Iterator[str]:
+    """Modules, and what may be modules in them."""
+    package = list(path.relative_to(ROOT).parent.parts)
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*above, *(node.module or "").split(".")]).strip(".")
+            yield module
+            yield from (f"{module}.{one.name}" for one in node.names)
+
+
+NEEDS_NO_CARRIED = """
+import importlib, sys
+from bench.gpu.kernel_parts import CARRIED
+sys.modules.update(dict.fromkeys(CARRIED))
+for module in {modules!r}:
+    importlib.import_module(module)
+"""
+
+
+def test_parts_of_kernels_need_nothing_that_is_carried() -> None:
+    """So that they run where a tree came without wheels: `sampling` and engines do not."""
+    pytest.importorskip("triton")
+    of_engines = ("bench.engine", "bench.harness.random_model", "moe_lora.engine", "moe_lora.core.request")
+    names = ("kernel_parts", "expert_parts", "quantised_parts", "exchange_parts")
+    modules = {
+        node.module or ""
+        for name in names
+        for node in ast.walk(ast.parse((_FOLDER / f"{name}.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and not node.level
+    }
+    own = sorted(one for one in modules if one.startswith(("moe_lora.", "bench.")))
+    wanted = [one for one in own if not one.startswith(of_engines)]
+    assert {"moe_lora.kernels.triton.triton_lora", "moe_lora.kernels.triton.aot_check"} <= set(wanted)
+    program = NEEDS_NO_CARRIED.format(modules=["bench.gpu.first_run", *wanted])
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_library_of_nvshmem_is_linked_where_the_wheel_has_one_an_architecture(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("NVSHMEM_LIB_DIR", raising=False)
+    wheel, scratch = tmp_path / "lib", tmp_path / "links"
+    wheel.mkdir()
+    assert exchange_parts.device_library(None, scratch) == {}
+    assert exchange_parts.device_library(wheel, scratch) == {}
+    for arch in ("sm_80", "sm_90", "sm_100"):
+        (wheel / f"libnvshmem_device_{arch}.bc").write_text(arch)
+    for _ in range(2):
+        found = exchange_parts.device_library(wheel, scratch)
+        assert (Path(found["NVSHMEM_LIB_DIR"]) / "libnvshmem_device.bc").read_text() == "sm_90"
+    (wheel / "libnvshmem_device.bc").write_text("all")
+    assert exchange_parts.device_library(wheel, scratch) == {}, "torch finds it"
+
+
+def test_parts_of_real_sizes_run_on_a_cpu_and_claim_nothing(tmp_path) -> None:
+    """So that no misspelt name costs minutes of a GPU."""
+    log = Log(tmp_path, quick=True)
+    for part in ("qwen3", "gpt_oss", "mixtral", "zipf_adapters"):
+        first_run.PARTS[part](log)
+    found = [json.loads(line) for line in (tmp_path / "truth.jsonl").read_text().splitlines()]
+    assert {one["part"] for one in found} == {"rates", "same_bits", "decode", "prefill", "zipf_adapters"}
+    claims = ("_ms", "TB_s", "TFLOP_s", "of_", "_per_s")
+    for one in found:
+        assert one["device"] == "cpu"
+        assert one.get("model", "tiny").startswith("tiny")
+        assert not [name for name in one if name.startswith(claims) or name.endswith(claims)], one
+    decoded = [one for one in found if one["part"] == "decode"]
+    assert [one["batch"] for one in decoded] == [1, 4] * 3
+    assert all(one["bytes"]["weights"] > 0 < one["bytes"]["kv"] for one in decoded)
+    arms = [one for one in found if one["part"] == "zipf_adapters" and "arm" in one]
+    assert {(one["arm"], one["bytes"]["adapters"] > 0) for one in arms} == {("base", False), ("lora", True)}
+    assert all(one["as_launched"] and one["as_eager"] for one in found if one["part"] == "same_bits")
+
+
+def test_models_are_cut_to_the_layers_that_fit() -> None:
+    fit, real = roofline_engine.layers_that_fit, roofline_engine.REAL
+    assert fit(QWEN3_30B_A3B, real, 0, float("inf")) == fit(QWEN3_30B_A3B, real, 0, 84e9) == 48
+    assert 16 < fit(MIXTRAL_8X7B, real, 0, 84e9) < 32
+    assert 10 < fit(QWEN3_30B_A3B, real, 27, 84e9) < fit(QWEN3_30B_A3B, real, 27, 149e9) < 48
+    assert fit(MIXTRAL_8X7B, real, 0, 1e9) == 1
+
+
+def test_products_of_a_prefill_by_hand() -> None:
+    shape = ModelShape.from_hf_config(tiny(in_bf16(GPT_OSS_20B)))
+    # Hidden and inner 64, heads 4 and 2 of 16, 2 of 4 experts, vocabulary 256, two layers; three tokens.
+    row = 64 * 128 + 64 * 64 + 64 * 4 + 2 * (64 * 128 + 64 * 64)
+    pairs = {0: 1 + 2 + 3, 2: 1 + 2 + 2}
+    by_hand = 2 * (3 * 2 * row + 64 * 256) + 4 * (pairs[0] + pairs[2]) * 4 * 16
+    assert roofline_parts.prefill_flops(shape, (2, 0), 1, 3) == by_hand
+    assert roofline_parts.prefill_flops(shape, (2, 0), 5, 3) == 5 * by_hand
+
+
+def test_what_parts_launch_is_compiled_ahead(tmp_path, monkeypatch) -> None:
+    """From their own calls, here of small shapes on a CPU."""
+    pytest.importorskip("triton")
+    import torch
+
+    from bench.gpu import expert_parts, kernel_parts
+    from bench.kernels.lora_kernel_cases import Case
+    from bench.kernels.lora_kernel_plan import TINY as SHAPES
+    from bench.kernels.lora_kernel_plan import CaseSpec
+    from moe_lora.kernels.triton import configs
+
+    def small_case(shape, lora_rank) -> Case:
+        spec = CaseSpec(
+            group="decode",
+            shape=shape,
+            num_rows=4,
+            num_adapters=2,
+            popularity="uniform",
+            lora_ranks=(lora_rank,),
+            dtype=torch.bfloat16,
+            phases=("shrink", "expand"),
+        )
+        return Case(spec, torch.device("cpu"), 0)
+
+    monkeypatch.setattr(configs, "interpreted", lambda: True)  # so that tensors of a CPU are taken
+    monkeypatch.setattr(kernel_parts, "case", small_case)
+    monkeypatch.setattr(kernel_parts, "shapes", lambda: {"gate_up": SHAPES[0], "o": SHAPES[2]})
+    monkeypatch.setattr(expert_parts, "DEVICE", "cpu")
+    monkeypatch.setattr(
+        expert_parts, "MODELS", {"qwen3": (4, 2, 64, 64, False), "gpt_oss": (4, 2, 64, 64, True)}
+    )
+    monkeypatch.setattr(expert_parts, "BATCHES", (1, 64))
+    builds = kernel_parts.builds_ahead(Log(tmp_path))
+    assert '"error"' not in (tmp_path / "truth.jsonl").read_text()
+    assert {"wgmma_site", "wgmma_shrink", "wgmma_expand", "expert_linear"} <= {b.kernel for b in builds}
+    assert {1, 2} <= {build.meta.get("X_DIVISOR") for build in builds}
+    assert {3, 6} <= {build.meta.get("STAGES") for build in builds}
+    assert {True, False} <= {build.meta.get("TMA") for build in builds}
+    assert not any(build.meta.get("DEPENDENT") for build in builds)
+
+
+def test_quick_is_for_what_can_be_tried_anywhere(tmp_path) -> None:
+    command = [sys.executable, "-m", "bench.gpu.first_run", str(tmp_path), "facts", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "not for ['facts']" in done.stderr
+
+
 def test_unknown_parts_are_refused(tmp_path) -> None:
     command = [sys.executable, "-m", "bench.gpu.first_run", str(tmp_path), "facts", "fact"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "unknown: ['fact']" in done.stderr
 
@@ -145,8 +380,7 @@ layers = {{"dense": (0, 1, 32, 256), "experts": (2, 1, 32, 256)}}
 quantised(Log(Path({str(tmp_path)!r})), "cpu", layers, (3,))
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, check=True)
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True)
     found = [json.loads(line) for line in (tmp_path / "truth.jsonl").read_text().splitlines()]
     assert len(found) == 16
     assert max(one["error"] for one in found) < 0.01

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.harness import records
-from bench.harness.records import ALLOW_DIRTY, Recorder, environment
+from bench.harness.records import ALLOW_DIRTY, COMMIT, Recorder, environment
 from moe_lora.report.results import environment as this_environment
 from moe_lora.report.results import read_results
 
@@ -29,6 +29,7 @@ def tree(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(records, "ROOT", root)
     monkeypatch.setattr(records, "RESULTS", root / "bench" / "results")
     monkeypatch.delenv(ALLOW_DIRTY, raising=False)
+    monkeypatch.delenv(COMMIT, raising=False)
     return root
 
 
@@ -82,6 +83,17 @@ def test_a_tree_outside_of_git_is_not_refused(tree):
     assert environment(tree / "bench" / "results" / "old.jsonl")["git_commit"] is None
 
 
+def test_a_copy_without_a_history_records_the_commit_that_it_was_made_of(tree, monkeypatch):
+    own = environment(None)["git_commit"]
+    monkeypatch.setenv(COMMIT, "a" * 40)
+    assert environment(None)["git_commit"] == own, "where git can tell, it does"
+    subprocess.run(["rm", "-rf", str(tree / ".git")], check=True)
+    assert environment(None)["git_commit"] == "a" * 40
+    monkeypatch.setenv(COMMIT, "HEAD")
+    with pytest.raises(SystemExit, match=r"MOE_LORA_COMMIT='HEAD' is no commit; give all 40 digits"):
+        environment(None)
+
+
 def test_recorder_keeps_what_it_writes(tree, tmp_path):
     record = Recorder(tmp_path / "new.jsonl", kind="simulated", device="here")
     record({"case": 1}, {"seconds": 2.0})
@@ -97,7 +109,4 @@ def test_every_bench_takes_its_environment_from_here():
     for path in BENCH.rglob("*.py"):
         imports = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom))
         sources = {node.module for node in imports if "environment" in {name.name for name in node.names}}
-        # The tuner quotes a commit in a table and writes no record.
-        assert sources <= {"bench.harness.records"} or path.name in ("records.py", "autotune_lora.py"), (
-            path.name
-        )
+        assert sources <= {"bench.harness.records"} or path.name == "records.py", path.name

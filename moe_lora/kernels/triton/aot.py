@@ -79,8 +79,8 @@ def _known(operand: Any) -> Any:
 
 
 @contextmanager
-def _recorded(dtype: str = "", label: str = "") -> Iterator[list[Build]]:
-    """Builds of what is launched in the context, where nothing runs."""
+def launches_recorded(dtype: str = "", label: str = "") -> Iterator[list[Build]]:
+    """Builds of what is launched in the context, where nothing runs: each also as one that begins early."""
     found: list[Build] = []
 
     def record(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
@@ -108,7 +108,7 @@ def table_builds() -> list[Build]:
     """Every kernel with every configuration of the tables, and the kernels that have none."""
     from . import exchange, experts, quantised_linear, sampling, signals  # needs Triton
 
-    with _recorded() as builds:
+    with launches_recorded() as builds:
         for top_k, zeros in itertools.product((None, _TOP_K), (None, Zeros())):
             _segments(top_k, zeros).tiles(64)
         word = torch.zeros(8, dtype=torch.int64)
@@ -176,7 +176,7 @@ def config_builds(kernel: str, config: configs.Config, dtype: str, modules: int,
     label = " ".join(f"{name}={int(value)}" for name, value in config.items())
     builds: list[Build] = []
     for aligned in (True, False) if kernel.startswith("wgmma") else (True,):
-        with configs.override(kernel, config), _recorded(dtype, label) as launched:
+        with configs.override(kernel, config), launches_recorded(dtype, label) as launched:
             _launch(kernel, dtype, modules, _WIDTHS[aligned], split_k)
         for build in launched:
             if kernel.startswith("wgmma") and aligned and build.kernel == kernel:
@@ -191,7 +191,7 @@ def site_builds(shrink: configs.Config, expand: configs.Config, dtype: str, modu
     zeros = Zeros()
     for aligned in (True, False):
         halves = configs.override("wgmma_shrink", shrink), configs.override("wgmma_expand", expand)
-        with halves[0], halves[1], _recorded(dtype, "decode") as launched:
+        with halves[0], halves[1], launches_recorded(dtype, "decode") as launched:
             for in_width in _IN_WIDTHS[aligned]:
                 problem, y, total = _problem(dtype, modules, _WIDTHS[aligned], in_width)
                 for out, add, subtract in ((y, True, False), (total, True, True), (y, False, False)):
@@ -255,7 +255,7 @@ def attention_builds() -> list[Build]:
     for dtype, head_dim, group, plain in cases:
         operands = _attention(configs.dtype_named(dtype), head_dim, group, plain)
         label = f"head_dim={head_dim} group={group}{'' if plain else ' window, sinks'}"
-        with _recorded(dtype, label) as launched:
+        with launches_recorded(dtype, label) as launched:
             for rows in ((1, 1), (2, 2)):
                 start = torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32)
                 given = operands._replace(step=replace(operands.step, query_start=start))

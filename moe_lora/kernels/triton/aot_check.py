@@ -28,16 +28,25 @@ class _Hopper:
         return GPUTarget("cuda", 90, 32)
 
 
-def compile_build(build: Build) -> Compiled:
-    """Compile for sm_90a what a launch would, and read the machine code.
+def leave_in_cache(build: Build) -> None:
+    """Have Triton's cache hold what a launch would compile for sm_90a.
 
     In a process that launches nothing: Triton compiles for sm_90a from then on.
     """
+    _compiled(build)
+
+
+def _compiled(build: Build) -> Any:
     from triton.runtime.driver import driver
 
     function = getattr(importlib.import_module(build.module), build.kernel)
     driver.set_active(_Hopper())
-    compiled = function.warmup(*build.operands, grid=(1,), **build.meta)
+    return function.warmup(*build.operands, grid=(1,), **build.meta)
+
+
+def compile_build(build: Build) -> Compiled:
+    """As `leave_in_cache`, and read the machine code."""
+    compiled = _compiled(build)
     return inspect(
         compiled.asm["cubin"],
         compiled.metadata.shared,
