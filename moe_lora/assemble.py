@@ -127,9 +127,9 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
                         return
                     kept.hang_up()
 
-                drain_s = cluster.front_end.drain_s
+                drain_s, dead_s = cluster.front_end.drain_s, cluster.front_end.heartbeat_dead_s
                 told = None if reload is None else pass_on
-                return 0 if await run_roles(roles, drain_s, told, at_once) else 1
+                return 0 if await run_roles(roles, drain_s, told, at_once, dead_s) else 1
 
     async def run_in_folders() -> int:
         with OwnFolder() as folder, run_folder(cluster.engine.state_dir) as kept:
@@ -250,7 +250,7 @@ async def local_instances(
             instance_registry = controlled.instance_registry
             for part in parts:
                 instance_registry.number_of(part.name)
-            roles = HostRoles(parts, at_once=at_once)
+            roles = HostRoles(parts, at_once=at_once, dead_s=cluster.front_end.heartbeat_dead_s)
             told = _passed_on(reload, file, cluster, roles)
             try:
                 with told:
@@ -369,7 +369,8 @@ async def local_lora_server(
             controller=None,
         )
         file = stack.enter_context(cluster_file(alone))
-        roles = HostRoles(server_roles(layout.num_ranks, file), at_once=at_once)
+        dead_s = cluster.front_end.heartbeat_dead_s
+        roles = HostRoles(server_roles(layout.num_ranks, file), at_once=at_once, dead_s=dead_s)
         try:
             with _passed_on(reload, file, alone, roles):
                 await roles.ready()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
-from moe_lora.config import ControllerConfig, EngineConfig, FrontEndPlace
+from moe_lora.config import ControllerConfig, EngineConfig, FrontEndConfig, FrontEndPlace
 from moe_lora.config.cluster import ClusterConfig, cluster_text
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError, RegistryError
@@ -29,6 +29,9 @@ START_TRIES = 3
 a lack of memory does."""
 STOP_S = 20.0
 """From SIGTERM to SIGKILL, beside the time that a front end drains: an instance finishes its step."""
+STOPPED_DEATHS = 2.0
+"""A process that is stopped so many times as long as one may be silent is ended: until then it may wake."""
+_LOOK_S = 0.5
 
 
 class Started(Message, frozen=True):
@@ -93,6 +96,7 @@ class HostRoles:
 
     Everything is started again, for ever, unless a setting keeps its first process from its part.  drain_s:
     how long a front end may take to end what it serves.  at_once: when it is set, `stop` waits for nobody.
+    dead_s: one that is stopped (SIGSTOP) for STOPPED_DEATHS of this is killed.
     failed: what kept all of a kind from their part.
     """
 
@@ -104,7 +108,9 @@ class HostRoles:
         policy: RestartPolicy | None = None,
         drain_s: float = 0.0,
         at_once: asyncio.Event | None = None,
+        dead_s: float = FrontEndConfig.heartbeat_dead_s,
     ) -> None:
+        self._stopped_s = STOPPED_DEATHS * dead_s
         self._at_once = at_once or asyncio.Event()
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._roles = list(roles)
@@ -116,6 +122,7 @@ class HostRoles:
         self._kept = [role.kind for role in roles]
         self._ready = {role.name: asyncio.get_running_loop().create_future() for role in roles}
         self._tasks = [asyncio.create_task(self._keep(role)) for role in roles]
+        self._tasks.append(asyncio.create_task(self._end_stopped()))
 
     async def ready(self) -> None:
         """Return when each role has said that it does its part.
@@ -130,6 +137,19 @@ class HostRoles:
         if found is not None:
             with suppress(ProcessLookupError):
                 found[1].kill()
+
+    async def _end_stopped(self) -> None:
+        """Kill those that are stopped for too long, as somebody who looks into one may forget to wake it."""
+        since_s: dict[int, float] = {}
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now_s, running = self._clock.now_s(), dict(self._running)
+            stopped = {name: one.pid for name, (_, one) in running.items() if _is_stopped(one.pid)}
+            since_s = {pid: since_s.get(pid, now_s) for pid in stopped.values()}
+            for name, pid in stopped.items():
+                if now_s - since_s[pid] >= self._stopped_s:
+                    logger.error("%s is stopped for %.0f s and is ended", name, now_s - since_s[pid])
+                    self.kill(name)
 
     def hang_up(self) -> None:
         """Have all read again what they can of their settings.
@@ -222,6 +242,14 @@ class HostRoles:
             self.failed.set_result(error)
 
 
+def _is_stopped(pid: int) -> bool:
+    """Whether this child of ours does not run until it is told to."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False
+
+
 async def _all_of(pipe: BinaryIO) -> bytes:
     """What is written to a pipe before its end."""
     loop = asyncio.get_running_loop()
@@ -259,14 +287,15 @@ async def run_roles(
     drain_s: float = 0.0,
     reload: Callable[[HostRoles], Coroutine[Any, Any, None]] | None = None,
     at_once: asyncio.Event | None = None,
+    dead_s: float = FrontEndConfig.heartbeat_dead_s,
 ) -> bool:
     """Keep the roles running until SIGINT or SIGTERM; whether all did their part up to then.
 
-    drain_s: see `HostRoles`.  reload: what SIGHUP does.  at_once: set by a second signal, also one that comes
-    when this has returned.
+    drain_s, dead_s: see `HostRoles`.  reload: what SIGHUP does.  at_once: set by a second signal, also one
+    that comes when this has returned.
     """
     over, at_once = asyncio.Event(), at_once or asyncio.Event()
-    kept = HostRoles(roles, drain_s=drain_s, at_once=at_once)
+    kept = HostRoles(roles, drain_s=drain_s, at_once=at_once, dead_s=dead_s)
 
     def end() -> None:
         if over.is_set():

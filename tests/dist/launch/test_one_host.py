@@ -34,6 +34,7 @@ from moe_lora.dist.launch.host_roles import (
 from moe_lora.dist.net.thread import LoopThread, entered
 from moe_lora.serve.reload import Reload
 from tests.dist.cluster_jobs import alive, until
+from tests.stopped_processes import stop
 
 QUICK = RestartPolicy(first_pause_s=0.01, longest_pause_s=0.02)
 SLEEPING = Role(name="sleeper", kind="one", words=("-c", "import time; time.sleep(600)"))
@@ -113,12 +114,14 @@ def test_each_role_has_a_socket_of_its_own_in_the_folder(cluster, tmp_path):
 
 
 @contextmanager
-def keeping(*roles: Role, policy: RestartPolicy = QUICK) -> Iterator[tuple[HostRoles, LoopThread]]:
+def keeping(
+    *roles: Role, policy: RestartPolicy = QUICK, dead_s: float = 30.0
+) -> Iterator[tuple[HostRoles, LoopThread]]:
     """The roles kept running in an event loop of their own."""
 
     @asynccontextmanager
     async def kept() -> AsyncIterator[HostRoles]:
-        found = HostRoles(roles, policy=policy)
+        found = HostRoles(roles, policy=policy, dead_s=dead_s)
         yield found
         await found.stop()
 
@@ -137,6 +140,22 @@ def test_what_ends_is_started_again_for_ever(caplog):
         assert len(pids(caplog, "sleeper")) == 1
         assert not kept.failed.done()
     assert "ended with exit code 3" in caplog.text
+
+
+def test_one_that_stays_stopped_is_started_again_and_one_that_wakes_is_left_alone(caplog):
+    caplog.set_level("INFO", logger="moe_lora")
+    other = replace(SLEEPING, name="other")
+    with keeping(SLEEPING, other, dead_s=1.0):
+        until(lambda: pids(caplog, "sleeper") and pids(caplog, "other"), lambda: caplog.text)
+        forgotten, woken = pids(caplog, "sleeper")[0], pids(caplog, "other")[0]
+        stop(woken)
+        stop(forgotten)
+        os.kill(woken, signal.SIGCONT)
+        until(lambda: len(pids(caplog, "sleeper")) == 2, lambda: caplog.text)
+        assert "sleeper is stopped for" in caplog.text
+        assert not alive(forgotten)
+        assert pids(caplog, "other") == [woken]
+        assert alive(woken)
 
 
 def test_one_that_is_killed_again_and_again_is_there_again(caplog):
@@ -242,7 +261,7 @@ def test_settings_that_can_not_be_passed_on_are_told_with_the_way_out(cluster, m
     """By SIGHUP to several front ends, while the disk is full."""
     told: list[object] = []
 
-    async def run(roles, drain_s, reload, at_once) -> bool:
+    async def run(roles, drain_s, reload, at_once, dead_s) -> bool:
         kept = SimpleNamespace(hang_up=lambda: told.append("hung up"))
         with monkeypatch.context() as full:
             full.setattr(os, "pwrite", no_room)
