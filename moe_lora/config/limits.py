@@ -51,7 +51,7 @@ class LimitsConfig(Settings):
     close first."""
     header_timeout_s: float = _limit(20.0, above=0, option="--header-timeout-s")
     """From a request's first byte to the end of its headers; then 408. A new connection on which no first
-    byte comes for so long is closed."""
+    byte comes for so long is closed, unless it is a trusted proxy's."""
     body_timeout_s: float = _limit(60.0, above=0, option="--body-timeout-s")
     """From there to the end of its body; then 408."""
     write_timeout_s: float = _limit(30.0, above=0, option="--write-timeout-s")

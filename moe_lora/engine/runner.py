@@ -115,8 +115,8 @@ class ModelRunner:
         on CUDA run prompts too, of up to max_tokens, so that their kernels are compiled.
 
         Left for the first step that meets it: ranks above 64 and sites that no adapter has yet, deltas that
-        come from elsewhere than this device, and sampling.  With decode buckets prompts are not the
-        compiler's: their norms, rotations and sums are launches of their own.
+        come from elsewhere than this device, sampling, and decode steps of an eager engine.  With decode
+        buckets prompts are not the compiler's: their norms, rotations and sums are launches of their own.
         site_ranks: the largest rank at each site of adapters to come.
         """
         if self._graphs is not None:
@@ -257,7 +257,7 @@ class ModelRunner:
                 block_tables=torch.zeros(1, 1, dtype=torch.int32),
             ),
             routing=routing,
-            compiled=not self._eager and not self._buckets,
+            compiled=False,
         )
 
     def _routing(self, plan: Seq[Scheduled[Sequence]], counts: Seq[int]) -> RowRouting:

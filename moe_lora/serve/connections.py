@@ -80,7 +80,9 @@ class Connection(HttpToolsProtocol):
             self._turn_away(transport, error)
             return
         super().connection_made(transport)
-        self._await(_REQUEST, self.limits.config.header_timeout_s)
+        config, peer = self.limits.config, get_remote_addr(transport)
+        connects_ahead = peer is not None and self.limits.is_proxy(peer[0])
+        self._await(_REQUEST, config.idle_timeout_s if connects_ahead else config.header_timeout_s)
 
     def enter(self, transport: asyncio.Transport) -> ApiError | None:
         """Count the connection, or say why it may not be: it is one too many."""

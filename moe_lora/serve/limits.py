@@ -7,6 +7,7 @@ import ipaddress
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from moe_lora.config import LimitsConfig
@@ -46,8 +47,6 @@ RETRY_S = 1
 LEAST_QUEUED_TOKENS = 1024
 """What a choice that waits counts at least: it takes memory however short it is."""
 LONGEST_RETRY_S = 60
-_TELLING_S = 1.0
-"""How fast the queue moves is told by no less."""
 
 
 def client_of(scope: Mapping[str, Any]) -> str:
@@ -83,11 +82,6 @@ class Quota:
         self.in_all = 0
         self._of_client: Counter[str] = Counter()
 
-    @property
-    def num_clients(self) -> int:
-        """That have some of it."""
-        return len(self._of_client)
-
     def of_client(self, client: str) -> int:
         return self._of_client.get(client, 0)
 
@@ -108,6 +102,26 @@ class Quota:
             del self._of_client[client]
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Waiting:
+    """A choice that waits for its first token.
+
+    client: whom it counts for.  tenant: among whose it starts by `priority` (lower goes first), and whose
+    share it takes (`policies.fairness`); one of all where there are no keys.
+    """
+
+    client: str
+    tokens: int
+    tenant: str = ""
+    share: float = 1.0
+    priority: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """What it counts."""
+        return max(self.tokens, LEAST_QUEUED_TOKENS)
+
+
 class Limits:
     """The limits of one front end.  count: called with the reason of each refusal (one of REFUSALS)."""
 
@@ -117,7 +131,8 @@ class Limits:
         self.connections = Quota(config.max_connections, config.max_connections_per_client)
         self.bodies = Quota(config.max_bodies_bytes, config.max_bodies_bytes_per_client)
         self.queue = Quota(config.max_queued_tokens, config.max_queued_tokens_per_client)
-        self._left_queue_tokens, self._queued_since_s = 0, 0.0
+        self._begun_tokens, self._queued_since_s = 0, 0.0
+        self._waiting: dict[str, dict[Waiting, None]] = {}
         self._proxies = [ipaddress.ip_network(one) for one in config.trusted_proxies]
 
     def change(self, config: LimitsConfig) -> None:
@@ -160,55 +175,64 @@ class Limits:
             raise self.refusal("client_bodies", ApiError(429, what, retry_s=RETRY_S, closes=True))
         self.bodies.take(client, num_bytes)
 
-    def enter_queue(
-        self, client: str, num_tokens: int, timeout_s: float | None = None, *, by_turns: bool = False
-    ) -> int:
-        """Count a choice that waits for its first token; what to give to `leave_queue`.
+    def enter_queue(self, who: Waiting, timeout_s: float | None = None) -> None:
+        """Count a choice that waits for its first token, until `leave_queue`.
 
-        timeout_s: when it has ended, if it is to be begun in the order in which it came.  by_turns: clients
-        are tenants, and each has its turn whatever the others have waiting.
+        timeout_s: in which it is to have ended; None: it has any time.
         Raises ApiError if too many tokens wait: 429 for its client's (who may always have one choice that
         waits), 503 for all clients'; 429 if it would not begin within timeout_s.
         """
-        num_tokens = max(num_tokens, LEAST_QUEUED_TOKENS)
-        whose = self.queue.exceeded(client, num_tokens)
+        whose = self.queue.exceeded(who.client, who.num_tokens)
         if whose == "all" and self.queue.in_all:
             what = "the requests of all clients that wait have too many tokens; try again later"
-            raise self.refusal("queue", ApiError(503, what, retry_s=self._queue_s(self.queue.in_all)))
-        if whose == "client" and self.queue.of_client(client):
-            most, retry_s = self.queue.most_per_client, self._queue_s(self.queue.of_client(client))
+            retry_s = self._queue_s(self.queue.in_all)
+            raise self.refusal("queue", ApiError(503, what, retry_s=retry_s))
+        if whose == "client" and self.queue.of_client(who.client):
+            most, retry_s = self.queue.most_per_client, self._queue_s(self.queue.of_client(who.client))
             what = f"your requests that wait have more than {most} tokens; send the next when some have begun"
             raise self.refusal("client_queue", ApiError(429, what, retry_s=retry_s))
-        ahead = self.queue.in_all
-        if by_turns:
-            ahead = min(ahead, self.queue.of_client(client) * self.queue.num_clients)
-        wait_s = self._wait_s(ahead)
+        wait_s = 0.0 if timeout_s is None else self._wait_s(self._ahead(who))
         if timeout_s is not None and wait_s > timeout_s:
-            what = f"what waits before it takes about {wait_s:.0f} s, more than timeout={timeout_s:g}"
+            what = f"what goes before it takes about {wait_s:.0f} s, its timeout leaves {timeout_s:.0f}"
             retry_s = _retry_s(wait_s - timeout_s)
             raise self.refusal("queue_time", ApiError(429, f"{what}; send it again later", retry_s=retry_s))
         if not self.queue.in_all:
-            self._left_queue_tokens, self._queued_since_s = 0, time.monotonic()
-        self.queue.take(client, num_tokens)
-        return num_tokens
+            self._begun_tokens, self._queued_since_s = 0, time.monotonic()
+        self.queue.take(who.client, who.num_tokens)
+        self._waiting.setdefault(who.tenant, {})[who] = None
 
-    def leave_queue(self, client: str, num_tokens: int) -> int:
-        """It has its first token, or has ended; 0."""
-        self.queue.give_back(client, num_tokens)
-        self._left_queue_tokens += num_tokens
-        return 0
+    def leave_queue(self, who: Waiting, *, begun: bool) -> None:
+        """It has its first token, or has ended without."""
+        self.queue.give_back(who.client, who.num_tokens)
+        del self._waiting[who.tenant][who]
+        if not self._waiting[who.tenant]:
+            del self._waiting[who.tenant]
+        if begun:
+            self._begun_tokens += who.num_tokens
+
+    def _ahead(self, who: Waiting) -> float:
+        """Tokens that begin before it: its tenant's by priority, of others at most as many by shares."""
+        own = self._waiting.get(who.tenant, ())
+        num_own = sum(one.num_tokens for one in own if one.priority <= who.priority)
+        found = float(num_own)
+        for tenant, waiting in self._waiting.items():
+            if tenant != who.tenant:
+                share = next(iter(waiting)).share / who.share
+                found += min(sum(one.num_tokens for one in waiting), num_own * share)
+        return found
 
     def _queue_s(self, num_tokens: int) -> int:
-        """In how many seconds about half of so many tokens will have left the queue."""
-        return _retry_s(self._wait_s(num_tokens / 2))
+        """In how many seconds about half of so many tokens will have begun."""
+        if not self._begun_tokens:
+            return RETRY_S
+        return _retry_s(num_tokens / 2 / self._begun_tokens * (time.monotonic() - self._queued_since_s))
 
     def _wait_s(self, num_tokens: float) -> float:
-        """In how many seconds so many tokens leave the queue, as fast as those did since it was empty; 0
-        while nobody can tell."""
-        time_s = time.monotonic() - self._queued_since_s
-        if not self._left_queue_tokens or time_s < _TELLING_S:
+        """In how many seconds so many tokens begin, as fast as others did since the queue was empty; 0 where
+        so many have not, so that what came tells less than what can be done."""
+        if self._begun_tokens < num_tokens or not num_tokens:
             return 0.0
-        return num_tokens / self._left_queue_tokens * time_s
+        return num_tokens / self._begun_tokens * (time.monotonic() - self._queued_since_s)
 
 
 def _retry_s(wait_s: float) -> int:

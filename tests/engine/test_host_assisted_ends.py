@@ -116,7 +116,7 @@ def test_build_that_fails_leaves_nothing(settings, served, monkeypatch, tmp_path
     before = set(threading.enumerate())
     seen: set[int] = set()
 
-    def fail(_: ModelRunner, ranks: object) -> None:
+    def fail(*_: object) -> None:
         seen.update(worker_pids())
         raise ConfigError("it can't be warmed up")
 

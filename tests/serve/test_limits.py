@@ -18,7 +18,7 @@ from moe_lora.serve import limits as limits_module
 from moe_lora.serve import server as server_module
 from moe_lora.serve.bodies import UNCOUNTED_BYTES
 from moe_lora.serve.http_errors import ApiError
-from moe_lora.serve.limits import Limits, Quota, client_at, client_of
+from moe_lora.serve.limits import Limits, Quota, Waiting, client_at, client_of
 from moe_lora.serve.openai import preparing
 from moe_lora.serve.openai.generation import merge
 from moe_lora.serve.server import PEAK_BYTES, RETURN_S, ProcessMemory, create_app
@@ -261,32 +261,70 @@ def clock(monkeypatch):
     return clock
 
 
-def test_a_request_that_would_not_begin_within_its_timeout_is_429_at_once(clock):
-    counted = []
-    limits = Limits(LimitsConfig(), counted.append)
-    for _ in range(10):
-        limits.enter_queue("a", 2000, timeout_s=1e-3)  # nobody knows yet how long it takes
-    clock.now_s += 4
-    for _ in range(4):
-        limits.leave_queue("a", 2000)  # 2 000 tokens a second: 6 s for the 12 000 that wait
-    limits.enter_queue("a", 2000, timeout_s=6.1)  # now 7 s
-    with pytest.raises(ApiError, match=r"about 7 s, more than timeout=4; send it again later") as refused:
-        limits.enter_queue("b", 2000, timeout_s=4)
-    assert (refused.value.status, refused.value.retry_s, counted) == (429, 3, ["queue_time"])
-    limits.enter_queue("b", 2000)
-    assert limits.queue.in_all == 16_000
+class Queue:
+    """Of one front end, whose requests count 2 000 tokens each."""
+
+    def __init__(self, clock):
+        self.counted, self._clock, self._waiting = [], clock, []
+        self.limits = Limits(LimitsConfig(), self.counted.append)
+
+    def add(self, num=1, timeout_s=None, **fields):
+        for _ in range(num):
+            who = Waiting(client="c", tokens=2000, **fields)
+            self.limits.enter_queue(who, timeout_s)
+            self._waiting.append(who)
+
+    def begin(self, num, time_s, *, begun=True):
+        self._clock.now_s += time_s
+        for _ in range(num):
+            self.limits.leave_queue(self._waiting.pop(0), begun=begun)
+
+    def refusal(self, timeout_s, **fields):
+        with pytest.raises(ApiError) as refused:
+            self.add(1, timeout_s, **fields)
+        return refused.value
 
 
-def test_a_tenant_s_turn_comes_whatever_others_have_waiting(clock):
-    limits = Limits(LimitsConfig())
-    for _ in range(10):
-        limits.enter_queue("a", 2000, by_turns=True)
-    clock.now_s += 4
-    limits.leave_queue("a", 2000)  # 500 tokens a second
-    for _ in range(2):  # the second has 2 000 of each before it: 8 s
-        limits.enter_queue("b", 2000, timeout_s=9, by_turns=True)
-    with pytest.raises(ApiError, match="about 16 s"):
-        limits.enter_queue("b", 2000, timeout_s=9, by_turns=True)
+@pytest.fixture
+def queue(clock):
+    return Queue(clock)
+
+
+def test_a_request_that_would_not_begin_within_its_timeout_is_429_at_once(queue):
+    queue.add(16)
+    queue.begin(10, 10)  # 2 000 tokens a second: 6 s for those that wait
+    queue.add(1, 6.1)
+    error = queue.refusal(4)
+    assert "about 7 s, its timeout leaves 4; send it again later" in error.message
+    assert (error.status, error.retry_s, queue.counted) == (429, 3, ["queue_time"])
+    queue.add(1)
+
+
+def test_nobody_is_refused_by_what_came_where_it_is_not_all_that_can_be_done(queue):
+    queue.add(10)
+    queue.begin(2, 60)  # perhaps more would have begun had they come
+    queue.add(1, 0.1)
+    queue.begin(9, 60, begun=False)
+    queue.add(8)
+    queue.add(1, 0.1)
+    assert not queue.counted
+
+
+def test_of_a_tenant_s_own_those_wait_before_a_request_that_its_priority_does_not_pass(queue):
+    queue.add(16, priority=10)
+    queue.begin(10, 10)
+    queue.add(1, 0.1)
+    queue.add(1, 1.1)
+    assert "about 2 s" in queue.refusal(1.1).message
+    assert "about 8 s" in queue.refusal(1.1, priority=10).message
+
+
+def test_a_tenant_s_turn_comes_whatever_others_have_waiting(queue):
+    queue.add(60, tenant="a", share=2.0)
+    queue.begin(20, 20)
+    queue.add(1, 0.1, tenant="b")
+    queue.add(1, 3.1, tenant="b")  # one of its own, two of the other's
+    assert "about 6 s" in queue.refusal(3.1, tenant="b").message
 
 
 def test_a_connection_answered_before_its_body_came_is_closed_when_it_is_idle(tokenizer, often):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -12,10 +13,9 @@ from typing import Any
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 
-from .config import AdapterConfig, cut, shown
+from .config import MAX_REASON_CHARS, AdapterConfig, cut, shown
 from .files import MAX_CONFIG_BYTES, confined, open_file
 
-_MAX_SHOWN_CHARS = 300
 _SAME_BASE = (
     *("family", "num_layers", "hidden_size", "intermediate_size", "num_experts"),
     *("num_heads", "num_kv_heads", "head_dim"),
@@ -43,6 +43,8 @@ def read_base(config: AdapterConfig, root: str | None) -> dict[str, Any] | None:
         if not isinstance(found, dict):
             raise ValueError(f"config.json must be a JSON object, found {type(found).__name__}")
     except (ValueError, OSError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # no fault of the adapter's
         raise _not_comparable(config, error) from error
     return found
 
@@ -78,9 +80,9 @@ def quantised_base(config: AdapterConfig, base: Mapping[str, Any] | None) -> Ite
 
 
 def _key(config: AdapterConfig) -> str:
-    return f"{config.where}: base_model_name_or_path={shown(config.base_model, _MAX_SHOWN_CHARS)}"
+    return f"{config.where}: base_model_name_or_path={shown(config.base_model, MAX_REASON_CHARS)}"
 
 
 def _not_comparable(config: AdapterConfig, error: Exception) -> AdapterError:
-    why = cut(str(error), _MAX_SHOWN_CHARS)
+    why = cut(str(error), MAX_REASON_CHARS)
     return AdapterError(f"{_key(config)} is not a model that can be compared with the base ({why})")

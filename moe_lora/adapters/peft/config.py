@@ -164,6 +164,8 @@ _MOST_ITEMS = {
     "layers_to_transform": (10_000, "layers", "leave out those that the model has not"),
 }
 _MAX_SHOWN_CHARS = 100
+MAX_REASON_CHARS = 300
+"""Of another library's error, or a path, in one of ours."""
 _DUMMY_TARGET = "dummy-target-modules"
 
 

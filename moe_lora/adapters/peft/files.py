@@ -18,7 +18,7 @@ import msgspec
 
 from moe_lora.core.errors import AdapterError
 
-from .config import AdapterConfig, cut
+from .config import MAX_REASON_CHARS, AdapterConfig, cut, shown
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -191,16 +191,16 @@ def _check_spans(entries: dict[str, _Entry], num_bytes: int) -> None:
         first, last = one.data_offsets
         if len(key) > _MAX_KEY_CHARS or not key.isprintable():
             raise ValueError(
-                f"{_cut(key)} is the name of no tensor: at most {_MAX_KEY_CHARS} printable characters"
+                f"{shown(key)} is the name of no tensor: at most {_MAX_KEY_CHARS} printable characters"
             )
         if one.dtype not in _DTYPES:
-            raise ValueError(f"{_cut(key)} has the unknown dtype {_cut(one.dtype)}")
+            raise ValueError(f"{shown(key)} has the unknown dtype {shown(one.dtype)}")
         if first != end:
             how = "overlaps the tensor before it" if first < end else "leaves a gap before it"
-            raise ValueError(f"{_cut(key)} {how}: it begins at {first}, what is before ends at {end}")
+            raise ValueError(f"{shown(key)} {how}: it begins at {first}, what is before ends at {end}")
         needed = math.prod(one.shape) * _DTYPES[one.dtype][1]
         if last - first != needed:
-            raise ValueError(f"{_cut(key)} of shape {one.shape} needs {needed} bytes, not {last - first}")
+            raise ValueError(f"{shown(key)} of shape {one.shape} needs {needed} bytes, not {last - first}")
         end = last
     if end != num_bytes:
         raise ValueError(f"it has {num_bytes} bytes of tensors, its header names {end}")
@@ -211,13 +211,9 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"the name {_cut(name)} is given twice")
+            raise ValueError(f"the name {shown(name)} is given twice")
         found[name] = value
     return found
-
-
-def _cut(text: str) -> str:
-    return repr(text if len(text) <= 100 else f"{text[:100]}…")
 
 
 def _header_length(file: BinaryIO) -> int:
@@ -244,7 +240,7 @@ def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 def not_readable(where: Path | str, error: Exception) -> AdapterError:
     """What to raise for a file that is none of safetensors."""
-    problem = error.strerror if isinstance(error, OSError) else cut(str(error), 300)
+    problem = error.strerror if isinstance(error, OSError) else cut(str(error), MAX_REASON_CHARS)
     return AdapterError(f"{where}: not a readable safetensors file ({problem}); copy it again")
 
 

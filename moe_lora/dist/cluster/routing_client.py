@@ -30,8 +30,8 @@ from .reports import merge_adapters, merge_stats
 
 logger = logging.getLogger(__name__)
 
-ABORT_S = 1.0
-"""An instance that was told to abort a request may take so long to say its last of it."""
+ABORT_S = 5.0
+"""An instance that was told to abort a request may take so long to say its last of it, a step or two."""
 
 
 class AdapterCalls(Protocol):
@@ -287,8 +287,14 @@ class FleetClient:
             attempt = resumable.attempt
             if attempt is not None:
                 await attempt.abort()
-                asyncio.get_running_loop().call_later(ABORT_S, attempt.leave)
+                asyncio.get_running_loop().call_later(ABORT_S, self._end_aborted, resumable, attempt)
             await self._end_move(resumable)
+
+    def _end_aborted(self, resumable: ResumableRequest, attempt: Attempt) -> None:
+        """End it here if its instance still has not."""
+        is_running = self._running.get(resumable.request.request_id) is resumable
+        if is_running and resumable.attempt is attempt:
+            attempt.leave()
 
     async def model_info(self) -> ModelInfo:
         """That of one instance; they are alike.  max_loras counts for each."""

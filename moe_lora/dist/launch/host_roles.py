@@ -43,6 +43,10 @@ class Started(Message, frozen=True):
 _DECODE = Decoder(Started)
 
 
+class _Died(EngineDeadError):
+    """A role's process ended without a word."""
+
+
 def say_started(status: int | None, error: Exception | None = None) -> None:
     """Tell who started this process that it does its part, or why it can't.  status: a descriptor, closed."""
     if status is not None:
@@ -182,8 +186,8 @@ class HostRoles:
             lived_s = self._clock.now_s() - started_s
             num_deaths = num_deaths + 1 if lived_s < self._policy.quick_s else 1
             logger.warning("%s ended after %.1f s: %s", role.name, lived_s, error)
-            is_told = num_starts >= START_TRIES or not isinstance(error, EngineDeadError)
-            if is_told and not self._ready[role.name].done():
+            was_said = not isinstance(error, _Died)
+            if (was_said or num_starts >= START_TRIES) and not self._ready[role.name].done():
                 self._ready[role.name].set_exception(error)
                 self._ready[role.name].exception()
             if num_starts == 1 and isinstance(error, _OF_SETTINGS):
@@ -194,13 +198,12 @@ class HostRoles:
     async def _live(self, role: Role, num_starts: int) -> Exception:
         """Start a role's process and wait for its end; what it said was wrong, or how it ended.
 
-        EngineDeadError also for what fails here, for want of handles, memory or threads: perhaps not the next
-        time.
+        _Died also for what fails here, for want of handles, memory or threads: perhaps not the next time.
         """
         try:
             return await self._run(role, num_starts)
         except Exception as error:
-            return EngineDeadError(f"it can't be kept running: {error!r}")
+            return _Died(f"it can't be kept running: {error!r}")
 
     async def _run(self, role: Role, num_starts: int) -> Exception:
         """As `_live`; raises what fails here, after it has ended what it started."""
@@ -233,7 +236,7 @@ class HostRoles:
         if started is not None and started.error is not None:
             return started.error
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return EngineDeadError(f"process {process.pid} {how}{'' if started else ' while starting'}")
+        return _Died(f"process {process.pid} {how}{'' if started else ' while starting'}")
 
     def _give_up(self, role: Role, error: Exception) -> None:
         logger.error("%s is not started again, since a setting is the cause: %s", role.name, error)

@@ -19,6 +19,7 @@ from moe_lora.engine.text.detokenize import TextStream
 from moe_lora.serve.access import Caller, Reservation
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import ApiError, to_api_error
+from moe_lora.serve.limits import Waiting
 from moe_lora.serve.metrics.metrics import RequestWatch
 
 T = TypeVar("T")
@@ -196,12 +197,15 @@ class Generation:
                 prompt_token_ids=request.prompt_token_ids if self.continues_prompt else (),
             )
         answer_tokens = self.answer_tokens[index // self.num_choices]
-        waiting = frontend.limits.enter_queue(
-            self.client,
-            request.prompt_tokens + answer_tokens,
-            None if self.priority < 0 else self._left_s(),  # others before it may have to wait for it
-            by_turns=bool(self.caller.tenant),
+        who = Waiting(
+            client=self.client,
+            tokens=request.prompt_tokens + answer_tokens,
+            tenant=self.caller.tenant,
+            share=self.caller.share,
+            priority=self.priority,
         )
+        frontend.limits.enter_queue(who, None if index else self._left_s())
+        waits = True
         window = frontend.controller.window
         if window is not None and self.adapter is not None:
             visit = window.begin(self.adapter)
@@ -217,8 +221,9 @@ class Generation:
             with frontend.ending.ends():
                 async with aclosing(outputs):
                     async for output in outputs:
-                        if waiting:
-                            waiting = frontend.limits.leave_queue(self.client, waiting)
+                        if waits:
+                            frontend.limits.leave_queue(who, begun=bool(output.token_ids))
+                            waits = False
                         reserved.spend(len(output.token_ids))
                         began = began or bool(output.token_ids)
                         timing = output.timing
@@ -248,8 +253,8 @@ class Generation:
             raise failure from error
         finally:
             deadline.close()
-            if waiting:
-                frontend.limits.leave_queue(self.client, waiting)
+            if waits:
+                frontend.limits.leave_queue(who, begun=False)
             watch.end(reason, timing)
             if timing is not None:
                 self._timings.append(timing)

@@ -121,7 +121,7 @@ def test_aborted_request_ends_though_its_instance_does_not_answer():
         return reasons
 
     with patch("moe_lora.dist.cluster.routing_client.ABORT_S", 0.05):
-        assert asyncio.run(run()) == [None, "abort"]
+        assert asyncio.run(asyncio.wait_for(run(), 20)) == [None, "abort"]
 
 
 class NumberedEngine(CountingEngine):
