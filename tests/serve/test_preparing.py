@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import pickle
 import signal
 import time
@@ -97,6 +98,7 @@ def test_checks_that_end_while_their_process_starts_are_503_and_leave_one_proces
     body = bytearray(b'{"prompt": "hello"}')
 
     async def run():
+        usual = os.getpriority(os.PRIO_PROCESS, 0)
         limits = Limits(LimitsConfig(check_timeout_s=0.001))
         preparer = Preparer(tokenizer, limits)
         for _ in range(4):
@@ -105,6 +107,7 @@ def test_checks_that_end_while_their_process_starts_are_503_and_leave_one_proces
             assert refused.value.status == 503
         limits.change(LimitsConfig())
         found = await preparer.prepare(CompletionRequest, body, INFO, "client")
+        assert os.getpriority(os.PRIO_PROCESS, started[0].pid) == max(usual, preparing.CHECK_NICE)
         return found.prompts, [one.returncode for one in started]
 
     prompts, codes = asyncio.run(run())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +30,8 @@ _UNBOUNDED_ANSWER_TOKENS = 4096
 """What an answer without max_tokens counts at most: few fill the model's context."""
 START_S = 30.0
 """For the other process to start, or to say that it is there."""
+CHECK_NICE = 5
+"""Of the other process: a third of what a process of usual priority gets of a core that both want."""
 INLINE_BYTES = 1 << 14
 """Bodies from here on are checked in the other process; smaller ones take the event loop milliseconds."""
 
@@ -144,7 +147,8 @@ async def _see() -> None:
 
 
 def _started() -> None:
-    """What a process does that only has to be there."""
+    """What a process does that only has to be there: it gives way to those that have tokens for clients."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(CHECK_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def prepare_now(
