@@ -73,18 +73,20 @@ class Delta(msgspec.Struct):
 class Deadline:
     """Ends a request when its time is over, wherever it is: one that waits is not computed any more.
 
-    from_s: when its time began, by the monotonic clock.  abort: of the engine.
+    left_s: what is left of timeout_s.  abort: of the engine.
     """
 
     def __init__(
-        self, timeout_s: float | None, from_s: float, abort: Callable[[], Coroutine[Any, Any, None]]
+        self,
+        timeout_s: float | None,
+        left_s: float | None,
+        abort: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         self._timeout_s = timeout_s
         self._abort = abort
         self._ending: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        if timeout_s is not None:
-            left_s = from_s + timeout_s - time.monotonic()
+        if left_s is not None:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._end)
 
     def _end(self) -> None:
@@ -213,7 +215,7 @@ class Generation:
         reason, timing, cut, began = "abort", None, False, False
         outputs = cast("AsyncGenerator[TokenOutput, None]", frontend.client.generate(request))
         abort = partial(frontend.client.abort, request.request_id)
-        deadline = Deadline(self.timeout_s, self.from_s, abort)
+        deadline = Deadline(self.timeout_s, self._left_s(), abort)
         reserved.spend(request.prompt_tokens)
         try:
             if not self.caller.may_use(self.adapter):  # as if it were not there
