@@ -157,17 +157,9 @@ class Striker:
         self._wait(partial(self._have_ended, ended), f"{num_requests} requests end")
 
     def expect(self, status: int, said: str, path: str, body: dict[str, Any] | None = None) -> None:
-        """Raises AssertionError for another answer.
-
-        A controller that has just begun, which no instance has dialled in to, says so: it is asked again.
-        """
-        url, deadline_s = f"{self.cluster.url}{path}", time.monotonic() + RECOVERY_S
-        while True:
-            answer = httpx.post(url, json=body, timeout=RECOVERY_S, trust_env=False)
-            has_begun = answer.status_code != 503 or "none has dialled in" not in answer.text
-            if has_begun or time.monotonic() > deadline_s:
-                break
-            time.sleep(0.2)
+        """Raises AssertionError for another answer."""
+        url = f"{self.cluster.url}{path}"
+        answer = httpx.post(url, json=body, timeout=RECOVERY_S, trust_env=False)
         found = f"{path}: {answer.status_code} {answer.text}, not {status} {said}"
         assert answer.status_code == status, found
         assert said in answer.text, found

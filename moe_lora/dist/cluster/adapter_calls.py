@@ -24,7 +24,8 @@ Answer = TypeVar("Answer")
 class FleetAdapters:
     """Changes what all instances of a registry serve; those that come back later are brought to the same.
 
-    A caller that gives up does not leave the instances with different adapters: the change goes on.
+    A caller that gives up does not leave the instances with different adapters: the change goes on.  One
+    that comes before any instance has dialled in waits for it.
     pool: has some instances hold each adapter; None: all do.  ranks: of adapters, kept up to date.
     """
 
@@ -61,6 +62,7 @@ class FleetAdapters:
     async def _alone(self, name: str, change: Awaitable[Answer]) -> Answer:
         async def work() -> Answer:
             async with self._locks.setdefault(name, asyncio.Lock()):
+                await self._instance_registry.dialled_in(lambda: self._instance_registry.live)
                 return await change
 
         task = asyncio.ensure_future(work())

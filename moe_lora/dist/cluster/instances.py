@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+
+from anyio import move_on_after
 
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import AdapterInfo, EngineStats
@@ -17,6 +20,10 @@ from moe_lora.policies.routing import InstanceLoad
 
 from .drains import Drains
 from .reports import add_counters
+
+DIAL_IN_S = 10.0
+"""So long after a registry was made all instances that run have dialled in to it."""
+_LOOK_S = 0.1
 
 # What is served under each adapter's name, and which of two accounts of that is the later one.
 
@@ -180,6 +187,7 @@ class InstanceRegistry:
         """Called with one that is drained from now on, and now and then while it is; set as `on_move` is."""
         self._at_rest = asyncio.Event()
         self._at_rest.set()
+        self._all_there_s = time.monotonic() + (0.0 if clients else DIAL_IN_S)
 
     @property
     def live(self) -> list[Instance]:
@@ -278,6 +286,12 @@ class InstanceRegistry:
     def name_of(self, index: int) -> str:
         """The name of the instance that has, or will have, this index."""
         return next(name for name, number in self._numbers.items() if number == index)
+
+    async def dialled_in(self, condition: Callable[[], object]) -> None:
+        """Return when the condition holds, or nothing that may still be dialling in can change that."""
+        with move_on_after(self._all_there_s - time.monotonic()):
+            while not condition() and not self.closed.is_set():
+                await asyncio.sleep(_LOOK_S)
 
     async def at_rest(self) -> None:
         """Return when no adapter is being loaded everywhere, or the fleet was closed."""

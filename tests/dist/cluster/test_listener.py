@@ -15,6 +15,7 @@ import pytest
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError, EngineDeadError, UnreadError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, TokenOutput
+from moe_lora.dist.cluster import instances
 from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served, ServedVersion
 from moe_lora.dist.cluster.listener import AsItIs, CatchUp, DialledClient
 from moe_lora.dist.net.keys import make_keys
@@ -61,6 +62,24 @@ START = {"start": ("places/start", 1)}
 def test_nobody_there_is_an_error_that_says_so(front_end):
     with pytest.raises(EngineDeadError, match=ADVICE):
         front_end.ask("a")
+
+
+def test_a_load_waits_for_instances_that_may_still_be_dialling_in(front_end, join):
+    loads = front_end.fleet.load_adapter("new", "places/new", replace=True)
+    loading = threading.Thread(target=lambda: front_end.run(loads))
+    loading.start()
+    loading.join(0.3)
+    assert loading.is_alive()
+    first = join("one", adapters=START)
+    loading.join(20)
+    assert first.loop.adapters == {**START, "new": ("places/new", 1)}
+
+
+def test_a_load_is_refused_where_none_dials_in(made, monkeypatch):
+    monkeypatch.setattr(instances, "DIAL_IN_S", 0.2)
+    made.append(front_end := FrontEnd())
+    with pytest.raises(EngineDeadError, match=ADVICE):
+        front_end.run(front_end.fleet.load_adapter("new", "places/new"))
 
 
 def test_instances_that_dial_in_share_the_requests(front_end, join):

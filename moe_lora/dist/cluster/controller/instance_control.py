@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import cast
@@ -20,8 +19,6 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.1
 SETTLE_S = 0.5
 """All front ends know by then that an instance is drained."""
-DIAL_IN_S = 10.0
-"""So long after a controller began all instances that run have dialled in to it."""
 
 
 class InstanceControl:
@@ -29,8 +26,7 @@ class InstanceControl:
 
     drain_s: how long one that is started again may take to be without requests; what it has then goes on
     elsewhere as if it had failed.  seen_by_all: whether all front ends send requests to the process of that
-    name and incarnation.  An order that lacks an instance is refused at once, but in the first DIAL_IN_S of a
-    controller waits for it.
+    name and incarnation.  An order that lacks an instance waits for it while it may be dialling in.
     """
 
     def __init__(self, instance_registry: InstanceRegistry, drain_s: float) -> None:
@@ -38,7 +34,6 @@ class InstanceControl:
         self._registry = instance_registry
         self._drain_s = drain_s
         self._restarting = asyncio.Lock()
-        self._all_there_s = time.monotonic() + DIAL_IN_S
 
     async def drain(self, name: str) -> None:
         """Give an instance no requests, and have those that it has go on elsewhere where they can.
@@ -98,28 +93,22 @@ class InstanceControl:
         return [one for one in self._registry.instances if one.name not in self._registry.drained]
 
     async def _named(self, name: str) -> Instance:
-        await self._dialled_in(lambda: any(one.name == name for one in self._registry.instances))
+        await self._registry.dialled_in(lambda: any(one.name == name for one in self._registry.instances))
         for instance in self._registry.instances:
             if instance.name == name:
                 return instance
-        names = ", ".join(one.name for one in self._registry.instances) or "none"
+        names = ", ".join(sorted(one.name for one in self._registry.instances)) or "none"
         raise ConfigError(f"there is no instance {name!r}; choose one of {names}")
 
     async def _check_others(self, name: str, undrained: Callable[[], Sequence[Instance]]) -> None:
         def is_another() -> bool:
             return any(one.name != name for one in undrained())
 
-        await self._dialled_in(is_another)
+        await self._registry.dialled_in(is_another)
         if not is_another():
             raise ConfigError(
                 f"instance {name!r} can't be drained: no other takes requests; start or undrain one first"
             )
-
-    async def _dialled_in(self, condition: Callable[[], bool]) -> None:
-        """Wait for the condition while instances may still be dialling in."""
-        with move_on_after(self._all_there_s - time.monotonic()):
-            while not condition():
-                await asyncio.sleep(LOOK_S)
 
     async def _until_idle(self, instance: Instance) -> None:
         with move_on_after(self._drain_s):

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from moe_lora.core.errors import ConfigError, EngineDeadError, EngineSilentError
+from moe_lora.dist.cluster import instances as cluster_instances
 from moe_lora.dist.cluster.controller import instance_control
 from moe_lora.dist.cluster.controller.instance_control import InstanceControl
 from moe_lora.dist.cluster.listener import DialledClient
@@ -24,8 +25,9 @@ def made() -> Iterator[list]:
 
 
 @pytest.fixture
-def front_end(made) -> FrontEnd:
+def front_end(made, monkeypatch) -> FrontEnd:
     """Two instances behind it, numbered 0 and 1, each of which has answered."""
+    monkeypatch.setattr(cluster_instances, "DIAL_IN_S", 0.3)
     made.append(front_end := FrontEnd())
     made.extend(Instance(name, front_end.socket, number=number) for number, name in enumerate(("one", "two")))
     until(lambda: front_end.names() == ["one", "two"])
@@ -36,7 +38,6 @@ def front_end(made) -> FrontEnd:
 @pytest.fixture
 def control(front_end, monkeypatch) -> InstanceControl:
     monkeypatch.setattr(instance_control, "SETTLE_S", 0.05)
-    monkeypatch.setattr(instance_control, "DIAL_IN_S", 0.3)
     return InstanceControl(front_end.instance_registry, drain_s=20.0)
 
 
@@ -71,7 +72,7 @@ def test_the_last_that_takes_requests_and_a_stranger_are_not_drained(front_end, 
 
 
 def test_others_that_have_not_dialled_in_yet_are_waited_for(made, monkeypatch):
-    monkeypatch.setattr(instance_control, "DIAL_IN_S", 20.0)
+    monkeypatch.setattr(cluster_instances, "DIAL_IN_S", 20.0)
     made.append(front_end := FrontEnd())
     control = InstanceControl(front_end.instance_registry, drain_s=20.0)
     draining = threading.Thread(target=lambda: front_end.run(control.drain("one")))
