@@ -106,7 +106,7 @@ Examples:
     help="With --role front-end, which of the file's front_ends.  [default: the only one]",
 )
 # How processes are started that `--front-ends` asks for.
-@click.option("--listen-fd", type=int, hidden=True)
+@click.option("--listen-fd", "listen_fds", type=int, multiple=True, hidden=True)
 @click.option("--parent", type=int, hidden=True)
 @click.option("--status-fd", type=int, hidden=True)
 @click.option("--starts", type=int, hidden=True)
@@ -115,7 +115,7 @@ def serve(
     config_file: str | None,
     role: str,
     name: str | None,
-    listen_fd: int | None,
+    listen_fds: tuple[int, ...],
     parent: int | None,
     status_fd: int | None,
     starts: int | None,
@@ -161,7 +161,7 @@ def serve(
         if role != "all":
             with failure_told(status_fd):
                 if role == "front-end":
-                    assemble.serve_front_end(cluster, name, listen_fd, reload)
+                    assemble.serve_front_end(cluster, name, listen_fds, reload)
                 else:
                     assemble.serve_controller(cluster, reload)
             return

@@ -29,8 +29,8 @@ def cluster_to_serve(
 ) -> ClusterConfig:
     """What to serve.  Options that were not given are None, or empty.
 
-    front_end: which of several front ends host and port are of.  Raises ConfigError, click.UsageError and
-    click.BadParameter.
+    front_end: which of several front ends host, port and admin_address are of.  Raises ConfigError,
+    click.UsageError and click.BadParameter.
     """
     from moe_lora.config.cluster import SECTIONS, cluster_of, read_cluster, read_content
 
@@ -53,7 +53,8 @@ def cluster_to_serve(
     sections = sections_of(options, SECTIONS, absolute=config_file is not None)
     front_ends = content.get("front_ends") or {}
     if front_end in front_ends:
-        where = {name: one for name, one in sections.get("front_end", {}).items() if name in ("host", "port")}
+        placed = sections.get("front_end", {}).items()
+        where = {name: one for name, one in placed if name in ("host", "port", "admin_address")}
         content["front_ends"] = {**front_ends, front_end: {**front_ends[front_end], **where}}
     for section, given in sections.items():
         content[section] = _laid_over(SECTIONS[section], content.get(section), given)

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -41,7 +41,7 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     from moe_lora.engine.text.text import load_tokenizer
     from moe_lora.serve.access import checked_keys
     from moe_lora.serve.frontend import Frontend
-    from moe_lora.serve.server import bind, serve_forever
+    from moe_lora.serve.server import bound, serve_forever
 
     _check_local(cluster)
     checked_keys(cluster.front_end)
@@ -56,9 +56,9 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
             frontend = Frontend(
                 client=controlled.fleet, tokenizer=tokenizer, cluster=joined, controller=controlled.controller
             )
-            await serve_forever(frontend, sock, front_end.drain_s, reload, at_once)
+            await serve_forever(frontend, socks, front_end.drain_s, reload, at_once)
 
-    with bind(front_end.host, front_end.port) as sock, opened_registry(cluster) as (cluster, registry):
+    with bound(front_end) as socks, opened_registry(cluster) as (cluster, registry):
         _run(run(cluster, registry))
 
 
@@ -91,16 +91,11 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
         write_cluster,
     )
     from moe_lora.serve.access import checked_keys
-    from moe_lora.serve.server import bind
+    from moe_lora.serve.server import bound
 
     # What can't work is said here, once, and not by each process.
     _check_local(cluster)
     checked_keys(cluster.front_end)
-    if cluster.front_end.admin_address is not None:
-        raise ConfigError(
-            f"admin_address={cluster.front_end.admin_address} can't be that of {num_front_ends} front ends "
-            "of one host; leave it out, so that administrators use the common port by their keys"
-        )
     thread_share(cluster.engine.num_threads, cluster.engine.num_instances, usable_cores())
 
     async def run(folder: str, contents_dir: str) -> int:
@@ -109,7 +104,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
             whole = on_sockets(joined, num_front_ends, folder)
             whole = replace(whole, engine=replace(whole.engine, contents_dir=contents_dir))
             with cluster_file(whole) as file:
-                roles = roles_of(whole, file, sock.fileno())
+                roles = roles_of(whole, file, [sock.fileno() for sock in socks])
 
                 async def pass_on(kept: HostRoles) -> None:
                     assert reload is not None
@@ -135,48 +130,53 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
         with OwnFolder() as folder, run_folder(cluster.engine.state_dir) as kept:
             return await run(str(folder), str(kept / "contents"))
 
-    with bind(cluster.front_end.host, cluster.front_end.port) as sock:
+    with bound(cluster.front_end) as socks:
         return _run(run_in_folders())
 
 
 def serve_front_end(
     cluster: ClusterConfig,
     name: str | None = None,
-    listen_fd: int | None = None,
+    listen_fds: Sequence[int] = (),
     reload: Reload | None = None,
 ) -> None:
     """Serve over HTTP what instances compute that dial in (see `dist.cluster.listener`), until told to stop.
 
-    name: of one of several.  listen_fd: a bound socket that the process inherits; None: it makes one.
+    name: of one of several.  listen_fds: bound sockets that the process inherits; none: it makes its own.
     reload: see `serve_forever`.  Raises ConfigError for what can be known at start.
     """
     from moe_lora.engine.text.text import load_tokenizer
     from moe_lora.serve.access import checked_keys
     from moe_lora.serve.cluster_roles import serve_deciding, serve_directed
-    from moe_lora.serve.server import bind
+    from moe_lora.serve.server import bound
 
     name = name or ONE_FRONT_END
     front_end = cluster.front_end_named(name)
     checked_keys(front_end)
     tokenizer = load_tokenizer(cluster.engine.model_dir)
-    with (
-        bind(front_end.host, front_end.port) if listen_fd is None else socket.socket(fileno=listen_fd) as sock
-    ):
+    inherited = [socket.socket(fileno=one) for one in listen_fds]
+    with nullcontext(inherited) if inherited else bound(front_end) as socks:
         if cluster.controller is None:
-            _run(serve_deciding(cluster, tokenizer, sock, reload))
+            _run(serve_deciding(cluster, tokenizer, socks, reload))
         else:
-            _run(serve_directed(cluster, name, tokenizer, sock, reload))
+            _run(serve_directed(cluster, name, tokenizer, socks, reload))
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns.  SIGTERM cancels it until it has a handler itself, so that nothing is left.
+    """What a coroutine returns.  SIGTERM cancels it until it has a handler itself, so that nothing is left; a
+    second one ends the process at once.
 
     Raises SystemExit then, with the status that a shell reports for the signal.
     """
 
     async def run() -> T:
-        task = asyncio.create_task(main)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        task, loop = asyncio.create_task(main), asyncio.get_running_loop()
+
+        def end() -> None:
+            task.cancel()
+            loop.remove_signal_handler(signal.SIGTERM)
+
+        loop.add_signal_handler(signal.SIGTERM, end)
         return await task
 
     try:

@@ -96,17 +96,11 @@ class ClusterConfig:
                 "front_end.engines_address and front_ends are both given; give each of front_ends its "
                 "engines_address, and in front_end only what they share"
             )
-        if self.front_ends and self.front_end.admin_address is not None:
-            raise ConfigError(
-                "front_end.admin_address can't be that of several front ends; give each of front_ends an "
-                "admin_address of its own"
-            )
         for name in self.front_ends:
             self.front_end_named(name)
         addresses = {"front_end.engines_address": self.front_end.engines_address}
         for name, one in self.front_ends.items():
             addresses[f"front_ends.{name}.engines_address"] = one.engines_address
-            addresses[f"front_ends.{name}.admin_address"] = one.admin_address
         if self.controller is not None:
             addresses[f"{CONTROLLER}.address"] = self.controller.address
             addresses[f"{CONTROLLER}.engines_address"] = self.controller.engines_address

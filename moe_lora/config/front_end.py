@@ -186,8 +186,8 @@ class FrontEndPlace(Settings):
     """Where it listens for HTTP."""
     port: int | None = _port(None, unset="as in front_end")
     """Of HTTP."""
-    admin_address: str | None = setting(None, check=parse_address, unset="with all else")
-    """Where it alone serves what administrators ask for, as in front_end."""
+    admin_address: str | None = setting(None, check=parse_address, unset="as in front_end")
+    """Where it alone serves what administrators ask for."""
 
 
 @dataclass(frozen=True, kw_only=True)

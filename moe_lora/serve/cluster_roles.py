@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,10 @@ async def serve_controller(cluster: ClusterConfig, reload: Reload | None = None)
 
 
 async def serve_deciding(
-    cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: socket.socket, reload: Reload | None = None
+    cluster: ClusterConfig,
+    tokenizer: Tokenizer | None,
+    socks: Sequence[socket.socket],
+    reload: Reload | None = None,
 ) -> None:
     """Serve HTTP as the only front end, which decides too, until told to stop.
 
@@ -85,19 +89,19 @@ async def serve_deciding(
                 cluster=cluster,
                 controller=controlled.controller,
             )
-            await serve_forever(frontend, sock, cluster.front_end.drain_s, reload)
+            await serve_forever(frontend, socks, cluster.front_end.drain_s, reload)
 
 
 async def serve_directed(
     cluster: ClusterConfig,
     name: str,
     tokenizer: Tokenizer | None,
-    sock: socket.socket,
+    socks: Sequence[socket.socket],
     reload: Reload | None = None,
 ) -> None:
     """Serve HTTP as the front end of that name, whose controller is another process, until told to stop.
 
-    sock: from `serve.server.bind`.  reload: see `serve_forever`.  Raises ConfigError for what can be known
+    socks: from `serve.server.bound`.  reload: see `serve_forever`.  Raises ConfigError for what can be known
     at start.
     """
     assert cluster.controller is not None
@@ -110,12 +114,12 @@ async def serve_directed(
     link = ControllerLink(address, keys, name, instance_registry, routes, watched=watched)
     seed = f"{name} {cluster.engine.seed}"
     fleet = FleetClient(instance_registry, routes.router, WallClock(), link, routes.meter, seed=seed)
-    frontend = Frontend(client=fleet, tokenizer=tokenizer, cluster=cluster, controller=link)
+    frontend = Frontend(client=fleet, tokenizer=tokenizer, cluster=cluster, controller=link, name=name)
     listener = InstanceListener(
         instance_registry, AsItIs(instance_registry), max_unread=cluster.front_end.max_unread_steps
     )
     async with listener.open(f"front_ends.{name}.engines_address", place, keys):
         try:
-            await serve_forever(frontend, sock, cluster.front_end.drain_s, reload)
+            await serve_forever(frontend, socks, cluster.front_end.drain_s, reload)
         finally:
             await fleet.close()

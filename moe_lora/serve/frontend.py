@@ -68,18 +68,22 @@ class Frontend:
     """One engine as one HTTP application sees it.
 
     tokenizer None: prompts are token ids only.  cluster: what is served, and what a controller does for it.
-    controller: runs while it serves.  ending: cuts requests when it ends.  model_name: what requests call the
-    base model; every other name is an adapter's.  Whoever makes it closes the client.
+    controller: runs while it serves.  name: which of several front ends it is.  ending: cuts requests when it
+    ends.  config: its own settings.  model_name: what requests call the base model; every other name is an
+    adapter's.  Whoever makes it closes the client.
     """
 
     client: EngineClient
     tokenizer: Tokenizer | None
     cluster: ClusterConfig
     controller: Controller
+    name: str | None = None
     ending: Ending = field(default_factory=Ending)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
+        named = self.cluster.front_end_named
+        self.config = self.cluster.front_end if self.name is None else named(self.name)
         self.model_name = self.cluster.served_model_name
         self.metrics = Metrics(self.cluster, self.controller, REFUSALS)
-        self.limits = Limits(self.cluster.front_end, self.metrics.refuse)
+        self.limits = Limits(self.config, self.metrics.refuse)

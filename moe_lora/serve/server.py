@@ -11,7 +11,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 import moe_lora
+from moe_lora.config import FrontEndConfig
 from moe_lora.core.address import parse_address, unix_socket
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import allow_many_files, num_open_files, resident_bytes, return_memory
@@ -50,16 +51,15 @@ def create_app(frontend: Frontend) -> FastAPI:
         description="Many LoRA adapters over one model, through the OpenAI interface.",
     )
     install_error_handlers(app)
-    access = frontend.cluster.front_end
+    access = frontend.config
     app.add_middleware(
         Access, keys=checked_keys(access), address=access.admin_address, count=frontend.limits.count
     )
     app.add_middleware(RequestIds)
-    cors_origins = frontend.cluster.front_end.cors_origins
-    if cors_origins:
+    if access.cors_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=cors_origins,
+            allow_origins=access.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=[HEADER],
@@ -235,20 +235,27 @@ def bind_admin(address: str | None) -> Iterator[list[socket.socket]]:
         yield [sock]
 
 
+@contextlib.contextmanager
+def bound(config: FrontEndConfig) -> Iterator[list[socket.socket]]:
+    """Where a front end serves HTTP, and its administrators' own place.  Raises ConfigError."""
+    with bind(config.host, config.port) as sock, bind_admin(config.admin_address) as admin:
+        yield [sock, *admin]
+
+
 async def serve_forever(
     frontend: Frontend,
-    sock: socket.socket,
+    socks: Sequence[socket.socket],
     drain_s: float = DRAIN_S,
     reload: Reload | None = None,
     at_once: asyncio.Event | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish what runs (up to `drain_s`, then end it with an error).
 
-    sock: from `bind`; closed at the end.  reload: what SIGHUP does; None: it ends the process, as it does
+    socks: from `bound`; closed at the end.  reload: what SIGHUP does; None: it ends the process, as it does
     when its terminal is closed.  at_once: set by a second signal, also one that comes when this has returned.
     The front end's client stays open.
     """
-    access = frontend.cluster.front_end
+    access = frontend.config
     limits = frontend.limits
     config = uvicorn.Config(
         create_app(frontend),
@@ -295,12 +302,11 @@ async def serve_forever(
     deciding = asyncio.create_task(frontend.controller.run())
     try:
         await frontend.controller.ready()
-        with bind_admin(access.admin_address) as admin:
-            await server.serve(sockets=[sock, *admin])
+        await server.serve(sockets=list(socks))
     finally:
         deciding.cancel()
 
 
-def run_server(frontend: Frontend, sock: socket.socket, drain_s: float = DRAIN_S) -> None:
+def run_server(frontend: Frontend, socks: Sequence[socket.socket], drain_s: float = DRAIN_S) -> None:
     """`serve_forever` in an event loop of its own."""
-    asyncio.run(serve_forever(frontend, sock, drain_s))
+    asyncio.run(serve_forever(frontend, socks, drain_s))

@@ -241,8 +241,8 @@ def test_front_end_alone_serves_the_cluster_of_the_file(monkeypatch, cluster_fil
     calls = []
     monkeypatch.setattr("moe_lora.assemble.serve_front_end", lambda *given: calls.append(given))
     assert run("--config", cluster_file, "--role", "front-end", "--host", "0.0.0.0").exit_code == 0
-    [(cluster, name, listen_fd, reload)] = calls
-    assert (name, listen_fd) == (None, None)
+    [(cluster, name, listen_fds, reload)] = calls
+    assert (name, listen_fds) == (None, ())
     assert reload is not None
     assert (cluster.front_end.host, cluster.front_end.port) == ("0.0.0.0", 77)
     assert cluster.engines_address() == "h:2"
@@ -278,13 +278,15 @@ def test_options_say_where_one_of_several_front_ends_is(monkeypatch, tmp_path):
     file = tmp_path / "several.yaml"
     file.write_text(
         "model_dir: base\nfront_ends:\n  one: {port: 81, engines_address: 'h:2'}\n"
-        "  two: {port: 82, engines_address: 'h:3'}\n"
+        "  two: {port: 82, engines_address: 'h:3', admin_address: 'h:6'}\n"
         "controller: {address: 'h:4', engines_address: 'h:5'}\n"
     )
     calls = []
     monkeypatch.setattr("moe_lora.assemble.serve_front_end", lambda *given: calls.append(given))
-    assert run("--config", str(file), "--role", "front-end", "--name", "two", "--port", "90").exit_code == 0
+    options = ("--role", "front-end", "--name", "two", "--port", "90", "--admin-address", "h:9")
+    assert run("--config", str(file), *options).exit_code == 0
     [(cluster, name, _, _)] = calls
+    assert cluster.front_end_named("two").admin_address == "h:9"
     assert (name, cluster.front_end_named("two").port, cluster.front_end_named("one").port) == ("two", 90, 81)
 
 

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.cli.main import main
+from moe_lora.config import ControllerConfig, FrontEndPlace
 from moe_lora.core.errors import ConfigError
 from moe_lora.serve import access, api_keys
 from moe_lora.serve.api_keys import ApiKey, KeyRing, add_key, read_keys, remove_key
@@ -329,6 +330,18 @@ def test_without_keys_places_on_the_host_are_told_at_the_administrators_address_
         assert "models/base" not in text
         assert served.http.get("/metrics").status_code == 404
         assert served.http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+def test_one_of_several_front_ends_has_the_place_for_administrators_that_is_its_own(engine, tokenizer):
+    places = {name: FrontEndPlace(engines_address=f"h:{port}") for name, port in (("one", 1), ("two", 2))}
+    places["two"] = replace(places["two"], admin_address="127.0.0.1:1")
+    frontend = frontend_of(engine, tokenizer)
+    controller = ControllerConfig(address="h:3", engines_address="h:4")
+    cluster = replace(frontend.cluster, front_ends=places, controller=controller)
+    for name, status in (("one", 200), ("two", 404)):
+        app = create_app(replace(frontend, cluster=cluster, name=name))
+        with ServerThread(app) as thread, as_served(thread.url, engine) as served:
+            assert served.http.get("/metrics").status_code == status
 
 
 # Rates

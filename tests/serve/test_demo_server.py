@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -192,6 +193,34 @@ def test_a_server_that_is_told_to_end_while_it_starts_leaves_nothing(tmp_path, o
         assert [one.name for one in Path(temporary).iterdir() if "moe_lora" in one.name] == []
     assert list((tmp_path / "state").iterdir()) == []
     assert "Traceback" not in log.read_text()
+
+
+ENDING_SLOWLY = """
+    import asyncio
+    from moe_lora import assemble
+
+    async def main():
+        try:
+            print("starts", flush=True)
+            await asyncio.sleep(100)
+        finally:
+            print("ends", flush=True)
+            await asyncio.sleep(100)
+
+    assemble._run(main())
+"""
+
+
+def test_a_second_signal_ends_what_was_starting_at_once():
+    command = [sys.executable, "-c", textwrap.dedent(ENDING_SLOWLY)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            for line in ("starts", "ends"):
+                assert process.stdout.readline().strip() == line
+                process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == -signal.SIGTERM
+        finally:
+            process.kill()
 
 
 def descendants(pid: int) -> list[int]:

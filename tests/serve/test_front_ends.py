@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -69,6 +70,30 @@ def test_one_port_outlives_a_front_end_and_all_end_together(server):
     everyone = pids(server).values()
     assert server.stop() == 0
     assert not any(map(alive, everyone))
+
+
+def test_administrators_have_a_place_of_their_own_before_all_front_ends(tmp_path):
+    place = tmp_path / "admin"
+    options = (*OPTIONS, *SEVERAL, "--admin-address", str(place))
+    body = {"lora_name": "new", "lora_path": str(DEMO / "adapters" / "upper")}
+    with demo_server(tmp_path / "log", *options) as server:
+        assert load(server, "new").status_code == 404
+        with administrator(place) as admin:
+            assert admin.post("/v1/load_lora_adapter", json=body).status_code == 200
+        first = pids(server)["front-end-0"]
+        os.kill(first, signal.SIGKILL)
+        until(lambda: pids(server)["front-end-0"] != first, server.log.read_text)
+        for _ in range(8):  # whichever of the two takes the connection
+            with administrator(place) as admin:
+                assert admin.get("/metrics").status_code == 200
+        assert httpx.get(f"{server.url}/metrics", trust_env=False).status_code == 404
+        assert complete(server, "new")
+        assert server.stop() == 0
+    assert not place.exists()
+
+
+def administrator(place: Path) -> httpx.Client:
+    return httpx.Client(transport=httpx.HTTPTransport(uds=str(place)), base_url="http://admin", timeout=60)
 
 
 def test_killed_outright_it_leaves_no_process(server):

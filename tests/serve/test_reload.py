@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 SERVING = """
     import asyncio, logging, sys
     from moe_lora.serve.reload import Reload
-    from moe_lora.serve.server import bind, serve_forever
+    from moe_lora.serve.server import bound, serve_forever
     from tests.serve.conftest import frontend_of, scripted
     from tests.small_tokenizers import characters, wrapped
 
@@ -40,7 +40,8 @@ SERVING = """
     cert, key = sys.argv[1:]
     frontend = frontend_of(scripted(tokenizer), tokenizer, tls_cert=cert, tls_key=key)
     reload = Reload(lambda: frontend.cluster)
-    asyncio.run(serve_forever(frontend, bind("127.0.0.1", 0), reload=reload))
+    with bound(frontend.config) as socks:
+        asyncio.run(serve_forever(frontend, socks, reload=reload))
 """
 
 

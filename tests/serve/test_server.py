@@ -49,7 +49,7 @@ PROGRAM = """
     tokenizer = wrapped(characters())
     engine = scripted(tokenizer, step_s=STEP_S, **ENGINE)
     frontend = frontend_of(engine, tokenizer)
-    run_server(frontend, bind("127.0.0.1", 0), drain_s=DRAIN_S)
+    run_server(frontend, [bind("127.0.0.1", 0)], drain_s=DRAIN_S)
     print("aborted", len(engine.aborted), flush=True)
 """
 LONG = {"prompt": "hello", "ignore_eos": True, "max_tokens": 100, "stream": True}

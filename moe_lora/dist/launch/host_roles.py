@@ -376,11 +376,12 @@ def on_sockets(cluster: ClusterConfig, num_front_ends: int, folder: str) -> Clus
     )
 
 
-def roles_of(cluster: ClusterConfig, file: int, http: int) -> list[Role]:
-    """The controller, front ends that share the listening socket `http`, and instances, in this order.
+def roles_of(cluster: ClusterConfig, file: int, http: Sequence[int]) -> list[Role]:
+    """The controller, front ends that share the listening sockets `http`, and instances, in this order.
 
     file: descriptor of the cluster's file.
     """
+    listen = [word for one in http for word in ("--listen-fd", str(one))]
     serve = ("-m", "moe_lora.cli.main", "serve", *_told(file))
     return [
         Role(name="controller", kind=CONTROLLER, words=(*serve, "--role", "controller"), fds=(file,)),
@@ -388,8 +389,8 @@ def roles_of(cluster: ClusterConfig, file: int, http: int) -> list[Role]:
             Role(
                 name=name,
                 kind=FRONT_END,
-                words=(*serve, "--role", "front-end", "--name", name, "--listen-fd", str(http)),
-                fds=(file, http),
+                words=(*serve, "--role", "front-end", "--name", name, *listen),
+                fds=(file, *http),
             )
             for name in cluster.front_ends
         ),

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for processes whose work is not done in one."""
+"""Event loops beside threads: one in a thread of its own, and calls that would hold one up."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, contextmanager
-from typing import Any, TypeVar
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -69,3 +70,23 @@ def entered(make: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[tupl
             staying.result()
     finally:
         thread.stop()
+
+
+async def in_daemon_thread(function: Callable[[], T]) -> T:
+    """What a function returns that may hang, as a network's disk may: the process can end all the same."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def settle(tell: Callable[[Any], None], what: Any) -> None:
+        if not done.done():
+            tell(what)
+
+    def work() -> None:
+        try:
+            settled = partial(settle, done.set_result, function())
+        except BaseException as error:
+            settled = partial(settle, done.set_exception, error)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settled)
+
+    threading.Thread(target=work, daemon=True).start()
+    return cast("T", await done)

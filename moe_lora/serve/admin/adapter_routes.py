@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -15,6 +15,7 @@ from moe_lora.adapters.registry.registry import REMOVED, RegisteredAdapter
 from moe_lora.config import MAX_COUNT
 from moe_lora.core.errors import AdapterError, AdapterExistsError
 from moe_lora.core.request import AdapterInfo, name_problem
+from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.bodies import bounded_route
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request, to_api_error
@@ -133,7 +134,7 @@ def _card(info: AdapterInfo) -> dict[str, Any]:
 async def _find(body: LoadAdapterRequest, frontend: Frontend) -> str:
     """Where the adapter's files lie.  Raises ApiError, and what `Registry.resolve` raises."""
     if body.lora_path is not None:
-        return await asyncio.to_thread(find_files, body.lora_path, body.lora_name, frontend)
+        return await in_daemon_thread(partial(find_files, body.lora_path, body.lora_name, frontend))
     if frontend.cluster.registry is None:
         raise bad_request(
             "lora_path is missing; give the directory of a PEFT adapter, or start the server with --registry",
@@ -178,7 +179,7 @@ def registry_router(frontend: Frontend) -> APIRouter:
         """Add the PEFT adapter in `lora_path` as the next version of `lora_name`; that does not load it."""
         check_opened()
         check_new_name(body.lora_name, frontend)
-        place = await asyncio.to_thread(find_files, body.lora_path, body.lora_name, frontend)
+        place = await in_daemon_thread(partial(find_files, body.lora_path, body.lora_name, frontend))
         return JsonResponse(asdict(await ask("add", body.lora_name, place, body.owner, body.link)))
 
     @router.post("/check", response_model=None)

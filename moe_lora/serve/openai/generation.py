@@ -270,7 +270,7 @@ class Generation:
         """That of one choice, under an id of its own.  Choices of a seeded request get seeds of their own, or
         they would be equal."""
         number, choice = divmod(index, self.num_choices)
-        shares_prompts = self.frontend.cluster.front_end.share_prefix_cache
+        shares_prompts = self.frontend.config.share_prefix_cache
         sampling = self.sampling
         if sampling.seed is not None and choice:
             sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)

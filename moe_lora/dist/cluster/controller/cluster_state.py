@@ -20,6 +20,7 @@ from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 from moe_lora.dist.net.codec import Interface, Message, Protocol
 from moe_lora.dist.net.connection import Pings
+from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.engine.client.messages import DrainOrder
 from moe_lora.provision.online import Outlook, VisitWindow
 from moe_lora.provision.placement.placement_problem import PlacementQuality
@@ -194,7 +195,7 @@ class ControllerMethods:
         add = partial(
             served.registry.add, base_hash=served.base_hash, owner=owner, link=link, root=served.root
         )
-        return await asyncio.to_thread(add, name, source)
+        return await in_daemon_thread(partial(add, name, source))
 
     async def registry_check(self) -> list[tuple[RegisteredAdapter, str | None]]:
         return await asyncio.to_thread(_given(self.registry).registry.check)
