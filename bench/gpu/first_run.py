@@ -38,7 +38,7 @@ from .engine_parts import attention, dependent, engine, h2d
 from .exchange_parts import shmem1, shmem2, shmem_rank
 from .expert_parts import experts
 from .host_parts import host
-from .kernel_parts import compiled, facts, gemm, lora, race, sampling, tma
+from .kernel_parts import compiled, facts, gemm, lora, race, sampling, tma, vllm
 from .quantised_parts import quantised
 from .roofline_parts import gpt_oss, memcheck, mixtral, qwen3, tiny_steps, zipf_adapters
 from .run_log import Log
@@ -61,6 +61,7 @@ RUNS: dict[str, dict[str, int]] = {
         "shmem1": 40,
         "shmem2": 20,
         "host": 45,
+        "vllm": 75,
         "quantised": 45,
         "dependent": 95,
         "memcheck": 90,
@@ -197,6 +198,7 @@ PARTS: dict[str, Callable[[Log], None]] = {
         zipf_adapters,
         memcheck,
         tiny_steps,
+        vllm,
     )
 }
 

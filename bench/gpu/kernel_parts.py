@@ -330,6 +330,18 @@ def _time_expand(shrunk: list[Any], outs: Any, expand: Callable[[Any, Any], None
     return cuda_us(expand_all, 7)
 
 
+def vllm(log: Log) -> None:
+    """`bench_lora_kernels` at experts' sites beside vLLM's kernel, where the tree brings that."""
+    from bench.kernels import vllm_peer
+
+    if not vllm_peer.SOURCE.exists():
+        log("vllm", source=None)
+        return
+    words = ["--device", "cuda", "--budget-s", "40", "--case", "decode qwen3"]
+    words += ["--peer-module", vllm_peer.__file__, "--out", str(log.folder / "lora_vllm.jsonl")]
+    subprocess.run([sys.executable, "-m", "bench.kernels.bench_lora_kernels", *words], check=True)
+
+
 def sampling(log: Log) -> None:
     """Tokens drawn on the device against the host's, then the time of a draw beside that of a sort."""
     import torch

@@ -30,9 +30,9 @@ class Work:
     """What an engine is asked.
 
     batches: requests that decode together, each of context tokens when they begin, num_steps of which are
-    timed.  num_prompts: of prompt_tokens each, prefilled in one step, num_rounds times.  num_adapters: drawn
-    from by Zipf 1.2 for each request, all of one rank, on attention and experts.  same_steps: steps that are
-    compared bit for bit.
+    timed.  num_prompts: of prompt_tokens each, prefilled in one step, num_rounds times.  num_adapters: that
+    requests are for, all of one rank, on attention and experts.  same_steps: steps that are compared bit for
+    bit.
     """
 
     device: str
@@ -194,12 +194,12 @@ def packed_adapters(shape: ModelShape, lora_rank: int, names: Sequence[str]) -> 
     return [replace(first, name=name, content_hash=f"{i:064x}") for i, name in enumerate(names)]
 
 
-def drawn(work: Work, number: int) -> list[str]:
+def drawn(names: Sequence[str], number: int) -> list[str]:
+    """By Zipf 1.2."""
     import numpy as np
 
     from moe_lora.workload.popularity.popularity import zipf
 
-    names = [f"a{i}" for i in range(work.num_adapters)]
     return zipf(names, 1.2).sample(number, np.random.default_rng(0))
 
 

@@ -45,7 +45,9 @@ def mixtral(log: Log) -> None:
 
 
 def zipf_adapters(log: Log) -> None:
-    """A full batch of Qwen3-30B-A3B over adapters drawn by Zipf 1.2, and without any; cut so that it fits."""
+    """A full batch of Qwen3-30B-A3B over adapters drawn by Zipf 1.2, over as many as it has requests, and
+    without any; cut so that all adapters fit.
+    """
     if log.quick:
         tiny_steps(log)
     else:
@@ -98,29 +100,30 @@ def _adapter_steps(log: Log, model: str, config: dict[str, Any], work: Work, *, 
     """Decode steps with adapters and without, in turn, three times each."""
     work = replace(work, batches=work.batches[-1:])  # one size of steps to compile and capture
     rates = Rates.measured(log, work.device)
-    names = drawn(work, max(work.batches))
-    distinct = sorted(set(names))
-    with started(config, work, distinct, eager=eager) as core:
+    batch = max(work.batches)
+    names = [f"a{i}" for i in range(work.num_adapters)]
+    with started(config, work, names, eager=eager) as core:
         shape = core.shape_and_dtype[0]
         about = {"model": model, "layers": shape.num_layers, "lora_rank": work.lora_rank}
-        about |= {"adapters": work.num_adapters, "distinct": len(distinct)}
-        prompts = random_prompts(core, len(names), work.context)
-        arms: dict[str, list[str | None]] = {"base": [None] * len(names), "lora": [*names]}
+        prompts = random_prompts(core, batch, work.context)
+        arms: dict[str, list[str | None]] = {
+            "base": [None] * batch,
+            "zipf": [*drawn(names, batch)],
+            "distinct": [*names[:batch]],
+        }
         found: dict[str, list[float]] = {arm: [] for arm in arms}
         for _ in range(3):
             for arm, who in arms.items():
                 seconds, num_bytes = decode(core, prompts, who, work.num_steps)
                 found[arm].append(statistics.median(seconds))
-                speed = _speed(work.device, seconds, num_bytes, rates, len(names))
-                log("zipf_adapters", **about, arm=arm, **speed, adapter_share=num_bytes.adapter_share)
-        _compare_bits(log, about, core, prompts, work, arms["lora"])
-        ratios = [base / lora for base, lora in zip(found["base"], found["lora"], strict=True)]
-        log(
-            "zipf_adapters",
-            **about,
-            device=_device_name(work.device),
-            **_claims(work.device, of_base=statistics.median(ratios), of_base_rounds=ratios),
-        )
+                speed = _speed(work.device, seconds, num_bytes, rates, batch)
+                share = {"adapters": len({*who} - {None}), "adapter_share": num_bytes.adapter_share}
+                log("zipf_adapters", **about, arm=arm, **share, **speed)
+        _compare_bits(log, about, core, prompts, work, arms["zipf"])
+        for arm in ("zipf", "distinct"):
+            ratios = [base / lora for base, lora in zip(found["base"], found[arm], strict=True)]
+            claims = _claims(work.device, of_base=statistics.median(ratios), of_base_rounds=ratios)
+            log("zipf_adapters", **about, arm=arm, device=_device_name(work.device), **claims)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
 
+from bench.kernels import vllm_peer
 from bench.kernels.bench_lora_kernels import CPU_MEMORY_BYTES, DEFAULT_SCALE, main, refuse_too_large
 from bench.kernels.lora_kernel_cases import Case, memory_bytes, num_copies, routing, work
 from bench.kernels.lora_kernel_clock import COLD_BYTES
@@ -144,6 +146,48 @@ def test_torch_peers_are_right_where_they_apply(shape_number: int) -> None:
     case = Case(spec_of(shape_number, dtype=torch.bfloat16, lora_ranks=(8, 16)), CPU, 0)
     errors = [check(case, peer.phases(case)) for peer in torch_peers()]
     assert max(errors) < 1e-2
+
+
+@pytest.mark.parametrize("shape_number", [0, 1])
+@pytest.mark.parametrize("block", [2, 16])
+def test_blocks_of_rows_for_vllm_are_of_one_adapter_and_expert(shape_number: int, block: int) -> None:
+    case = Case(spec_of(shape_number), CPU, 0)
+    num_rows, top_k = len(case.order), case.spec.shape.top_k
+    sorted_rows, experts, lengths = vllm_peer.blocks_of(case, block)
+    found = []
+    for slot, length in enumerate(lengths.tolist()):
+        assert sorted_rows[slot, length:].eq(num_rows).all()
+        assert experts[slot, length // block :].eq(-1).all()
+        for number, rows in enumerate(sorted_rows[slot, :length].split(block)):
+            held = rows[rows < num_rows].tolist()
+            assert len(held) > 0
+            assert {int(case.token_slots[row // top_k]) for row in held} == {slot}
+            assert {int(case.ids.flatten()[row]) for row in held} == {int(experts[slot, number])}
+            found += held
+    assert sorted(found) == list(range(num_rows))
+
+
+def test_matrices_for_vllm_give_the_exact_delta() -> None:
+    case = Case(spec_of(lora_ranks=(4, 8)), CPU, 0)
+    matrices_a, matrices_b = vllm_peer.stacked(case, 0)
+    top_k, found = case.spec.shape.top_k, torch.zeros_like(case.exact)
+    for row, expert in enumerate(case.ids.flatten().tolist()):
+        slot = int(case.token_slots[row // top_k])
+        x = case.x[0][row // top_k].float()
+        parts = [
+            b[slot, expert].float() @ (a[slot, expert].float() @ x)
+            for a, b in zip(matrices_a, matrices_b, strict=True)
+        ]
+        found[row] = torch.cat(parts)
+    torch.testing.assert_close(found, case.exact, rtol=1e-4, atol=1e-5)
+
+
+def test_vllms_file_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(click.ClickException, match="put vLLM's file there"):
+        vllm_peer.prepare(Case(spec_of(), CPU, 0))
+    with pytest.raises(NotApplicable, match="for experts"):
+        vllm_peer.prepare(Case(spec_of(2), CPU, 0))
 
 
 def test_rows_are_added_in_either_way() -> None:
