@@ -91,8 +91,8 @@ class RoutingConfig(Settings):
     """An instance that does not get on for so long gets no requests, until it does again; if it sends no
     beats, those that it has go on elsewhere.  More where one step or one load may take longer."""
     heartbeat_dead_s: float = setting(30.0, above=0, option="--heartbeat-dead-s")
-    """After so long all its requests go on elsewhere, and it is ended; more where a step takes longer.  What
-    is ended is its connection, and on one host its process."""
+    """After so long all its requests go on elsewhere, and its connection is ended, with one front end its
+    process too; else that ends after twice as long.  More where a step takes longer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,9 +29,14 @@ SEVERAL = ("--front-ends", "2", "--instances", "2", "--placement", "loraserve")
 @pytest.fixture
 def server(tmp_path) -> Iterator[DemoServer]:
     with demo_server(tmp_path / "log", *OPTIONS, *SEVERAL) as server:
-        said = r"instance instance-\d dialled in"
-        until(lambda: len(re.findall(said, server.log.read_text())) == 6, server.log.read_text)
+        until_whole(server)
         yield server
+
+
+def until_whole(server: DemoServer) -> None:
+    """Each instance has dialled in to the controller and both front ends."""
+    said = r"instance instance-\d dialled in"
+    until(lambda: len(re.findall(said, server.log.read_text())) == 6, server.log.read_text)
 
 
 def pids(server: DemoServer) -> dict[str, int]:
@@ -77,6 +82,7 @@ def test_administrators_have_a_place_of_their_own_before_all_front_ends(tmp_path
     options = (*OPTIONS, *SEVERAL, "--admin-address", str(place))
     body = {"lora_name": "new", "lora_path": str(DEMO / "adapters" / "upper")}
     with demo_server(tmp_path / "log", *options) as server:
+        until_whole(server)
         assert load(server, "new").status_code == 404
         with administrator(place) as admin:
             assert admin.post("/v1/load_lora_adapter", json=body).status_code == 200
@@ -150,6 +156,40 @@ def test_all_front_ends_read_their_settings_again_when_their_parent_is_told_to(t
             answer = httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=60)
             assert answer.status_code == 400
         assert pids(server) == everyone
+
+
+HANGS = """
+import os, sys, threading, time
+
+def wait():
+    while not os.path.exists(os.path.join(os.environ["HANGS"], str(os.getpid()))):
+        time.sleep(0.1)
+    sys.modules["moe_lora.engine.core"].EngineCore.step = lambda self: time.sleep(600)
+
+threading.Thread(target=wait, daemon=True).start()
+"""
+
+
+@pytest.mark.slow
+def test_an_instance_that_hangs_in_a_step_is_started_again(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(HANGS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("HANGS", str(tmp_path))
+    options = ("--heartbeat-timeout-s", "1", "--heartbeat-dead-s", "3")
+    with demo_server(tmp_path / "log", *OPTIONS, *SEVERAL, *options, anew=True) as server:
+        until_whole(server)
+        text, first = complete(server), pids(server)["instance-0"]
+        (tmp_path / str(first)).touch()
+        until(
+            lambda: {complete(server) for _ in range(4)} == {text} and says_it_hangs(server),
+            server.log.read_text,
+        )
+        until(lambda: pids(server)["instance-0"] != first, server.log.read_text)
+        assert complete(server) == text
+
+
+def says_it_hangs(server: DemoServer) -> bool:
+    return "the engine does not get on" in server.log.read_text()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import hashlib
 import logging
@@ -20,17 +21,19 @@ from typing import TYPE_CHECKING
 from moe_lora.config import EngineConfig
 from moe_lora.config.cluster import ClusterConfig, read_cluster
 from moe_lora.core.address import Address
+from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import ConfigError, MoeLoraError
 from moe_lora.core.host import state_folder
 from moe_lora.core.processes import has_terminal, set_log_level
 from moe_lora.dist.net.keys import Keys, keys_of
 
-from .host_roles import say_started, thread_share
+from .host_roles import STOPPED_DEATHS, say_started, thread_share
 
 if TYPE_CHECKING:
     from moe_lora.core.shape import ModelShape
     from moe_lora.dist.host_workers.workers import HostWorkers
     from moe_lora.dist.lora_server.server.server_rank import ServerRank
+    from moe_lora.engine.client.heartbeat import Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ RESTART_CODE = os.EX_TEMPFAIL
 """Exit code of a process that was told to end so that it is started again: torchrun takes 0 for done."""
 RESTART_S = 20.0
 """How long such a process may take to end by itself, in seconds."""
+LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,8 @@ def serve_instance(
             signal.signal(number, signal.SIG_IGN)
         follow_rank_0()
         return 0
-    return _serve_engine(config, place, addresses, keys, status)
+    stuck_s = STOPPED_DEATHS * cluster.front_end.heartbeat_dead_s
+    return _serve_engine(config, place, addresses, keys, status, stuck_s)
 
 
 def seed_of(seed: int, name: str, starts: int | None) -> int:
@@ -211,8 +216,12 @@ def _serve_engine(
     addresses: Mapping[str, Address],
     keys: Keys | None,
     status: int | None,
+    stuck_s: float,
 ) -> int:
-    """Build an engine and serve those at the addresses until told to stop; the exit code."""
+    """Build an engine and serve those at the addresses until told to stop; the exit code.
+
+    stuck_s: see `end_stuck`.
+    """
     from moe_lora.dist.cluster.instance_links import FrontEndLinks
     from moe_lora.engine.build import build_engine
     from moe_lora.engine.client.messages import Hello, Inbox
@@ -230,7 +239,9 @@ def _serve_engine(
         stop_on_signals(links.stop, place)
         loop.start()
         say_started(status)
+        watching = asyncio.create_task(end_stuck(loop.pulse, stuck_s))
         await links.run(Hello(config.instance, secrets.token_hex(8), core.info), loop.pulse)
+        watching.cancel()
         if links.restarts:
             end_for_restart()
         await asyncio.to_thread(loop.join)
@@ -287,6 +298,23 @@ def end_for_restart() -> None:
     timer = threading.Timer(RESTART_S, end)
     timer.daemon = True
     timer.start()
+
+
+async def end_stuck(pulse: Pulse, limit_s: float) -> None:
+    """End this process when its engine is at one piece of work for so long, to be started again.
+
+    Those that it serves have given it up by then; some can't end it.  While the process itself is stopped no
+    time passes.
+    """
+    clock, stuck_s = WallClock(), 0.0
+    looked_s = clock.now_s()
+    while stuck_s < limit_s:
+        await asyncio.sleep(LOOK_S)
+        passed_s, looked_s = clock.now_s() - looked_s, clock.now_s()
+        stuck_s = stuck_s + min(passed_s, 2 * LOOK_S) if pulse.stuck_s() >= passed_s else 0.0
+    logger.error("the engine does not get on for %.0f s: the process ends, at what its threads do:", stuck_s)
+    faulthandler.dump_traceback()
+    os._exit(1)
 
 
 def end_with(parent: int, directory: str | None = None) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +22,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.dist.launch import roles
 from moe_lora.dist.launch.roles import JobPlace, serve_instance, serve_lora_server
 from moe_lora.dist.net.keys import make_keys
+from moe_lora.engine.client.heartbeat import Pulse
 
 ROOT = Path(__file__).parents[3]
 SERVER = "lora_server: {layout: EP2-PP1, address: '127.0.0.1:1', store_dir: store}\n"
@@ -131,6 +137,50 @@ def test_a_process_that_is_to_be_started_again_ends_whatever_its_engine_hangs_at
     monkeypatch.setattr(roles, "RESTART_S", 0.1)
     pid = os.fork()
     if not pid:
-        roles._serve_engine(EngineConfig(model_dir="base"), JobPlace(), {}, None, None)
+        roles._serve_engine(EngineConfig(model_dir="base"), JobPlace(), {}, None, None, 600.0)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == roles.RESTART_CODE
+
+
+def ends(scenario: Callable[[Pulse], None], limit_s: float) -> int | None:
+    """The exit code of a process that ends if it is stuck; None: it went on for three seconds."""
+
+    async def watched() -> None:
+        threading.Thread(target=scenario, args=(pulse,), daemon=True).start()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(roles.end_stuck(pulse, limit_s), 3.0)
+
+    pid, pulse = os.fork(), Pulse()
+    if not pid:
+        asyncio.run(watched())
+        os._exit(99)
+    if scenario is stopped_for_a_while:
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.0)
+        os.kill(pid, signal.SIGCONT)
+    found = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return None if found == 99 else found
+
+
+def stuck(pulse: Pulse) -> None:
+    pulse.work()
+
+
+def stopped_for_a_while(pulse: Pulse) -> None:
+    pulse.work()
+    time.sleep(0.6)
+    pulse.rest()
+
+
+def many_steps(pulse: Pulse) -> None:
+    while True:
+        pulse.work()
+        time.sleep(0.1)
+
+
+def test_an_engine_that_is_stuck_ends_its_process_and_one_that_gets_on_does_not(monkeypatch):
+    monkeypatch.setattr(roles, "LOOK_S", 0.05)
+    assert ends(stuck, 1.0) == 1
+    assert ends(many_steps, 1.0) is None
+    assert ends(stopped_for_a_while, 1.5) is None
