@@ -53,8 +53,8 @@ def cluster_to_serve(
     sections = sections_of(options, SECTIONS, absolute=config_file is not None)
     front_ends = content.get("front_ends") or {}
     if front_end in front_ends:
-        placed = sections.get("front_end", {}).items()
-        where = {name: one for name, one in placed if name in ("host", "port", "admin_address")}
+        shared = sections.get("front_end", {})
+        where = {name: shared.pop(name) for name in ("host", "port", "admin_address") if name in shared}
         content["front_ends"] = {**front_ends, front_end: {**front_ends[front_end], **where}}
     for section, given in sections.items():
         content[section] = _laid_over(SECTIONS[section], content.get(section), given)

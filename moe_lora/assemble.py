@@ -33,7 +33,8 @@ T = TypeVar("T")
 def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     """Start the cluster's instances as processes of this host and serve them over HTTP until told to stop.
 
-    cluster.engine.num_threads counts for each instance.  Of the cluster's addresses only that of HTTP counts.
+    cluster.engine.num_threads counts for each instance.  Of the cluster's addresses only those in front_end
+    count, of HTTP and of administrators.
     reload: see `serve_forever`.  Raises ConfigError, RegistryError or AdapterError for what can be known at
     start.
     """
@@ -77,8 +78,8 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
     """Start a controller, front ends on one port, instances and a LoRA Server as processes of this host, and
     keep them running until told to stop; the exit code.
 
-    Of the cluster's addresses only that of HTTP counts.  reload: what SIGHUP does, in front ends and the
-    controller too.  Raises ConfigError for what can be known at start.
+    Of the cluster's addresses only those in front_end count, of HTTP and of administrators.  reload: what
+    SIGHUP does, in front ends and the controller too.  Raises ConfigError for what can be known at start.
     """
     from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.processes import usable_cores
@@ -186,9 +187,16 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _check_local(cluster: ClusterConfig) -> None:
-    """Raises ConfigError for what instances of this host can't do."""
+    """Raises ConfigError for what can't be where all roles are on this host."""
     from moe_lora.dist.cluster.controller.placement_controller import make_routes
     from moe_lora.dist.launch.host_roles import check_pool
+
+    for name, place in cluster.front_ends.items():
+        if place.admin_address is not None:
+            raise ConfigError(
+                f"front_ends.{name}.admin_address={place.admin_address} is one front end's, and all of this "
+                "host share theirs; give it in front_end, or start each role by itself (--role front-end)"
+            )
 
     make_routes(cluster)
     if cluster.front_end.placement is not None and cluster.engine.num_instances < 2:

@@ -106,11 +106,15 @@ class ClusterConfig:
             addresses[f"{CONTROLLER}.engines_address"] = self.controller.engines_address
         first: dict[Address, str] = {}
         for place, address in addresses.items():
-            if address is None:
-                continue
-            other = first.setdefault(parse_address(place, address), place)
-            if other != place:
-                raise ConfigError(f"{place}={address!r} is {other} too; each needs a port of its own")
+            if address is not None:
+                _check_free(place, address, first.setdefault(parse_address(place, address), place))
+        # Administrators' may be alike, on hosts of their own.
+        addresses = {
+            f"front_ends.{name}.admin_address": one.admin_address for name, one in self.front_ends.items()
+        }
+        for place, address in {"front_end.admin_address": self.front_end.admin_address, **addresses}.items():
+            if address is not None:
+                _check_free(place, address, first.get(parse_address(place, address), place))
 
     @property
     def provisioning(self) -> ProvisionConfig | None:
@@ -177,6 +181,11 @@ class ClusterConfig:
         if self.controller is not None:
             dialled[CONTROLLER] = self.controller.engines_address
         return {name: parse_address("engines_address", address) for name, address in dialled.items()}
+
+
+def _check_free(place: str, address: str, taken_by: str) -> None:
+    if taken_by != place:
+        raise ConfigError(f"{place}={address!r} is {taken_by} too; each needs a port of its own")
 
 
 def read_cluster(path: str | Path) -> ClusterConfig:

@@ -283,10 +283,10 @@ def test_options_say_where_one_of_several_front_ends_is(monkeypatch, tmp_path):
     )
     calls = []
     monkeypatch.setattr("moe_lora.assemble.serve_front_end", lambda *given: calls.append(given))
-    options = ("--role", "front-end", "--name", "two", "--port", "90", "--admin-address", "h:9")
+    options = ("--role", "front-end", "--name", "two", "--port", "90", "--admin-address", "h:8000")
     assert run("--config", str(file), *options).exit_code == 0
     [(cluster, name, _, _)] = calls
-    assert cluster.front_end_named("two").admin_address == "h:9"
+    assert cluster.front_end_named("two").admin_address == "h:8000"
     assert (name, cluster.front_end_named("two").port, cluster.front_end_named("one").port) == ("two", 90, 81)
 
 

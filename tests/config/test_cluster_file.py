@@ -184,6 +184,14 @@ def test_certificates_are_read_from_the_folder(read, tmp_path):
         (SEVERAL.replace("port: 80,", "engines_address: 'h:1',"), "in front_end only what they share"),
         (SEVERAL.replace("81", "70000"), "front_ends.two.port=70000 must be between"),
         (SEVERAL.replace("port: 81,", "port: 81, admin_address: '10.0.0.2:81',"), "by which all else is"),
+        (
+            SEVERAL.replace("port: 81,", "admin_address: '10.0.0.1:7600',"),
+            "two.admin_address='10.0.0.1:7600' is front_ends.one.engines_address too",
+        ),
+        (
+            SEVERAL.replace("port: 80,", "admin_address: '10.0.0.1:7700',"),
+            "front_end.admin_address='10.0.0.1:7700' is controller.address too",
+        ),
         ("model_dir: m\nprovision: {slo: 1}", "provision.slo is not a setting; allowed are target_iar"),
         (
             "model_dir: m\nprovision: {target_iar: 95}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -19,11 +21,14 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_lora import assemble
 from moe_lora.cli.main import main
 from moe_lora.config import ControllerConfig, FrontEndPlace
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.serve import access, api_keys
+from moe_lora.serve import access, api_keys, cluster_roles
 from moe_lora.serve.api_keys import ApiKey, KeyRing, add_key, read_keys, remove_key
+from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.server import create_app
 
 from .conftest import as_served, frontend_of
@@ -332,16 +337,37 @@ def test_without_keys_places_on_the_host_are_told_at_the_administrators_address_
         assert served.http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
 
 
-def test_one_of_several_front_ends_has_the_place_for_administrators_that_is_its_own(engine, tokenizer):
-    places = {name: FrontEndPlace(engines_address=f"h:{port}") for name, port in (("one", 1), ("two", 2))}
+@pytest.fixture
+def of_several(engine, tokenizer, tmp_path) -> ClusterConfig:
+    """A cluster of front ends one and two, of which two has a place for administrators."""
+    places = {name: FrontEndPlace(engines_address=str(tmp_path / name)) for name in ("one", "two")}
     places["two"] = replace(places["two"], admin_address="127.0.0.1:1")
-    frontend = frontend_of(engine, tokenizer)
-    controller = ControllerConfig(address="h:3", engines_address="h:4")
-    cluster = replace(frontend.cluster, front_ends=places, controller=controller)
-    for name, status in (("one", 200), ("two", 404)):
-        app = create_app(replace(frontend, cluster=cluster, name=name))
-        with ServerThread(app) as thread, as_served(thread.url, engine) as served:
-            assert served.http.get("/metrics").status_code == status
+    controller = ControllerConfig(address=str(tmp_path / "c"), engines_address=str(tmp_path / "e"))
+    served = frontend_of(engine, tokenizer).cluster
+    return replace(served, front_ends=places, controller=controller)
+
+
+@pytest.mark.parametrize(("name", "status"), [("one", 200), ("two", 404)])
+def test_one_of_several_front_ends_has_the_place_for_administrators_that_is_its_own(
+    of_several, engine, tokenizer, monkeypatch, name, status
+):
+    made: list[Frontend] = []
+
+    async def note(frontend: Frontend, *_: object) -> None:
+        made.append(frontend)
+
+    monkeypatch.setattr(cluster_roles, "serve_forever", note)
+    asyncio.run(cluster_roles.serve_directed(of_several, name, tokenizer, ()))
+    with ServerThread(create_app(made[0])) as thread, as_served(thread.url, engine) as served:
+        assert served.http.get("/metrics").status_code == status
+
+
+@pytest.mark.parametrize("start", [assemble.serve, partial(assemble.serve_host, num_front_ends=2)])
+def test_one_front_ends_place_for_administrators_is_refused_where_all_are_on_one_host(of_several, start):
+    with pytest.raises(
+        ConfigError, match=r"front_ends.two.admin_address=127.0.0.1:1 .* give it in front_end"
+    ):
+        start(of_several)
 
 
 # Rates

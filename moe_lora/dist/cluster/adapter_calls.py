@@ -25,7 +25,7 @@ class FleetAdapters:
     """Changes what all instances of a registry serve; those that come back later are brought to the same.
 
     A caller that gives up does not leave the instances with different adapters: the change goes on.  One
-    that comes before any instance has dialled in waits for it.
+    that comes before any instance takes part waits for it (see `InstanceRegistry.dialled_in`).
     pool: has some instances hold each adapter; None: all do.  ranks: of adapters, kept up to date.
     """
 

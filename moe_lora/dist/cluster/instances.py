@@ -21,8 +21,9 @@ from moe_lora.policies.routing import InstanceLoad
 from .drains import Drains
 from .reports import add_counters
 
-DIAL_IN_S = 10.0
-"""So long after a registry was made all instances that run have dialled in to it."""
+DIAL_IN_S = 20.0
+"""So long after a registry was made all instances that run take part.  A controller waits for front ends first:
+if one is away, for half of it."""
 _LOOK_S = 0.1
 
 # What is served under each adapter's name, and which of two accounts of that is the later one.

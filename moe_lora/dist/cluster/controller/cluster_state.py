@@ -184,7 +184,7 @@ class ControllerMethods:
 
     async def registry_resolve(self, name: str) -> RegisteredAdapter:
         served = _given(self.registry)
-        return await asyncio.to_thread(served.registry.resolve, name, served.base_hash)
+        return await in_daemon_thread(partial(served.registry.resolve, name, served.base_hash))
 
     async def registry_adapters(self, state: str | None, after: str, limit: int) -> list[RegisteredAdapter]:
         adapters = _given(self.registry).registry.adapters
@@ -198,7 +198,7 @@ class ControllerMethods:
         return await in_daemon_thread(partial(add, name, source))
 
     async def registry_check(self) -> list[tuple[RegisteredAdapter, str | None]]:
-        return await asyncio.to_thread(_given(self.registry).registry.check)
+        return await in_daemon_thread(_given(self.registry).registry.check)
 
     async def registry_versions(self, name: str) -> list[RegisteredAdapter]:
         return await asyncio.to_thread(_given(self.registry).registry.versions, name)
