@@ -131,7 +131,7 @@ def run_chaos(
 
 async def _drive(replay: Replay, publisher: Publisher, striker: Striker, migrator: Migrator) -> list[str]:
     """All until they are over; what went wrong with the strikes."""
-    await publisher.publish()
+    await publisher.publish_first(START_S)
     beside = [asyncio.create_task(part.run()) for part in (publisher, migrator)]
     striking = asyncio.create_task(asyncio.to_thread(striker.run))
     await replay.run()

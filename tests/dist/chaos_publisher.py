@@ -96,6 +96,13 @@ class Publisher:
             await asyncio.sleep(PAUSE_S)
             await self.publish()
 
+    async def publish_first(self, limit_s: float) -> None:
+        """Publish until it is done: front ends may see instances before the controller does."""
+        deadline_s = time.monotonic() + limit_s
+        while not self.num_done and not self.complaints and time.monotonic() < deadline_s:
+            await self.publish()
+            await asyncio.sleep(PAUSE_S)
+
     async def publish(self) -> None:
         """Publish the next of the two."""
         version = _Version(self._pair[len(self._versions) % 2], time.monotonic())

@@ -22,8 +22,8 @@ from .drains import Drains
 from .reports import add_counters
 
 DIAL_IN_S = 20.0
-"""So long after a registry was made all instances that run take part.  A controller waits for front ends first:
-if one is away, for half of it."""
+"""So long after a registry was made all instances that run take part; half of it a controller may spend with
+waiting for a front end that is away."""
 _LOOK_S = 0.1
 
 # What is served under each adapter's name, and which of two accounts of that is the later one.
