@@ -99,7 +99,11 @@ def main() -> None:
         trees["before"] = (options.before.resolve(), options.before_python)
     with ExitStack() as servers:
         keys = Path(servers.enter_context(tempfile.TemporaryDirectory())) / "keys"
-        key = add_key(keys, ApiKey(id="x", digest="", tenant="one")) if options.keys else None
+        key = (
+            add_key(keys, ApiKey(id="x", digest="", tenant="one", adapters=ADAPTERS))
+            if options.keys
+            else None
+        )
         words = {"now": ("--api-keys", str(keys))} if options.keys else {}
         contestants = {}
         for name, (tree, python) in trees.items():
