@@ -17,6 +17,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -244,6 +245,7 @@ def _become(
         os.close(ours)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # found anew, by that environment
     os.chdir(folder)
 
     import torch
