@@ -36,7 +36,6 @@ from .frontend import Frontend
 from .http_errors import install_error_handlers
 from .limits import Limits
 from .reload import Reload, on_hang_up
-from .turns import InTurn
 
 # The HTTP application over one engine.
 
@@ -65,7 +64,6 @@ def create_app(frontend: Frontend) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[HEADER],
         )
-    app.add_middleware(InTurn)
     managing = (models_router, adapters_router, registry_router, capacity_router, instances_router)
     for make_router in (generating_router, *managing, status_router):
         app.include_router(make_router(frontend))
