@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -72,9 +72,10 @@ def entered(make: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[tupl
         thread.stop()
 
 
-async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """What a function returns that may hang, as a network's disk may: the process can end all the same."""
-    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
+    """`asyncio.to_thread` for what may hang, as a network's disk may: the process can end all the same."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
 
     def settle(tell: Callable[[Any], None], what: Any) -> None:
         if not done.done():
@@ -82,11 +83,11 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
 
     def work() -> None:
         try:
-            settled = partial(settle, done.set_result, function())
+            settled = partial(settle, done.set_result, function(*args))
         except BaseException as error:
             settled = partial(settle, done.set_exception, error)
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settled)
 
     threading.Thread(target=work, daemon=True).start()
-    return cast("T", await done)
+    return await done

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -134,7 +133,7 @@ def _card(info: AdapterInfo) -> dict[str, Any]:
 async def _find(body: LoadAdapterRequest, frontend: Frontend) -> str:
     """Where the adapter's files lie.  Raises ApiError, and what `Registry.resolve` raises."""
     if body.lora_path is not None:
-        return await in_daemon_thread(partial(find_files, body.lora_path, body.lora_name, frontend))
+        return await in_daemon_thread(find_files, body.lora_path, body.lora_name, frontend)
     if frontend.cluster.registry is None:
         raise bad_request(
             "lora_path is missing; give the directory of a PEFT adapter, or start the server with --registry",
@@ -179,7 +178,7 @@ def registry_router(frontend: Frontend) -> APIRouter:
         """Add the PEFT adapter in `lora_path` as the next version of `lora_name`; that does not load it."""
         check_opened()
         check_new_name(body.lora_name, frontend)
-        place = await in_daemon_thread(partial(find_files, body.lora_path, body.lora_name, frontend))
+        place = await in_daemon_thread(find_files, body.lora_path, body.lora_name, frontend)
         return JsonResponse(asdict(await ask("add", body.lora_name, place, body.owner, body.link)))
 
     @router.post("/check", response_model=None)

@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from anyio import move_on_after
 
 from moe_lora.config import EngineConfig
 from moe_lora.config.cluster import read_cluster
@@ -147,8 +147,8 @@ def ends(scenario: Callable[[Pulse], None], limit_s: float) -> int | None:
 
     async def watched() -> None:
         threading.Thread(target=scenario, args=(pulse,), daemon=True).start()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(roles.end_stuck(pulse, limit_s), 3.0)
+        with move_on_after(3.0):
+            await roles.end_stuck(pulse, limit_s)
 
     pid, pulse = os.fork(), Pulse()
     if not pid:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 
@@ -28,7 +27,7 @@ asyncio.run(main())
 def test_what_it_returns_and_raises_is_the_functions():
     assert asyncio.run(in_daemon_thread(lambda: 3)) == 3
     with pytest.raises(ValueError, match="invalid literal"):
-        asyncio.run(in_daemon_thread(partial(int, "x")))
+        asyncio.run(in_daemon_thread(int, "x"))
 
 
 def test_a_process_ends_while_a_file_hangs(tmp_path):

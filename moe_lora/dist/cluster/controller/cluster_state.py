@@ -184,7 +184,7 @@ class ControllerMethods:
 
     async def registry_resolve(self, name: str) -> RegisteredAdapter:
         served = _given(self.registry)
-        return await in_daemon_thread(partial(served.registry.resolve, name, served.base_hash))
+        return await in_daemon_thread(served.registry.resolve, name, served.base_hash)
 
     async def registry_adapters(self, state: str | None, after: str, limit: int) -> list[RegisteredAdapter]:
         adapters = _given(self.registry).registry.adapters
@@ -195,7 +195,7 @@ class ControllerMethods:
         add = partial(
             served.registry.add, base_hash=served.base_hash, owner=owner, link=link, root=served.root
         )
-        return await in_daemon_thread(partial(add, name, source))
+        return await in_daemon_thread(add, name, source)
 
     async def registry_check(self) -> list[tuple[RegisteredAdapter, str | None]]:
         return await in_daemon_thread(_given(self.registry).registry.check)
