@@ -11,7 +11,8 @@ part started ends with it), and appends JSON lines to truth.jsonl as it goes; af
 are in one archive in FOLDER.  Parts are ordered by what they decide.  The exit status is 1 if one failed.
 Nothing is installed but the C++ libraries, built in place: by `check` anew, by other runs first where they
 are missing.  What the working tree carries is used: wheels in .cache/wheels, compiled kernels in
-.cache/triton-cache.  --quick tries the parts of `roofline` on tiny models, on any machine.
+.cache/triton-cache.  --quick tries the parts of `roofline` on tiny models, on any machine; --layers has them
+start their models with fewer layers.  --limit-s is a limit for each part instead of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -95,10 +96,10 @@ COMMANDS = {
 """Parts that are commands of their own, for Python; the others are functions, see `PARTS`."""
 
 
-def run_all(final: Path, name: str, limits_s: dict[str, int], *, quick: bool = False) -> int:
+def run_all(final: Path, name: str, limits_s: dict[str, int], words: Sequence[str] = ()) -> int:
     """Run each part within its limit; all results so far are in name.tar.gz after each.
 
-    Returns how many failed.
+    words: more of their command lines.  Returns how many failed.
     """
     folder = Path(tempfile.mkdtemp())
     final.mkdir(parents=True, exist_ok=True)
@@ -107,7 +108,7 @@ def run_all(final: Path, name: str, limits_s: dict[str, int], *, quick: bool = F
     failed = 0
     for part, limit_s in limits_s.items():
         begin = time.time()
-        status, text = run_part(folder, part, limit_s, environment, quick=quick)
+        status, text = run_part(folder, part, limit_s, environment, words)
         tail = text[-300:] if status else ""
         log("end", name=part, status=status, seconds=round(time.time() - begin, 1), tail=tail)
         failed += status != 0
@@ -148,14 +149,14 @@ def _fits(wheel: Path) -> bool:
 
 
 def run_part(
-    folder: Path, part: str, limit_s: float, environment: Mapping[str, str], *, quick: bool = False
+    folder: Path, part: str, limit_s: float, environment: Mapping[str, str], words: Sequence[str] = ()
 ) -> tuple[int | str, str]:
     """Exit status ("timeout" past its limit) and output of a part, in a session of its own.
 
     Its output is in part.txt as it comes.  Whatever it started in that session ends with it.
     """
     arguments = COMMANDS.get(part, f"-m bench.gpu.first_run {{folder}} {part} --here")
-    command = [sys.executable, *arguments.format(folder=folder).split(), *["--quick"] * quick]
+    command = [sys.executable, *arguments.format(folder=folder).split(), *words]
     output = folder / f"{part}.txt"
     status: int | str = "timeout"
     with output.open("w") as file:
@@ -222,20 +223,25 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=["first"], metavar="NAME", help="a run, or parts")
     parser.add_argument("--here", action="store_true", help="run one part in this process")
     parser.add_argument("--quick", action="store_true", help="parts of `roofline` on tiny models, anywhere")
+    parser.add_argument("--layers", type=int, help="parts of `roofline` with at most so many")
+    parser.add_argument("--limit-s", type=int, help="seconds for each part, instead of its own limit")
     options = parser.parse_args()
     names = options.names
     if unknown := sorted(set(names) - {*known, *PARTS, *RUNS}):
         parser.error(f"unknown: {unknown}; runs are {[*RUNS]}, parts {[*known]}")
-    if options.quick and (others := sorted(set(names) - {"roofline", *RUNS["roofline"]})):
-        parser.error(f"--quick is for the run `roofline` and its parts, not for {others}")
+    words = ["--quick"] * options.quick + (["--layers", str(options.layers)] if options.layers else [])
+    if words and (others := sorted(set(names) - {"roofline", *RUNS["roofline"]})):
+        parser.error(f"{words[0]} is for the run `roofline` and its parts, not for {others}")
     if options.here:
-        PARTS[names[0]](Log(options.folder, quick=options.quick))
+        PARTS[names[0]](Log(options.folder, quick=options.quick, max_layers=options.layers))
         return 0
     limits_s: dict[str, int] = {}
     for name in names:
         limits_s |= RUNS.get(name) or {name: known[name]}
     limits_s = with_build(limits_s, Path(moe_lora.__file__).parent)
-    return int(run_all(options.folder, "-".join(names), limits_s, quick=options.quick) > 0)
+    if options.limit_s:
+        limits_s = dict.fromkeys(limits_s, options.limit_s)
+    return int(run_all(options.folder, "-".join(names), limits_s, words) > 0)
 
 
 if __name__ == "__main__":

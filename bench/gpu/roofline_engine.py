@@ -32,7 +32,7 @@ class Work:
     batches: requests that decode together, each of context tokens when they begin, num_steps of which are
     timed.  num_prompts: of prompt_tokens each, prefilled in one step, num_rounds times.  num_adapters: that
     requests are for, all of one rank, on attention and experts.  same_steps: steps that are compared bit for
-    bit.
+    bit.  max_layers: of the model, even where more fit.
     """
 
     device: str
@@ -45,6 +45,7 @@ class Work:
     num_adapters: int
     lora_rank: int
     same_steps: int
+    max_layers: int | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -153,7 +154,8 @@ def layers_that_fit(config: dict[str, Any], work: Work, num_adapters: int, free_
     per_layer: float = weights * layer.dtype_bytes + work.kv_tokens * layer.kv_bytes_per_token()
     per_layer += 1.1 * num_adapters * layer.adapter_bytes(work.lora_rank)
     room = MEMORY_SHARE * free_bytes - 2 * layer.vocab_size * layer.hidden_size * layer.dtype_bytes
-    return whole.num_layers if room == float("inf") else max(1, min(whole.num_layers, int(room / per_layer)))
+    num_layers = min(whole.num_layers, work.max_layers or whole.num_layers)
+    return num_layers if room == float("inf") else max(1, min(num_layers, int(room / per_layer)))
 
 
 def packed_adapters(shape: ModelShape, lora_rank: int, names: Sequence[str]) -> list[PackedAdapter]:

@@ -51,7 +51,7 @@ def zipf_adapters(log: Log) -> None:
     if log.quick:
         tiny_steps(log)
     else:
-        _adapter_steps(log, "Qwen3-30B-A3B", QWEN3_30B_A3B, REAL)
+        _adapter_steps(log, "Qwen3-30B-A3B", QWEN3_30B_A3B, replace(REAL, max_layers=log.max_layers))
 
 
 def tiny_steps(log: Log) -> None:
@@ -81,7 +81,7 @@ def memcheck(log: Log) -> None:
 
 def _steps(log: Log, model: str, config: dict[str, Any]) -> None:
     """Bits of replayed graphs, then time of decode by the bytes it reads, and of prefill by its products."""
-    work = QUICK if log.quick else REAL
+    work = QUICK if log.quick else replace(REAL, max_layers=log.max_layers)
     if log.quick:
         model, config = f"tiny, as {model}", tiny(config)
     rates = Rates.measured(log, work.device)

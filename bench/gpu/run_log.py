@@ -13,12 +13,14 @@ from typing import Any
 class Log:
     """Records of a run: lines of truth.jsonl in a folder, shown as they come.
 
-    quick: parts that can try themselves on tiny models, on any machine.
+    quick: parts that can try themselves on tiny models, on any machine.  max_layers: of the models that parts
+    start.
     """
 
-    def __init__(self, folder: Path, *, quick: bool = False) -> None:
+    def __init__(self, folder: Path, *, quick: bool = False, max_layers: int | None = None) -> None:
         self.folder = folder
         self.quick = quick
+        self.max_layers = max_layers
 
     def __call__(self, part: str, **record: Any) -> None:
         line = json.dumps({"part": part, **record}, default=str)
