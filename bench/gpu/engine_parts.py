@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
-from .run_log import Log, cuda_us
+from .run_log import Log, copied_per_s, cuda_us
 
 if TYPE_CHECKING:
     import torch
@@ -26,15 +25,6 @@ def engine(log: Log) -> None:
     served = _random_model()
     for eager in (True, False):
         _watch_engine(log, *served, eager)
-
-
-def dependent(log: Log) -> None:
-    """Steps whose kernels begin while the ones before them end (`configs.DEPENDENT`), and ordinary ones."""
-    served = _random_model()
-    ordinary = _watch_engine(log, *served, eager=False)
-    with _dependent_launch():
-        early = _watch_engine(log, *served, eager=False)
-    log("dependent", same_tokens=ordinary == early)
 
 
 def _random_model() -> tuple[str, dict[str, str]]:
@@ -53,49 +43,29 @@ def _random_model() -> tuple[str, dict[str, str]]:
     return str(model), adapters
 
 
-@contextmanager
-def _dependent_launch() -> Iterator[None]:
-    """Within the context, as if the GPU's table said so."""
-    import torch
-
-    from moe_lora.kernels.triton import configs
-
-    early = replace(configs.table_of(torch.device("cuda")), dependent_launch=True)
-    with patch.object(configs, "table_of", lambda device: early):
-        yield
-
-
-def _watch_engine(log: Log, model: str, adapters: dict[str, str], eager: bool) -> list[tuple[int, ...]]:
-    """Returns the tokens of requests for all adapters."""
-    import torch
-
+def _watch_engine(log: Log, model: str, adapters: dict[str, str], eager: bool) -> None:
     from moe_lora import LLM
-    from moe_lora.kernels.triton import configs
 
     begin = time.time()
     settings: dict[str, Any] = {"device": "cuda", "eager": eager, "decode_buckets": (16,), "max_num_seqs": 16}
     with LLM(model, adapters=adapters, **settings) as llm:
-        early = configs.table_of(torch.device("cuda")).dependent_launch
-        how = {"eager": eager, "dependent_launch": early}
-        log("engine", **how, start_s=round(time.time() - begin, 1))
+        log("engine", eager=eager, start_s=round(time.time() - begin, 1))
         names: list[str | None] = [f"a{i % 8}" for i in range(16)]
-        _profile_steps(log, llm, [None] * 16, {**how, "what": "base"})
-        tokens = _profile_steps(log, llm, names, {**how, "what": "lora"})
+        _profile_steps(log, llm, [None] * 16, {"eager": eager, "what": "base"})
+        _profile_steps(log, llm, names, {"eager": eager, "what": "lora"})
         _find_synchronisations(log, llm, names, eager)
-    return tokens
 
 
-def _profile_steps(log: Log, llm: Any, who: list[str | None], about: dict[str, Any]) -> list[tuple[int, ...]]:
-    """Returns the tokens that were generated, per request."""
+def _profile_steps(log: Log, llm: Any, who: list[str | None], about: dict[str, Any]) -> None:
     import torch
 
     from moe_lora import SamplingParams
 
-    def generate(num_tokens: int) -> list[tuple[int, ...]]:
+    def generate(num_tokens: int) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        return [done.token_ids for done in llm.generate([PROMPT] * 16, who, sampling)]
+        llm.generate([PROMPT] * 16, who, sampling)
 
-    tokens = generate(24)
+    generate(24)
     torch.cuda.synchronize()
     begin = time.time()
     generate(24)
@@ -117,9 +87,7 @@ def _profile_steps(log: Log, llm: Any, who: list[str | None], about: dict[str, A
         copies_per_step=per_step("MemcpyAsync"),
     )
     if not about["eager"]:
-        early = "_dependent" * about["dependent_launch"]
-        trace.export_chrome_trace(str(log.folder / f"step_{about['what']}{early}.json"))
-    return tokens
+        trace.export_chrome_trace(str(log.folder / f"step_{about['what']}.json"))
 
 
 def _find_synchronisations(log: Log, llm: Any, who: list[str | None], eager: bool) -> None:
@@ -169,12 +137,9 @@ def h2d(log: Log) -> None:
 
 def attention(log: Log) -> None:
     """Decode of our attention against the rate of a copy, prompts against torch's own, which has no pages."""
-    import torch
     from torch.nn import functional
 
-    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    y = torch.empty_like(x)
-    copy_tb_s = 2 * x.numel() / cuda_us(lambda: y.copy_(x))[0] / 1e6
+    copy_tb_s = copied_per_s()["best"] / 1e12
     log("attention", copy_TB_s=copy_tb_s)
     for rows, context in ((1, 1024), (8, 1024), (64, 1024), (1, 32768), (16, 8192)):
         for heads, kv_heads, head_dim, window in ((32, 4, 128, 0), (64, 8, 64, 128), (32, 8, 128, 0)):
@@ -195,6 +160,55 @@ def attention(log: Log) -> None:
         rate = 2 * context**2 * heads * head_dim / us / 1e6
         about = {"prompt": context, "heads": (heads, kv_heads, head_dim), "us": us, "how": how}
         log("attention", **about, TFLOP_s=rate, of_torch=torch_us / us, error=error)
+
+
+_SINGLE_TRIALS: tuple[dict[str, int], ...] = (
+    {},
+    {"part_tokens": 128},
+    {"num_stages": 3},
+    {"num_stages": 7},
+    {"block_n": 32, "num_stages": 7},
+    {"block_n": 128, "num_stages": 3},
+    {"num_warps": 2},
+    {"num_warps": 8},
+    {"part_tokens": 128, "num_stages": 3},
+    {"part_tokens": 512},
+)
+_SEVERAL_TRIALS: tuple[dict[str, int], ...] = (
+    {},
+    {"num_stages": 3},
+    {"num_stages": 7},
+    {"block_n": 128, "num_stages": 3},
+    {"block_n": 128, "num_stages": 5},
+    {"block_m": 64, "num_warps": 4, "num_stages": 5},
+    {"block_m": 64, "num_warps": 4, "block_n": 128, "num_stages": 3},
+    {"num_warps": 4},
+    {"block_n": 32, "num_stages": 7},
+)
+"""Changes to how sequences of one row, and of several, are launched."""
+
+
+def attention_tiles(log: Log) -> None:
+    """What each change to a launch of attention is worth."""
+    heads = ((32, 4, 128, 0), (64, 8, 64, 128), (32, 8, 128, 0))
+    for single, trials in ((True, _SINGLE_TRIALS), (False, _SEVERAL_TRIALS)):
+        cases = ((1, 1, 1024), (16, 1, 1024), (64, 1, 1024)) if single else ((4, 2048, 2048),)
+        for (num_seqs, rows, context), (num, num_kv, head_dim, window) in itertools.product(cases, heads):
+            one = attention_case(num_seqs, rows, context, num, num_kv, head_dim, window, "cuda")
+            for change in trials:
+                about = {"rows": num_seqs * rows, "heads": (num, num_kv, head_dim), "change": change}
+                try:
+                    us, how = cuda_us(partial(_changed, one, single, change))
+                    log("attention_tiles", **about, us=us, how=how)
+                except Exception as error:  # a trial that can't be launched is a result
+                    log("attention_tiles", **about, error=str(error)[:200])
+
+
+def _changed(one: AttentionOperands, single: bool, change: dict[str, int]) -> None:
+    from moe_lora.kernels.triton.triton_attention import paged_attention, tiles_for
+
+    tiles = replace(tiles_for(one.q.dtype, one.q.shape[2], single=single), **change)
+    paged_attention(one, single=tiles if single else None, several=None if single else tiles)
 
 
 def attention_case(

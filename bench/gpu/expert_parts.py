@@ -15,13 +15,40 @@ MODELS = {
 }
 """Experts, experts per token, hidden size, inner size, clamped and biased."""
 BATCHES = (1, 4, 8, 16, 64, 256, 2048, 8192)
-CONFIG_TRIALS: tuple[dict[str, int], ...] = (
-    {"num_stages": 3},
-    {"num_stages": 5, "programs_per_sm": 2},
-    {"block_n": 64},
-    {"block_n": 128, "programs_per_sm": 2},
-)
-"""Changes to what decode is launched with, to see what each is worth."""
+TRIALS: dict[int, tuple[dict[str, int], ...]] = {
+    1: (
+        *({"num_stages": stages, "programs_per_sm": per_sm} for stages in (4, 6, 8) for per_sm in (1, 2)),
+        {"num_stages": 6, "programs_per_sm": 2, "num_warps": 8},
+    ),
+    16: (
+        *({"num_stages": stages, "programs_per_sm": per_sm} for stages in (3, 5, 6) for per_sm in (2, 3)),
+        {"block_n": 64, "num_stages": 5, "programs_per_sm": 3},
+        {"block_n": 128, "num_stages": 4, "programs_per_sm": 2},
+    ),
+    64: (
+        *({"num_stages": stages, "programs_per_sm": per_sm} for stages in (3, 5) for per_sm in (2, 3)),
+        {"block_n": 64, "num_stages": 5, "programs_per_sm": 3},
+        {"block_n": 128, "num_stages": 4, "programs_per_sm": 2},
+        {"block_t": 32, "num_stages": 4, "programs_per_sm": 2},
+    ),
+    8192: (
+        {"num_stages": 4},
+        {"num_stages": 3, "programs_per_sm": 2},
+        {"num_stages": 3, "num_warps": 4, "programs_per_sm": 2},
+        {"block_n": 64, "num_stages": 3, "num_warps": 4, "programs_per_sm": 2},
+        {"block_n": 64, "num_stages": 4, "num_warps": 4, "programs_per_sm": 2},
+        {"block_n": 64, "num_stages": 3, "num_warps": 8, "programs_per_sm": 2},
+        {"block_n": 256, "num_stages": 3},
+        {"block_n": 256, "num_stages": 4},
+        {"block_t": 256, "num_stages": 3},
+        {"block_t": 256, "block_n": 64, "num_stages": 3},
+        {"block_t": 256, "block_n": 64, "num_stages": 4},
+        {"group": 4},
+        {"group": 16},
+        {"group": 32, "num_stages": 4},
+    ),
+}
+"""By the number of tokens, changes to what the experts of a layer are launched with."""
 
 
 def experts(log: Log) -> None:
@@ -32,7 +59,7 @@ def experts(log: Log) -> None:
 
 
 def time_all(log: Log) -> None:
-    """Layers of all models, each with all batches, then decode with other configurations."""
+    """Layers of all models, each with all batches."""
     import torch
 
     for name, model in MODELS.items():
@@ -41,7 +68,18 @@ def time_all(log: Log) -> None:
             _time(log, name, layer, tokens)
         del layer
         torch.cuda.empty_cache()
-    _time_configs(log)
+
+
+def expert_tiles(log: Log) -> None:
+    """What each change to a launch is worth, and whether rows keep their bits; experts of each model."""
+    import torch
+
+    for name, model in MODELS.items():
+        layer = _Layer(*model)
+        for tokens, trials in TRIALS.items():
+            _try_tiles(log, name, layer, tokens, trials)
+        del layer
+        torch.cuda.empty_cache()
 
 
 class _Layer:
@@ -159,23 +197,35 @@ class _Batch:
         }
 
 
-def _time_configs(log: Log) -> None:
-    """Decode of 64 tokens with other configurations."""
+def _try_tiles(log: Log, name: str, layer: _Layer, tokens: int, trials: tuple[dict[str, int], ...]) -> None:
+    """gate_up and down of so many tokens, as usual and with each change."""
     from unittest.mock import patch
+
+    import torch
 
     from moe_lora.kernels.triton import experts as kernels
 
-    layer = _Layer(*MODELS["qwen3"])
-    rows = layer.rows(64)
-    usual = kernels.tile_config
-    for change in CONFIG_TRIALS:
+    batches = [_Batch(layer, tokens) for _ in range(4 if tokens <= 16 else 1)]
+    usual = kernels.tile_config, kernels.row_config
+    for call in ("gate_up", "down"):
+        right = batches[0].calls[call]()
+        for change in ({}, *trials):
 
-        def changed(*given: Any, change: dict[str, int] = change) -> Any:
-            return usual(*given)._replace(**change)
+            def tile(*given: Any, change: dict[str, int] = change) -> Any:
+                return usual[0](*given)._replace(**change)
 
-        try:
-            with patch.object(kernels, "tile_config", changed):
-                us, how = cuda_us(lambda: layer.run(*rows))
-            log("experts", model="qwen3", tokens=64, change=change, us=us, how=how)
-        except Exception as error:  # a trial that can't be launched is a result
-            log("experts", change=change, error=str(error)[:200])
+            def row(*given: Any, change: dict[str, int] = change) -> Any:
+                return usual[1](*given)._replace(**change)
+
+            def run(call: str = call) -> None:
+                for batch in batches:
+                    batch.calls[call]()
+
+            about: dict[str, Any] = {"model": name, "tokens": tokens, "call": call, "change": change}
+            try:
+                with patch.object(kernels, "tile_config", tile), patch.object(kernels, "row_config", row):
+                    us, how = cuda_us(run, 10)
+                    same = bool(torch.equal(batches[0].calls[call](), right))
+                log("expert_tiles", **about, us=us / len(batches), how=how, same_bits=same)
+            except Exception as error:  # a trial that can't be launched is a result
+                log("expert_tiles", **about, error=str(error)[:200])

@@ -4,6 +4,7 @@
     python -m bench.gpu.first_run FOLDER more       # copies, attention, puts, host workers, quantised layers
     python -m bench.gpu.first_run FOLDER check      # build, tuning, GPU tests, the kernels' benchmark, smoke
     python -m bench.gpu.first_run FOLDER roofline   # steps of real sizes against what the device can do
+    python -m bench.gpu.first_run FOLDER tiles      # what each change to a launch is worth
     python -m bench.gpu.first_run FOLDER PART...    # some parts of any
 
 Each part is a process of its own under a hard limit (a kernel that hangs costs its limit, no more; what the
@@ -35,13 +36,13 @@ from pathlib import Path
 import moe_lora
 from moe_lora.kernels.triton.configs import CONFIG_DIR, FALLBACK
 
-from .engine_parts import attention, dependent, engine, h2d
+from .engine_parts import attention, attention_tiles, engine, h2d
 from .exchange_parts import shmem1, shmem2, shmem_rank
-from .expert_parts import experts
+from .expert_parts import expert_tiles, experts
 from .host_parts import host
-from .kernel_parts import compiled, facts, gemm, lora, race, sampling, tma, vllm
+from .kernel_parts import compiled, compiled_tiles, facts, gemm, lora, race, sampling, tma, vllm
 from .quantised_parts import quantised
-from .roofline_parts import gpt_oss, memcheck, mixtral, qwen3, tiny_steps, zipf_adapters
+from .roofline_parts import dependent, gpt_oss, memcheck, mixtral, qwen3, tiny_steps, zipf_adapters
 from .run_log import Log
 
 RUNS: dict[str, dict[str, int]] = {
@@ -68,6 +69,7 @@ RUNS: dict[str, dict[str, int]] = {
         "memcheck": 90,
     },
     "check": {"build": 60, "tuning": 90, "tests": 130, "kernels": 180, "smoke": 75},
+    "tiles": {"compiled_tiles": 90, "expert_tiles": 60, "attention_tiles": 30},
     "roofline": {"qwen3": 130, "gpt_oss": 110, "mixtral": 90, "zipf_adapters": 140},
 }
 """Per run its parts in their order, and seconds for each."""
@@ -178,11 +180,14 @@ PARTS: dict[str, Callable[[Log], None]] = {
     for one in (
         facts,
         compiled,
+        compiled_tiles,
         tma,
         race,
         lora,
         host,
         experts,
+        expert_tiles,
+        attention_tiles,
         sampling,
         gemm,
         quantised,

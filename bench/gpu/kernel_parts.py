@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .run_log import Log, cuda_us, untimed
+from .run_log import Log, copied_per_s, cuda_us, untimed
 
 if TYPE_CHECKING:
     import torch
@@ -100,11 +100,9 @@ def facts(log: Log) -> None:
     versions = {"torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0]}
     log("facts", smi=smi, **versions, **tools, commit=environment(None)["git_commit"])
     _log_imports(log)
-    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    y = torch.empty_like(x)
-    log("facts", what="copy_TB_s", value=2 * x.numel() / cuda_us(lambda: y.copy_(x))[0] / 1e6)
-    z = x.view(torch.int32)
-    log("facts", what="read_TB_s", value=x.numel() / cuda_us(lambda: z.amax())[0] / 1e6)
+    log("facts", what="copy_TB_s", value={way: rate / 1e12 for way, rate in copied_per_s().items()})
+    z = torch.zeros(1 << 28, dtype=torch.int32, device="cuda")
+    log("facts", what="read_TB_s", value=z.nbytes / cuda_us(lambda: z.amax())[0] / 1e6)
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     log("facts", what="gemm_TFLOP_s", value=2 * 8192**3 / cuda_us(lambda: a @ a)[0] / 1e6)
     t = torch.zeros(8, device="cuda")
@@ -154,11 +152,30 @@ def triton_cache_counted() -> Iterator[Counter[str]]:
 
 def compiled(log: Log) -> None:
     """Compile ahead, a process a core, what `tma` to `experts` launch: they find it in Triton's cache."""
+    _compile(log, "compiled", kernels_timed)
+    with triton_cache_counted() as found:
+        whole_delta(by_tma=False)
+    log("compiled", what="triton_cache", **found)
+
+
+def compiled_tiles(log: Log) -> None:
+    """The same for `expert_tiles` and `attention_tiles`."""
+    from .engine_parts import attention_tiles
+    from .expert_parts import expert_tiles
+
+    def run(unread: Log) -> None:
+        expert_tiles(unread)
+        attention_tiles(unread)
+
+    _compile(log, "compiled_tiles", run)
+
+
+def _compile(log: Log, part: str, run: Callable[[Log], Any]) -> None:
     from moe_lora.kernels.triton.aot_check import leave_in_cache
 
     begin = time.time()
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
-        builds = builds_ahead(Log(Path(folder)))
+        builds = builds_ahead(Log(Path(folder)), run)
     failed: Counter[str] = Counter()
     gc.collect()  # workers are forks, see `aot_check.check`
     with ProcessPoolExecutor(os.cpu_count(), initializer=gc.disable) as pool:
@@ -166,29 +183,31 @@ def compiled(log: Log) -> None:
             if done.exception() is not None:
                 failed[f"{type(done.exception()).__name__}: {str(done.exception())[:200]}"] += 1
     seconds = round(time.time() - begin, 1)
-    log("compiled", builds=len(builds), seconds=seconds, failed=failed.most_common(5))
-    with triton_cache_counted() as found:
-        whole_delta(by_tma=False)
-    log("compiled", what="triton_cache", **found)
+    log(part, builds=len(builds), seconds=seconds, failed=failed.most_common(5))
 
 
-def builds_ahead(unread: Log) -> list[Any]:
-    """What the parts launch, by their own calls, of which nothing runs; without launches that begin early.
+def builds_ahead(unread: Log, run: Callable[[Log], Any]) -> list[Any]:
+    """What parts launch, by their own calls, of which nothing runs; without launches that begin early.
 
     unread: takes their records, which hold no times.
     """
     from moe_lora.kernels.triton.aot import launches_recorded
 
+    with launches_recorded() as builds, untimed():
+        run(unread)
+    return [build for build in builds if not build.meta.get("DEPENDENT")]
+
+
+def kernels_timed(log: Log) -> None:
+    """What `tma` to `experts` launch."""
     from .expert_parts import time_all
 
-    with launches_recorded() as builds, untimed():
-        for name, shape in shapes().items():
-            _time_site(unread, name, shape, 32)
-            for by_tma in (False, True):
-                with weights_come(by_tma):
-                    _delta_of(case(shape, 32), one_launch=False)
-        time_all(unread)
-    return [build for build in builds if not build.meta.get("DEPENDENT")]
+    for name, shape in shapes().items():
+        _time_site(log, name, shape, 32)
+        for by_tma in (False, True):
+            with weights_come(by_tma):
+                _delta_of(case(shape, 32), one_launch=False)
+    time_all(log)
 
 
 def whole_delta(by_tma: bool, one_launch: bool = False) -> dict[str, tuple[float, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .run_log import Log, cuda_us
+from .run_log import Log, copied_per_s, cuda_us
 
 FORMATS = (
     ("int8", 0, 1),
@@ -29,11 +29,8 @@ def quantised(log: Log, device: str = "cuda", layers: Any = None, rows: tuple[in
     """Error against the dequantised weights, then GB/s of values and scales, and TFLOP/s; copying's rate."""
     import torch
 
-    x = torch.empty(1 << 30 if device == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
-    y = torch.empty_like(x)
     if device == "cuda":
-        us, _ = cuda_us(lambda: y.copy_(x))
-        log("quantised", what="copy_TB_s", value=2 * x.numel() / us / 1e6)
+        log("quantised", what="copy_TB_s", value=copied_per_s()["best"] / 1e12)
     for name, layer in (layers or LAYERS).items():
         for form in FORMATS:
             try:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from moe_lora.engine.core import EngineCore
 
 Prompts = list[tuple[int, ...]]
+Kernels = dict[str, tuple[float, int]]
+"""By name the microseconds of a kernel's launches, and their number."""
 MEMORY_SHARE = 0.85
 """Of what is free, for weights, KV and adapters."""
 
@@ -230,10 +232,23 @@ def ask(core: EngineCore, prompts: Prompts, names: Sequence[str | None], max_tok
     return ids
 
 
+def answers(
+    core: EngineCore, prompts: Prompts, names: Sequence[str | None], num_tokens: int
+) -> list[list[int]]:
+    """Greedy tokens of each request."""
+    ids = ask(core, prompts, names, num_tokens)
+    found: dict[str, list[int]] = {request_id: [] for request_id in ids}
+    while core.has_work:
+        for gained in core.step():
+            found[gained.request_id] += gained.token_ids
+    return [found[request_id] for request_id in ids]
+
+
 def decode(
     core: EngineCore, prompts: Prompts, names: Sequence[str | None], num_steps: int
-) -> tuple[list[float], StepBytes]:
-    """Seconds of steps in which every request gains a token, and bytes of the one after them."""
+) -> tuple[list[float], StepBytes, Kernels]:
+    """Seconds of steps in which every request gains a token, bytes of the one after them, and what kernels
+    take of such a step (see `kernels_noted`)."""
     from bench.engine.ceiling import recorded_bytes, step_recorded
 
     ids = ask(core, prompts, names, num_steps + _MORE_TOKENS)
@@ -247,6 +262,8 @@ def decode(
         gained = core.step()
         seconds.append(time.perf_counter() - begin)
         assert len(gained) == len(prompts), "a request stayed out of a decode step"
+    with kernels_noted(core._runner._device.type) as kernels:
+        core.step()
     with step_recorded(core) as record, patch.object(core._runner, "_graphs", None):
         core.step()
     shape, dtype = core.shape_and_dtype
@@ -256,4 +273,25 @@ def decode(
         core.abort(request_id)
     num_bytes = recorded_bytes(core, record, shape, dtype.itemsize)
     seen = sum(min(n, window or n) for window in core._runner._model.spec.window for n in lengths)
-    return seconds, replace(num_bytes, kv=seen * 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize)
+    num_bytes = replace(num_bytes, kv=seen * 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize)
+    return seconds, num_bytes, kernels
+
+
+@contextmanager
+def kernels_noted(device: str) -> Iterator[Kernels]:
+    """Of what is launched within the context, the longest first.
+
+    Filled when the context is left; empty on a CPU.
+    """
+    import torch
+
+    found: Kernels = {}
+    if device != "cuda":
+        yield found
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        yield found
+        torch.cuda.synchronize()
+    averages = [one for one in trace.key_averages() if one.self_device_time_total > 0]
+    for one in sorted(averages, key=lambda one: -one.self_device_time_total):
+        found[one.key[:80]] = round(one.self_device_time_total, 1), one.count

@@ -11,15 +11,29 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from bench.harness.released_models import GPT_OSS_20B, MIXTRAL_8X7B, QWEN3_30B_A3B, in_bf16, tiny
 
-from .roofline_engine import QUICK, REAL, Prompts, Work, ask, decode, drawn, random_prompts, started
-from .run_log import Log, cuda_us
+from .roofline_engine import (
+    QUICK,
+    REAL,
+    Kernels,
+    Prompts,
+    Work,
+    answers,
+    ask,
+    decode,
+    drawn,
+    kernels_noted,
+    random_prompts,
+    started,
+)
+from .run_log import Log, copied_per_s, cuda_us
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +68,47 @@ def zipf_adapters(log: Log) -> None:
         _adapter_steps(log, "Qwen3-30B-A3B", QWEN3_30B_A3B, replace(REAL, max_layers=log.max_layers))
 
 
+def dependent(log: Log) -> None:
+    """Steps of layers of Qwen3-30B-A3B whose kernels begin while the ones before them end
+    (`configs.DEPENDENT`), and ordinary ones, with adapters and without.
+    """
+    work = replace(QUICK if log.quick else REAL, num_adapters=8)
+    work = replace(work, max_layers=log.max_layers or 12)
+    config = tiny(QWEN3_30B_A3B) if log.quick else QWEN3_30B_A3B
+    names = [f"a{i}" for i in range(work.num_adapters)]
+    tokens = []
+    for early in (False, True):
+        with _early(work.device, early), started(config, work, names) as core:
+            prompts = random_prompts(core, max(work.batches), work.context)
+            tokens.append(answers(core, prompts[:16], drawn(names, len(prompts[:16])), work.same_steps))
+            for batch in work.batches:
+                arms: dict[str, list[str | None]] = {"base": [None] * batch, "zipf": [*drawn(names, batch)]}
+                for arm, who in arms.items():
+                    seconds, _, kernels = decode(core, prompts[:batch], who, work.num_steps)
+                    about = {"early": early, "layers": work.max_layers, "batch": batch, "arm": arm}
+                    claims = _claims(work.device, step_ms=statistics.median(seconds) * 1e3)
+                    log("dependent", device=_device_name(work.device), **about, **claims)
+                    _log_kernels(log, kernels, **about, step="decode")
+    log("dependent", device=_device_name(work.device), same_tokens=tokens[0] == tokens[1])
+
+
+def _log_kernels(log: Log, kernels: Kernels, **about: Any) -> None:
+    if kernels:  # a CPU has none
+        log("kernels", **about, us_and_launches=kernels)
+
+
+@contextmanager
+def _early(device: str, early: bool) -> Iterator[None]:
+    """Within the context, as if the device's table said so."""
+    import torch
+
+    from moe_lora.kernels.triton import configs
+
+    table = replace(configs.table_of(torch.device(device)), dependent_launch=early)
+    with patch.object(configs, "table_of", lambda device: table):
+        yield
+
+
 def tiny_steps(log: Log) -> None:
     """A few steps of a tiny model with adapters, launched one by one."""
     work = replace(QUICK, device="cpu" if log.quick else "cuda")
@@ -69,7 +124,7 @@ def memcheck(log: Log) -> None:
     part = [sys.executable, "-m", "bench.gpu.first_run", str(log.folder), "tiny_steps", "--here"]
     # Each tensor its own allocation, so that what is read or written beside it is seen.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", *part]
+    command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9", *part]
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -90,8 +145,9 @@ def _steps(log: Log, model: str, config: dict[str, Any]) -> None:
         prompts = random_prompts(core, max(work.batches), work.context)
         _compare_bits(log, about, core, prompts[: work.batches[1]], work)
         for batch in work.batches:
-            seconds, num_bytes = decode(core, prompts[:batch], [None] * batch, work.num_steps)
+            seconds, num_bytes, kernels = decode(core, prompts[:batch], [None] * batch, work.num_steps)
             log("decode", **about, **_speed(work.device, seconds, num_bytes, rates, batch))
+            _log_kernels(log, kernels, **about, step="decode", batch=batch)
         _time_prefill(log, about, core, work, rates)
     Rates.measured(log, work.device)  # whether the device is as fast as it was
 
@@ -114,11 +170,12 @@ def _adapter_steps(log: Log, model: str, config: dict[str, Any], work: Work, *, 
         found: dict[str, list[float]] = {arm: [] for arm in arms}
         for _ in range(3):
             for arm, who in arms.items():
-                seconds, num_bytes = decode(core, prompts, who, work.num_steps)
+                seconds, num_bytes, kernels = decode(core, prompts, who, work.num_steps)
                 found[arm].append(statistics.median(seconds))
                 speed = _speed(work.device, seconds, num_bytes, rates, batch)
                 share = {"adapters": len({*who} - {None}), "adapter_share": num_bytes.adapter_share}
                 log("zipf_adapters", **about, arm=arm, **share, **speed)
+                _log_kernels(log, kernels, **about, step="decode", arm=arm, batch=batch)
         _compare_bits(log, about, core, prompts, work, arms["zipf"])
         for arm in ("zipf", "distinct"):
             ratios = [base / lora for base, lora in zip(found["base"], found[arm], strict=True)]
@@ -128,7 +185,8 @@ def _adapter_steps(log: Log, model: str, config: dict[str, Any], work: Work, *, 
 
 @dataclass(frozen=True)
 class Rates:
-    """copy: bytes per second, read and written.  gemm: flops per second of a large product in bf16."""
+    """copy: bytes per second, read and written, by the fastest way.  gemm: flops per second of a large
+    product in bf16.  Not measured on a CPU."""
 
     copy: float
     gemm: float
@@ -137,25 +195,16 @@ class Rates:
     def measured(cls, log: Log, device: str) -> Rates:
         import torch
 
-        num_bytes, width = (1 << 30, 8192) if device == "cuda" else (1 << 16, 64)
-        x = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        y = torch.empty_like(x)
-        a = torch.randn(width, width, device=device).to(torch.bfloat16)
-        copy_us, gemm_us = _call_us(device, lambda: y.copy_(x)), _call_us(device, lambda: a @ a)
-        rates = cls(2e6 * num_bytes / copy_us, 2e6 * width**3 / gemm_us)
-        claims = _claims(device, copy_TB_s=rates.copy / 1e12, gemm_TFLOP_s=rates.gemm / 1e12)
-        log("rates", device=_device_name(device), **claims)
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        if device != "cuda":
+            log("rates", device=_device_name(device))
+            return cls(1.0, 1.0)
+        copies = copied_per_s()
+        a = torch.randn(8192, 8192, device=device).to(torch.bfloat16)
+        rates = cls(copies["best"], 2e6 * 8192**3 / cuda_us(lambda: a @ a)[0])
+        by_way = {way: rate / 1e12 for way, rate in copies.items()}
+        log("rates", device=_device_name(device), copy_TB_s=by_way, gemm_TFLOP_s=rates.gemm / 1e12)
+        torch.cuda.empty_cache()
         return rates
-
-
-def _call_us(device: str, call: Callable[[], Any]) -> float:
-    if device == "cuda":
-        return cuda_us(call)[0]
-    begin = time.perf_counter()
-    call()
-    return (time.perf_counter() - begin) * 1e6
 
 
 def _device_name(device: str) -> str:
@@ -196,6 +245,11 @@ def _time_prefill(log: Log, about: dict[str, Any], core: EngineCore, work: Work,
         while core.has_work:
             core.step()
         times.append(time.perf_counter() - begin)
+    ask(core, prompts, [None] * len(prompts), 1)
+    with kernels_noted(work.device) as kernels:
+        while core.has_work:
+            core.step()
+    _log_kernels(log, kernels, **about, step="prefill")
     seconds = statistics.median(times[1:])
     flops = prefill_flops(
         core.shape_and_dtype[0], core._runner._model.spec.window, work.num_prompts, work.prompt_tokens

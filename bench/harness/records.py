@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 ALLOW_DIRTY = "MOE_LORA_BENCH_ALLOW_DIRTY"
 COMMIT = "MOE_LORA_COMMIT"
-"""Names the commit that a copy without a history was made of."""
+"""Names the commit that a copy was made of, which has no history, or one of its own."""
 
 Record = dict[str, Any]
 """{kind, config, result, env}, as `results.read_results` gives it."""
@@ -46,15 +46,16 @@ def environment(out: str | Path | None) -> dict[str, Any]:
     A record names a commit, so tracked files must be as committed; result files, which benches change
     themselves, don't count.  MOE_LORA_BENCH_ALLOW_DIRTY=1 lets a changed tree write outside of
     bench/results; the record says `git_dirty`.  Call it before measuring.  Exits with the reason otherwise.
-    Where git can't tell the commit, MOE_LORA_COMMIT does; whether the copy is as committed is not known then.
+    MOE_LORA_COMMIT says the commit of a copy with no history or another; whether it is as committed is not
+    known then.
     """
     env = this_environment() | git_state(ROOT, without=RESULTS)
-    if env["git_commit"] is None and (given := os.environ.get(COMMIT)):
+    if (given := os.environ.get(COMMIT)) and given != env["git_commit"]:
         if not re.fullmatch("[0-9a-f]{40}", given):
             raise SystemExit(
                 f"{COMMIT}={given!r} is no commit; give all 40 digits, as git rev-parse HEAD does"
             )
-        env["git_commit"] = given
+        env |= {"git_commit": given, "git_dirty": None}
     if out is not None and env["git_dirty"]:
         _refuse(Path(out))
     return env

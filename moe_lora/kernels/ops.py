@@ -264,6 +264,19 @@ def sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return torch.ops.moe_lora.sum_experts(y, weights)
 
 
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool) -> torch.Tensor:
+    from .triton import norm
+
+    return norm.norm(x, weight, eps, centred)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool) -> torch.Tensor:
+    """`reference.norm`: a compiler sees it as it is; without one it is a kernel of ours on a GPU."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return reference.norm(x, weight, eps, centred)
+    return torch.ops.moe_lora.norm(x, weight, eps, centred)
+
+
 def _quantised_linear(
     x: torch.Tensor,
     data: torch.Tensor,
@@ -358,6 +371,10 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "sum_experts(Tensor y, Tensor weights) -> Tensor": (
         _sum_experts,
         lambda y, weights: y.new_empty(weights.shape[0], y.shape[1]),
+    ),
+    "norm(Tensor x, Tensor weight, float eps, bool centred) -> Tensor": (
+        _norm,
+        lambda x, weight, eps, centred: torch.empty_like(x),
     ),
     "quantised_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, Tensor? ids, "
     "str form, int num_out) -> Tensor": (

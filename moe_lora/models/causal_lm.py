@@ -11,7 +11,7 @@ from torch import nn
 
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
-from moe_lora.kernels import ops, reference
+from moe_lora.kernels import ops
 from moe_lora.kernels.operands import Rotation
 
 from .quantised_weight import QuantisedWeight
@@ -254,7 +254,7 @@ class Norm(nn.Module):
         self.centred = (kind or spec.norm) == "layer"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return reference.norm(x, self.weight, self.eps, self.centred)
+        return ops.norm(x, self.weight, self.eps, self.centred)
 
 
 class Attention(nn.Module):

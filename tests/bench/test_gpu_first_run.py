@@ -93,11 +93,11 @@ def test_part_of_host_workers_runs_and_its_prompts_are_the_hosts(tmp_path, capsy
 
 
 def test_parts_are_functions_and_have_limits() -> None:
-    functions = set().union(*(first_run.RUNS[name] for name in ("first", "more", "roofline")))
+    functions = set().union(*(first_run.RUNS[name] for name in ("first", "more", "tiles", "roofline")))
     assert functions <= set(first_run.PARTS)
     assert set(first_run.RUNS["check"]) == set(first_run.COMMANDS)
     with_build = [sum(({"build": 60} | run).values()) for run in first_run.RUNS.values()]
-    assert with_build == [535, 535, 535, 530], "less than nine minutes each"
+    assert with_build == [535, 535, 535, 240, 530], "less than nine minutes each"
     for command in first_run.COMMANDS.values():
         module = command.split()[1] if command.startswith("-m") else "setup"
         assert importlib.util.find_spec(module) is not None
@@ -278,10 +278,11 @@ def test_library_of_nvshmem_is_linked_where_the_wheel_has_one_an_architecture(tm
 def test_parts_of_real_sizes_run_on_a_cpu_and_claim_nothing(tmp_path) -> None:
     """So that no misspelt name costs minutes of a GPU."""
     log = Log(tmp_path, quick=True)
-    for part in ("qwen3", "gpt_oss", "mixtral", "zipf_adapters"):
+    for part in ("qwen3", "gpt_oss", "mixtral", "zipf_adapters", "dependent"):
         first_run.PARTS[part](log)
     found = [json.loads(line) for line in (tmp_path / "truth.jsonl").read_text().splitlines()]
-    assert {one["part"] for one in found} == {"rates", "same_bits", "decode", "prefill", "zipf_adapters"}
+    parts = {"rates", "same_bits", "decode", "prefill", "zipf_adapters", "dependent"}
+    assert {one["part"] for one in found} == parts
     claims = ("_ms", "TB_s", "TFLOP_s", "of_", "_per_s")
     for one in found:
         assert one["device"] == "cpu"
@@ -346,11 +347,17 @@ def test_what_parts_launch_is_compiled_ahead(tmp_path, monkeypatch) -> None:
         expert_parts, "MODELS", {"qwen3": (4, 2, 64, 64, False), "gpt_oss": (4, 2, 64, 64, True)}
     )
     monkeypatch.setattr(expert_parts, "BATCHES", (1, 64))
-    builds = kernel_parts.builds_ahead(Log(tmp_path))
+    monkeypatch.setattr(expert_parts, "TRIALS", {1: ({"num_stages": 5},), 64: ({"num_stages": 7},)})
+
+    def run(log: Log) -> None:
+        kernel_parts.kernels_timed(log)
+        expert_parts.expert_tiles(log)
+
+    builds = kernel_parts.builds_ahead(Log(tmp_path), run)
     assert '"error"' not in (tmp_path / "truth.jsonl").read_text()
     assert {"wgmma_site", "wgmma_shrink", "wgmma_expand", "expert_linear"} <= {b.kernel for b in builds}
     assert {1, 2} <= {build.meta.get("X_DIVISOR") for build in builds}
-    assert {3, 6} <= {build.meta.get("STAGES") for build in builds}
+    assert {3, 5, 6, 7} <= {build.meta.get("STAGES") for build in builds}
     assert {True, False} <= {build.meta.get("TMA") for build in builds}
     assert not any(build.meta.get("DEPENDENT") for build in builds)
 

@@ -83,12 +83,15 @@ def test_a_tree_outside_of_git_is_not_refused(tree):
     assert environment(tree / "bench" / "results" / "old.jsonl")["git_commit"] is None
 
 
-def test_a_copy_without_a_history_records_the_commit_that_it_was_made_of(tree, monkeypatch):
-    own = environment(None)["git_commit"]
-    monkeypatch.setenv(COMMIT, "a" * 40)
-    assert environment(None)["git_commit"] == own, "where git can tell, it does"
-    subprocess.run(["rm", "-rf", str(tree / ".git")], check=True)
-    assert environment(None)["git_commit"] == "a" * 40
+def test_a_copy_records_the_commit_that_it_was_made_of(tree, monkeypatch):
+    _change(tree)
+    monkeypatch.setenv(COMMIT, environment(None)["git_commit"])
+    assert environment(None)["git_dirty"] is True, "that is this history's"
+    for _ in range(2):  # a history of its own, then none
+        monkeypatch.setenv(COMMIT, "a" * 40)
+        copied = environment(tree / "bench" / "results" / "old.jsonl")
+        assert (copied["git_commit"], copied["git_dirty"]) == ("a" * 40, None)
+        subprocess.run(["rm", "-rf", str(tree / ".git")], check=True)
     monkeypatch.setenv(COMMIT, "HEAD")
     with pytest.raises(SystemExit, match=r"MOE_LORA_COMMIT='HEAD' is no commit; give all 40 digits"):
         environment(None)

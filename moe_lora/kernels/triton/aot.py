@@ -106,7 +106,7 @@ def launches_recorded(dtype: str = "", label: str = "") -> Iterator[list[Build]]
 
 def table_builds() -> list[Build]:
     """Every kernel with every configuration of the tables, and the kernels that have none."""
-    from . import exchange, experts, quantised_linear, sampling, signals  # needs Triton
+    from . import exchange, experts, norm, quantised_linear, sampling, signals  # needs Triton
 
     with launches_recorded() as builds:
         for top_k, zeros in itertools.product((None, _TOP_K), (None, Zeros())):
@@ -116,7 +116,7 @@ def table_builds() -> list[Build]:
         signals.launch_wait(word, word)
         exchange.launch_all(word)
         sampling.draw(torch.empty(2, 151936), torch.empty(2, 3), torch.empty(2, 3, dtype=torch.int64))
-        for of_model, layers in itertools.product(configs.DTYPE_NAMES, (experts, quantised_linear)):
+        for of_model, layers in itertools.product(configs.DTYPE_NAMES, (experts, norm, quantised_linear)):
             layers.launch_all(of_model)
     for path in sorted(configs.CONFIG_DIR.glob("*.json")):
         table = configs.load_table(path.stem)

@@ -104,6 +104,69 @@ def _product(a, b, INTERPRETED: tl.constexpr):
     return tl.dot(a, b, input_precision="ieee")
 
 
+@triton.jit
+def _walk(
+    first,
+    last,
+    sums_so_far,
+    q_MD,
+    keys,
+    values,
+    table,
+    position,
+    end,
+    factor,
+    window,
+    page_stride,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Maximum, sum and products of a tile's rows after the keys from `first` up to `last`.
+
+    MASKED: a row does not see them all; one that does has the same bits either way, as what is rounded is the
+    same.  factor: of logits, in base 2.
+    """
+    top, total, acc_MD = sums_so_far
+    column = tl.arange(0, acc_MD.shape[1])
+    in_head = column < HEAD_DIM
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        key = start + tl.arange(0, BLOCK_N)
+        inside = key < end
+        page = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        at = page * page_stride + key % BLOCK_SIZE * HEAD_DIM
+        k_at, v_at = keys + at[None, :] + column[:, None], values + at[:, None] + column[None, :]
+        k_mask, v_mask = inside[None, :], inside[:, None]
+        if acc_MD.shape[1] != HEAD_DIM:
+            k_mask, v_mask = k_mask & in_head[:, None], v_mask & in_head[None, :]
+        if MASKED or acc_MD.shape[1] != HEAD_DIM:
+            k_DN = tl.load(k_at, mask=k_mask, other=0.0)
+        else:
+            k_DN = tl.load(k_at)
+        logits = _product(q_MD, k_DN, INTERPRETED)
+        if MASKED:
+            seen = inside[None, :] & (key[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            logits = tl.where(seen, logits, float("-inf"))
+        higher = tl.maximum(top, tl.max(logits, 1) * factor)
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        p_MN = tl.exp2(logits * factor - shift[:, None])  # one rounding or two, with a mask as without
+        fade = tl.exp2(top - shift)
+        total = total * fade + tl.sum(p_MN, 1)
+        if MASKED or acc_MD.shape[1] != HEAD_DIM:
+            v_ND = tl.load(v_at, mask=v_mask, other=0.0)
+        else:
+            v_ND = tl.load(v_at)
+        acc_MD = acc_MD * fade[:, None] + _product(p_MN.to(q_MD.dtype), v_ND, INTERPRETED)
+        top = higher
+    return top, total, acc_MD
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def attend(
     q,
@@ -194,28 +257,37 @@ def attend(
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc_MD = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for start in tl.range(first, end, BLOCK_N, num_stages=STAGES):
-        key = start + tl.arange(0, BLOCK_N)
-        inside = key < end
-        page = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        at = page * page_stride + key % BLOCK_SIZE * HEAD_DIM
-        k_mask, v_mask = inside[None, :], inside[:, None]
-        if HEAD_DIM != BLOCK_D:
-            k_mask, v_mask = k_mask & in_head[:, None], v_mask & in_head[None, :]
-        k_DN = tl.load(keys + at[None, :] + column[:, None], mask=k_mask, other=0.0)
-        logits = _product(q_MD, k_DN, INTERPRETED) * (scale * _LOG2_E)
-        seen = inside[None, :] & (key[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            seen = seen & (key[None, :] > position[:, None] - window)
-        logits = tl.where(seen, logits, float("-inf"))
-        higher = tl.maximum(top, tl.max(logits, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        p_MN = tl.exp2(logits - shift[:, None])
-        fade = tl.exp2(top - shift)
-        total = total * fade + tl.sum(p_MN, 1)
-        v_ND = tl.load(values + at[:, None] + column[None, :], mask=v_mask, other=0.0)
-        acc_MD = acc_MD * fade[:, None] + _product(p_MN.to(q_MD.dtype), v_ND, INTERPRETED)
-        top = higher
+    sums_so_far = (top, total, acc_MD)
+    about = (q_MD, keys, values, table, position, end, scale * _LOG2_E, window, page_stride)
+    seen_by_all = first
+    if not (SINGLE or HAS_WINDOW):  # keys that each row of the tile sees
+        seen_by_all = tl.maximum((seq_len - num_rows + tile_row + 1) // BLOCK_N * BLOCK_N, first)
+        sums_so_far = _walk(
+            first,
+            seen_by_all,
+            sums_so_far,
+            *about,
+            False,
+            False,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            INTERPRETED,
+            BLOCK_N,
+            STAGES,
+        )
+    top, total, acc_MD = _walk(
+        seen_by_all,
+        end,
+        sums_so_far,
+        *about,
+        True,
+        HAS_WINDOW,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        INTERPRETED,
+        BLOCK_N,
+        STAGES,
+    )
 
     if parted:
         place = tile.to(tl.int64) * (KV_HEADS * GROUP) + head

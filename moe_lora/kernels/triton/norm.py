@@ -1,0 +1,68 @@
+"""Triton kernel of norms over whole rows, where no compiler sees them: of prompts, and the last one.
+
+A row is read once and written once, where the reference's operations move it some twenty times.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import configs
+from .entries import rounded
+
+
+@triton.jit
+def norm_rows(
+    x,
+    weight,
+    y,
+    eps,
+    WIDTH: tl.constexpr,
+    CENTRED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """y[row] = `reference.norm` of x[row].  A program per row.  x, y: [R, WIDTH].  weight: [WIDTH]."""
+    row = tl.program_id(0).to(tl.int64) * WIDTH
+    n = tl.arange(0, BLOCK)
+    inside = n < WIDTH
+    value = tl.load(x + row + n, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        value = tl.where(inside, value - tl.sum(value, axis=0) / WIDTH, 0.0)
+    value = value * tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    value = value * tl.load(weight + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row + n, rounded(value, y.dtype.element_ty, INTERPRETED), mask=inside)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool) -> torch.Tensor:
+    """As `reference.norm`.  x: [R, H], bf16, fp16 or fp32.  weight: [H].
+
+    A row's bits don't depend on the others.  Raises ValueError for operands that don't fit.
+    """
+    if x.dim() != 2 or weight.shape != x.shape[1:] or x.dtype not in configs.DTYPE_NAMES:
+        raise ValueError(
+            f"x is {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)}; rows of bfloat16, float16 or "
+            "float32 and a weight for each column are needed"
+        )
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if len(x):
+        width = x.shape[1]
+        configs.start(
+            norm_rows,
+            len(x),
+            *(x.contiguous(), weight.contiguous(), y, float(eps)),
+            WIDTH=width,
+            CENTRED=centred,
+            INTERPRETED=configs.interpreted(),
+            BLOCK=1 << (width - 1).bit_length(),
+            num_warps=4 if width <= 4096 else 8,
+        )
+    return y
+
+
+def launch_all(dtype: torch.dtype) -> None:
+    """Launch every kind, on empty tensors: for `aot` to record."""
+    for width, centred in ((2048, False), (2880, False), (6144, True)):
+        norm(torch.empty(2, width, dtype=dtype), torch.empty(width, dtype=dtype), 1e-6, centred)
