@@ -32,18 +32,30 @@ SHRINK, EXPAND = "wgmma_shrink", "wgmma_expand"
 _TMA = {"tma": True, "programs_per_sm": 2}
 TRIALS: tuple[tuple[str, dict[str, Any]], ...] = (
     (SHRINK, {}),
+    *(
+        (SHRINK, {"block_k": 64, "num_stages": stages, "programs_per_sm": per_sm})
+        for stages in (3, 4, 6)
+        for per_sm in (3, 4, 6)
+    ),
+    (SHRINK, {"programs_per_sm": 4, "num_stages": 3}),
+    (SHRINK, {"block_k": 256, "num_stages": 3, "programs_per_sm": 2}),
     (EXPAND, {}),
-    (SHRINK, {"split_k": 1}),
-    (SHRINK, {"part_k": 512}),
-    (SHRINK, {"programs_per_sm": 1, "num_stages": 6}),
-    (SHRINK, {"block_k": 64, "num_stages": 6}),
-    (SHRINK, {**_TMA, "num_stages": 4}),
-    (EXPAND, {"blocks_per_item": 2}),
-    (EXPAND, {"blocks_per_item": 8}),
-    (EXPAND, {"block_c": 64, "programs_per_sm": 4}),
-    (EXPAND, {**_TMA, "num_stages": 4}),
+    *(
+        (EXPAND, {"blocks_per_item": 8, "num_stages": stages, "programs_per_sm": per_sm})
+        for stages in (2, 3, 4)
+        for per_sm in (3, 4, 6)
+    ),
+    (EXPAND, {"blocks_per_item": 8, "block_c": 64, "programs_per_sm": 6}),
+    (EXPAND, {"blocks_per_item": 16, "block_c": 64, "programs_per_sm": 4}),
+    (EXPAND, {"blocks_per_item": 16}),
 )
 """Changes to the default configuration, to see what each parameter is worth."""
+SITE_TRIALS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = tuple(
+    ({"block_k": 64, "num_stages": stages, "programs_per_sm": per_sm}, {"programs_per_sm": per_sm, **expand})
+    for stages, per_sm in ((3, 4), (4, 4), (4, 6), (6, 3))
+    for expand in ({"blocks_per_item": 4}, {"blocks_per_item": 8}, {"blocks_per_item": 8, "num_stages": 2})
+)
+"""The same of both halves of a site in one launch."""
 
 
 def case(shape: Any, lora_rank: int, rows: int = 64, adapters: int = 64) -> Any:
@@ -325,6 +337,13 @@ def _time_site(log: Log, name: str, shape: Any, lora_rank: int) -> None:
         log(
             "lora", **about, kernel="site", one_launch=one_launch, us=us / len(copies), how=how, GB_s=gb_per_s
         )
+    for changes in SITE_TRIALS:
+        with ExitStack() as stack:
+            for kernel, change in zip((SHRINK, EXPAND), changes, strict=True):
+                stack.enter_context(configs.override(kernel, {**default(kernel), **change}))
+            us, how = cuda_us(lambda: whole_sites(True), 7)
+        gb_per_s = work(c.spec).bytes["delta"] * len(copies) / us / 1e3
+        log("lora", **about, kernel="site", change=changes, us=us / len(copies), how=how, GB_s=gb_per_s)
     for kernel, change in TRIALS:
         trial = {**about, "kernel": kernel, "change": change}
         try:

@@ -40,7 +40,7 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
         "tma": (False, True),
         "num_stages": (3, 4, 6),
         "num_warps": (4,),
-        "programs_per_sm": (1, 2, 3, 4),
+        "programs_per_sm": (1, 2, 3, 4, 6),
     },
     "wgmma_expand": {
         "block_t": (16, 32, 64),
@@ -49,7 +49,7 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
         "tma": (False, True),
         "num_stages": (2, 3, 4),
         "num_warps": (4,),
-        "programs_per_sm": (1, 2, 4),
+        "programs_per_sm": (1, 2, 3, 4, 6),
     },
     "vector_shrink": {
         "block_r": (4, 8, 16),

@@ -29,7 +29,8 @@ ROW_MAX_TOKENS = 8
 """Up to as many tokens, if they have no more rows than there are experts, each row is a tile of its own."""
 ONE_LAUNCH_MAX_ROWS = 1024
 """Up to as many rows, choosing and ordering are one launch, whose programs are one warp each."""
-_SORT_BLOCK, _COLUMN_BLOCK, _BLOCK_K, _BLOCK_SORTED = 1024, 1024, 64, 16
+_COLUMN_BLOCK, _BLOCK_K, _BLOCK_SORTED = 1024, 64, 16
+_SORT_BLOCK, _MANY_ROWS, _SORT_BLOCK_OF_MANY = 1024, 8192, 8192
 
 
 class Gate(NamedTuple):
@@ -58,16 +59,21 @@ def tile_config(dtype: torch.dtype, width: int, block_t: int, gated: bool) -> Ti
         return TileConfig(min(block_t, 32), 32, 32, 8, 2, 4, 2)
     if width % _BLOCK_K:  # loads need masks, and perhaps go element by element, which takes registers
         return TileConfig(min(block_t, 32), 64, 32, 8, 2, 4, 2)
+    if block_t == 16 and gated:
+        return TileConfig(16, 64, _BLOCK_K, 8, 5, 4, 2)
     if block_t < 128:
         per_sm = 3 if block_t == 16 else 2
         return TileConfig(block_t, 64 if gated else 128, _BLOCK_K, 8, 4, 4, per_sm)
-    return TileConfig(128, 128, _BLOCK_K, 8, 3, 8, 1)
+    return TileConfig(128, 128 if gated else 256, _BLOCK_K, 8, 4, 8, 1)
 
 
 def row_config(dtype: torch.dtype, width: int, gated: bool) -> TileConfig:
-    """Where each row is a tile of its own: narrow blocks, since there are few rows to fill the device."""
+    """Where each row is a tile of its own: narrow blocks, since there are few rows to fill the device, and
+    more of them on the way."""
     config = tile_config(dtype, width, 16, gated)
-    return config._replace(block_n=min(64, config.block_n), group=64)
+    if config.block_k == _BLOCK_K:
+        config = config._replace(block_n=64, num_stages=6, num_warps=8, programs_per_sm=2)
+    return config._replace(group=64)
 
 
 def rows_of_tiles(num_rows: int, num_experts: int) -> int:
@@ -176,7 +182,8 @@ def order(ids: torch.Tensor, num_experts: int, first: int = 0) -> torch.Tensor:
     if num_experts and not by_rows(ids, num_experts):
         kernel = configs.kernels("expert_kernels").order_rows
         operands = (ids.contiguous(), found, ids.numel(), first, num_experts)
-        configs.start(kernel, num_experts + 1, *operands, BLOCK=_SORT_BLOCK, num_warps=8)
+        block = _SORT_BLOCK if ids.numel() <= _MANY_ROWS else _SORT_BLOCK_OF_MANY
+        configs.start(kernel, num_experts + 1, *operands, BLOCK=block, num_warps=8)
     return found
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from . import configs
 
 ONE_BITS = tl.constexpr(0x3F800000)
-_BLOCK, _GROUPS, _PARTS = 4096, 256, 16
+_BLOCK, _GROUPS, _PARTS = 8192, 256, 16
 
 
 @triton.jit
