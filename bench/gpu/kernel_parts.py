@@ -58,6 +58,10 @@ SITE_TRIALS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = tuple(
 """The same of both halves of a site in one launch."""
 
 
+VLLM_CASES = {"32 adapters, rank": 25, "1 row, 1 adapter": 12}
+"""Parts of cases' titles, and seconds after which no case begins."""
+
+
 def case(shape: Any, lora_rank: int, rows: int = 64, adapters: int = 64) -> Any:
     """Rows of a decode step over adapters of one rank at a site of that shape."""
     import torch
@@ -369,15 +373,16 @@ def _time_expand(shrunk: list[Any], outs: Any, expand: Callable[[Any, Any], None
 
 
 def vllm(log: Log) -> None:
-    """`bench_lora_kernels` at experts' sites beside vLLM's kernel, where the tree brings that."""
+    """`bench_lora_kernels` of decode steps beside vLLM's kernel, where the tree brings that."""
     from bench.kernels import vllm_peer
 
     if not vllm_peer.SOURCE.exists():
         log("vllm", source=None)
         return
-    words = ["--device", "cuda", "--budget-s", "40", "--case", "decode qwen3"]
-    words += ["--peer-module", vllm_peer.__file__, "--out", str(log.folder / "lora_vllm.jsonl")]
-    subprocess.run([sys.executable, "-m", "bench.kernels.bench_lora_kernels", *words], check=True)
+    for number, (cases, budget_s) in enumerate(VLLM_CASES.items()):
+        words = ["--device", "cuda", "--budget-s", str(budget_s), "--case", cases]
+        words += ["--peer-module", vllm_peer.__file__, "--out", str(log.folder / f"lora_vllm_{number}.jsonl")]
+        subprocess.run([sys.executable, "-m", "bench.kernels.bench_lora_kernels", *words], check=True)
 
 
 def sampling(log: Log) -> None:

@@ -31,6 +31,7 @@ class Passes:
         self._device, self.timed_by = device, "wall time" if device.type == "cpu" else "cuda events"
         self._before = None if before is None else _pass_over(before, num_copies)
         self._pass = _pass_over(call, num_copies)
+        self._kept = self._before, self._pass  # what a captured pass reads is theirs
         self(1)
         if device.type == "cuda" and graph:
             self._capture()

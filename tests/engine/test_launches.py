@@ -27,7 +27,7 @@ FOR_LORA = dict.fromkeys(("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx"), 4
 """Launches of a layer by which a step with adapters exceeds one without; at most 6 are wanted."""
 OF_BASE = {"llama": 2, "mixtral": 5, "qwen3_moe": 5, "gpt_oss": 5, "dbrx": 5}
 """The package's other launches of a layer.  What the compiler makes of torch's operations comes to it."""
-OF_THE_COMPILER = {"sum_experts"}
+OF_THE_COMPILER = {"norm_rows", "sum_experts"}
 """Of steps that are not compiled: in those that are, the compiler has them in the kernels that it makes."""
 ONCE_A_STEP = {"zeros"}
 """Counters of all layers, for the launches of LoRA and for the others."""

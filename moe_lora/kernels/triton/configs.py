@@ -356,7 +356,7 @@ def when_it_begins(kernel: Any, early: bool) -> dict[str, bool]:
 
 
 def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
-    """Launch `programs` programs of a Triton kernel on the device of its first operand, a tensor.
+    """Launch `programs` programs of a Triton kernel on the device that its tensors lie on.
 
     meta holds its constants and compile options.
     """
@@ -366,7 +366,10 @@ def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
         meta = {name: value for name, value in meta.items() if name not in ("num_warps", "num_stages")}
         kernel[(programs,)](*operands, **meta, **when_it_begins(kernel, False))
         return
-    device = operands[0].device
+    tensors = (one for one in operands if isinstance(one, torch.Tensor))
+    device = next(
+        (one.device for one in tensors if one.is_cuda), operands[0].device
+    )  # the host's may be pinned
     meta |= when_it_begins(kernel, table_of(device).dependent_launch)
     with torch.cuda.device(device):
         # Descriptors made on the device need memory of their own; torch's allocator follows graph capture.

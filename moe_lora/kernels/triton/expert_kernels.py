@@ -351,7 +351,8 @@ def expert_linear(
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         y_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         if expert < num_experts:
-            # Past the last row of the weight or the tile there is another one: loads need no mask.
+            # Past the last row of the weight or the tile there is another one: loads need no mask.  In a
+            # small tile most rows are missing, and it would be row 0 for all programs.
             first = (expert.to(tl.int64) * out_width).to(tl.int64) * width
             w_rows = weight + first + tl.minimum(n, columns - 1)[:, None].to(tl.int64) * width
             x_rows = x + (row // ROWS_PER_INPUT)[:, None].to(tl.int64) * width
@@ -359,7 +360,7 @@ def expert_linear(
             for k0 in tl.range(0, width, BLOCK_K, num_stages=STAGES):
                 k = k0 + tl.arange(0, BLOCK_K)[None, :]
                 if EVEN:
-                    x_TK = tl.load(x_rows + k)
+                    x_TK = tl.load(x_rows + k) if BLOCK_T > 64 else tl.load(x_rows + k, inside[:, None], 0.0)
                     w_NK = tl.load(w_rows + k)
                 else:
                     x_TK = tl.load(x_rows + k, mask=k < width, other=0.0)

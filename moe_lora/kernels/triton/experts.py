@@ -29,7 +29,7 @@ ROW_MAX_TOKENS = 8
 """Up to as many tokens, if they have no more rows than there are experts, each row is a tile of its own."""
 ONE_LAUNCH_MAX_ROWS = 1024
 """Up to as many rows, choosing and ordering are one launch, whose programs are one warp each."""
-_COLUMN_BLOCK, _BLOCK_K, _BLOCK_SORTED = 1024, 64, 16
+_COLUMN_BLOCK, _BLOCK_K, _BLOCK_SORTED, _BLOCK_OTHER = 1024, 64, 8, 256
 _SORT_BLOCK, _MANY_ROWS, _SORT_BLOCK_OF_MANY = 1024, 8192, 8192
 
 
@@ -137,7 +137,7 @@ def choose_and_order(
         INTERPRETED=configs.interpreted(),
         BLOCK=256,
         BLOCK_SORTED=_BLOCK_SORTED,
-        BLOCK_OTHER=64,
+        BLOCK_OTHER=_BLOCK_OTHER,
         **constants,
         num_warps=1,
     )

@@ -74,7 +74,6 @@ def shrink_item(
     rank = rank_of(tables, first_entry + module, min_rank, max_rank)
     first = first_with_same_a(tables, first_entry, module, MODULES)
     if (r0 < rank) & (first == module):
-        # Where the tile has no row, row 0 is read and its h not stored.
         row = tl.load(rows + position, mask=inside, other=0) // X_DIVISOR
         x_rows = x + row[:, None].to(tl.int64) * x_stride
         a = matrix(tables.arena, tables.a_offset, first_entry + module, x.dtype.element_ty)
@@ -86,12 +85,11 @@ def shrink_item(
         for step in tl.range(0, steps, num_stages=STAGES):
             k0 = (split * steps + step) * BLOCK_K
             k = k0 + tl.arange(0, BLOCK_K)[None, :]
-            mask_RK = (r < rank)[:, None]
-            if EVEN:
-                x_TK = tl.load(x_rows + k)
-            else:
-                x_TK = tl.load(x_rows + k, mask=k < width, other=0.0)
-                mask_RK = mask_RK & (k < width)
+            # Most tiles of decode have one row. Read for the missing ones, row 0 would be read by all.
+            mask_RK, mask_TK = (r < rank)[:, None], inside[:, None]
+            if not EVEN:
+                mask_RK, mask_TK = mask_RK & (k < width), mask_TK & (k < width)
+            x_TK = tl.load(x_rows + k, mask=mask_TK, other=0.0)
             if TMA:
                 a_RK = a_tiles.load([r0, k0])
             else:
