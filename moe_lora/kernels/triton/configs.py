@@ -4,7 +4,7 @@ A table is a JSON file `configs/<gpu name>.json`. Its entries are keyed by kerne
 of the site. What fixes the order in which a row is accumulated (the algorithm, and `ORDER_FIXING`)
 must not depend on the phase, as a decode row has a prefill chunk beside it in one step and none in the next:
 a table that breaks this is refused. Only tiles of tokens, stages and grids may differ by phase.
-`state` of an entry says whether it was `tuned` on that GPU or is a `default` that nobody has measured.
+`state` of an entry says whether it was `tuned` on that GPU or is a `default`.
 """
 
 from __future__ import annotations
