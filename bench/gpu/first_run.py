@@ -12,8 +12,8 @@ part started ends with it), and appends JSON lines to truth.jsonl as it goes; af
 are in one archive in FOLDER.  Parts are ordered by what they decide.  The exit status is 1 if one failed.
 Nothing is installed but the C++ libraries, built in place: by `check` anew, by other runs first where they
 are missing.  What the working tree carries is used: wheels in .cache/wheels, compiled kernels in
-.cache/triton-cache.  --quick tries the parts of `roofline` on tiny models, on any machine; --layers has them
-start their models with fewer layers.  --limit-s is a limit for each part instead of its own.
+.cache/triton-cache.  --quick tries the parts of `roofline`, and `dependent`, on tiny models, on any machine;
+--layers has them start models of fewer layers.  --limit-s is a limit for each part instead of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .engine_parts import attention, attention_tiles, engine, h2d
 from .exchange_parts import shmem1, shmem2, shmem_rank
 from .expert_parts import expert_tiles, experts
 from .host_parts import host
-from .kernel_parts import compiled, compiled_tiles, facts, gemm, lora, race, sampling, tma, vllm
+from .kernel_parts import compiled, compiled_tiles, facts, gemm, lora, lora_tiles, race, sampling, tma, vllm
 from .quantised_parts import quantised
 from .roofline_parts import dependent, gpt_oss, memcheck, mixtral, qwen3, tiny_steps, zipf_adapters
 from .run_log import Log
@@ -69,7 +69,7 @@ RUNS: dict[str, dict[str, int]] = {
         "memcheck": 90,
     },
     "check": {"build": 60, "tuning": 90, "tests": 130, "kernels": 180, "smoke": 75},
-    "tiles": {"compiled_tiles": 90, "expert_tiles": 60, "attention_tiles": 30},
+    "tiles": {"compiled_tiles": 120, "lora_tiles": 60, "expert_tiles": 60, "attention_tiles": 30},
     "roofline": {"qwen3": 130, "gpt_oss": 110, "mixtral": 90, "zipf_adapters": 140},
 }
 """Per run its parts in their order, and seconds for each."""
@@ -184,6 +184,7 @@ PARTS: dict[str, Callable[[Log], None]] = {
         tma,
         race,
         lora,
+        lora_tiles,
         host,
         experts,
         expert_tiles,
@@ -219,6 +220,13 @@ def with_build(limits_s: dict[str, int], package: Path) -> dict[str, int]:
     return {"build": RUNS["check"]["build"], **limits_s}
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
 def main() -> int:
     known = {part: limit_s for run in RUNS.values() for part, limit_s in run.items()}
     parser = argparse.ArgumentParser(
@@ -228,15 +236,15 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=["first"], metavar="NAME", help="a run, or parts")
     parser.add_argument("--here", action="store_true", help="run one part in this process")
     parser.add_argument("--quick", action="store_true", help="parts of `roofline` on tiny models, anywhere")
-    parser.add_argument("--layers", type=int, help="parts of `roofline` with at most so many")
-    parser.add_argument("--limit-s", type=int, help="seconds for each part, instead of its own limit")
+    parser.add_argument("--layers", type=_positive, help="models of at most so many")
+    parser.add_argument("--limit-s", type=_positive, help="seconds for each part, instead of its own limit")
     options = parser.parse_args()
     names = options.names
     if unknown := sorted(set(names) - {*known, *PARTS, *RUNS}):
         parser.error(f"unknown: {unknown}; runs are {[*RUNS]}, parts {[*known]}")
     words = ["--quick"] * options.quick + (["--layers", str(options.layers)] if options.layers else [])
-    if words and (others := sorted(set(names) - {"roofline", *RUNS["roofline"]})):
-        parser.error(f"{words[0]} is for the run `roofline` and its parts, not for {others}")
+    if words and (others := sorted(set(names) - {"roofline", *RUNS["roofline"], "dependent"})):
+        parser.error(f"{words[0]} is for the parts of `roofline` and for `dependent`, not for {others}")
     if options.here:
         PARTS[names[0]](Log(options.folder, quick=options.quick, max_layers=options.layers))
         return 0

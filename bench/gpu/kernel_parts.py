@@ -11,9 +11,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,11 +175,12 @@ def compiled(log: Log) -> None:
 
 
 def compiled_tiles(log: Log) -> None:
-    """The same for `expert_tiles` and `attention_tiles`."""
+    """The same for the other parts of `tiles`."""
     from .engine_parts import attention_tiles
     from .expert_parts import expert_tiles
 
     def run(unread: Log) -> None:
+        lora_tiles(unread)
         expert_tiles(unread)
         attention_tiles(unread)
 
@@ -219,7 +220,11 @@ def kernels_timed(log: Log) -> None:
     from .expert_parts import time_all
 
     for name, shape in shapes().items():
-        _time_site(log, name, shape, 32)
+        site = _Site(name, shape, 32)
+        for one_launch in (False, True):
+            site.time_whole(log, "lora", one_launch=one_launch)
+        for kernel in (SHRINK, EXPAND):
+            site.time_half(log, "lora", kernel)
         for by_tma in (False, True):
             with weights_come(by_tma):
                 _delta_of(case(shape, 32), one_launch=False)
@@ -252,16 +257,9 @@ def _delta_of(c: Any, one_launch: bool) -> torch.Tensor:
     return out
 
 
-@contextmanager
-def weights_come(by_tma: bool) -> Iterator[None]:
+def weights_come(by_tma: bool) -> AbstractContextManager[None]:
     """Within the context shrink and expand take weights by TMA, or by pointer."""
-    from moe_lora.kernels.triton import configs
-
-    with ExitStack() as stack:
-        for kernel in (SHRINK, EXPAND):
-            change = _TMA if by_tma else {}
-            stack.enter_context(configs.override(kernel, {**default(kernel), **change}))
-        yield
+    return _launched(dict.fromkeys((SHRINK, EXPAND), _TMA if by_tma else {}))
 
 
 def tma(log: Log) -> None:
@@ -304,72 +302,100 @@ def race(log: Log) -> None:
 
 
 def lora(log: Log) -> None:
-    """GB/s of shrink and of expand, launches included as in a captured step, for each trial."""
+    """GB/s of shrink, of expand and of whole sites, launches included as in a captured step."""
     import torch
 
     for lora_rank in (32, 16, 64):
         for name, shape in shapes().items():
-            _time_site(log, name, shape, lora_rank)
+            site = _Site(name, shape, lora_rank)
+            us, _ = cuda_us(lambda: segments_of(site.case.operands(0)).tiles(16))  # noqa: B023
+            log("lora", **site.about, kernel="segments", us=us)
+            for one_launch in (False, True):
+                site.time_whole(log, "lora", one_launch=one_launch)
+            for kernel in (SHRINK, EXPAND):
+                site.time_half(log, "lora", kernel)
             torch.cuda.empty_cache()
 
 
-def _time_site(log: Log, name: str, shape: Any, lora_rank: int) -> None:
-    from bench.kernels.lora_kernel_cases import work
+def lora_tiles(log: Log) -> None:
+    """What each change to a launch of LoRA is worth."""
+    import torch
+
+    for lora_rank in (32, 64):
+        for name, shape in shapes().items():
+            site = _Site(name, shape, lora_rank)
+            for shrink, expand in SITE_TRIALS:
+                with _launched({SHRINK: shrink, EXPAND: expand}):
+                    site.time_whole(log, "lora_tiles", one_launch=True, change=(shrink, expand))
+            for kernel, change in TRIALS:
+                try:
+                    with _launched({kernel: change}):
+                        site.time_half(log, "lora_tiles", kernel, change=change)
+                except Exception as error:  # a trial that can't be compiled is a result
+                    log("lora_tiles", **site.about, kernel=kernel, change=change, error=str(error)[:200])
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def _launched(changes: Mapping[str, dict[str, Any]]) -> Iterator[None]:
+    """Within the context kernels are launched with these changes to the default."""
     from moe_lora.kernels.triton import configs
-    from moe_lora.kernels.triton.segments import Zeros
-    from moe_lora.kernels.triton.triton_lora import lora_expand, lora_shrink
 
-    c = case(shape, lora_rank)
-    segments = segments_of(c.operands(0))
-    copies = range(c.num_copies)
-    about: dict[str, Any] = {"site": name, "rank": lora_rank}
-
-    given: dict[str, Any] = {"decode": True, "segments": segments, "max_lora_rank": lora_rank}
-
-    def shrink_all() -> list[Any]:
-        return [lora_shrink(c.operands(i), **given) for i in copies]
-
-    def whole_sites(one_launch: bool) -> None:
-        zeros = Zeros() if one_launch else None
-        for i in copies:
-            lora_expand(lora_shrink(c.operands(i), **given, zeros=zeros), c.y[i])
-
-    log("lora", **about, kernel="segments", us=cuda_us(lambda: segments_of(c.operands(0)).tiles(16))[0])
-    for one_launch in (False, True):
-        us, how = cuda_us(lambda one=one_launch: whole_sites(one), 7)  # type: ignore[misc]
-        gb_per_s = work(c.spec).bytes["delta"] * len(copies) / us / 1e3
-        log(
-            "lora", **about, kernel="site", one_launch=one_launch, us=us / len(copies), how=how, GB_s=gb_per_s
-        )
-    for changes in SITE_TRIALS:
-        with ExitStack() as stack:
-            for kernel, change in zip((SHRINK, EXPAND), changes, strict=True):
-                stack.enter_context(configs.override(kernel, {**default(kernel), **change}))
-            us, how = cuda_us(lambda: whole_sites(True), 7)
-        gb_per_s = work(c.spec).bytes["delta"] * len(copies) / us / 1e3
-        log("lora", **about, kernel="site", change=changes, us=us / len(copies), how=how, GB_s=gb_per_s)
-    for kernel, change in TRIALS:
-        trial = {**about, "kernel": kernel, "change": change}
-        try:
-            with configs.override(kernel, {**default(kernel), **change}):
-                us, how = (
-                    _time_expand(shrink_all(), c.y, lora_expand)
-                    if kernel == EXPAND
-                    else cuda_us(shrink_all, 7)
-                )
-            phase = "expand" if kernel == EXPAND else "shrink"
-            gb_per_s = work(c.spec).bytes[phase] * len(copies) / us / 1e3
-            log("lora", **trial, us=us / len(copies), how=how, GB_s=gb_per_s)
-        except Exception as error:  # a trial that can't be compiled is a result
-            log("lora", **trial, error=str(error)[:200])
+    with ExitStack() as stack:
+        for kernel, change in changes.items():
+            stack.enter_context(configs.override(kernel, {**default(kernel), **change}))
+        yield
 
 
-def _time_expand(shrunk: list[Any], outs: Any, expand: Callable[[Any, Any], None]) -> tuple[float, str]:
-    def expand_all() -> None:
-        for i, one in enumerate(shrunk):
-            expand(one, outs[i])
+class _Site:
+    """A decode step's rows at a site, in as many copies as no cache holds."""
 
-    return cuda_us(expand_all, 7)
+    def __init__(self, name: str, shape: Any, lora_rank: int) -> None:
+        self.case = case(shape, lora_rank)
+        self.about: dict[str, Any] = {"site": name, "rank": lora_rank}
+        segments = segments_of(self.case.operands(0))
+        self._given = {"decode": True, "segments": segments, "max_lora_rank": lora_rank}
+
+    def time_whole(self, log: Log, part: str, *, one_launch: bool, **about: Any) -> None:
+        """Both halves, as one launch or two."""
+        from moe_lora.kernels.triton.segments import Zeros
+        from moe_lora.kernels.triton.triton_lora import lora_expand
+
+        def run() -> None:
+            zeros = Zeros() if one_launch else None
+            for i in range(self.case.num_copies):
+                lora_expand(self._shrink(i, zeros), self.case.y[i])
+
+        self._log(log, part, "delta", run, kernel="site", one_launch=one_launch, **about)
+
+    def time_half(self, log: Log, part: str, kernel: str, **about: Any) -> None:
+        """Shrink or expand alone."""
+        from moe_lora.kernels.triton.triton_lora import lora_expand
+
+        def shrink() -> list[Any]:
+            return [self._shrink(i, None) for i in range(self.case.num_copies)]
+
+        shrunk = shrink()
+
+        def expand() -> None:
+            for i, one in enumerate(shrunk):
+                lora_expand(one, self.case.y[i])
+
+        phase, run = ("expand", expand) if kernel == EXPAND else ("shrink", shrink)
+        self._log(log, part, phase, run, kernel=kernel, **about)
+
+    def _shrink(self, copy: int, zeros: Any) -> Any:
+        from moe_lora.kernels.triton.triton_lora import lora_shrink
+
+        return lora_shrink(self.case.operands(copy), **self._given, zeros=zeros)
+
+    def _log(self, log: Log, part: str, phase: str, run: Callable[[], Any], **about: Any) -> None:
+        from bench.kernels.lora_kernel_cases import work
+
+        us, how = cuda_us(run, 7)
+        copies = self.case.num_copies
+        gb_per_s = work(self.case.spec).bytes[phase] * copies / us / 1e3
+        log(part, **self.about, **about, us=us / copies, how=how, GB_s=gb_per_s)
 
 
 def vllm(log: Log) -> None:

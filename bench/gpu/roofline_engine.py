@@ -292,6 +292,6 @@ def kernels_noted(device: str) -> Iterator[Kernels]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         yield found
         torch.cuda.synchronize()
-    averages = [one for one in trace.key_averages() if one.self_device_time_total > 0]
-    for one in sorted(averages, key=lambda one: -one.self_device_time_total):
-        found[one.key[:80]] = round(one.self_device_time_total, 1), one.count
+    for one in sorted(trace.key_averages(), key=lambda one: -one.self_device_time_total):
+        if one.self_device_time_total > 0:
+            found[one.key] = round(one.self_device_time_total, 1), one.count

@@ -70,26 +70,28 @@ def zipf_adapters(log: Log) -> None:
 
 def dependent(log: Log) -> None:
     """Steps of layers of Qwen3-30B-A3B whose kernels begin while the ones before them end
-    (`configs.DEPENDENT`), and ordinary ones, with adapters and without.
+    (`configs.DEPENDENT`), and ordinary ones, without adapters and with.
     """
-    work = replace(QUICK if log.quick else REAL, num_adapters=8)
-    work = replace(work, max_layers=log.max_layers or 12)
+    work = replace(QUICK if log.quick else REAL, num_adapters=8, max_layers=log.max_layers or 12)
+    work = replace(work, batches=work.batches[:: len(work.batches) - 1])
     config = tiny(QWEN3_30B_A3B) if log.quick else QWEN3_30B_A3B
     names = [f"a{i}" for i in range(work.num_adapters)]
     tokens = []
     for early in (False, True):
         with _early(work.device, early), started(config, work, names) as core:
+            about: dict[str, Any] = {"device": _device_name(work.device), "early": early}
+            about["layers"] = core.shape_and_dtype[0].num_layers
             prompts = random_prompts(core, max(work.batches), work.context)
             tokens.append(answers(core, prompts[:16], drawn(names, len(prompts[:16])), work.same_steps))
+            if early:
+                log("dependent", **about, same_tokens=tokens[0] == tokens[1])
             for batch in work.batches:
                 arms: dict[str, list[str | None]] = {"base": [None] * batch, "zipf": [*drawn(names, batch)]}
                 for arm, who in arms.items():
                     seconds, _, kernels = decode(core, prompts[:batch], who, work.num_steps)
-                    about = {"early": early, "layers": work.max_layers, "batch": batch, "arm": arm}
                     claims = _claims(work.device, step_ms=statistics.median(seconds) * 1e3)
-                    log("dependent", device=_device_name(work.device), **about, **claims)
-                    _log_kernels(log, kernels, **about, step="decode")
-    log("dependent", device=_device_name(work.device), same_tokens=tokens[0] == tokens[1])
+                    log("dependent", **about, batch=batch, arm=arm, **claims)
+                    _log_kernels(log, kernels, **about, batch=batch, arm=arm, step="decode")
 
 
 def _log_kernels(log: Log, kernels: Kernels, **about: Any) -> None:
@@ -124,6 +126,7 @@ def memcheck(log: Log) -> None:
     part = [sys.executable, "-m", "bench.gpu.first_run", str(log.folder), "tiny_steps", "--here"]
     # Each tensor its own allocation, so that what is read or written beside it is seen.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    # Errors that calls return are none of memory: a capture is given up where nothing may be allocated.
     command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9", *part]
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from moe_lora.report.results import append_result, git_state
+from moe_lora.report.results import append_result, git_state, is_commit
 from moe_lora.report.results import environment as this_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,13 +47,18 @@ def environment(out: str | Path | None) -> dict[str, Any]:
     themselves, don't count.  MOE_LORA_BENCH_ALLOW_DIRTY=1 lets a changed tree write outside of
     bench/results; the record says `git_dirty`.  Call it before measuring.  Exits with the reason otherwise.
     MOE_LORA_COMMIT says the commit of a copy with no history or another; whether it is as committed is not
-    known then.
+    known then.  Exits if this history has that commit, but as another one than today's.
     """
     env = this_environment() | git_state(ROOT, without=RESULTS)
     if (given := os.environ.get(COMMIT)) and given != env["git_commit"]:
         if not re.fullmatch("[0-9a-f]{40}", given):
             raise SystemExit(
                 f"{COMMIT}={given!r} is no commit; give all 40 digits, as git rev-parse HEAD does"
+            )
+        if is_commit(ROOT, given):
+            raise SystemExit(
+                f"{COMMIT}={given} is a commit of this repository, which is at {env['git_commit']}; leave it "
+                "unset here: it is for copies"
             )
         env |= {"git_commit": given, "git_dirty": None}
     if out is not None and env["git_dirty"]:

@@ -184,6 +184,11 @@ def git_state(folder: Path, *, without: Path | None = None) -> dict[str, Any]:
     return {"git_commit": commit, "git_dirty": None if changes is None else bool(changes)}
 
 
+def is_commit(folder: Path, name: str) -> bool:
+    """Whether the folder's repository, if any, has this commit."""
+    return _git(folder, "cat-file", "-e", f"{name}^{{commit}}") is not None
+
+
 def _git(folder: Path, *arguments: str) -> str | None:
     command = ["git", "-C", str(folder), *arguments]
     try:

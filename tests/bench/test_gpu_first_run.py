@@ -97,7 +97,7 @@ def test_parts_are_functions_and_have_limits() -> None:
     assert functions <= set(first_run.PARTS)
     assert set(first_run.RUNS["check"]) == set(first_run.COMMANDS)
     with_build = [sum(({"build": 60} | run).values()) for run in first_run.RUNS.values()]
-    assert with_build == [535, 535, 535, 240, 530], "less than nine minutes each"
+    assert with_build == [535, 535, 535, 330, 530], "less than nine minutes each"
     for command in first_run.COMMANDS.values():
         module = command.split()[1] if command.startswith("-m") else "setup"
         assert importlib.util.find_spec(module) is not None
@@ -348,9 +348,11 @@ def test_what_parts_launch_is_compiled_ahead(tmp_path, monkeypatch) -> None:
     )
     monkeypatch.setattr(expert_parts, "BATCHES", (1, 64))
     monkeypatch.setattr(expert_parts, "TRIALS", {1: ({"num_stages": 5},), 64: ({"num_stages": 7},)})
+    monkeypatch.setattr(kernel_parts, "SITE_TRIALS", kernel_parts.SITE_TRIALS[:1])
 
     def run(log: Log) -> None:
         kernel_parts.kernels_timed(log)
+        kernel_parts.lora_tiles(log)
         expert_parts.expert_tiles(log)
 
     builds = kernel_parts.builds_ahead(Log(tmp_path), run)
@@ -367,6 +369,14 @@ def test_quick_is_for_what_can_be_tried_anywhere(tmp_path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "not for ['facts']" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--layers", "--limit-s"])
+def test_numbers_below_one_are_refused(tmp_path, option) -> None:
+    command = [sys.executable, "-m", "bench.gpu.first_run", str(tmp_path), "qwen3", option, "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"argument {option}: must be at least 1" in done.stderr
 
 
 def test_unknown_parts_are_refused(tmp_path) -> None:

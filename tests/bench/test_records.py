@@ -97,6 +97,18 @@ def test_a_copy_records_the_commit_that_it_was_made_of(tree, monkeypatch):
         environment(None)
 
 
+def test_a_commit_of_an_earlier_day_is_not_taken_for_a_copys(tree, monkeypatch):
+    earlier = environment(None)["git_commit"]
+    _change(tree)
+    named = ("-c", "user.name=n", "-c", "user.email=e@x")
+    subprocess.run(["git", "-C", str(tree), *named, "commit", "-qam", "later"], check=True)
+    monkeypatch.setenv(COMMIT, earlier)
+    with pytest.raises(
+        SystemExit, match=r"is a commit of this repository, which is at \w{40}; leave it unset"
+    ):
+        environment(None)
+
+
 def test_recorder_keeps_what_it_writes(tree, tmp_path):
     record = Recorder(tmp_path / "new.jsonl", kind="simulated", device="here")
     record({"case": 1}, {"seconds": 2.0})

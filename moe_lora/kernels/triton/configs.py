@@ -325,10 +325,14 @@ def table_of(device: torch.device) -> ConfigTable:
     return load_table(FALLBACK if device.type == "cpu" else _device_facts(device)[0])
 
 
+def programs_at_once(device: torch.device, per_sm: int) -> int:
+    """What the device holds, of a kernel of which so many programs fit an SM."""
+    return per_sm * (_INTERPRETED_SMS if device.type == "cpu" else _device_facts(device)[1])
+
+
 def num_programs(device: torch.device, config: Config, max_items: int) -> int:
     """Programs of a persistent grid: what the device holds at once, or fewer if there is less work."""
-    sms = _INTERPRETED_SMS if device.type == "cpu" else _device_facts(device)[1]
-    return max(1, min(sms * config["programs_per_sm"], max_items))
+    return max(1, min(programs_at_once(device, config["programs_per_sm"]), max_items))
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
@@ -366,10 +370,9 @@ def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
         meta = {name: value for name, value in meta.items() if name not in ("num_warps", "num_stages")}
         kernel[(programs,)](*operands, **meta, **when_it_begins(kernel, False))
         return
+    # The first may lie in page-locked memory of the host.
     tensors = (one for one in operands if isinstance(one, torch.Tensor))
-    device = next(
-        (one.device for one in tensors if one.is_cuda), operands[0].device
-    )  # the host's may be pinned
+    device = next((one.device for one in tensors if one.is_cuda), operands[0].device)
     meta |= when_it_begins(kernel, table_of(device).dependent_launch)
     with torch.cuda.device(device):
         # Descriptors made on the device need memory of their own; torch's allocator follows graph capture.

@@ -7,8 +7,8 @@ Operands are swapped as in `wgmma_shrink`: wgmma's 64 rows are rows of a weight 
 same steps of the same instruction: the bits of a row don't depend on what else is in the batch.
 
 Loads go by pointer: x is gathered as it is read, and a tile's end is a number, not a descriptor.  Bytes in
-flight: 4.3 TB/s at about 0.8 us of latency asks for 26 KB per SM; 3 programs per SM keep 3 of 4 stages of 128
-rows of weights by 64 on the way, 144 KB.  An H200 reads 3.5 to 4.2 TB/s so from 4 tokens on.
+flight: 4.2 TB/s at about 0.8 us of latency asks for 26 KB per SM; 3 programs per SM keep 3 of 4 stages of 128
+rows of weights by 64 on the way, 144 KB.  An H200 read 3.4 to 4.2 TB/s so for 4 to 64 tokens.
 """
 
 from __future__ import annotations
@@ -351,8 +351,8 @@ def expert_linear(
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         y_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         if expert < num_experts:
-            # Past the last row of the weight or the tile there is another one: loads need no mask.  In a
-            # small tile most rows are missing, and it would be row 0 for all programs.
+            # Past the last row of the weight or the tile another one is read, without a mask.  But in a small
+            # tile, which most rows are missing of, that would be row 0 for all programs.
             first = (expert.to(tl.int64) * out_width).to(tl.int64) * width
             w_rows = weight + first + tl.minimum(n, columns - 1)[:, None].to(tl.int64) * width
             x_rows = x + (row // ROWS_PER_INPUT)[:, None].to(tl.int64) * width

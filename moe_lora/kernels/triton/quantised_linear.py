@@ -7,14 +7,14 @@ One kernel serves every format of `kernels.quantised` whose inputs stay as they 
 round(scale * q) in the dtype of x (`weight_tile`) and meets a tile of x on tensor cores.  So the weights are
 bit for bit those of `quantised.dequantise`; what differs from a product with these is the order of its fp32
 sums.  That order is fixed by H, the format and the dtype.  That tensor cores add a tile of 16 rows as one of
-64, so that a row has the same bits in any batch, the tests show on a GPU.
+64, so that a row has the same bits in any batch, the tests marked `gpu` look at.
 Experts' rows are sorted (`segments`); nothing waits for the device.
 
 Two values of 4 bits that share a byte are 32 inputs apart: lower and upper halves are tiles of their own,
 each with its columns of x, and nothing is interleaved.  A step takes inputs of one group, whose scales are
 then a vector; groups of another size than multiples of 32 (8 bits: 16) have a scale loaded for each value.
 With few tiles the S parts are programs of their own, else one program's: the same sums in the same order.
-On an H200, beside other work, it was no faster than bf16.
+On an H200, beside other work, layers of few rows took 0.85 to 1.3 of the time of torch's in bf16.
 """
 
 from __future__ import annotations

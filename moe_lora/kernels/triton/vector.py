@@ -5,8 +5,8 @@ Legend: R rows, H input width, C output columns, S parts of H summed apart, M mo
 
 A work item reads a few rank rows (shrink) or a block of columns (expand) of one matrix with 16-byte loads.
 Small programs keep bytes in flight: 4 programs per SM (110 registers a thread allow 4) with four stages of an
-8 x 512 two-byte tile have 3 x 8 KB each on the way, 96 KB per SM, where 4.3 TB/s at 0.8 us of latency asks
-for 26 KB.  An H200 reads 1.0 to 2.8 TB/s so where each row has a matrix of its own.
+8 x 512 two-byte tile have 3 x 8 KB each on the way, 96 KB per SM, where 4.2 TB/s at 0.8 us of latency asks
+for 26 KB.  An H200 reads 1.1 to 2.6 TB/s so for 64 rows, each with a matrix of its own.
 
 The layout in which threads hold a tile decides in which order its products are added, and the compiler may
 choose another for an x or y that is less aligned: neither their addresses nor their strides are specialized.

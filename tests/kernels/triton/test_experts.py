@@ -434,3 +434,37 @@ def test_sum_over_experts_is_in_their_order_to_a_compiler_too(device, top_k, dty
     if interpreted():  # where a product and a sum are rounded apart
         assert torch.equal(total, experts.weighted_sum(y, weights))
     assert_near(total, (y.view(5, top_k, 37).double() * weights[..., None]).sum(1), dtype)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "columns", "stages"),
+    [
+        (1, 2048, 768, 6),
+        (4, 2048, 768, 4),  # 384 items of short rows: a second wave of 264 programs
+        (1, 768, 2048, 6),
+        (4, 768, 2048, 4),
+        (4, 2880, 2880, 6),
+    ],
+)
+def test_few_rows_have_more_on_the_way_where_they_fill_the_device_or_are_wide(tokens, width, columns, stages):
+    """As an H200 had them fastest, of 132 SMs."""
+    top_k, found = 8, []
+    x, weight = (
+        torch.empty(tokens, width, dtype=torch.bfloat16),
+        torch.empty(64, columns, width, dtype=torch.bfloat16),
+    )
+    ids = torch.zeros(tokens, top_k, dtype=torch.int32)
+
+    def note(kernel, programs, *operands, **meta):
+        found.append((programs, meta["STAGES"], meta["num_warps"]))
+
+    with patch.object(configs, "start", note), patch.object(configs, "_INTERPRETED_SMS", 132):
+        experts.linear(x, weight, None, ids, experts.order(ids, 64))
+    items = tokens * top_k * -(-columns // 64)
+    assert found == [(min(items, 132 * (2 if stages == 6 else 3)), stages, 8 if stages == 6 else 4)]
+
+
+def test_rows_that_tensor_cores_do_not_take_whole_keep_their_launch():
+    for dtype, width in ((torch.float32, 2048), (torch.bfloat16, 1001)):
+        usual = experts.tile_config(dtype, width, 16, False)._replace(group=64)
+        assert {experts.row_config(dtype, width, False, one) for one in (False, True)} == {usual}
