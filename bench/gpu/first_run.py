@@ -40,7 +40,8 @@ from .engine_parts import attention, attention_tiles, engine, h2d
 from .exchange_parts import shmem1, shmem2, shmem_rank
 from .expert_parts import expert_tiles, experts
 from .host_parts import host
-from .kernel_parts import compiled, compiled_tiles, facts, gemm, lora, lora_tiles, race, sampling, tma, vllm
+from .kernel_parts import compiled, compiled_tiles, facts, gemm, sampling
+from .lora_parts import lora, lora_tiles, race, tma, vllm
 from .quantised_parts import quantised
 from .roofline_parts import dependent, gpt_oss, memcheck, mixtral, qwen3, tiny_steps, zipf_adapters
 from .run_log import Log

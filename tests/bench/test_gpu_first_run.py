@@ -245,7 +245,7 @@ def test_parts_of_kernels_need_nothing_that_is_carried() -> None:
     """So that they run where a tree came without wheels: `sampling` and engines do not."""
     pytest.importorskip("triton")
     of_engines = ("bench.engine", "bench.harness.random_model", "moe_lora.engine", "moe_lora.core.request")
-    names = ("kernel_parts", "expert_parts", "quantised_parts", "exchange_parts")
+    names = ("kernel_parts", "lora_parts", "expert_parts", "quantised_parts", "exchange_parts")
     modules = {
         node.module or ""
         for name in names
@@ -320,7 +320,7 @@ def test_what_parts_launch_is_compiled_ahead(tmp_path, monkeypatch) -> None:
     pytest.importorskip("triton")
     import torch
 
-    from bench.gpu import expert_parts, kernel_parts
+    from bench.gpu import expert_parts, kernel_parts, lora_parts
     from bench.kernels.lora_kernel_cases import Case
     from bench.kernels.lora_kernel_plan import TINY as SHAPES
     from bench.kernels.lora_kernel_plan import CaseSpec
@@ -340,19 +340,19 @@ def test_what_parts_launch_is_compiled_ahead(tmp_path, monkeypatch) -> None:
         return Case(spec, torch.device("cpu"), 0)
 
     monkeypatch.setattr(configs, "interpreted", lambda: True)  # so that tensors of a CPU are taken
-    monkeypatch.setattr(kernel_parts, "case", small_case)
-    monkeypatch.setattr(kernel_parts, "shapes", lambda: {"gate_up": SHAPES[0], "o": SHAPES[2]})
+    monkeypatch.setattr(lora_parts, "case", small_case)
+    monkeypatch.setattr(lora_parts, "shapes", lambda: {"gate_up": SHAPES[0], "o": SHAPES[2]})
     monkeypatch.setattr(expert_parts, "DEVICE", "cpu")
     monkeypatch.setattr(
         expert_parts, "MODELS", {"qwen3": (4, 2, 64, 64, False), "gpt_oss": (4, 2, 64, 64, True)}
     )
     monkeypatch.setattr(expert_parts, "BATCHES", (1, 64))
     monkeypatch.setattr(expert_parts, "TRIALS", {1: ({"num_stages": 5},), 64: ({"num_stages": 7},)})
-    monkeypatch.setattr(kernel_parts, "SITE_TRIALS", kernel_parts.SITE_TRIALS[:1])
+    monkeypatch.setattr(lora_parts, "SITE_TRIALS", lora_parts.SITE_TRIALS[:1])
 
     def run(log: Log) -> None:
         kernel_parts.kernels_timed(log)
-        kernel_parts.lora_tiles(log)
+        lora_parts.lora_tiles(log)
         expert_parts.expert_tiles(log)
 
     builds = kernel_parts.builds_ahead(Log(tmp_path), run)

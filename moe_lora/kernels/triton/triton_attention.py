@@ -13,9 +13,9 @@ Grids come from lengths on the host (`operands.StepBounds`): nothing waits for t
 
 Bytes bound decode: K and V of a token are 2 * M * D * itemsize in each layer, 2 KB for Qwen3-30B-A3B (M 4, D
 128, bf16), so 64 sequences of 1024 tokens are 134 MB a layer and 6.4 GB a step of 48 layers, 1.5 ms at 4.2
-TB/s; sums of parts add 6 % where a group has 8 heads, written and read.  An H200 takes 38 us a layer, and 9
-for joining, at 930 tokens each; a sequence alone takes 7.3 and 2.  A layer is three launches in decode, of which joining
-falls away where no sequence has two parts.
+TB/s; sums of parts add 6 % where a group has 8 heads, written and read.  At 930 tokens each an H200 takes 38
+us a layer, and 9 for joining; a sequence alone takes 7.3 and 2.  A layer is three launches in decode, of
+which joining falls away where no sequence has two parts.
 """
 
 from __future__ import annotations
