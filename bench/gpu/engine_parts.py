@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .run_log import Log, copied_per_s, cuda_us
+from .run_log import Log, copied_per_s, cuda_us, tried
 
 if TYPE_CHECKING:
     import torch
@@ -197,11 +197,9 @@ def attention_tiles(log: Log) -> None:
             one = attention_case(num_seqs, rows, context, num, num_kv, head_dim, window, "cuda")
             for change in trials:
                 about = {"rows": num_seqs * rows, "heads": (num, num_kv, head_dim), "change": change}
-                try:
+                with tried(log, "attention_tiles", **about):
                     us, how = cuda_us(partial(_changed, one, single, change))
                     log("attention_tiles", **about, us=us, how=how)
-                except Exception as error:  # a trial that can't be launched is a result
-                    log("attention_tiles", **about, error=str(error)[:200])
 
 
 def _changed(one: AttentionOperands, single: bool, change: dict[str, int]) -> None:

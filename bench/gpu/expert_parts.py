@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .run_log import Log, cuda_us
+from .run_log import Log, cuda_us, tried
 
 DEVICE = "cuda"
 MODELS = {
@@ -206,26 +206,22 @@ def _try_tiles(log: Log, name: str, layer: _Layer, tokens: int, trials: tuple[di
     from moe_lora.kernels.triton import experts as kernels
 
     batches = [_Batch(layer, tokens) for _ in range(4 if tokens <= 16 else 1)]
-    usual = kernels.tile_config, kernels.row_config
     for call in ("gate_up", "down"):
         right = batches[0].calls[call]()
         for change in ({}, *trials):
-
-            def tile(*given: Any, change: dict[str, int] = change) -> Any:
-                return usual[0](*given)._replace(**change)
-
-            def row(*given: Any, change: dict[str, int] = change) -> Any:
-                return usual[1](*given)._replace(**change)
 
             def run(call: str = call) -> None:
                 for batch in batches:
                     batch.calls[call]()
 
             about: dict[str, Any] = {"model": name, "tokens": tokens, "call": call, "change": change}
-            try:
-                with patch.object(kernels, "tile_config", tile), patch.object(kernels, "row_config", row):
-                    us, how = cuda_us(run, 10)
-                    same = bool(torch.equal(batches[0].calls[call](), right))
+            tile, row = _changed(kernels.tile_config, change), _changed(kernels.row_config, change)
+            patched = patch.multiple(kernels, tile_config=tile, row_config=row)
+            with tried(log, "expert_tiles", **about), patched:
+                us, how = cuda_us(run, 10)
+                same = bool(torch.equal(batches[0].calls[call](), right))
                 log("expert_tiles", **about, us=us / len(batches), how=how, same_bits=same)
-            except Exception as error:  # a trial that can't be launched is a result
-                log("expert_tiles", **about, error=str(error)[:200])
+
+
+def _changed(config: Callable[..., Any], change: dict[str, int]) -> Callable[..., Any]:
+    return lambda *given: config(*given)._replace(**change)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .run_log import Log, cuda_us
+from .run_log import Log, cuda_us, tried
 
 if TYPE_CHECKING:
     import torch
@@ -162,24 +162,14 @@ def lora(log: Log) -> None:
 
     for lora_rank in (32, 16, 64):
         for name, shape in shapes().items():
-            site = Site(name, shape, lora_rank)
-            us, _ = cuda_us(lambda: segments_of(site.case.operands(0)).tiles(16))  # noqa: B023
-            log("lora", **site.about, kernel="segments", us=us)
-            for one_launch in (False, True):
-                site.time_whole(log, "lora", one_launch=one_launch)
-            for kernel in (SHRINK, EXPAND):
-                site.time_half(log, "lora", kernel)
+            Site(name, shape, lora_rank).time(log)
             torch.cuda.empty_cache()
 
 
 def sites_launched(log: Log) -> None:
     """Each kind of launch of `tma`, `race` and `lora`."""
     for name, shape in shapes().items():
-        site = Site(name, shape, 32)
-        for one_launch in (False, True):
-            site.time_whole(log, "lora", one_launch=one_launch)
-        for kernel in (SHRINK, EXPAND):
-            site.time_half(log, "lora", kernel)
+        Site(name, shape, 32).time(log)
         for by_tma in (False, True):
             with weights_come(by_tma):
                 delta_of(case(shape, 32), one_launch=False)
@@ -193,14 +183,18 @@ def lora_tiles(log: Log) -> None:
         for name, shape in shapes().items():
             site = Site(name, shape, lora_rank)
             for shrink, expand in SITE_TRIALS:
-                with _launched({SHRINK: shrink, EXPAND: expand}):
-                    site.time_whole(log, "lora_tiles", one_launch=True, change=(shrink, expand))
+                both = {"change": (shrink, expand)}
+                with (
+                    tried(log, "lora_tiles", **site.about, kernel="site", **both),
+                    _launched({SHRINK: shrink, EXPAND: expand}),
+                ):
+                    site.time_whole(log, "lora_tiles", one_launch=True, **both)
             for kernel, change in TRIALS:
-                try:
-                    with _launched({kernel: change}):
-                        site.time_half(log, "lora_tiles", kernel, change=change)
-                except Exception as error:  # a trial that can't be compiled is a result
-                    log("lora_tiles", **site.about, kernel=kernel, change=change, error=str(error)[:200])
+                with (
+                    tried(log, "lora_tiles", **site.about, kernel=kernel, change=change),
+                    _launched({kernel: change}),
+                ):
+                    site.time_half(log, "lora_tiles", kernel, change=change)
             torch.cuda.empty_cache()
 
 
@@ -224,6 +218,15 @@ class Site:
         segments = segments_of(self.case.operands(0))
         self._given = {"decode": True, "segments": segments, "max_lora_rank": lora_rank}
 
+    def time(self, log: Log) -> None:
+        """Sorting of its rows, both halves together, and each."""
+        us, _ = cuda_us(lambda: segments_of(self.case.operands(0)).tiles(16))
+        log("lora", **self.about, kernel="segments", us=us)
+        for one_launch in (False, True):
+            self.time_whole(log, "lora", one_launch=one_launch)
+        for kernel in (SHRINK, EXPAND):
+            self.time_half(log, "lora", kernel)
+
     def time_whole(self, log: Log, part: str, *, one_launch: bool, **about: Any) -> None:
         """Both halves, as one launch or two."""
         from moe_lora.kernels.triton.segments import Zeros
@@ -243,14 +246,16 @@ class Site:
         def shrink() -> list[Any]:
             return [self._shrink(i, None) for i in range(self.case.num_copies)]
 
+        if kernel == SHRINK:
+            self._log(log, part, "shrink", shrink, kernel=kernel, **about)
+            return
         shrunk = shrink()
 
         def expand() -> None:
             for i, one in enumerate(shrunk):
                 lora_expand(one, self.case.y[i])
 
-        phase, run = ("expand", expand) if kernel == EXPAND else ("shrink", shrink)
-        self._log(log, part, phase, run, kernel=kernel, **about)
+        self._log(log, part, "expand", expand, kernel=kernel, **about)
 
     def _shrink(self, copy: int, zeros: Any) -> Any:
         from moe_lora.kernels.triton.triton_lora import lora_shrink

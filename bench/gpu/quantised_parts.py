@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .run_log import Log, copied_per_s, cuda_us
+from .run_log import Log, copied_per_s, cuda_us, tried
 
 FORMATS = (
     ("int8", 0, 1),
@@ -33,10 +33,8 @@ def quantised(log: Log, device: str = "cuda", layers: Any = None, rows: tuple[in
         log("quantised", what="copy_TB_s", value=copied_per_s()["best"] / 1e12)
     for name, layer in (layers or LAYERS).items():
         for form in FORMATS:
-            try:
+            with tried(log, "quantised", layer=name, format=form):
                 _format(log, name, layer, form, device, rows)
-            except Exception as error:  # what can't be compiled is a result
-                log("quantised", layer=name, format=form, error=str(error)[:200])
         if device == "cuda" and not layer[0]:
             _plain(log, name, layer, rows)
             torch.cuda.empty_cache()

@@ -29,6 +29,15 @@ class Log:
             file.write(line + "\n")
 
 
+@contextmanager
+def tried(log: Log, part: str, **about: Any) -> Iterator[None]:
+    """A launch that may not compile, or not fit the device: that is a result, logged in place of its own."""
+    try:
+        yield
+    except Exception as error:
+        log(part, **about, error=str(error)[:200])
+
+
 _TIMED = ContextVar("_TIMED", default=True)
 
 
