@@ -178,9 +178,22 @@ def _check_folders(path: Path, shape: ModelShape) -> bool:
                 click.echo(f"{folder.name}: warning: {warning}")
             click.echo(
                 f"{folder.name}: ok: rank {packed.max_lora_rank}, {packed.nbytes:,} bytes, "
-                f"targets {' '.join(packed.targets)}, sha256 {packed.content_hash[:12]}"
+                f"targets {' '.join(packed.targets)}, sha256 {packed.content_hash[:12]}; "
+                f"{_backends(packed.max_lora_rank)}"
             )
     return failed
+
+
+def _backends(lora_rank: int) -> str:
+    """Whether each type of device computes the rank."""
+    from moe_lora.core.shape import RANK_LIMITS
+
+    said = []
+    for device, limit in RANK_LIMITS.items():
+        limited = "any rank" if limit is None else f"ranks up to {limit}"
+        refused = limit is not None and lora_rank > limit
+        said.append(f"{device}: {limited}{' (refuses this adapter)' if refused else ''}")
+    return ", ".join(said)
 
 
 def _list_registry(registry: Path, model_dir: Path | None) -> None:

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moe_lora.core.shape import MAX_LORA_RANK
+from moe_lora.core.shape import MAX_CUDA_LORA_RANK
 from moe_lora.kernels.triton.configs import (
     ORDER_FIXING,
     PHASES,
@@ -194,7 +194,7 @@ def rank_classes(seconds: Mapping[int, Mapping[str, float]]) -> list[tuple[int, 
         if by_name and min(by_name.values()) < math.inf
     }
     classes: list[tuple[int, int, str]] = []
-    ends = [0, *list(fastest)[:-1], MAX_LORA_RANK]
+    ends = [0, *list(fastest)[:-1], MAX_CUDA_LORA_RANK]
     for (low, high), name in zip(pairwise(ends) if fastest else (), fastest.values(), strict=True):
         if classes and classes[-1][2] == name:
             low = classes.pop()[0] - 1

@@ -18,12 +18,21 @@ from .packed import PackedAdapter
 logger = logging.getLogger(__name__)
 
 
+def check_rank(lora_rank: int, limit: int | None, called: str) -> None:
+    """Raises AdapterError for a rank above the limit.  limit: None: any rank.  called: begins the message."""
+    if limit is not None and lora_rank > limit:
+        raise AdapterError(
+            f"{called}its rank {lora_rank} is above {limit}, the largest that this server computes; train it "
+            "with a lower rank, or reduce it by SVD"
+        )
+
+
 class AdapterContents:
     """Reads adapters, from their folders or from a store of contents that were read before.
 
     store: where contents are kept; None: nowhere.  owned: whether contents go from there when nothing is
-    served of them any more.  root: the folder that all that is read must lie in.  Used by the engine's thread
-    and by one that reads files.
+    served of them any more.  root: the folder that all that is read must lie in.  max_lora_rank: see
+    `check_rank`.  Used by the engine's thread and by one that reads files.
     """
 
     def __init__(
@@ -34,7 +43,9 @@ class AdapterContents:
         *,
         owned: bool = True,
         root: str | None = None,
+        max_lora_rank: int | None = None,
     ) -> None:
+        self.max_lora_rank = max_lora_rank
         self.store = store
         self._root = root
         self._shape = shape
@@ -60,6 +71,7 @@ class AdapterContents:
         called = f"adapter {name!r}: "
         try:
             packed = read_adapter(path, self._shape, self._dtype, name, called=called, root=self._root)
+            check_rank(packed.max_lora_rank, self.max_lora_rank, called)
         except AdapterError as error:
             logger.warning("%s (in %s)", error, path)
             raise

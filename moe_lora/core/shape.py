@@ -21,10 +21,13 @@ from .hf_config import FAMILIES, shape_fields
 
 MATRIX_ALIGN_BYTES = 64
 """Each A and B matrix of a packed adapter starts at a multiple of this many bytes."""
-MAX_LORA_RANK = 512
+MAX_CUDA_LORA_RANK = 512
+"""The largest rank that the launch tables of the CUDA kernels cover."""
 DEFAULT_LORA_RANK = 16
 """Of adapters while none is known."""
 DEFAULT_TARGETS = ("qkv", "o", "gate_up", "down")
+RANK_LIMITS: Mapping[str, int | None] = {"cpu": None, "cuda": MAX_CUDA_LORA_RANK}
+"""The largest LoRA rank that each type of device computes; None: any."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.config.engine import AUTO
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.request import ModelInfo
-from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, check_expert_parallel
+from moe_lora.core.shape import DEFAULT_TARGETS, RANK_LIMITS, ModelShape, check_expert_parallel
 from moe_lora.core.shard import ModelShard
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.transport.contract import Transport, make_transport
@@ -43,7 +43,7 @@ from moe_lora.policies.merging_costs import MergingCosts, Uid
 from moe_lora.scheduling.scheduler import Scheduler
 
 from .arena_size import ArenaSize, arena_size, free_bytes, kept_originals, max_model_len
-from .core import EngineCore, cache_figures
+from .core import EngineCore
 from .kv_transfer import KvTransfer
 from .merging import Merging
 from .merging_times import bytes_per_rank, copy_bandwidth, expected_step_times, expected_swap_times
@@ -273,7 +273,7 @@ def _core(
         max_host_tokens=0 if store.host is None else rank.host.tokens_per_step,
     )
     info = model_info(config, rank.shape, rank.dtype)
-    figures = partial(cache_figures, cache, page_bytes, size.max_kv_pages)
+    figures = partial(_cache_figures, cache, page_bytes, size.max_kv_pages)
     parts = (scheduler, runner, manager, transfers, figures, contents, clock)
     transport = partial(_transport, config, f"{config.instance}-kv")
     kv = KvTransfer(rank.arena, rank.layout, transport if config.num_ranks == 1 else None)
@@ -282,6 +282,32 @@ def _core(
         *(info, rank.shape, rank.dtype, *parts, config.seed, followers, kv, pool, merging),
         ahead=schedules_ahead(config, rank, store),
     )
+
+
+def _cache_figures(cache: UnifiedCache, page_bytes: int, max_kv_pages: int) -> dict[str, Any]:
+    """Fields of `EngineStats`: what the cache holds and has done.  max_kv_pages: what KV may take."""
+    counters, pages = cache.counters, cache.usage()
+    num_pages = {
+        "adapter_load_bytes": counters.pages_loaded,
+        "swapped_in_bytes": counters.pages_in,
+        "swapped_out_bytes": counters.pages_out,
+        "kv_lost_bytes": counters.pages_dropped,
+        "device_kv_bytes": pages["device_kv"],
+        "device_kv_invalid_bytes": pages["device_kv_invalid"],
+        "device_adapter_bytes": pages["device_adapters"],
+        "host_kv_bytes": pages["host_kv"],
+        "host_adapter_bytes": pages["host_adapters"],
+    }
+    for tier in ("device", "host"):
+        num_pages[f"{tier}_bytes"] = sum(pages[f"{tier}_{part}"] for part in ("kv", "adapters", "free"))
+    return {
+        "kv_usage": pages["device_kv_used"] / max_kv_pages,
+        "adapter_loads": counters.adapter_loads,
+        "adapter_evictions": counters.adapter_evictions,
+        "kv_query_tokens": counters.kv_query_tokens,
+        "kv_device_hit_tokens": counters.kv_device_hit_tokens,
+        "kv_host_hit_tokens": counters.kv_host_hit_tokens,
+    } | {name: number * page_bytes for name, number in num_pages.items()}
 
 
 def _transport(config: EngineConfig, name: str) -> Transport:
@@ -332,12 +358,13 @@ def _merging(
 
 def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
     """With a LoRA Server its store has the contents, which are not this instance's to remove."""
+    store: HostStore | None
     if rank.lora_server is not None:
-        return AdapterContents(
-            rank.shape, rank.dtype, rank.lora_server.store, owned=False, root=config.adapter_root
-        )
-    store = None if config.contents_dir is None else HostStore(config.contents_dir)
-    return AdapterContents(rank.shape, rank.dtype, store, root=config.adapter_root)
+        store, owned = rank.lora_server.store, False
+    else:
+        store, owned = None if config.contents_dir is None else HostStore(config.contents_dir), True
+    limits: dict[str, Any] = {"root": config.adapter_root, "max_lora_rank": RANK_LIMITS[rank.device.type]}
+    return AdapterContents(rank.shape, rank.dtype, store, owned=owned, **limits)
 
 
 def _store(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from moe_lora.core.shape import MATRIX_ALIGN_BYTES, MAX_LORA_RANK
+from moe_lora.core.shape import MATRIX_ALIGN_BYTES, RANK_LIMITS
 
 if TYPE_CHECKING:
     from moe_lora.core.shape import Site
@@ -101,9 +101,11 @@ class SlotTable:
                 f"matrices of slot {slot}, layer {layer} begin at bytes {used.min()} to {used.max()}; they "
                 f"must lie in {where.start}..{where.stop} and begin at multiples of {MATRIX_ALIGN_BYTES}"
             )
-        if (ranks < 0).any() or (ranks > MAX_LORA_RANK).any():
+        limit = RANK_LIMITS.get(self.lora_rank.device.type)
+        if (ranks < 0).any() or (limit is not None and (ranks > limit).any()):
             raise ValueError(
-                f"slot {slot}, layer {layer} has ranks {ranks.min()}..{ranks.max()}; 0 to {MAX_LORA_RANK} fit"
+                f"slot {slot}, layer {layer} has ranks {ranks.min()}..{ranks.max()}; this device computes "
+                f"ranks from 0 to {'any' if limit is None else limit}"
             )
         np.maximum(self.ranks[slot], ranks, out=self.ranks[slot])
         self.end_bytes = max(self.end_bytes, where.stop)

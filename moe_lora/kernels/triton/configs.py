@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from moe_lora.core.shape import MAX_LORA_RANK
+from moe_lora.core.shape import MAX_CUDA_LORA_RANK
 
 # The meta-parameters of each kernel and the values of them worth trying.
 
@@ -157,7 +157,7 @@ class Choice:
 
     algorithm: str
     min_rank: int = 1
-    max_rank: int = MAX_LORA_RANK
+    max_rank: int = MAX_CUDA_LORA_RANK
     dtype: str | None = None
     in_features: int | None = None
     out_features: int | None = None

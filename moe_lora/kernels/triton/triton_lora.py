@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_lora.config import LORA_KERNELS
-from moe_lora.core.shape import MAX_LORA_RANK
+from moe_lora.core.shape import MAX_CUDA_LORA_RANK
 from moe_lora.kernels.operands import LoraOperands
 
 from . import configs, steps
@@ -68,10 +68,10 @@ def choose(site: Site, dtype: str, table: ConfigTable) -> tuple[Choice, ...]:
     most_specific = _first_group(found)
     covered = sorted((choice.min_rank, choice.max_rank) for choice in most_specific)
     bounds = [0, *(high for _, high in covered)]
-    if bounds[-1] != MAX_LORA_RANK or any(low != bounds[i] + 1 for i, (low, _) in enumerate(covered)):
+    if bounds[-1] != MAX_CUDA_LORA_RANK or any(low != bounds[i] + 1 for i, (low, _) in enumerate(covered)):
         raise ValueError(
             f"choices of table {table.gpu!r} for site {site.name!r} in {dtype} cover ranks "
-            f"{covered}; they must cover 1..{MAX_LORA_RANK} without gap or overlap"
+            f"{covered}; they must cover 1..{MAX_CUDA_LORA_RANK} without gap or overlap"
         )
     return most_specific
 

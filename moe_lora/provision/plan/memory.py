@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 from scipy.special import lambertw
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.shape import DEFAULT_TARGETS, MAX_LORA_RANK, ModelShape
+from moe_lora.core.shape import DEFAULT_TARGETS, MAX_CUDA_LORA_RANK, ModelShape
 from moe_lora.core.weight_format import WeightFormat
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.provision.device_profile import Gpu
@@ -220,8 +220,8 @@ class AdapterMix:
 
 def _check_shares(shares: tuple[tuple[int, float], ...]) -> None:
     for lora_rank, share in shares:
-        if not 1 <= lora_rank <= MAX_LORA_RANK:
-            raise ConfigError(f"lora_rank={lora_rank} must be between 1 and {MAX_LORA_RANK}")
+        if not 1 <= lora_rank <= MAX_CUDA_LORA_RANK:
+            raise ConfigError(f"lora_rank={lora_rank} must be between 1 and {MAX_CUDA_LORA_RANK}, as on GPUs")
         if not 0 <= share <= 1:
             raise ConfigError(f"share {share} of rank {lora_rank} must be between 0 and 1")
     if not shares or not math.isclose(sum(share for _, share in shares), 1.0, rel_tol=1e-6):

@@ -18,7 +18,7 @@ import torch
 
 from moe_lora.config.emulation import StageTime
 from moe_lora.core.errors import PeerGoneError
-from moe_lora.core.shape import MAX_LORA_RANK, ModelShape
+from moe_lora.core.shape import MAX_CUDA_LORA_RANK, ModelShape
 from moe_lora.dist.lora_server.protocol.deltas import request_deltas
 from moe_lora.dist.lora_server.protocol.session import (
     DONE,
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 1.0
 _TURNS = 64
-_WARM_RANKS = (64, MAX_LORA_RANK)
+_WARM_RANKS = (64, MAX_CUDA_LORA_RANK)
 """A launch of larger ranks than the first has code of its own."""
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from moe_lora.core.shape import MAX_LORA_RANK
+from moe_lora.core.shape import MAX_CUDA_LORA_RANK
 from moe_lora.dist.lora_server.protocol.device_frames import DeviceFrames
 from moe_lora.dist.transport.device_puts import (
     POLLS_PER_S,
@@ -250,7 +250,7 @@ class DeviceSession:
         token_slots = self._token_slots[: frames.max_rows]
         operands = LoraOperands(x, ids, site, layer, token_slots, slots, self._store.arena)
         # Slots that are empty now have any rank later.
-        lora_delta(operands, out, kernel=self._kernel, max_lora_rank=MAX_LORA_RANK)
+        lora_delta(operands, out, kernel=self._kernel, max_lora_rank=MAX_CUDA_LORA_RANK)
         experts = frames.partition.experts_of(self._server_rank)
         answer = AnswerRows(
             rows=out,
