@@ -85,6 +85,9 @@ class StepRecord:
             self.expert_ids[layer, site] = ids.clone()
         return self.inner.begin(layer, site, x, ids)
 
+    def abandon_step(self) -> None:
+        self.inner.abandon_step()
+
 
 @contextmanager
 def step_recorded(core: EngineCore) -> Iterator[StepRecord]:

@@ -27,6 +27,7 @@ class LoraBackend(Protocol):
 
     Per site: `add_to = begin(...)`, base GEMM into y, `add_to(y)`; on CPU one call of the library instead,
     where `rows_here` says what of.  Several sites may be begun before the first of them is added to.
+    A step may fail at any site: `abandon_step` then comes before the next `begin_step`.
     """
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
@@ -57,6 +58,13 @@ class LoraBackend(Protocol):
         x: any of the site's dtype and device.  None: there is nothing to sort, or `begin` does it.
         """
         ...
+
+    def abandon_step(self) -> None:
+        """Drop a step that failed between `begin_step` and its last `add_to`; harmless without a step.
+
+        The next step gets its own deltas, never an answer to a request of the dropped step.  A backend that
+        computes in the engine's thread has no requests under way: this default does nothing.
+        """
 
 
 class RoutedBackend:
@@ -120,6 +128,11 @@ class RoutedBackend:
         chosen = self._chosen[self._groups[layer][site]]
         one_alone = len(chosen) == 1 and self._loading is None
         return chosen[0].rows_to_sort(layer, site, x, ids) if one_alone else None
+
+    def abandon_step(self) -> None:
+        self._loading = None
+        for backend in self.backends.values():
+            backend.abandon_step()
 
     def _choose_sources(self, layer: int, loading: _LoadingRows) -> None:
         """For all sites of a layer: what has come by now is computed here."""

@@ -14,7 +14,7 @@ from moe_lora.kernels.cpu.site_linear import NO_ROWS, LoraRows, lora_rows
 from moe_lora.kernels.lora import SharedSegments, Shrunk, deltas_of, lora_expand, lora_shrink
 from moe_lora.kernels.operands import LoraOperands, SlotTable, StepTables
 
-from .backend import AddTo
+from .backend import AddTo, LoraBackend
 from .row_routing import RowRouting, Source
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class LocalDeltas:
         return None if self._subtract else deltas_of(self._shrunk)
 
 
-class LocalBackend:
+class LocalBackend(LoraBackend):
     """LoraBackend over adapters that lie in this device's arena (see `LoraBackend` for the contract).
 
     kernel: "sgmv", or a baseline (see `kernels.lora`).  source: whose terms it computes; negated: subtracts.

@@ -83,6 +83,9 @@ class PacedBackend:
     def rows_here(self, layer: int, site: int) -> None:
         """A stage ends when its time has passed, not when it is computed."""
 
+    def abandon_step(self) -> None:
+        self._backend.abandon_step()
+
     def _add_to(self, add_to: AddTo | None, site: int, begun_s: float, y: torch.Tensor) -> None:
         host_s = 0.0
         if add_to is not None:
