@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable
+from itertools import chain
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -76,6 +77,7 @@ class FleetAdapters:
         registry, pool = self._instance_registry, self.pool
         with registry.loading():
             previous = registry.adapters.get(name)
+            replace = replace or (previous is not None and await self._is_unavailable(name))
             if previous is not None and not replace:
                 raise AdapterExistsError(
                     f"adapter {name!r} is already loaded; unload it first or load it in place"
@@ -99,6 +101,15 @@ class FleetAdapters:
             registry.serve(info, path)
             self.ranks[name] = info.lora_rank
             return info
+
+    async def _is_unavailable(self, name: str) -> bool:
+        """Whether some instance can't serve the adapter, or requests of it are refused here."""
+        registry = self._instance_registry
+        if registry.suspects.problem(name) is not None:
+            return True
+        answers, _ = await ask(registry, registry.live, lambda client: client.list_adapters())
+        infos = chain.from_iterable(infos for _, infos in answers)
+        return any(info.name == name and info.residency == "unavailable" for info in infos)
 
     async def _unload(self, name: str) -> None:
         registry = self._instance_registry

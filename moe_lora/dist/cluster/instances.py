@@ -20,6 +20,7 @@ from moe_lora.policies.routing import InstanceLoad
 
 from .drains import Drains
 from .reports import add_counters
+from .suspects import Suspects
 
 DIAL_IN_S = 20.0
 """So long after a registry was made all instances that run take part; half of it a controller may spend with
@@ -183,6 +184,7 @@ class InstanceRegistry:
         """Called with what an instance was told to have moved; who sends requests from here sets it."""
         self.on_unheard: Callable[[Instance], None] = lambda instance: None
         """Called again and again with an instance that sends no beats; set as `on_move` is."""
+        self.suspects = Suspects(lambda: len(self.live), lambda: len(self._numbers))
         self.drains = Drains(self._move_off)
         self.on_drain: Callable[[Instance], None] = lambda instance: None
         """Called with one that is drained from now on, and now and then while it is; set as `on_move` is."""
@@ -368,6 +370,8 @@ class InstanceRegistry:
         """
         self.directed = True
         new = served.lacking(self._adapters)
+        for name in new:
+            self.suspects.forget(name)
         self._adapters, self._versions = dict(served.adapters), dict(served.versions)
         self._holdings = holdings
         for instance in self.instances:
@@ -417,6 +421,7 @@ class InstanceRegistry:
         before = self._adapters.get(info.name)
         pinned = before is not None and before.pinned
         self._adapters[info.name] = ServedVersion(path, version, pinned, info.content_hash or None)
+        self.suspects.forget(info.name)
         return self._adapters[info.name]
 
     def pin(self, name: str, *, pinned: bool) -> None:
@@ -426,6 +431,7 @@ class InstanceRegistry:
     def forget(self, name: str) -> None:
         """From now on no instance serves this name."""
         self._adapters.pop(name, None)
+        self.suspects.forget(name)
         for instance in self.instances:
             instance.missing.discard(name)
 

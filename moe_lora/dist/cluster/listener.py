@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from websockets.asyncio.connection import Connection
@@ -35,6 +36,7 @@ from moe_lora.engine.client.messages import (
     Request,
     Welcome,
 )
+from moe_lora.engine.client.step_notes import ReadNotes
 
 from .health import HealthMonitor
 from .instances import Instance, InstanceRegistry, Served, ServedVersion
@@ -231,25 +233,31 @@ class DialledClient(CallableEngine):
     """`EngineClient` of an engine that dialled in.  Closing it ends the connection, not the engine.
 
     Belongs to the event loop of its connection.  hearing: what its beats tell.  on_beat: called with each.
-    on_move: called with orders to move a request that came over this connection.  max_unread: items of a
-    request that may wait to be taken.
+    on_move: called with orders to move a request that came over this connection.  on_death: called with the
+    adapters in the engine's notes when it died.  max_unread: items of a request that may wait to be taken.
+    notes: where the engine's notes are.
     """
 
     ended: asyncio.Event
 
-    def __init__(self, peer: Peer, name: str, max_unread: int = LimitsConfig.max_unread_steps) -> None:
+    def __init__(
+        self, peer: Peer, name: str, max_unread: int = LimitsConfig.max_unread_steps, notes: str = ""
+    ) -> None:
+        self._notes = ReadNotes(notes)
         self.name = name
         self._max_unread = max_unread
         self.ended: asyncio.Event = peer.ended
         self.hearing = Hearing()
         self.on_beat: Callable[[Beat], None] = lambda beat: None
         self.on_move: Callable[[Move], None] = lambda move: None
+        self.on_death: Callable[[frozenset[str]], None] = lambda adapters: None
         self._peer = peer
         self._streams: dict[str, _Stream] = {}
         self._dead: EngineDeadError | None = None
 
     async def read(self) -> None:
         """Hand on what the engine says until the connection ends, then end what waits for it."""
+        failed = False
         async for message in self._peer.messages():
             if isinstance(message, Outputs):
                 streams = self._streams
@@ -268,9 +276,12 @@ class DialledClient(CallableEngine):
                 if stream is not None:
                     stream.put(message.error)
             elif isinstance(message, Dead):
+                failed = True
                 logger.error("instance %s: %s", self.name, message.error)
                 self._peer.end("the engine has failed")
         self._dead = EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
+        if failed or self._peer.cut:
+            self.on_death(self._notes.adapters())
         for stream in self._streams.values():
             stream.put(self._dead)
         self._streams.clear()
@@ -398,8 +409,9 @@ class InstanceListener:
 
     async def _host(self, peer: Peer, hello: Hello, host: str) -> None:
         """Have the engine take part until its connection ends."""
-        client = DialledClient(peer, hello.name, self._max_unread)
+        client = DialledClient(peer, hello.name, self._max_unread, hello.notes)
         client.on_move = self._instance_registry.on_move
+        client.on_death = partial(self._instance_registry.suspects.note_death, hello.name)
         reading = asyncio.create_task(client.read())
 
         async def come() -> None:

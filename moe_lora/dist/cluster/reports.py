@@ -25,7 +25,7 @@ SUMMED_GAUGES = (
 )
 NAMES = ("running_adapters", "waiting_adapters", "resident_adapters")
 COUNTERS = tuple({one.name for one in fields(EngineStats)} - {*SUMMED_GAUGES, *NAMES, "kv_usage"})
-BEST_FIRST: tuple[AdapterResidency, ...] = ("device", "remote", "host", "peer", "disk")
+BEST_FIRST: tuple[AdapterResidency, ...] = ("device", "remote", "host", "peer", "disk", "unavailable")
 
 
 def add_counters(parts: Iterable[EngineStats]) -> EngineStats:
@@ -60,9 +60,11 @@ def merge_adapters(lists: Iterable[Iterable[AdapterInfo]]) -> list[AdapterInfo]:
         other = merged.get(info.name)
         if other is not None:
             newer = max(info, other, key=lambda one: one.version)
+            best = min(info, other, key=lambda one: BEST_FIRST.index(one.residency))
             info = replace(
                 newer,
-                residency=min(info.residency, other.residency, key=BEST_FIRST.index),
+                residency=best.residency,
+                problem=best.problem,
                 num_pages=info.num_pages + other.num_pages,
                 idle_s=min((s for s in (info.idle_s, other.idle_s) if s is not None), default=None),
                 num_running=info.num_running + other.num_running,

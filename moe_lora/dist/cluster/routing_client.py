@@ -27,6 +27,7 @@ from .fan_out import ask_live
 from .instances import Instance, InstanceRegistry, ServedVersion
 from .migration import MOVES_AT_ONCE, MoveKind, RequestMover
 from .reports import merge_adapters, merge_stats
+from .suspects import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +97,12 @@ class FleetClient:
         resumable = ResumableRequest(self._seeded(request), version, self._clock.now_s())
         self._running[request.request_id] = resumable
         left: Instance | None = None
+        trial: Trial | None = None
         try:
             while not resumable.aborted:
                 attempt, resumable.next = resumable.next, None
                 if attempt is None:
-                    instance = self._next_instance(resumable)
+                    instance, trial = await self._choose(resumable)
                     attempt = Attempt(instance, self._continued(resumable), limit)
                     if left is not None:
                         left.num_resent += 1
@@ -115,6 +117,8 @@ class FleetClient:
                             self._meter.add(request.adapter, done)
                         if attempt.held_s is not None:
                             self.mover.note_pause(attempt)
+                        if request.adapter is not None and (trial is not None or not resumable.delivered):
+                            trial = self._note_token(request.adapter, output, trial)
                         yield resumable.take(output)
                     else:
                         return
@@ -129,6 +133,8 @@ class FleetClient:
                         if not resumable.aborted:
                             self._check_resend(resumable, left, error)
                 finally:
+                    if trial is not None:
+                        self._instance_registry.suspects.release(trial)
                     await attempt.close()
                 if resumable.next is not None:
                     resumable.switch(resumable.next)
@@ -136,6 +142,28 @@ class FleetClient:
         finally:
             del self._running[request.request_id]
             await self._end_move(resumable)
+
+    async def _choose(self, resumable: ResumableRequest) -> tuple[Instance, Trial | None]:
+        """The next instance; waits while the adapter may have ended one (see `Suspects.admit`)."""
+        suspects, adapter = self._instance_registry.suspects, resumable.request.adapter
+        if not suspects or adapter is None:
+            return self._next_instance(resumable), None
+        trial = await suspects.admit(adapter)
+        try:
+            instance = self._next_instance(resumable)
+        except BaseException:
+            if trial is not None:
+                suspects.release(trial)
+            raise
+        if trial is not None:
+            trial.instance = instance.name
+        return instance, trial
+
+    def _note_token(self, adapter: str, output: TokenOutput, trial: Trial | None) -> Trial | None:
+        if not output.token_ids:
+            return trial
+        self._instance_registry.suspects.note_token(adapter, trial)
+        return None
 
     async def _end_move(self, resumable: ResumableRequest) -> None:
         if resumable.move is not None:
@@ -330,6 +358,9 @@ class FleetClient:
             infos[name] = _unavailable(name, served[name])
         for name in served.keys() & infos.keys():
             infos[name] = replace(infos[name], version=served[name].version)
+        for name, problem in self._instance_registry.suspects.refused.items():
+            if name in infos:
+                infos[name] = replace(infos[name], residency="unavailable", problem=problem)
         # Instances of a pool got them in different orders.
         return [infos[name] for name in (*served, *(infos.keys() - served.keys())) if name in infos]
 

@@ -225,11 +225,14 @@ def _serve_engine(
     from moe_lora.dist.cluster.instance_links import FrontEndLinks
     from moe_lora.engine.build import build_engine
     from moe_lora.engine.client.messages import Hello, Inbox
+    from moe_lora.engine.client.step_notes import StepNotes
     from moe_lora.engine.loop import EngineLoop
     from moe_lora.engine.ranks.follower import gather_followers
 
     followers = gather_followers(config) if place.num_ranks > 1 else None
     core = build_engine(config, followers)
+    notes = StepNotes()
+    core.attach_notes(notes)
     collect_rarely()
 
     async def serve() -> int:
@@ -240,7 +243,8 @@ def _serve_engine(
         loop.start()
         say_started(status)
         watching = asyncio.create_task(end_stuck(loop.pulse, stuck_s))
-        await links.run(Hello(config.instance, secrets.token_hex(8), core.info), loop.pulse)
+        hello = Hello(config.instance, secrets.token_hex(8), core.info, notes.place)
+        await links.run(hello, loop.pulse)
         watching.cancel()
         if links.restarts:
             end_for_restart()

@@ -72,13 +72,14 @@ class Peer:
     """One end of an open connection; belongs to the event loop in which it is made.
 
     It hears nothing, answers to its calls included, but while someone awaits `next` or iterates `messages`.
-    ended: set once the connection is over; problem then says why.
+    ended: set once the connection is over; problem then says why.  cut: it ended without a farewell.
     """
 
     def __init__(self, socket: Connection, protocol: Protocol, name: str) -> None:
         self.name = name
         self.ended = asyncio.Event()
         self.problem = ""
+        self.cut = False
         self._socket = socket
         self._protocol = protocol
         self._calls: dict[int, _Call] = {}
@@ -138,6 +139,7 @@ class Peer:
                     found: Message = message
                     return found
             except ConnectionClosed as error:
+                self._note_cut(error)
                 self._end(self.problem or _reason(error))
             except msgspec.DecodeError as error:
                 self._code = _NOT_UNDERSTOOD
@@ -229,6 +231,7 @@ class Peer:
                 self._something.clear()
                 await self._something.wait()
         except ConnectionClosed as error:
+            self._note_cut(error)
             self._end(self.problem or _reason(error))
         await self._socket.close(self._code, self.problem.encode()[:120].decode(errors="ignore"))
         self._end(self.problem)
@@ -247,6 +250,9 @@ class Peer:
         for call in calls.values():
             call.over.set()
             call.fail(PeerEndedError(self.problem))
+
+    def _note_cut(self, error: ConnectionClosed) -> None:
+        self.cut = self.cut or (error.rcvd is None and not self._closing)
 
     def _abort(self) -> None:
         self._socket.transport.abort()

@@ -128,12 +128,14 @@ class DrainOrder:
 class Hello(Message, frozen=True):
     """An engine's first message.  incarnation: the same as long as its process lives.
 
+    notes: where its notes are (see `step_notes`).
     drain: the last that its process was told, for a controller that was started since.
     """
 
     name: str
     incarnation: str
     info: ModelInfo
+    notes: str = ""
     drain: DrainOrder = DrainOrder()
     protocol: int = PROTOCOL_VERSION
 

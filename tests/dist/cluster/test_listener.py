@@ -452,6 +452,7 @@ class RecordingPeer:
     """The other end of a connection: says these messages, and keeps what it is told."""
 
     problem = "it was closed"
+    cut = False
 
     def __init__(self, said) -> None:
         self.ended = asyncio.Event()

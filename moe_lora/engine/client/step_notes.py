@@ -1,0 +1,136 @@
+"""What an engine was about to do, readable after its death by front ends of the same host.
+
+An engine notes the adapters of its next step, and of loads under way, in memory that outlives the process as
+long as a reader has the memory open.  A front end opens it when the engine dials in.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import struct
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+NAME = "moe-lora-notes"
+NUM_BYTES = 1 << 16
+"""Of each of two areas; names beyond them are left out."""
+_HEAD = struct.Struct("<II")
+
+
+class StepNotes:
+    """The writing side: one engine's notes.  Any thread may call."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        os.ftruncate(self._file, _HEAD.size + 2 * NUM_BYTES)
+        self._memory = mmap.mmap(self._file, 0)
+        self._lock = threading.Lock()
+        self._step: Collection[str] = set[str]()
+        self._loads: Counter[str] = Counter()
+        self._area = 0
+
+    @property
+    def place(self) -> str:
+        """Where processes of this host find the notes, as `ReadNotes` takes it."""
+        return f"{host_of_processes()} {os.getpid()} {self._file}"
+
+    def step(self, adapters: Collection[str]) -> None:
+        """A step that computes these adapters starts now; an empty set: no step of an adapter runs."""
+        if adapters != self._step:
+            with self._lock:
+                self._step = adapters
+                self._write()
+
+    @contextmanager
+    def load(self, adapter: str) -> Iterator[None]:
+        """A load of the adapter lasts as long as the context."""
+        self.start_load(adapter)
+        try:
+            yield
+        finally:
+            self.end_load(adapter)
+
+    def start_load(self, adapter: str) -> None:
+        with self._lock:
+            self._loads[adapter] += 1
+            self._write()
+
+    def end_load(self, adapter: str) -> None:
+        with self._lock:
+            self._loads[adapter] -= 1
+            self._loads += Counter()
+            self._write()
+
+    def close(self) -> None:
+        """The engine ends in good order: nothing is under way."""
+        with self._lock:
+            self._step, self._loads = set(), Counter()
+            self._write()
+
+    def _write(self) -> None:
+        """Fill the other area, then name it, so that a reader finds whole notes whenever the process ends."""
+        text = b""
+        for name in sorted({*self._step, *self._loads}):
+            one = name.encode() + b"\n"
+            if len(text) + len(one) > NUM_BYTES:
+                break
+            text += one
+        self._area = 1 - self._area
+        start = _HEAD.size + self._area * NUM_BYTES
+        self._memory[start : start + len(text)] = text
+        _HEAD.pack_into(self._memory, 0, self._area, len(text))
+
+
+class ReadNotes:
+    """The reading side.  place: an engine's `StepNotes.place`.
+
+    Reads nothing where the place is on another host, or is no engine's notes.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._memory = _opened(place)
+
+    def adapters(self) -> frozenset[str]:
+        """Names of the adapters in the engine's notes."""
+        if self._memory is None:
+            return frozenset()
+        area, length = _HEAD.unpack_from(self._memory, 0)
+        if area > 1 or length > NUM_BYTES:
+            return frozenset()
+        start = _HEAD.size + area * NUM_BYTES
+        return frozenset(self._memory[start : start + length].decode(errors="replace").split("\n")) - {""}
+
+
+def host_of_processes() -> str:
+    """Equal for processes that see each other's numbers: one boot of a host, one namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return "unknown"
+
+
+def _opened(place: str) -> mmap.mmap | None:
+    try:
+        host, pid, number = place.split(" ")
+        path = f"/proc/{int(pid)}/fd/{int(number)}"
+        if host != host_of_processes() or NAME not in os.readlink(path):
+            return None
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (ValueError, OSError) as error:
+        if place:
+            logger.info("an engine's notes can't be read: %s", error)
+        return None
+    try:
+        if os.fstat(file).st_size != _HEAD.size + 2 * NUM_BYTES:
+            return None
+        return mmap.mmap(file, 0, prot=mmap.PROT_READ)
+    finally:
+        os.close(file)

@@ -1,0 +1,142 @@
+"""Adapters that may have ended an instance are tried one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from moe_lora.core.errors import AdapterFailedError, EngineDeadError
+from moe_lora.dist.cluster import suspects as module
+from moe_lora.dist.cluster.suspects import Suspects, Trial
+
+
+class Fleet:
+    def __init__(self, live: int = 2, known: int = 2) -> None:
+        self.live, self.known = live, known
+        self.suspects = Suspects(lambda: self.live, lambda: self.known)
+
+    def die(self, instance: str, *adapters: str) -> None:
+        self.suspects.note_death(instance, frozenset(adapters))
+
+    async def try_at(self, adapter: str, instance: str) -> Trial:
+        trial = await self.suspects.admit(adapter)
+        assert trial is not None
+        trial.instance = instance
+        return trial
+
+
+async def waits(work: asyncio.Task) -> bool:
+    await asyncio.sleep(0.15)
+    return not work.done()
+
+
+def test_adapters_of_no_death_are_not_held_up():
+    async def run() -> None:
+        fleet = Fleet()
+        assert not fleet.suspects
+        fleet.die("0", "a")
+        assert await fleet.suspects.admit("b") is None
+
+    asyncio.run(run())
+
+
+def test_suspects_are_tried_one_adapter_at_a_time_and_a_token_clears_them():
+    async def run() -> None:
+        fleet = Fleet()
+        fleet.die("0", "a", "b")
+        trial = await fleet.try_at("a", "1")
+        others = [asyncio.create_task(fleet.suspects.admit(name)) for name in ("a", "b")]
+        assert all([await waits(one) for one in others])
+        fleet.suspects.note_token("a", trial)
+        assert await others[0] is None, "the adapter is cleared"
+        second = await others[1]
+        assert second is not None
+        assert second.adapter == "b"
+        fleet.suspects.note_token("b", second)
+        assert not fleet.suspects
+
+    asyncio.run(run())
+
+
+def test_adapter_whose_trial_ends_its_instance_is_refused_and_those_beside_it_are_not():
+    async def run() -> None:
+        fleet = Fleet()
+        fleet.die("0", "a")
+        await fleet.try_at("a", "1")
+        waiting = asyncio.create_task(fleet.suspects.admit("a"))
+        await asyncio.sleep(0)
+        fleet.die("1", "a", "neighbour")
+        for work in (waiting, fleet.suspects.admit("a")):
+            with pytest.raises(
+                AdapterFailedError, match="instances 0, 1 died while they loaded or computed it"
+            ):
+                await work
+        assert await fleet.suspects.admit("neighbour") is None
+        assert list(fleet.suspects.refused) == ["a"]
+        fleet.suspects.forget("a")  # it was loaded anew
+        assert await fleet.suspects.admit("a") is None
+
+    asyncio.run(run())
+
+
+def test_death_of_a_trials_instance_at_other_work_shows_nothing():
+    async def run() -> None:
+        fleet = Fleet()
+        fleet.die("0", "a")
+        trial = await fleet.try_at("a", "1")
+        fleet.die("1", "b")
+        fleet.suspects.release(trial)
+        assert (await fleet.try_at("a", "0")).adapter == "a"
+        assert fleet.suspects.problem("a") is None
+
+    asyncio.run(run())
+
+
+def test_unproven_adapter_waits_until_a_second_instance_lives():
+    async def run() -> None:
+        fleet = Fleet(live=1)
+        fleet.suspects.note_token("proven", None)
+        fleet.die("0", "new", "proven")
+        waiting = asyncio.create_task(fleet.suspects.admit("new"))
+        assert await waits(waiting)
+        proven = await fleet.try_at("proven", "1")
+        fleet.suspects.note_token("proven", proven)
+        assert await waits(waiting)
+        fleet.live = 2
+        assert await waiting is not None
+
+    asyncio.run(run())
+
+
+def test_one_instance_alone_is_tried_once_more():
+    async def run() -> None:
+        fleet = Fleet(live=1, known=1)
+        fleet.die("0", "a")
+        await fleet.try_at("a", "0")
+        fleet.die("0", "a")
+        with pytest.raises(AdapterFailedError):
+            await fleet.suspects.admit("a")
+
+    asyncio.run(run())
+
+
+def test_without_an_instance_nobody_waits_here():
+    async def run() -> None:
+        fleet = Fleet(live=0)
+        fleet.die("0", "a")
+        assert await fleet.suspects.admit("a") is None
+
+    asyncio.run(run())
+
+
+def test_request_whose_trial_never_comes_is_told_why(monkeypatch):
+    monkeypatch.setattr(module, "WAIT_S", 0.2)
+
+    async def run() -> None:
+        fleet = Fleet(live=1)
+        fleet.die("0", "a")
+        with pytest.raises(EngineDeadError, match="'a' may have ended instance 0, and no second instance"):
+            await fleet.suspects.admit("a")
+
+    asyncio.run(run())
