@@ -15,6 +15,10 @@ class AdapterError(MoeLoraError, ValueError):
     """An adapter whose files can't be served, with the file and the key."""
 
 
+class AdapterFailedError(MoeLoraError):
+    """An adapter whose load or deltas failed; its requests are refused until a load succeeds."""
+
+
 class AdapterNotFoundError(MoeLoraError, KeyError):
     """A name that no adapter has."""
 

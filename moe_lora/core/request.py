@@ -170,7 +170,8 @@ class AdapterInfo:
 
     residency: where its bytes are now: in the device's arena, in host memory, in that of another instance of
     the pool, on the LoRA Server, or in a file; unavailable: no instance has the content that is served under
-    this name.  content_hash: of its packed bytes, "" if it is not known.  num_pages: of the device's arena.
+    this name, or serving it failed.  problem: why it is unavailable; "": it is not, or nobody knows.
+    content_hash: of its packed bytes, "" if it is not known.  num_pages: of the device's arena.
     device_bytes: what it takes there, or would, in whole pages.  pinned: it does not leave the device.
     idle_s: since a request last began or ended; None: none did.
     """
@@ -189,6 +190,7 @@ class AdapterInfo:
     idle_s: float | None = None
     content_hash: str = ""
     device_bytes: int = 0
+    problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

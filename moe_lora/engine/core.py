@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
-from moe_lora.adapters.contents import AdapterContents
+from moe_lora.adapters.contents import AdapterContents, check_rank
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft.reader import pack_state_dict
-from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterVersionError, EngineDeadError
 from moe_lora.core.request import (
@@ -24,9 +25,11 @@ from moe_lora.core.request import (
     TokenOutput,
 )
 from moe_lora.core.shape import ModelShape
+from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
+from moe_lora.engine.client.step_notes import StepNotes
 from moe_lora.engine.ranks.followers import Followers
 from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.scheduling.views import Scheduled
@@ -36,7 +39,8 @@ from .merging import Merging
 from .moves import RequestMoves
 from .runner import ModelRunner
 from .sampler import Drawn, sample
-from .sequence import Sequence
+from .sequence import Sequence, check_request
+from .suspects import run_apart
 
 
 class StepUnderWay(NamedTuple):
@@ -44,56 +48,6 @@ class StepUnderWay(NamedTuple):
 
     sequences: list[Sequence]
     drawn: Drawn
-
-
-# Requests that an engine can't run, whatever else it does.
-
-
-def check_request(request: GenerateRequest, info: ModelInfo) -> None:
-    """Raises ValueError for a prompt that is empty or too long, an answer that can't go on, and for token ids
-    that there are not."""
-    prompt, generated, sampling = request.prompt_token_ids, request.generated, request.sampling
-    limit = info.max_model_len
-    if not prompt:
-        raise ValueError("the prompt is empty; give at least one token")
-    if len(prompt) >= limit:
-        raise ValueError(
-            f"the prompt has {len(prompt)} tokens, but prompt and answer together may have {limit}; "
-            "shorten it or raise max_model_len"
-        )
-    if generated and len(generated) >= min(sampling.max_tokens or limit, limit - len(prompt)):
-        raise ValueError(f"generated has {len(generated)} tokens, so that the answer can't have another one")
-    named = (("prompt", prompt), ("generated", generated), ("stop_token_ids", sampling.stop_token_ids))
-    for name, ids in named:
-        bad = next((t for t in ids if not 0 <= t < info.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"{name} has token id {bad}, outside the vocabulary of {info.vocab_size}")
-
-
-def cache_figures(cache: UnifiedCache, page_bytes: int, max_kv_pages: int) -> dict[str, Any]:
-    """Fields of `EngineStats`: what the cache holds and has done.  max_kv_pages: what KV may take."""
-    counters, pages = cache.counters, cache.usage()
-    num_pages = {
-        "adapter_load_bytes": counters.pages_loaded,
-        "swapped_in_bytes": counters.pages_in,
-        "swapped_out_bytes": counters.pages_out,
-        "kv_lost_bytes": counters.pages_dropped,
-        "device_kv_bytes": pages["device_kv"],
-        "device_kv_invalid_bytes": pages["device_kv_invalid"],
-        "device_adapter_bytes": pages["device_adapters"],
-        "host_kv_bytes": pages["host_kv"],
-        "host_adapter_bytes": pages["host_adapters"],
-    }
-    for tier in ("device", "host"):
-        num_pages[f"{tier}_bytes"] = sum(pages[f"{tier}_{part}"] for part in ("kv", "adapters", "free"))
-    return {
-        "kv_usage": pages["device_kv_used"] / max_kv_pages,
-        "adapter_loads": counters.adapter_loads,
-        "adapter_evictions": counters.adapter_evictions,
-        "kv_query_tokens": counters.kv_query_tokens,
-        "kv_device_hit_tokens": counters.kv_device_hit_tokens,
-        "kv_host_hit_tokens": counters.kv_host_hit_tokens,
-    } | {name: number * page_bytes for name, number in num_pages.items()}
 
 
 logger = logging.getLogger(__name__)
@@ -106,7 +60,7 @@ class EngineCore:
     """Scheduler, runner and sampler of one model instance; not thread-safe (see `engine.loop`).
 
     Built by `engine.build.build_engine`.  stalled: the last step found nothing that could run.  pool: its
-    adapters, where they lie in a pool.  figures: of the cache (see `cache_figures`).  merging: decides what
+    adapters, where they lie in a pool.  figures: of the cache.  merging: decides what
     the weights carry; None: never anything.  ahead: a step is launched before the tokens of the one
     before are read.  What ends a request is found a step late then, and what it drew since is dropped.
     """
@@ -145,11 +99,16 @@ class EngineCore:
         self._merging = merging
         self._ahead = ahead
         self._under_way: StepUnderWay | None = None
+        self._notes: StepNotes | None = None
         self._seeds = torch.Generator().manual_seed(seed)
         self._sequences: dict[str, Sequence] = {}
         self.moves = RequestMoves(self._sequences, scheduler, clock, kv)
         self.stalled = False
         self._num_empty = 0
+        self._failed: list[AdapterVersion] = []
+        """Adapters whose requests end with the next step."""
+        transfers.on_load = self._note_load
+        adapters.store.on_failure = adapters.failures.report
         self._figures = figures
         self._counters = dict.fromkeys(
             ("num_steps", "prompt_tokens", "generation_tokens", "prefix_query_tokens", "prefix_hit_tokens"), 0
@@ -177,8 +136,16 @@ class EngineCore:
         self._adapters.store.on_change = on_change
         self._followers.watch(on_loss)
 
+    def attach_notes(self, notes: StepNotes) -> None:
+        """Note adapters before loads and steps from now on, for whoever asks what ended this process."""
+        self._notes = notes
+        self._transfers.on_bring = lambda adapter: notes.start_load(adapter.name)
+
     def close(self, *, at_once: bool = False) -> None:
         """End connections and the engine's other processes; `at_once`: without waiting for what they do."""
+        notes, self._notes = self._notes, None
+        if notes is not None and not at_once:  # else the notes say what the engine died at
+            notes.close()
         self._transfers.close()
         self.moves.close()
         self._adapters.store.close()
@@ -187,17 +154,34 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Compute one batch; the tokens that requests gained, `ahead` those of the step before."""
         self.tend()
+        failed = self._end_failed()
         plan = self._schedule()
-        failed = [self._end(lost, "error", lost.load_problem) for lost in self._scheduler.failed]
-        self._scheduler.failed = []
+        failed += self._end_failed()  # a blocking load
         self.stalled = not (plan or failed or self._under_way)
         if not plan:
             gains = failed + self.catch_up()
             return gains or self.moves.announce() or self._refuse_impossible()
         self._num_empty = 0
-        step = self._launch(plan)
+        try:
+            step = self._launch(plan)
+        except Exception as error:
+            if isinstance(error, EngineDeadError) or not self._runner.can_repeat:
+                raise
+            return failed + self._run_apart(plan, error) + self.moves.announce()
         gains = failed + self.catch_up()
         self._adapters.store.check_host()
+        self._account(plan)
+        self._under_way = step
+        if self._ahead:
+            for number, sequence in enumerate(step.sequences):
+                if self._goes_on(sequence):
+                    sequence.expect(number)
+        else:
+            gains += self.catch_up()
+        return gains + self.moves.announce()
+
+    def _account(self, plan: SequenceOf[Scheduled[Sequence]]) -> None:
+        """Count a launched step, and have the scheduler and the merging policy know it."""
         self._counters["num_steps"] += 1
         for sequence in (item.sequence for item in plan):
             if not sequence.counted:
@@ -209,16 +193,58 @@ class EngineCore:
         if self._merging is not None:
             self._merging.took(plan)
         self._scheduler.advance(item for item in plan if self._goes_on(item.sequence))
-        self._under_way = step
-        if self._ahead:
-            for number, sequence in enumerate(step.sequences):
-                if self._goes_on(sequence):
-                    sequence.expect(number)
-        else:
-            gains += self.catch_up()
-        return gains + self.moves.announce()
 
-    def _launch(self, plan: list[Scheduled[Sequence]]) -> StepUnderWay:
+    def _run_apart(self, plan: SequenceOf[Scheduled[Sequence]], error: Exception) -> list[TokenOutput]:
+        """The outputs of a step that raised, run again in parts (see `suspects`)."""
+        gains = self.catch_up()
+
+        def complete(items: SequenceOf[Scheduled[Sequence]]) -> None:
+            step = self._launch(items)
+            drawn = zip(step.sequences, *step.drawn.read(), strict=True)
+            self._adapters.store.check_host()
+            self._account(items)
+            gains.extend(self._take(*gain) for gain in drawn)
+
+        found = run_apart((i for i in plan if self._goes_on(i.sequence)), error, self._runner, complete)
+        for adapter, problem in found.adapters:
+            self._adapters.failures.compute_failed(adapter, problem)
+            self._failed.append(adapter)
+        for sequence, problem in found.requests:
+            gains.append(self._finish(sequence, f"this request could not be computed: {problem}"))
+        return gains + self._end_failed()
+
+    def _note_load(self, adapter: AdapterVersion, error: Exception | None) -> None:
+        """A copy to the device ended."""
+        if self._notes is not None:
+            self._notes.end_load(adapter.name)
+        if error is None:
+            self._adapters.failures.loaded(adapter)
+        elif self._adapters.failures.load_failed(adapter, error):
+            self._failed.append(adapter)
+
+    def _end_failed(self) -> list[TokenOutput]:
+        """The last outputs of all requests whose adapter has failed."""
+        for content_hash, error in self._adapters.failures.reported():
+            for adapter in self._adapters.versions.values():
+                if adapter.packed.content_hash == content_hash:
+                    self._adapters.failures.load_failed(adapter, error, may_repeat=False)
+                    self._failed.append(adapter)
+        failed, self._failed = self._failed, []
+        problems: dict[AdapterVersion | None, str] = {}
+        for adapter in failed:
+            if self._adapters.failures.problem(adapter) is not None:  # else it was unloaded meanwhile
+                problems[adapter] = self._adapters.failures.message(adapter)
+        ending = [one for one in self._sequences.values() if one.adapter in problems]
+        return [self._finish(one, problems[one.adapter]) for one in ending]
+
+    def _finish(self, sequence: Sequence, problem: str) -> TokenOutput:
+        """End a request with an error, wherever the scheduler has it."""
+        self._scheduler.finish(sequence)
+        return self._end(sequence, "error", problem)
+
+    def _launch(self, plan: SequenceOf[Scheduled[Sequence]]) -> StepUnderWay:
+        if self._notes is not None:
+            self._notes.step({i.sequence.adapter.name for i in plan if i.sequence.adapter is not None})
         before = self._under_way
         logits = self._runner.run(plan, None if before is None else before.drawn.tokens)
         sampling = [item.sequence for item in plan if item.samples]
@@ -257,8 +283,11 @@ class EngineCore:
         self._transfers.settle()
         self.moves.tend()
         self._adapters.bring_pinned()
-        if self._merging is not None and not self._sequences:
-            self._merging.tend()
+        if not self._sequences:
+            if self._notes is not None:
+                self._notes.step(set())
+            if self._merging is not None:
+                self._merging.tend()
         return self._transfers.tick(len(self._scheduler.running))
 
     def _refuse_impossible(self) -> list[TokenOutput]:
@@ -273,12 +302,11 @@ class EngineCore:
         if self._num_empty < NUM_TRIES:
             return []
         self._num_empty = 0
-        self._scheduler.finish(sequence)
         problem = (
             "there is no room in the arena for this request, and nothing that could leave it; unpin adapters "
             "or raise arena_mb"
         )
-        return [self._end(sequence, "error", problem)]
+        return [self._finish(sequence, problem)]
 
     def _end(self, sequence: Sequence, reason: FinishReason, problem: str | None = None) -> TokenOutput:
         """The last output of a request that the scheduler has let go."""
@@ -290,15 +318,16 @@ class EngineCore:
         )
 
     def add_request(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
-        """Queue a request.  Raises ValueError, AdapterNotFoundError for an unknown adapter, or
-        AdapterVersionError where another version or content than the request's is served.
+        """Queue a request.  Raises ValueError, AdapterNotFoundError for an unknown adapter,
+        AdapterFailedError for one that is unavailable, or AdapterVersionError where another version or
+        content than the request's is served.
 
         arrival_s: when it came, by the engine's clock; None: now.
         """
         check_request(request, self.info)
         if request.request_id in self._sequences:
             raise ValueError(f"request_id {request.request_id!r} is already running")
-        adapter = None if request.adapter is None else self._adapters.current(request.adapter)
+        adapter = None if request.adapter is None else self._adapters.usable(request.adapter)
         if adapter is not None and request.adapter_version not in (None, adapter.version):
             raise AdapterVersionError(
                 f"the answer was begun with version {request.adapter_version} of adapter {adapter.name!r}, "
@@ -332,11 +361,14 @@ class EngineCore:
 
     def read_adapter(self, name: str, path: str, content_hash: str | None = None) -> PackedAdapter:
         """Read an adapter's files (see `AdapterContents.read`); safe to call from another thread."""
-        return self._adapters.store.prepare(self._contents.read(name, path, content_hash))
+        with nullcontext() if self._notes is None else self._notes.load(name):
+            return self._adapters.store.prepare(self._contents.read(name, path, content_hash))
 
     def pack_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """As `read_adapter`, from tensors in memory; safe to call from another thread."""
-        return self._adapters.store.prepare(pack_state_dict(tensors, config, self._shape, self._dtype, name))
+        packed = pack_state_dict(tensors, config, self._shape, self._dtype, name)
+        check_rank(packed.max_lora_rank, self._contents.max_lora_rank, f"adapter {name!r}: ")
+        return self._adapters.store.prepare(packed)
 
     def add_adapter(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None

@@ -62,6 +62,11 @@ class ExecutionContext:
             rows = [self.backend.rows_here(0, site) for site in range(len(first))] if same else []
             self._calls.begin_step(rows, self._attention)
 
+    def abandon_step(self) -> None:
+        """Forget a step that raised; the next step starts anew."""
+        self._begun.clear()
+        self.backend.abandon_step()
+
     def lora_begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> None:
         add_to = self.backend.begin(layer, site, x, ids)
         if add_to is not None:

@@ -160,6 +160,19 @@ class ModelRunner:
             num_rows = next((size for size in self._buckets if size >= num_rows), num_rows)
         return self._run(replace(self._batch(plan, num_rows), drawn=drawn))
 
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a step that raised may run again: of one process, on a CPU."""
+        return self._device.type == "cpu" and self._announce is None
+
+    def abandon(self) -> None:
+        """Forget a step that raised."""
+        self._context.abandon_step()
+
+    def probe(self) -> None:
+        """Compute one row of padding.  Raises an error if the engine itself is broken."""
+        self._run(self._batch([], 1))
+
     def _run(self, batch: StepBatch) -> torch.Tensor:
         if self._announce is not None:
             # Other ranks compute logits only where each has a part of the vocabulary.

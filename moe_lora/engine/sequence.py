@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_lora.cache.pages import BlockTable
-from moe_lora.core.request import FinishReason, GenerateRequest, RequestTiming
+from moe_lora.core.request import FinishReason, GenerateRequest, ModelInfo, RequestTiming
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.scheduling.views import Waits
 
@@ -76,15 +76,6 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt_token_ids)
 
     @property
-    def load_problem(self) -> str:
-        """What a client is told whose adapter could not be brought; host workers may have begun without."""
-        ended = f", so the answer ends after {self.num_generated} token(s)" if self.num_generated else ""
-        return (
-            f"adapter {self.request.adapter!r} could not be copied to the device{ended}; the engine's log "
-            "says why, and the request may be sent again"
-        )
-
-    @property
     def num_left(self) -> int:
         """Tokens that it will still generate, at most."""
         return self.limit_tokens - len(self.tokens)
@@ -128,3 +119,24 @@ class Sequence:
             first_decode_s=second - first,
             adapter_wait_s=waits.adapter_wait_s(now_s),
         )
+
+
+def check_request(request: GenerateRequest, info: ModelInfo) -> None:
+    """Raises ValueError for a request that no engine can run: an empty or too long prompt, an answer without
+    room for a token, an unknown token id."""
+    prompt, generated, sampling = request.prompt_token_ids, request.generated, request.sampling
+    limit = info.max_model_len
+    if not prompt:
+        raise ValueError("the prompt is empty; give at least one token")
+    if len(prompt) >= limit:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, but prompt and answer together may have {limit}; "
+            "shorten it or raise max_model_len"
+        )
+    if generated and len(generated) >= min(sampling.max_tokens or limit, limit - len(prompt)):
+        raise ValueError(f"generated has {len(generated)} tokens, so that the answer can't have another one")
+    named = (("prompt", prompt), ("generated", generated), ("stop_token_ids", sampling.stop_token_ids))
+    for name, ids in named:
+        bad = next((t for t in ids if not 0 <= t < info.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"{name} has token id {bad}, outside the vocabulary of {info.vocab_size}")

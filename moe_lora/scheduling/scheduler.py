@@ -27,8 +27,7 @@ class Scheduler(Generic[Sequence]):
     """Decode rows first, then prefill chunks, then newcomers, within the step's token budget.
 
     running: sequences that compute.  loading: those whose adapter or history is on its way to the device;
-    they hold both, and wait alone.  waiting: those that hold nothing.  failed: those whose adapter could not
-    be brought, which hold nothing any more; the caller ends them.
+    they hold both, and wait alone.  waiting: those that hold nothing.
     fairness: newcomers of several tenants by what each was given, within one by priority, then by arrival;
     shortest_first: by `policies.admission.shortest_first` instead.
 
@@ -60,7 +59,6 @@ class Scheduler(Generic[Sequence]):
         self.running: list[Sequence] = []
         self.loading: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
-        self.failed: list[Sequence] = []
         self.fairness = VirtualTokenCounter(credit=max(LEAST_CREDIT, max_num_batched_tokens))
         self._told: list[Sequence] = []
         self._is_short = False
@@ -369,8 +367,8 @@ class Scheduler(Generic[Sequence]):
         return False
 
     def _look_at_adapters(self) -> None:
-        """Without their adapter none can go on; those that load start over without their history; of those
-        that began without it note that it came.
+        """Put back sequences whose adapter could not be loaded, and loading ones whose history is lost; note
+        loads that ended.
         """
         for where in (self.running, self.loading):
             for sequence in [one for one in where if one.cold_tokens or where is self.loading]:
@@ -380,8 +378,7 @@ class Scheduler(Generic[Sequence]):
                     sequence.cold_tokens = 0
                 elif readiness is Readiness.NO_ROOM:
                     where.remove(sequence)
-                    self._give_back(sequence)
-                    self.failed.append(sequence)
+                    self._put_back(sequence)
         for sequence in list(self.loading):
             if sequence.table.lost:
                 self.loading.remove(sequence)

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from moe_lora.core.errors import (
     AdapterError,
     AdapterExistsError,
+    AdapterFailedError,
     AdapterNotFoundError,
     AdapterVersionError,
     CapacityError,
@@ -49,6 +50,7 @@ STATUS_OF_ERROR: tuple[tuple[type[Exception], int], ...] = (
     (AdapterNotFoundError, 404),
     (AdapterExistsError, 400),
     (AdapterError, 400),
+    (AdapterFailedError, 503),
     (StorageError, 503),
     (UnreadError, 408),
     (CapacityError, 400),

@@ -70,6 +70,8 @@ class AdapterStore:
 
     on_change: Callable[[], None] | None = None
     """Called, from another thread, when a request that waits for an adapter may be able to start."""
+    on_failure: Callable[[str, Exception], None] | None = None
+    """Called, from another thread, with the content hash of an adapter that another process can't load."""
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from moe_lora.core.request import AdapterInfo, AdapterResidency
 from moe_lora.policies.host_start import ColdAdapter, HostLoads
 
 from .adapter_store import AdapterStore, AdapterVersion, ShardSizes
+from .failures import AdapterFailures
 from .leased_adapters import LeasedAdapters
 
 
@@ -42,6 +43,7 @@ class AdapterManager:
         host_loads: HostLoads | None = None,
     ) -> None:
         self.store = store
+        self.failures = AdapterFailures(clock)
         self.host_loads = host_loads
         self.leases = leases
         self.versions: dict[Namespace, AdapterVersion] = {}
@@ -71,11 +73,11 @@ class AdapterManager:
 
         version: its number, which whoever serves it on several engines gives; None: one more than the last.
         Raises AdapterExistsError if the name is taken and not to be replaced, CapacityError if there could
-        never be room for it.
+        never be room for it.  An adapter that failed may always be replaced.
         """
         name, previous = packed.name, self._current.get(packed.name)
         try:
-            if previous is not None and not replace:
+            if previous is not None and not replace and self.failures.problem(previous) is None:
                 raise AdapterExistsError(
                     f"adapter {name!r} is already loaded; unload it first or load it in place"
                 )
@@ -100,6 +102,12 @@ class AdapterManager:
             raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
         return self._current[name]
 
+    def usable(self, name: str) -> AdapterVersion:
+        """As `current`.  Raises AdapterFailedError while the adapter is unavailable."""
+        adapter = self.current(name)
+        self.failures.check(adapter)
+        return adapter
+
     def remove(self, name: str) -> None:
         """Refuse new requests for `name`; its memory is freed once the last request is done."""
         adapter = self.current(name)
@@ -119,6 +127,7 @@ class AdapterManager:
     def info(self, adapter: AdapterVersion) -> AdapterInfo:
         """What clients are told of an adapter."""
         residency, num_pages = self._where(adapter)
+        problem = self.failures.problem(adapter)
         last_used_s = adapter.last_used_s
         return AdapterInfo(
             name=adapter.name,
@@ -127,7 +136,8 @@ class AdapterManager:
             nbytes=adapter.packed.nbytes,
             targets=adapter.packed.targets,
             path=adapter.path,
-            residency=residency,
+            residency=residency if problem is None else "unavailable",
+            problem=problem or "",
             num_running=adapter.num_running,
             num_waiting=adapter.num_waiting,
             num_pages=num_pages,
@@ -301,6 +311,7 @@ class AdapterManager:
         self._cache.forget(adapter.uid)
         self.store.forget(adapter.packed)
         del self.versions[adapter.uid]
+        self.failures.forget(adapter.uid)
         if self.on_drop is not None:
             self.on_drop(adapter.uid)
 

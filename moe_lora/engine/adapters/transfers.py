@@ -144,6 +144,10 @@ class Transfers:
         blocking: bool = False,
     ) -> None:
         self.blocking = blocking
+        self.on_bring: Callable[[AdapterVersion], None] = lambda adapter: None
+        """Called with each adapter before its load starts."""
+        self.on_load: Callable[[AdapterVersion, Exception | None], None] = lambda adapter, error: None
+        """Called with each adapter whose load ended, and the error of a failed one."""
         self._cache = cache
         self._first_group = first_group
         self._adapters = adapters
@@ -183,6 +187,7 @@ class Transfers:
                     adapter.slot = self._slots.get(adapter.uid)
             if adapter is not None:
                 self._end_bringing(adapter.packed.content_hash)
+                self.on_load(adapter, error)
 
     def tick(self, batch_size: int) -> float | None:
         """Send what was ordered meanwhile; let the cache move pages ahead of need, if it is time.
@@ -238,6 +243,7 @@ class Transfers:
             pages = order if isinstance(order, Copy) else None
             group = None if self._first_group is None else self._first_group(adapter.uid)
             rank_order = BringAdapter(slot, adapter.packed.content_hash, first_pages, pages, group)
+            self.on_bring(adapter)
         self._under_way[order.copy_id] = adapter
         mover = self._mover
         if self._copier.fetches(rank_order):

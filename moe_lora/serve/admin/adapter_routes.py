@@ -122,6 +122,7 @@ def _card(info: AdapterInfo) -> dict[str, Any]:
         "bytes": info.nbytes,
         "path": info.path,
         "residency": info.residency,
+        "problem": info.problem or None,
         "pages": info.num_pages,
         "pinned": info.pinned,
         "idle_s": None if info.idle_s is None else round(info.idle_s, 3),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -11,7 +13,7 @@ import pytest
 
 from demo.tasks import prompt_for
 from moe_lora.config import EngineConfig, LoraServerConfig, PoolConfig
-from moe_lora.core.errors import AdapterError, AdapterNotFoundError, ConfigError
+from moe_lora.core.errors import AdapterError, AdapterFailedError, AdapterNotFoundError, ConfigError
 from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.dist.launch.host_roles import check_pool
 from moe_lora.engine.build import build_engine
@@ -104,11 +106,16 @@ def test_request_whose_adapter_is_nowhere_ends_with_an_error_and_the_engine_goes
     shutil.rmtree(path)
     _, last = ask(two, "a")
     assert last.finish_reason == "error"
-    assert "could not be copied to the device" in (last.error or "")
+    assert "adapter 'a' is unavailable: it could not be loaded" in (last.error or "")
+    with pytest.raises(AdapterFailedError, match="on try again"):
+        ask(two, "a")
     with pytest.raises(AdapterError):
         call(two, "pool_hold", entry.facts.content_hash, [entry.source])
     shutil.copytree(DEMO / "adapters" / "upper", path)
-    assert ask(two, "a")[0] == tokens
+    while call(two, "list_adapters")[0].residency == "unavailable":
+        with suppress(AdapterFailedError):
+            assert ask(two, "a")[0] == tokens
+        time.sleep(0.1)
     call(two, "unload_adapter", "a")
 
 

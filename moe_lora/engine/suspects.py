@@ -1,0 +1,61 @@
+"""A CPU step that raised, run again in parts: one adapter's error ends the requests of that adapter only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from moe_lora.engine.adapters.adapter_store import AdapterVersion
+from moe_lora.scheduling.views import Scheduled
+
+from . import sequence
+from .runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+Item = Scheduled[sequence.Sequence]
+
+
+@dataclass
+class Found:
+    """What the parts showed.  adapters, requests: failed ones, each with its error."""
+
+    adapters: list[tuple[AdapterVersion, Exception]] = field(default_factory=list)
+    requests: list[tuple[sequence.Sequence, Exception]] = field(default_factory=list)
+
+
+def run_apart(
+    plan: Iterable[Item], error: Exception, runner: ModelRunner, complete: Callable[[Sequence[Item]], None]
+) -> Found:
+    """Run the items of each adapter alone, and each request of the base model.
+
+    plan: of the step that raised `error`.  complete: computes some items, and keeps their tokens.
+    Raises `error` if no part succeeds and a row of padding fails too: the engine is broken, not an adapter.
+    """
+    parts: dict[object, list[Item]] = {}
+    for item in plan:
+        parts.setdefault(item.sequence.adapter or item.sequence, []).append(item)
+    logger.error(
+        "a step of %d requests failed; its adapters run one by one",
+        sum(map(len, parts.values())),
+        exc_info=error,
+    )
+    found, num_done = Found(), 0
+    runner.abandon()
+    for part in parts.values():
+        try:
+            complete(part)
+            num_done += 1
+        except Exception as problem:
+            runner.abandon()
+            first = part[0].sequence
+            if first.adapter is None:
+                found.requests.append((first, problem))
+            else:
+                found.adapters.append((first.adapter, problem))
+    if not num_done:
+        try:
+            runner.probe()
+        except Exception:
+            raise error from None
+    return found
