@@ -112,7 +112,13 @@ def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:
     if not config.adapters:
         return config
     shape = ModelShape.from_hf_config(config.hf_config())
-    bad = bad_adapters(config.adapters, shape, values=skip_bad, root=config.adapter_root)
+    bad = bad_adapters(
+        config.adapters,
+        shape,
+        values=skip_bad,
+        root=config.adapter_root,
+        max_lora_rank=config.max_lora_rank,
+    )
     if bad and not skip_bad:
         lines = "".join(f"\n  {name}: {problem}" for name, problem in bad.items())
         raise ConfigError(

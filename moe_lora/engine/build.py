@@ -42,7 +42,7 @@ from moe_lora.policies.merging import make_merging_policy
 from moe_lora.policies.merging_costs import MergingCosts, Uid
 from moe_lora.scheduling.scheduler import Scheduler
 
-from .arena_size import ArenaSize, arena_size, free_bytes, kept_originals, max_model_len
+from .arena_size import ArenaSize, arena_size, free_bytes, kept_originals, max_model_len, within_share
 from .core import EngineCore, cache_figures
 from .kv_transfer import KvTransfer
 from .merging import Merging
@@ -163,7 +163,7 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
             rank.layout,
             adapter_pages,
             rank.device,
-            rank.free_bytes(),
+            within_share(config, rank.device, rank.free_bytes()),
             rank.local_sites,
         ),
         kept_bytes=kept_bytes,
@@ -332,12 +332,19 @@ def _merging(
 
 def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
     """With a LoRA Server its store has the contents, which are not this instance's to remove."""
+    store: HostStore | None = None
     if rank.lora_server is not None:
-        return AdapterContents(
-            rank.shape, rank.dtype, rank.lora_server.store, owned=False, root=config.adapter_root
-        )
-    store = None if config.contents_dir is None else HostStore(config.contents_dir)
-    return AdapterContents(rank.shape, rank.dtype, store, root=config.adapter_root)
+        store = rank.lora_server.store
+    elif config.contents_dir is not None:
+        store = HostStore(config.contents_dir)
+    return AdapterContents(
+        rank.shape,
+        rank.dtype,
+        store,
+        owned=rank.lora_server is None,
+        root=config.adapter_root,
+        max_lora_rank=config.max_lora_rank,
+    )
 
 
 def _store(

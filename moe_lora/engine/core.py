@@ -336,7 +336,9 @@ class EngineCore:
 
     def pack_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """As `read_adapter`, from tensors in memory; safe to call from another thread."""
-        return self._adapters.store.prepare(pack_state_dict(tensors, config, self._shape, self._dtype, name))
+        limit = self._contents.max_lora_rank
+        packed = pack_state_dict(tensors, config, self._shape, self._dtype, name, limit)
+        return self._adapters.store.prepare(packed)
 
     def add_adapter(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None

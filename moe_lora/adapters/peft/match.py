@@ -112,6 +112,18 @@ def match(
     return Match(layers, swapped, warnings)
 
 
+def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
+    """Raise AdapterError if a LoRA pair has a rank above `max_lora_rank`.  None: no limit."""
+    if max_lora_rank is None:
+        return
+    largest = max((source.lora_rank for layer in found.layers for source in layer), default=0)
+    if largest > max_lora_rank:
+        raise AdapterError(
+            f"{where}: the LoRA rank {largest} is above max_lora_rank={max_lora_rank} of this server; start "
+            f"the server with --max-lora-rank {largest} or more, or train the adapter with a lower rank"
+        )
+
+
 def _parse(key: str, where: str) -> TensorName:
     found = _KEY.fullmatch(key)
     if found and "lora_embedding" not in key:

@@ -115,7 +115,8 @@ def models_router(frontend: Frontend) -> APIRouter:
             for adapter in await frontend.client.list_adapters()
             if caller.may_use(adapter.name)
         ]
-        return [base, *adapters]
+        bases = [{**base, "id": name} for name in frontend.model_names]
+        return [*bases, *adapters]
 
     @router.get("", response_model=None)
     async def list_models(request: Request) -> Response:
