@@ -1,4 +1,4 @@
-"""vLLM's options: every row of the table does what the table says, and peers' command lines start a server."""
+"""vLLM's options: every row of the table does what the table says, and command lines of peers are taken."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_help_shows_the_table_and_the_usual_help_does_not():
         assert f" {option.name} " in text
     usual = CliRunner().invoke(main, ["serve", "--help"]).output
     assert "--help-vllm" in usual
-    hidden = {one.name for one in ROWS if not one.own and not f"{one.name}s" == "--api-keys"}
+    hidden = {one.name for one in ROWS if not one.own and f"{one.name}s" != "--api-keys"}
     assert not [name for name in hidden if re.search(rf"{name}\b(?!-)", usual)]
 
 

@@ -57,10 +57,11 @@ def status_router(frontend: Frontend) -> APIRouter:
     async def metrics() -> Response:
         """Prometheus text; without the engine's part once the engine has ended."""
         shown = frontend.metrics
-        shown.stats = shown.server = None
+        shown.stats = shown.server = shown.info = shown.adapters = None
         with suppress(EngineDeadError):
-            shown.max_loras = (await frontend.client.model_info()).max_loras
+            shown.info = await frontend.client.model_info()
             shown.stats = await frontend.client.stats()
+            shown.set_adapters(await frontend.client.list_adapters())
         if frontend.cluster.lora_server is not None:
             with suppress(EngineDeadError, LoraServerError):
                 shown.server = await frontend.controller.call("server_state")
