@@ -16,8 +16,8 @@ def _check_digests(place: str, digests: tuple[str, ...]) -> None:
     for digest in digests:
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise ConfigError(
-                f"{place}: {digest!r} is no SHA-256 in hex, 64 of 0-9 and a-f; moe-lora serve --api-key KEY "
-                "computes the digest of a key"
+                f"{place} has a text of {len(digest)} characters; give the SHA-256 of a key in hex, 64 of "
+                "0-9 and a-f, or let moe-lora serve --api-key KEY compute the digest"
             )
 
 

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from moe_lora.cli.main import main
 from moe_lora.cli.serve import serve
+from moe_lora.cli.serve_settings import cluster_to_serve
 from moe_lora.cli.vllm_words import NOTES
 from moe_lora.config.tables import vllm_table, with_tables
 from moe_lora.config.vllm_options import ANY, MODEL, VLLM_OPTIONS, VllmOption, by_name
@@ -298,3 +299,13 @@ def test_keys_come_from_the_option_else_from_the_environment(keys_of, model_dir,
     assert keys_of("--config", str(file)) == (digest("file"),)
     monkeypatch.setenv("VLLM_API_KEY", "")
     assert keys_of(model_dir) == ()
+
+
+def test_options_hold_when_the_settings_are_read_again(model_dir, tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"model_dir: {model_dir}\n")
+    words = ("--config", str(file), "--max-connections", "7", "--seed", "3", "--api-key", "one")
+    options, _ = parsed(*words)
+    read = [cluster_to_serve(str(file), None, options) for _ in range(2)]
+    assert read[0] == read[1]
+    assert (read[1].front_end.max_connections, read[1].engine.seed) == (7, 3)
