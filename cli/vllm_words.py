@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from moe_lora.config.vllm_options import ANY, MODEL, VLLM_OPTIONS, VllmOption, by_name
+from moe_lora.config.vllm_option import ANY, MODEL, VllmOption
+from moe_lora.config.vllm_options import VLLM_OPTIONS, by_name
 
-from .variadic import VariadicCommand
+from .variadic import VariadicCommand, expand
 
 _NUMBER = re.compile(r"-\.?\d")
 _LEVEL = re.compile(r"-O\d")
@@ -74,16 +75,17 @@ class VllmWords:
         self._table = by_name()
         self._given: dict[str, tuple[str, str]] = {}
         """Single options of ours → the option that was given for each, and its value."""
+        self._found: dict[str, tuple[VllmOption, str, str]] = {}
+        """Options of one value → row, name as given, value.  The last of several counts, as in argparse."""
         self._left = [self._spelled(word) for word in args]
         self._all = list(self._left)
-        self._tensor = "1"
-        while self._left:
-            word = self._left.pop(0)
-            if word == "--":
-                self.words += [word, *self._left]
-                return
-            self._read(word)
-        self.words = [word.replace("{tensor}", self._tensor) for word in self.words]
+        while self._left and self._left[0] != "--":
+            self._read(self._left.pop(0))
+        ranks = self._found.get("--tensor-parallel-size")
+        self._tensor = ranks[2] if ranks else self._given.get("--tensor-parallel", ("", "1"))[1]
+        for option, name, value in self._found.values():
+            self._add(option, name, value)
+        self.words += self._left
 
     def _spelled(self, word: str) -> str:
         """The word with vLLM's underscores as dashes."""
@@ -103,7 +105,7 @@ class VllmWords:
             for one in [value] if equals else self._values(name):
                 self._add(option, name, one)
         else:
-            self._add(option, name, value if equals else self._value(name))
+            self._set(option, name, value if equals else self._value(name))
 
     def _option(self, name: str) -> tuple[VllmOption | None, bool]:
         """The row of a word, and whether the word turns a flag off."""
@@ -138,7 +140,7 @@ class VllmWords:
         if option.own and self._left and not equals and self._left[0] in ("auto", "on", "off"):
             value = self._left.pop(0)
         if option.own and value:
-            self.words += [option.name, value]
+            self._set(option, name, value)
             return
         if not equals and self._left and self._left[0].lower() in ("true", "false"):
             equals, value = "=", self._left.pop(0)
@@ -147,6 +149,13 @@ class VllmWords:
             if is_off or value.lower() not in _SWITCH:
                 raise click.UsageError(f"{name}={value}: give {option.name} or --no-{option.name[2:]} alone")
             state = _SWITCH[value.lower()]
+        self._set(option, name, state)
+
+    def _set(self, option: VllmOption, name: str, value: str) -> None:
+        self._found.pop(option.name, None)
+        self._found[option.name] = (option, name, value)
+
+    def _add_flag(self, option: VllmOption, state: str) -> None:
         shown = option.name if state == "true" else f"--no-{option.name[2:]}"
         if state not in option.words:
             raise click.UsageError(f"{shown} can't be had here: {option.text}")
@@ -166,7 +175,13 @@ class VllmWords:
         return found
 
     def _add(self, option: VllmOption, name: str, value: str) -> None:
-        """The option with one value."""
+        """The option with one value; "true" or "false" of a flag."""
+        if option.takes == "flag":
+            if value in _SWITCH:
+                self._add_flag(option, value)
+            else:
+                self.words += [option.name, value]
+            return
         key = value if value in option.words else value.replace(" ", "")
         if MODEL in option.words and self._is_elsewhere(name, value):
             key = MODEL
@@ -197,16 +212,16 @@ class VllmWords:
         return ours.count(value) > 1
 
     def _add_words(self, option: VllmOption, name: str, words: str, value: str = "") -> None:
-        if words == "{}":  # an argument without a name; a list before it would take it
-            self.words.insert(0, value)
+        if words == "{}":  # an argument without a name
+            self.words.append(value)
             return
         ours, _, rest = words.partition(" ")
         if not ours:
             return
         filled = rest.replace("{}", value)
+        if "{tensor}" in filled:
+            filled = filled.replace("{tensor}", self._tensor)
         self.words += [ours, filled] if rest else [ours]
-        if ours == "--tensor-parallel":
-            self._tensor = filled
         own = self._own.get(ours)
         if own is not None and rest and not own.multiple:
             self._note_given(ours, name, filled, option.text)
@@ -219,8 +234,6 @@ class VllmWords:
                 f"{other} {before} and {name} {value} both mean {ours}; give one of them"
                 + (f" ({way_out})" if way_out else "")
             )
-        if ours == "--tensor-parallel":
-            self._tensor = value
 
 
 class VllmCommand(VariadicCommand):
@@ -228,9 +241,9 @@ class VllmCommand(VariadicCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {name: one for one in self.params if isinstance(one, click.Option) for name in one.opts}
-        found = VllmWords(args, own)
+        found = VllmWords(expand(args, self.variadic), own)
         ctx.meta[NOTES] = list(dict.fromkeys(found.notes))
-        return super().parse_args(ctx, found.words)
+        return click.Command.parse_args(self, ctx, found.words)  # each value of a list has its name already
 
 
 def show_vllm_options(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:

@@ -260,6 +260,11 @@ class EngineConfig(Settings):
                 f"arena_mb={self.arena_mb} is for KV and adapters together, so lora_memory_gb="
                 f"{self.lora_memory_gb} has no meaning beside it; leave one of them out"
             )
+        if self.arena_mb is not None and self.memory_utilization is not None:
+            raise ConfigError(
+                f"arena_mb={self.arena_mb:g} is a size, so memory_utilization="
+                f"{self.memory_utilization:g} has no meaning beside it; leave one of them out"
+            )
         if self.num_layers is not None and self.load_format != "dummy":
             raise ConfigError(
                 f"num_layers={self.num_layers} would leave out layers that the other weights were trained "

@@ -19,7 +19,8 @@ from moe_lora.cli.serve import serve
 from moe_lora.cli.serve_settings import cluster_to_serve
 from moe_lora.cli.vllm_words import NOTES
 from moe_lora.config.tables import vllm_table, with_tables
-from moe_lora.config.vllm_options import ANY, MODEL, VLLM_OPTIONS, VllmOption, by_name
+from moe_lora.config.vllm_option import ANY, MODEL, VllmOption
+from moe_lora.config.vllm_options import VLLM_OPTIONS, by_name
 
 from .test_serve import adapter, model_dir, run, served
 
@@ -224,6 +225,30 @@ def test_the_same_value_twice_is_no_contradiction(served, model_dir):
     )
     assert run(model_dir, "--data-parallel-size", "2", "--instances", "2").exit_code == 0
     assert run(model_dir, "--tokenizer", model_dir).exit_code == 0
+
+
+def test_the_last_of_several_values_counts(served, model_dir):
+    flags = ["--no-enable-prefix-caching", "--enable-prefix-caching", "--headless", "--no-headless"]
+    values = ["-pp", "2", "--pipeline-parallel-size", "1", "-tp", "4", "--tensor-parallel-size=2"]
+    more = ["--enable-expert-parallel", "--dtype", "half", "--dtype", "float", "--async-scheduling", "off"]
+    result = run(model_dir, *flags, *values, *more)
+    assert result.exit_code == 0, result.output
+    [(config, _)] = served
+    assert (config.prefix_caching, config.tensor_parallel, config.expert_parallel) == (True, 2, 2)
+    assert (config.dtype, config.async_scheduling) == ("float32", "off")
+    assert run(model_dir, "--enable-expert-parallel", "--tensor-parallel", "2").exit_code == 0
+    assert served[1][0].expert_parallel == 2
+    assert run(model_dir, "--expert-parallel", "4", "--enable-expert-parallel", "-tp", "2").exit_code == 2
+
+
+@pytest.mark.parametrize("between", [["--port", "9"], ["--enable-lora"], ["--seed", "1"], ["--eager"]])
+def test_a_list_ends_at_the_next_option(served, model_dir, tmp_path, between):
+    place = adapter(tmp_path / "folder", "b")
+    for words in (["--lora-modules", f"a={place}"], ["--lora-dir", str(tmp_path / "folder")]):
+        result = run(*words, *between, model_dir, "--served_model_name", "m", "n", *between)
+        assert result.exit_code == 0, result.output
+    assert [dict(config.adapters) for config, _ in served] == [{"a": place}, {"b": place}]
+    assert served[0][1]["served_model_name"] == "m"
 
 
 def module(**fields: object) -> str:

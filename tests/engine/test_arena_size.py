@@ -153,6 +153,8 @@ def test_a_share_of_the_memory_is_for_kv_and_adapters_beside_the_weights(monkeyp
     assert left(0.9, free=50) == 50
     assert left(0.9, num_instances=2) == 700
     assert left(0.9, tensor_parallel=2) == 350
+    with pytest.raises(ConfigError, match=r"arena_mb=1 is a size.*memory_utilization=0\.9 has no meaning"):
+        left(0.9, arena_mb=1)
     with pytest.raises(ConfigError, match=r"memory_utilization=0\.1 of .* leaves nothing .* raise it"):
         left(0.1)
 
