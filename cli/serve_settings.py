@@ -37,7 +37,7 @@ def cluster_to_serve(
     """
     from moe_lora.config.cluster import SECTIONS, cluster_of, read_cluster, read_content
 
-    options = dict(options)  # which a later reading of the settings needs again
+    options = dict(options)  # a reload reads the options again
     content: dict[str, Any] = {}
     folder, path_of = Path(), str
     if config_file is not None:
@@ -93,15 +93,15 @@ def _laid_over(kind: Any, file: dict[str, Any] | None, given: dict[str, Any]) ->
 
 
 def _base_names(content: dict[str, Any]) -> set[str]:
-    """Names that adapters may call the base model by: served names, and the folder with and without path."""
+    """Names of the base model in base_model_name: served names, the folder, the folder's name."""
     served, model_dir = content.get("served_model_name") or [], str(content.get("model_dir") or "")
     return {*([served] if isinstance(served, str) else served), model_dir, Path(model_dir).resolve().name}
 
 
 def read_module(text: str, base_names: set[str]) -> list[tuple[str, str]]:
-    """(name, path) of the adapters in a value of --lora-modules: NAME=PATH, or JSON as vLLM takes it.
+    """(name, path) of the adapters in a value of --lora-modules: NAME=PATH, or JSON as in vLLM.
 
-    base_names: what `base_model_name` of the JSON may be.  Raises click.BadParameter.
+    base_names: allowed values of `base_model_name`.  Raises click.BadParameter.
     """
     if text.lstrip()[:1] not in ("{", "["):
         name, separator, path = text.partition("=")
@@ -116,7 +116,7 @@ def read_module(text: str, base_names: set[str]) -> list[tuple[str, str]]:
 
 
 def _module_of(fields: Any, base_names: set[str]) -> tuple[str, str]:
-    """One adapter of the JSON form."""
+    """(name, path) of an adapter in JSON."""
     allowed = ("name", "path", "base_model_name", "is_3d_lora_weight")
     if not isinstance(fields, dict) or not set(fields) <= set(allowed):
         raise _bad_module(f"{fields!r} must be an object; allowed fields are {', '.join(allowed)}")
@@ -153,7 +153,7 @@ def _folder_of(path: str, name: str) -> str:
 
 
 def admin_digests(given: Iterable[str]) -> list[str]:
-    """Digests of keys.  Raises click.BadParameter for a key that no request can carry."""
+    """Digests of keys.  Raises click.BadParameter for a key with characters outside a header's."""
     from moe_lora.serve.api_keys import digest_of
 
     keys = list(dict.fromkeys(given))
@@ -168,7 +168,7 @@ def admin_digests(given: Iterable[str]) -> list[str]:
 
 
 def _keys_of_environment(content: dict[str, Any]) -> list[str]:
-    """The key in VLLM_API_KEY, unless the file has digests of keys, as the file of a role has."""
+    """The key in VLLM_API_KEY, unless the file has digests of keys, as a role's file has."""
     key, section = os.environ.get(ENVIRONMENT_KEY), content.get("front_end")
     if not key or (isinstance(section, dict) and "admin_key_digests" in section):
         return []

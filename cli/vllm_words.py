@@ -1,4 +1,4 @@
-"""vLLM's options on the command line of `serve`, made the options that they stand for."""
+"""Translates vLLM's options on the command line of `serve` to the options of `serve`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 _POWERS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _SWITCH = {"true": "true", "1": "true", "false": "false", "0": "false"}
 NOTES = "moe_lora.vllm_notes"
-"""Where a context's `meta` has the lines for the log."""
+"""Key of the lines for the log in a context's `meta`."""
 
 
 def _count(text: str) -> list[str]:
@@ -59,13 +59,13 @@ CONVERTERS: dict[str, Callable[[str], list[str]]] = {
     "gib_to_mb": lambda text: [f"{_number(text) * 2**30 / 1e6:.6f}"],
     "bytes_to_gb": lambda text: [f"{_number(text) / 1e9:.9f}"],
 }
-"""From a value of vLLM's option to values of ours.  Raises ValueError."""
+"""Make values of our option from a value of vLLM's option.  Raise ValueError."""
 
 
 class VllmWords:
-    """The words of a command line with vLLM's options made ours.
+    """A command line with vLLM's options translated to ours.
 
-    own: the command's options by name.  words: the result.  notes: lines for the log.
+    own: the command's options by name.  words: the translation.  notes: lines for the log.
     """
 
     def __init__(self, args: Sequence[str], own: Mapping[str, click.Option]) -> None:
@@ -74,9 +74,9 @@ class VllmWords:
         self._own = own
         self._table = by_name()
         self._given: dict[str, tuple[str, str]] = {}
-        """Single options of ours → the option that was given for each, and its value."""
+        """Option of ours with one value → name as given, and value."""
         self._found: dict[str, tuple[VllmOption, str, str]] = {}
-        """Options of one value → row, name as given, value.  The last of several counts, as in argparse."""
+        """Option of vLLM with one value → row, name as given, value.  The last value counts."""
         self._left = [self._spelled(word) for word in args]
         self._all = list(self._left)
         while self._left and self._left[0] != "--":
@@ -88,7 +88,7 @@ class VllmWords:
         self.words += self._left
 
     def _spelled(self, word: str) -> str:
-        """The word with vLLM's underscores as dashes."""
+        """The word with dashes for underscores in its name."""
         name, equals, value = word.partition("=")
         return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
@@ -108,7 +108,7 @@ class VllmWords:
             self._set(option, name, value if equals else self._value(name))
 
     def _option(self, name: str) -> tuple[VllmOption | None, bool]:
-        """The row of a word, and whether the word turns a flag off."""
+        """The table's row for a name, and True if the name turns a flag off."""
         if name in self._own and name not in self._table:
             return None, False
         if name.startswith("--no-") and self._is_flag("--" + name[5:]):
@@ -118,7 +118,7 @@ class VllmWords:
                 return self._table[known], False
         if not name.startswith("--") or len(name) < 4:
             return None, False
-        # As argparse: the start of a name is enough where no other name starts so.
+        # As in argparse, an unambiguous start of a name is enough.
         starts = [one for one in {*self._table, *self._own} if one.startswith(name)]
         return (self._table.get(starts[0]), False) if len(starts) == 1 else (None, False)
 
@@ -126,7 +126,7 @@ class VllmWords:
         return name in self._table and self._table[name].takes == "flag"
 
     def _pass_on(self, word: str, name: str, equals: str, value: str) -> None:
-        """A word of the command's own, noted if it is an option of one value."""
+        """Copy a word outside the table.  An option with one value is noted in `_given`."""
         self.words.append(word)
         option = self._own.get(name)
         if option is None or option.multiple or option.is_flag:
@@ -175,7 +175,7 @@ class VllmWords:
         return found
 
     def _add(self, option: VllmOption, name: str, value: str) -> None:
-        """The option with one value; "true" or "false" of a flag."""
+        """Add our words for an option and a value; for a flag "true" or "false"."""
         if option.takes == "flag":
             if value in _SWITCH:
                 self._add_flag(option, value)
@@ -200,14 +200,14 @@ class VllmWords:
             self._note(option, name, f"{name} {value}")
 
     def _note(self, option: VllmOption, name: str, neutral: str) -> None:
-        """A line for the log.  neutral: the words that ask for nothing new, if they do."""
+        """Add a line for the log.  neutral: the words as given, if they ask for nothing new; else empty."""
         if option.is_unused or not neutral:
             self.notes.append(f"{name} has no effect here: {option.text}")
         else:
             self.notes.append(f"{neutral} changes nothing here")
 
     def _is_elsewhere(self, name: str, value: str) -> bool:
-        """Whether a value is also that of another word, such as the path of the model."""
+        """True if another word has the same value, such as the path of the model."""
         ours = [word.partition("=")[2] if word.startswith("-") else word for word in self._all]
         return ours.count(value) > 1
 
@@ -227,7 +227,7 @@ class VllmWords:
             self._note_given(ours, name, filled, option.text)
 
     def _note_given(self, ours: str, name: str, value: str, way_out: str) -> None:
-        """Raise UsageError where two names of one option were given, with two values."""
+        """Raise UsageError if two names of one option have different values."""
         other, before = self._given.setdefault(ours, (name, value))
         if other != name and before != value:
             raise click.UsageError(
@@ -237,13 +237,13 @@ class VllmWords:
 
 
 class VllmCommand(VariadicCommand):
-    """A command that takes vLLM's options too; the notes on them are in the context's `meta`."""
+    """A command with vLLM's options beside its own.  Lines for the log are in the context's `meta`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {name: one for one in self.params if isinstance(one, click.Option) for name in one.opts}
         found = VllmWords(expand(args, self.variadic), own)
         ctx.meta[NOTES] = list(dict.fromkeys(found.notes))
-        return click.Command.parse_args(self, ctx, found.words)  # each value of a list has its name already
+        return click.Command.parse_args(self, ctx, found.words)  # lists are expanded already
 
 
 def show_vllm_options(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
@@ -251,7 +251,7 @@ def show_vllm_options(ctx: click.Context, parameter: click.Parameter, value: Any
     if not value or ctx.resilient_parsing:
         return
     formatter = ctx.make_formatter()
-    formatter.write_text("Options of vLLM, and what moe-lora serve makes of each.")
+    formatter.write_text("Options of vLLM, and their effect in moe-lora serve.")
     for heading, options in VLLM_OPTIONS.items():
         with formatter.section(heading):
             formatter.write_dl([(" ".join(one.names), one.here().replace("`", "")) for one in options])

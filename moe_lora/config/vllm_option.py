@@ -1,7 +1,7 @@
-"""What a row of the table of vLLM's options says (`vllm_options`), and the kinds of rows.
+"""Rows of the table of vLLM's options (`vllm_options`).
 
-An option that would change answers, access or the served models is refused, with a way out, unless its value
-asks for nothing new.  An option that only tunes speed or logs has no effect; the log says so once.
+A value is refused, with a way out, if it would change answers, access or the served models in an unsupported
+way.  An option for speed or logs has no effect, and one line of the log states this.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MODEL = "MODEL_DIR"
 class VllmOption(NamedTuple):
     """One option of vLLM.
 
-    names: the long name, then short ones.  takes: "flag" is on, off as --no-NAME.  words: value → our words,
-    `{}` for the value, "" for none; `ANY`: every other value.  A value that is missing in words is refused.
-    text: the reason why there is no effect, or the way out of a refusal.  convert: see
-    `cli.vllm_words.CONVERTERS`.  example: a value that `ANY` takes.
+    names: the long name, then short names.  takes: a "flag" has a form --no-NAME.  words: value → our words,
+    `{}` for the value, "" for no words; `ANY`: every other value.  Further values are refused.  text: reason
+    of no effect, or way out of a refusal.  convert: see `cli.vllm_words.CONVERTERS`.  example: a value for
+    `ANY`.  own: `serve` has an option of this name.
     """
 
     names: tuple[str, ...]
@@ -38,12 +38,12 @@ class VllmOption(NamedTuple):
 
     @property
     def is_unused(self) -> bool:
-        """Whether every value goes without an effect."""
+        """True if no value has an effect."""
         return not self.own and bool(self.words) and not any(self.words.values()) and not self.is_neutral_only
 
     @property
     def is_neutral_only(self) -> bool:
-        """Whether some values are accepted because they ask for nothing, and others are refused."""
+        """True if some values ask for nothing new, and other values are refused."""
         return ANY not in self.words and (self.takes != "flag" or len(self.words) < 2)
 
     def here(self) -> str:
@@ -94,18 +94,18 @@ def flag(names: str, on: str | None, off: str | None, text: str = "") -> VllmOpt
 
 
 def unused(names: str, why: str, takes: Takes = "value") -> VllmOption:
-    """An option that has no effect here."""
+    """An option without an effect here."""
     words = {"true": "", "false": ""} if takes == "flag" else {ANY: ""}
     return VllmOption(tuple(names.split()), takes, words, why)
 
 
 def only(names: str, values: tuple[str, ...], way_out: str) -> VllmOption:
-    """An option of which these values ask for nothing new."""
+    """An option with these neutral values; other values are refused."""
     return VllmOption(tuple(names.split()), "value", dict.fromkeys(values, ""), way_out)
 
 
 def off(names: str, way_out: str) -> VllmOption:
-    """A flag that must stay off."""
+    """A flag; on is refused."""
     return flag(names, None, "", way_out)
 
 

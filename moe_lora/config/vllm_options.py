@@ -1,4 +1,4 @@
-"""vLLM's options as `moe-lora serve` takes them: the one table of parser, help, docs and test."""
+"""vLLM's options as `moe-lora serve` takes them: the table behind parser, help, docs and test."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _COMPILED = "the step's graphs are chosen here; --eager turns compilation off"
 _LOGS = "requests are not logged; /metrics counts requests"
 _LOGS_WITH = "requests are not logged; log them at a proxy, or count them by /metrics"
 _TRACES = "no traces are sent; /metrics has the times of requests"
-_TOOLS = "leave it out; answers are plain text, and requests with tools are refused"
-_CODE = "no code of others runs in the server; leave it out"
-_CORS = "every method and header is allowed to an origin of --cors-origin; give '[\"*\"]' or leave it out"
-_PEERS = "leave it out; processes of an instance compute prompts and answers alike"
-_FIXED_ADAPTERS = "leave it out; a request names its adapter as model"
+_TOOLS = "omit the option; answers are plain text, and requests with tools are refused"
+_CODE = "no code of others runs in the server; omit the option"
+_CORS = "every method and header is allowed to an origin of --cors-origin; give '[\"*\"]' or omit the option"
+_PEERS = "omit the option; processes of an instance compute prompts and answers alike"
+_FIXED_ADAPTERS = "omit the option; a request names its adapter as model"
 
 MODELS = (
     alias("--model", "{}", "the folder may also come first, without a name", example=MODEL),
@@ -34,7 +34,7 @@ MODELS = (
     off("--skip-tokenizer-init", "a MODEL_DIR without tokenizer files takes token ids"),
     unused("--trust-remote-code", "code of a checkpoint never runs", "flag"),
     refused("--revision", "MODEL_DIR is a folder; download the revision and give its folder"),
-    refused("--code-revision", "code of a checkpoint never runs; leave it out"),
+    refused("--code-revision", "code of a checkpoint never runs; omit the option"),
     refused("--tokenizer-revision", "download the revision and copy its tokenizer files to MODEL_DIR"),
     unused("--download-dir", "nothing is downloaded"),
     unused("--hf-token", "nothing is downloaded"),
@@ -42,7 +42,7 @@ MODELS = (
     only("--hf-overrides", ("{}",), _CONFIG),
     only("--rope-scaling", ("{}",), _CONFIG),
     refused("--rope-theta", _CONFIG),
-    off("--disable-sliding-window", "give --max-model-len of at most the window, or leave it out"),
+    off("--disable-sliding-window", "give --max-model-len of at most the window, or omit the option"),
     same(
         "--dtype",
         "fp16 is not computed; choose bfloat16 or float32",
@@ -66,7 +66,7 @@ MODELS = (
     only(
         "--quantization -q",
         ("None", "none", "mxfp4", "compressed-tensors"),
-        "config.json says how a checkpoint is quantised, leave the option out then; --quantize int8, int4 or "
+        "config.json says how a checkpoint is quantised, omit the option then; --quantize int8, int4 or "
         "fp8 quantises other weights as they are loaded",
     ),
     only("--model-loader-extra-config", ("{}",), _TENSORS),
@@ -77,9 +77,11 @@ MODELS = (
     same("--device", example="cpu"),
     same("--max-model-len", "`k` means 1,000 and `K` 1,024", convert="count"),
     alias("--seed", "--set engine.seed={}"),
-    only("--max-logprobs", ("20",), "requests may ask for 20 at most; leave it out"),
+    only("--max-logprobs", ("20",), "requests may ask for 20 at most; omit the option"),
     only(
-        "--logprobs-mode", ("raw_logprobs",), "log probabilities are those before temperature; leave it out"
+        "--logprobs-mode",
+        ("raw_logprobs",),
+        "log probabilities are those before temperature; omit the option",
     ),
     only("--generation-config", ("vllm",), "sampling defaults are OpenAI's; send them with each request"),
     only("--override-generation-config", ("{}",), "send sampling parameters with each request"),
@@ -101,7 +103,7 @@ MODELS = (
     refused("--logits-processors", _CODE),
     refused("--logits-processor-pattern", _CODE),
 )
-"""What is served, and how weights are read."""
+"""The model, its weights and its tokenizer."""
 PARALLEL = (
     alias("--tensor-parallel-size -tp", "--tensor-parallel {}", example="2"),
     flag(
@@ -157,7 +159,7 @@ MEMORY = (
     only(
         "--kv-cache-dtype",
         ("auto", "bfloat16"),
-        "KV has the dtype of the model; leave it out, and give --kv-cache-gb for more room",
+        "KV has the dtype of the model; omit the option, and give --kv-cache-gb for more room",
     ),
     unused("--calculate-kv-scales", "KV is not quantised", "flag"),
     same("--block-size"),
@@ -213,7 +215,7 @@ SCHEDULING = (
     unused("--use-v2-block-manager", "there is one cache", "flag"),
     unused("--tokenizer-pool-size", "front ends tokenize; --front-ends says how many"),
 )
-"""Which requests a step computes, and how."""
+"""Steps and their batches."""
 ADAPTERS = (
     flag(
         "--enable-lora",
@@ -240,8 +242,8 @@ ADAPTERS = (
     unused("--specialize-active-lora", "kernels take any number of adapters", "flag"),
     unused("--lora-extra-vocab-size", "an adapter that adds tokens is refused when its file is read"),
     off("--enable-lora-bias", "an adapter with biases is refused; train it with lora_bias=false"),
-    refused("--long-lora-scaling-factors", "leave it out; adapters with a longer context are not served"),
-    refused("--lora-target-modules", "leave it out; an adapter is served with all its modules"),
+    refused("--long-lora-scaling-factors", "omit the option; adapters with a longer context are not served"),
+    refused("--lora-target-modules", "omit the option; an adapter is served with all its modules"),
     only("--default-mm-loras", ("{}",), _FIXED_ADAPTERS),
     off("--enable-prompt-adapter", "prompt adapters are not served; train a LoRA adapter"),
     refused("--qlora-adapter-name-or-path", "give the adapter by --lora-modules"),
@@ -271,7 +273,7 @@ HTTP = (
     alias("--allowed-origins", "--cors-origin {}", convert="origins", example='["*"]'),
     only("--allowed-methods", ('["*"]',), _CORS),
     only("--allowed-headers", ('["*"]',), _CORS),
-    off("--allow-credentials", "send keys in the header Authorization; leave it out"),
+    off("--allow-credentials", "send keys in the header Authorization; omit the option"),
     only("--root-path", ("", "/"), "let the proxy strip the prefix before it passes a request on"),
     refused("--uds", "give --host and --port; --admin-address may be a socket"),
     refused("--middleware", _CODE),
@@ -299,24 +301,26 @@ HTTP = (
     unused("--enable-prompt-tokens-details", "usage always has prompt_tokens_details", "flag"),
     off("--enable-force-include-usage", "send stream_options.include_usage with each request"),
     off("--enable-per-request-metrics", "usage.timing has the times of a request"),
-    off("--enable-tokenizer-info-endpoint", "leave it out; the tokenizer's files tell the same"),
+    off("--enable-tokenizer-info-endpoint", "omit the option; the tokenizer's files tell the same"),
     off("--return-tokens-as-token-ids", "send return_token_ids with each request"),
-    off("--tokens-only", "leave it out; a model without tokenizer files takes token ids"),
-    off("--grpc", "leave it out; the server speaks HTTP"),
+    off("--tokens-only", "omit the option; a model without tokenizer files takes token ids"),
+    off("--grpc", "omit the option; the server speaks HTTP"),
     off("--enable-auto-tool-choice", _TOOLS),
     refused("--tool-call-parser", _TOOLS),
     refused("--tool-parser-plugin", _TOOLS),
     refused("--tool-server", _TOOLS),
     off("--exclude-tools-when-tool-choice-none", _TOOLS),
-    refused("--reasoning-parser", "leave it out; an answer's text is given whole"),
+    refused("--reasoning-parser", "omit the option; an answer's text is given whole"),
     refused("--chat-template", "copy the template to MODEL_DIR as chat_template.jinja"),
-    only("--chat-template-content-format", ("auto",), "the template's own form is used; leave it out"),
+    only("--chat-template-content-format", ("auto",), "the template's own form is used; omit the option"),
     off("--trust-request-chat-template", "copy the template to MODEL_DIR as chat_template.jinja"),
     only(
-        "--default-chat-template-kwargs", ("{}",), "send chat_template_kwargs with each request; leave it out"
+        "--default-chat-template-kwargs",
+        ("{}",),
+        "send chat_template_kwargs with each request; omit the option",
     ),
-    only("--response-role", ("assistant",), "answers have the role assistant; leave it out"),
-    only("--additional-config", ("{}",), "leave it out; it is for other platforms"),
+    only("--response-role", ("assistant",), "answers have the role assistant; omit the option"),
+    only("--additional-config", ("{}",), "omit the option; it is for other platforms"),
 )
 """The HTTP server."""
 VLLM_OPTIONS: dict[str, tuple[VllmOption, ...]] = {
@@ -327,9 +331,9 @@ VLLM_OPTIONS: dict[str, tuple[VllmOption, ...]] = {
     "Adapters": ADAPTERS,
     "HTTP": HTTP,
 }
-"""By the headings of --help-vllm."""
+"""Heading of --help-vllm → options."""
 
 
 def by_name() -> dict[str, VllmOption]:
-    """The options by each of their names."""
+    """Name → option, short names too."""
     return {name: one for group in VLLM_OPTIONS.values() for one in group for name in one.names}

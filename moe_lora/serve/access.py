@@ -22,7 +22,7 @@ OPEN = frozenset({"/health", "/live", "/ready"})
 """Paths that need no key: balancers ask them, and they tell nothing of anybody."""
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
 STATUS = frozenset({"/metrics", "/version", "/", "/docs", "/openapi.json"})
-"""Paths that need no key where administrators have the only keys, as in vLLM."""
+"""Paths without a key where `admin_key_digests` are the only keys, as in vLLM."""
 _FOR_ALL = GENERATING | {"/", "/docs", "/openapi.json", "/version", "/v1/models"}
 """Paths for every key, beside those below /v1/models/; all others are administrators'."""
 _PERIOD_S = 60.0

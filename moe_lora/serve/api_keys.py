@@ -58,7 +58,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 ADMIN = ApiKey(id="api-key", digest="", tenant="(api-key)", admin=True)
-"""What a key without a file may do.  No tenant of a file has this name."""
+"""Rights of a key without a file.  No tenant of a file can have this name."""
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -162,13 +162,13 @@ class AdminKeys:
     """Keys of administrators, known by their SHA-256, without a file."""
 
     opens_status = True
-    """Paths that only show how the server is need no key."""
+    """Paths of the server's state need no key."""
 
     def __init__(self, digests: Sequence[str]) -> None:
         self._digests = [digest.encode() for digest in digests]
 
     def find(self, text: str) -> ApiKey | None:
-        """The administrator's key if `text` is one of the keys.  Compares with each, in constant time."""
+        """`ADMIN` if `text` is a key, else None.  Compares with every key, in constant time."""
         digest = digest_of(text).encode()
         matches = [hmac.compare_digest(digest, one) for one in self._digests]
         return ADMIN if any(matches) else None

@@ -1,4 +1,4 @@
-"""vLLM's options: every row of the table does what the table says, and command lines of peers are taken."""
+"""vLLM's options: every row of the table, and command lines of peers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FOREIGN = "no-such-value"
 
 
 def parsed(*words: str) -> tuple[dict[str, Any], list[str]]:
-    """What `serve` makes of the words: values of its parameters, and lines for the log."""
+    """Values of the parameters of `serve` for these words, and lines for the log."""
     context = serve.make_context("serve", list(words))
     return context.params, context.meta[NOTES]
 
@@ -47,7 +47,7 @@ def cases(*, refused: bool) -> list[Any]:
 
 
 def _cases(*, refused: bool) -> Iterator[Any]:
-    """Each name of each option with each value of the table, or with a value that is not there."""
+    """Each name of each option with each value of the table, or with a foreign value."""
     for option in ROWS:
         values = ("true", "false") if option.takes == "flag" else (*option.words, FOREIGN)
         for name in option.names:
@@ -295,7 +295,7 @@ def test_an_adapter_above_the_rank_limit_is_refused_before_anything_starts(serve
 
 @pytest.fixture
 def keys_of(monkeypatch):
-    """Digests of the keys that a command line would serve with."""
+    """Digests of the keys of a command line."""
     calls: list[tuple[str, ...]] = []
     monkeypatch.setattr(
         "moe_lora.assemble.serve", lambda cluster, _: calls.append(cluster.front_end.admin_key_digests)

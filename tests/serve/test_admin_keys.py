@@ -1,4 +1,4 @@
-"""Keys of administrators without a file, as vLLM's --api-key: what needs one, and what stays open."""
+"""Administrators' keys without a file, as vLLM's --api-key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests, tokens and TTFT of each adapter, or of each tenant, as metric families with a bound on names."""
+"""Requests, tokens and TTFT by adapter or by tenant, as metric families with a bound on names."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 OTHER = "other"
-"""The series of every name above the bound."""
+"""Series of the names above the bound."""
 
 
 class _Counts:
-    """Of one name, since the start of its series."""
+    """Counts of a name since the start of its series."""
 
     __slots__ = ("generation_tokens", "prompt_tokens", "requests", "ttft_counts", "ttft_s")
 
@@ -25,10 +25,10 @@ class _Counts:
 
 
 class CountsByName:
-    """The first `limit` names have series of their own; further names share `OTHER`.
+    """The first `limit` names have a series each; further names share `OTHER`.
 
-    label: "adapter" or "tenant", in the families' names and as their label.  bounds_s: of the buckets of
-    TTFT.  fixed: names that always have series, beside the limit.
+    label: "adapter" or "tenant", in family names and as label.  bounds_s: bounds of the TTFT buckets.
+    fixed: names with a series beside the limit.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CountsByName:
     def add(
         self, name: str, reason: str, prompt_tokens: int, generation_tokens: int, ttft_s: float | None
     ) -> None:
-        """Count a finished request.  ttft_s: None if no token came; then its prompt does not count."""
+        """Count a finished request.  ttft_s: None without a token; the prompt does not count then."""
         counts = self._counts.get(name)
         if counts is None:
             counts = self._first(name)
@@ -67,7 +67,7 @@ class CountsByName:
         return self._other
 
     def remove_all_but(self, names: Collection[str]) -> None:
-        """Remove the series of every other name, which makes room for new names."""
+        """Keep the series of these names alone.  Free places go to new names."""
         for name in self._counts.keys() - self._fixed - set(names):
             del self._counts[name]
 

@@ -1,4 +1,4 @@
-"""`max_lora_rank`: an adapter above it is refused wherever its tensors are read, with rank and limit."""
+"""`max_lora_rank`: each reader refuses an adapter above the limit, with rank and limit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rank(folder, family, shape_of) -> int:
 
 @pytest.fixture
 def ways(folder, family, shape_of) -> list[Callable[[int | None], object]]:
-    """Each way in which an adapter is read, with a limit."""
+    """The readers of an adapter, each called with a limit."""
     shape = shape_of(family)
     tensors = load_file(folder / "adapter_model.safetensors")
     config = json.loads((folder / "adapter_config.json").read_text())
