@@ -17,7 +17,8 @@ from moe_lora.config import (
 
 from .errors import user_errors
 from .setting_options import section_options
-from .variadic import VariadicCommand, headed
+from .variadic import headed
+from .vllm_words import NOTES, VllmCommand, show_vllm_options
 
 _FOLDER = click.Path(exists=True, file_okay=False)
 _HEADINGS = (
@@ -50,19 +51,26 @@ Examples:
     provision=ProvisionConfig,
 )
 @click.command(
-    cls=VariadicCommand,
+    cls=VllmCommand,
     variadic=["--lora-modules", "--lora-dir", "--registry-adapters"],
     headings=_HEADINGS,
     epilog=_EXAMPLES,
 )
 @click.argument("model_dir", type=_FOLDER, required=False)
-@headed("Where", "--served-model-name", help="What requests call the base model.  [default: folder name]")
+@headed(
+    "Where",
+    "--served-model-name",
+    metavar="NAME...",
+    multiple=True,
+    help="What requests call the base model; answers and metrics show the first name.  [default: folder "
+    "name]",
+)
 @headed(
     "Adapters",
     "--lora-modules",
     multiple=True,
     metavar="NAME=PATH...",
-    help="PEFT adapters and their names.",
+    help="PEFT adapters and their names; also as JSON with name, path and base_model_name.",
 )
 @headed(
     "Adapters",
@@ -105,6 +113,31 @@ Examples:
     "--name",
     help="With --role front-end, which of the file's front_ends.  [default: the only one]",
 )
+@headed(
+    "Access",
+    "--api-key",
+    "given_keys",
+    metavar="KEY",
+    multiple=True,
+    help="Key of an administrator; may be given several times.  Health, version and metrics stay open "
+    "without --api-keys.  [default: VLLM_API_KEY]",
+)
+@headed(
+    "A cluster's file",
+    "--set",
+    "further_settings",
+    metavar="SECTION.NAME=VALUE",
+    multiple=True,
+    help="Any setting of the file (docs/reference/cluster_file.md); may be given several times.",
+)
+@click.option(
+    "--help-vllm",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=show_vllm_options,
+    help="Show vLLM's options, and what each means here.",
+)
 # How processes are started that `--front-ends` asks for.
 @click.option("--listen-fd", "listen_fds", type=int, multiple=True, hidden=True)
 @click.option("--parent", type=int, hidden=True)
@@ -143,6 +176,8 @@ def serve(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     cluster = cluster_to_serve(config_file, name, options)
+    for note in click.get_current_context().meta[NOTES]:
+        logging.getLogger(__name__).warning("%s", note)
     if role != "all" and config_file is None:
         raise click.UsageError(f"--role {role} needs --config, the file of its cluster")
     if skip_bad_adapters and role != "all":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moe_lora.config.settings import settings_of
+from moe_lora.config.settings import check_names, settings_of
 from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.request import name_problem
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from moe_lora.config.cluster import ClusterConfig
 
 logger = logging.getLogger(__name__)
+
+ENVIRONMENT_KEY = "VLLM_API_KEY"
 
 
 def cluster_to_serve(
@@ -34,6 +37,7 @@ def cluster_to_serve(
     """
     from moe_lora.config.cluster import SECTIONS, cluster_of, read_cluster, read_content
 
+    options = dict(options)  # a reload reads the options again
     content: dict[str, Any] = {}
     folder, path_of = Path(), str
     if config_file is not None:
@@ -48,9 +52,14 @@ def cluster_to_serve(
     if options["model_dir"] is not None:
         content["model_dir"] = path_of(options["model_dir"])
         content.pop("served_model_name", None)
-    if options["served_model_name"] is not None:
-        content["served_model_name"] = options["served_model_name"]
+    if options["served_model_name"]:
+        content["served_model_name"] = list(options["served_model_name"])
     sections = sections_of(options, SECTIONS, absolute=config_file is not None)
+    for section, name, value in map(_setting, options["further_settings"]):
+        is_path = settings_of(SECTIONS[section])[name].rule.path and isinstance(value, str)
+        sections.setdefault(section, {})[name] = path_of(value) if is_path else value
+    if keys := options["given_keys"] or _keys_of_environment(content):
+        sections.setdefault("front_end", {})["admin_key_digests"] = admin_digests(keys)
     front_ends = content.get("front_ends") or {}
     if front_end in front_ends:
         shared = sections.get("front_end", {})
@@ -58,7 +67,8 @@ def cluster_to_serve(
         content["front_ends"] = {**front_ends, front_end: {**front_ends[front_end], **where}}
     for section, given in sections.items():
         content[section] = _laid_over(SECTIONS[section], content.get(section), given)
-    adapters = [*map(_named_path, options["lora_modules"]), *find_adapters(options["lora_dir"])]
+    modules = [one for text in options["lora_modules"] for one in read_module(text, _base_names(content))]
+    adapters = [*modules, *find_adapters(options["lora_dir"])]
     names = [name for name, _ in adapters]
     if len(set(names)) < len(names):
         raise click.UsageError(
@@ -82,13 +92,55 @@ def _laid_over(kind: Any, file: dict[str, Any] | None, given: dict[str, Any]) ->
     return {**(file or {}), **given}
 
 
-def _named_path(text: str) -> tuple[str, str]:
-    name, separator, path = text.partition("=")
-    if not (separator and name and path):
-        raise click.BadParameter(f"{text!r} is not NAME=PATH", param_hint="--lora-modules")
+def _base_names(content: dict[str, Any]) -> set[str]:
+    """Names of the base model in base_model_name: served names, the folder, the folder's name."""
+    served, model_dir = content.get("served_model_name") or [], str(content.get("model_dir") or "")
+    return {*([served] if isinstance(served, str) else served), model_dir, Path(model_dir).resolve().name}
+
+
+def read_module(text: str, base_names: set[str]) -> list[tuple[str, str]]:
+    """(name, path) of the adapters in a value of --lora-modules: NAME=PATH, or JSON as in vLLM.
+
+    base_names: allowed values of `base_model_name`.  Raises click.BadParameter.
+    """
+    if text.lstrip()[:1] not in ("{", "["):
+        name, separator, path = text.partition("=")
+        if not (separator and name and path):
+            raise _bad_module(f"{text!r} is neither NAME=PATH nor JSON with name and path")
+        return [_checked_module(name, path)]
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise _bad_module(f"{text!r} is not valid JSON ({error}); NAME=PATH works too") from error
+    return [_module_of(one, base_names) for one in (content if isinstance(content, list) else [content])]
+
+
+def _module_of(fields: Any, base_names: set[str]) -> tuple[str, str]:
+    """(name, path) of an adapter in JSON."""
+    allowed = ("name", "path", "base_model_name", "is_3d_lora_weight")
+    if not isinstance(fields, dict) or not set(fields) <= set(allowed):
+        raise _bad_module(f"{fields!r} must be an object; allowed fields are {', '.join(allowed)}")
+    for field in ("name", "path"):
+        if not isinstance(fields.get(field), str) or not fields[field]:
+            raise _bad_module(f"{fields!r}: {field} is missing; give a text that is not empty")
+    base = fields.get("base_model_name")
+    if base is not None and base not in base_names and str(base).rpartition("/")[2] not in base_names:
+        served = ", ".join(sorted(base_names))
+        raise _bad_module(
+            f"{fields['name']}: base_model_name={base!r} is another base model than {served}; give one of "
+            "these, leave the field out, or name the base by --served-model-name"
+        )
+    return _checked_module(fields["name"], fields["path"])
+
+
+def _checked_module(name: str, path: str) -> tuple[str, str]:
     if problem := name_problem(name):
-        raise click.BadParameter(f"the name {name!r} {problem}", param_hint="--lora-modules")
+        raise _bad_module(f"the name {name!r} {problem}")
     return name, _folder_of(path, name)
+
+
+def _bad_module(problem: str) -> click.BadParameter:
+    return click.BadParameter(problem, param_hint="--lora-modules")
 
 
 def _folder_of(path: str, name: str) -> str:
@@ -97,7 +149,51 @@ def _folder_of(path: str, name: str) -> str:
     try:
         return adapter_folder(path, name)
     except AdapterError as error:
-        raise click.BadParameter(str(error), param_hint="--lora-modules") from error
+        raise _bad_module(str(error)) from error
+
+
+def admin_digests(given: Iterable[str]) -> list[str]:
+    """Digests of keys.  Raises click.BadParameter for a key with characters outside a header's."""
+    from moe_lora.serve.api_keys import digest_of
+
+    keys = list(dict.fromkeys(given))
+    for key in keys:
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise click.BadParameter(
+                "a key must have printable ASCII characters and no blank; leave the option out to serve "
+                "without keys",
+                param_hint="--api-key or VLLM_API_KEY",
+            )
+    return [digest_of(key) for key in keys]
+
+
+def _keys_of_environment(content: dict[str, Any]) -> list[str]:
+    """The key in VLLM_API_KEY, unless the file has digests of keys, as a role's file has."""
+    key, section = os.environ.get(ENVIRONMENT_KEY), content.get("front_end")
+    if not key or (isinstance(section, dict) and "admin_key_digests" in section):
+        return []
+    logger.info("an administrator's key is read from %s", ENVIRONMENT_KEY)
+    return [key]
+
+
+def _setting(text: str) -> tuple[str, str, Any]:
+    """Section, name and value of --set.  Raises click.BadParameter."""
+    import yaml
+
+    from moe_lora.config.cluster import SECTIONS
+
+    place, equals, value = text.partition("=")
+    section, _, name = place.partition(".")
+    if not equals or section not in SECTIONS:
+        raise click.BadParameter(
+            f"{text!r} is not SECTION.NAME=VALUE with a section of {', '.join(SECTIONS)}", param_hint="--set"
+        )
+    kind = SECTIONS[section]
+    try:
+        check_names(section, [name], [one.name for one in settings_of(kind).values() if one.rule.in_file])
+        return section, name, yaml.safe_load(value)
+    except (ConfigError, yaml.YAMLError) as error:
+        raise click.BadParameter(str(error), param_hint="--set") from error
 
 
 def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:
@@ -112,7 +208,13 @@ def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:
     if not config.adapters:
         return config
     shape = ModelShape.from_hf_config(config.hf_config())
-    bad = bad_adapters(config.adapters, shape, values=skip_bad, root=config.adapter_root)
+    bad = bad_adapters(
+        config.adapters,
+        shape,
+        values=skip_bad,
+        root=config.adapter_root,
+        max_lora_rank=config.max_lora_rank,
+    )
     if bad and not skip_bad:
         lines = "".join(f"\n  {name}: {problem}" for name, problem in bad.items())
         raise ConfigError(

@@ -18,21 +18,12 @@ from .packed import PackedAdapter
 logger = logging.getLogger(__name__)
 
 
-def check_rank(lora_rank: int, limit: int | None, called: str) -> None:
-    """Raises AdapterError for a rank above the limit.  limit: None: any rank.  called: begins the message."""
-    if limit is not None and lora_rank > limit:
-        raise AdapterError(
-            f"{called}its rank {lora_rank} is above {limit}, the largest that this server computes; train it "
-            "with a lower rank, or reduce it by SVD"
-        )
-
-
 class AdapterContents:
     """Reads adapters, from their folders or from a store of contents that were read before.
 
     store: where contents are kept; None: nowhere.  owned: whether contents go from there when nothing is
-    served of them any more.  root: the folder that all that is read must lie in.  max_lora_rank: see
-    `check_rank`.  Used by the engine's thread and by one that reads files.
+    served of them any more.  root: the folder that all that is read must lie in.  max_lora_rank: adapters
+    above this rank are refused.  Used by the engine's thread and by one that reads files.
     """
 
     def __init__(
@@ -45,8 +36,8 @@ class AdapterContents:
         root: str | None = None,
         max_lora_rank: int | None = None,
     ) -> None:
-        self.max_lora_rank = max_lora_rank
         self.store = store
+        self.max_lora_rank = max_lora_rank
         self._root = root
         self._shape = shape
         self._dtype = dtype
@@ -70,8 +61,15 @@ class AdapterContents:
             return kept
         called = f"adapter {name!r}: "
         try:
-            packed = read_adapter(path, self._shape, self._dtype, name, called=called, root=self._root)
-            check_rank(packed.max_lora_rank, self.max_lora_rank, called)
+            packed = read_adapter(
+                path,
+                self._shape,
+                self._dtype,
+                name,
+                called=called,
+                root=self._root,
+                max_lora_rank=self.max_lora_rank,
+            )
         except AdapterError as error:
             logger.warning("%s (in %s)", error, path)
             raise
@@ -112,7 +110,9 @@ class AdapterContents:
         found = []
         for _, path in adapters:
             try:
-                found.append(adapter_layer_bytes(path, self._shape, self._dtype, self._root))
+                found.append(
+                    adapter_layer_bytes(path, self._shape, self._dtype, self._root, self.max_lora_rank)
+                )
             except (AdapterError, StorageError):
                 if not leave_out_bad:
                     raise  # whoever is given the adapter says so

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,6 +10,15 @@ from moe_lora.core.address import parse_address
 from moe_lora.core.errors import ConfigError
 
 from .settings import Settings, setting
+
+
+def _check_digests(place: str, digests: tuple[str, ...]) -> None:
+    for digest in digests:
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise ConfigError(
+                f"{place} has a text of {len(digest)} characters; give the SHA-256 of a key in hex, 64 of "
+                "0-9 and a-f, or let moe-lora serve --api-key KEY compute the digest"
+            )
 
 
 def _access(default: Any, **rule: Any) -> Any:
@@ -25,6 +35,10 @@ class AccessConfig(Settings):
         None, path="place", option="--api-keys", metavar="FILE", unset="whoever connects may do everything"
     )
     """Serve those only who send a key of this file (moe-lora keys add).  It is read again when it changes."""
+    admin_key_digests: tuple[str, ...] = _access((), check=_check_digests, unset="none")
+    """SHA-256, in hex, of keys of administrators beside `api_keys`; `--api-key KEY` adds one.  Without
+    `api_keys` only paths below /v1 and those that load adapters need a key: health, version and metrics are
+    open."""
     share_prefix_cache: bool = _access(False, option="--share-prefix-cache")
     """Let tenants use each other's computed prompts, of adapters that both may use and of the base model: how
     long a prompt takes then tells whether somebody else has sent it."""

@@ -45,7 +45,8 @@ NAMES = ("model_dir", "served_model_name", "adapters", "certificates", "front_en
 class ClusterConfig:
     """A cluster as its file describes it.
 
-    engine: of every instance; it names no LoRA Server.  lora_server: without the certificates; None = the
+    engine: of every instance; it names no LoRA Server.  other_model_names: of the base model, beside
+    served_model_name, which answers and metrics show.  lora_server: without the certificates; None = the
     instances compute deltas.  certificates: folder of those of this cluster's authority (`dist.net.keys`);
     None = all on one host.  provision: how the load on adapters is watched; None = by the defaults where
     there is a LoRA Server, else not at all.  registry: its adapters are served beside those of `engine`; the
@@ -55,6 +56,7 @@ class ClusterConfig:
 
     engine: EngineConfig
     served_model_name: str
+    other_model_names: tuple[str, ...] = ()
     certificates: str | None = None
     lora_server: LoraServerConfig | None = None
     front_end: FrontEndConfig = field(default_factory=FrontEndConfig)
@@ -67,9 +69,9 @@ class ClusterConfig:
         if self.provision is not None and self.provision.auto_resize and self.lora_server is None:
             raise ConfigError("provision.auto_resize needs a LoRA Server, whose capacity it changes; add one")
         replace(self.engine, lora_server=self.lora_server)  # which checks them together
-        if self.served_model_name in dict(self.engine.adapters):
+        for name in {self.served_model_name, *self.other_model_names} & set(dict(self.engine.adapters)):
             raise ConfigError(
-                f"{self.served_model_name!r} names the base model and an adapter; give another "
+                f"{name!r} names the base model and an adapter; give another "
                 "served_model_name (--served-model-name)"
             )
         self._check_places()
@@ -215,7 +217,7 @@ def cluster_of(content: Any, folder: Path) -> ClusterConfig:
     given = mapping_of("the file", content)
     check_names("", given, NAMES)
     model_dir = folder / text_of("model_dir", given.get("model_dir"))
-    served_name = given.get("served_model_name", model_dir.resolve().name)
+    served_name, *other_names = _served_names(given.get("served_model_name", model_dir.resolve().name))
     if given.get("lora_server", {}) is None:
         given = {name: one for name, one in given.items() if name != "lora_server"}
     found = {
@@ -230,7 +232,8 @@ def cluster_of(content: Any, folder: Path) -> ClusterConfig:
         engine["pool"] = PoolConfig(**found.pop("pool"))
     return ClusterConfig(
         engine=EngineConfig(**engine),
-        served_model_name=text_of("served_model_name", served_name),
+        served_model_name=served_name,
+        other_model_names=tuple(other_names),
         certificates=str(folder / text_of("certificates", given["certificates"]))
         if "certificates" in given
         else None,
@@ -242,6 +245,12 @@ def cluster_of(content: Any, folder: Path) -> ClusterConfig:
         },
         **{name: SECTIONS[name](**values) for name, values in found.items()},
     )
+
+
+def _served_names(given: Any) -> list[str]:
+    """Names of the base model: a text, or a list of texts without doubles.  Raises ConfigError."""
+    names = given if isinstance(given, list) and given else [given]
+    return list(dict.fromkeys(text_of("served_model_name", name) for name in names))
 
 
 def _section(kind: Any, section: str, given: Any, folder: Path) -> dict[str, Any]:
@@ -267,7 +276,9 @@ def cluster_text(cluster: ClusterConfig) -> str:
     sections = {name: getattr(cluster, name, None) for name in SECTIONS} | {"pool": cluster.engine.pool}
     content = {
         "model_dir": os.path.abspath(cluster.engine.model_dir),
-        "served_model_name": cluster.served_model_name,
+        "served_model_name": [cluster.served_model_name, *cluster.other_model_names]
+        if cluster.other_model_names
+        else cluster.served_model_name,
         "adapters": {name: os.path.abspath(path) for name, path in cluster.engine.adapters},
         "certificates": None if cluster.certificates is None else os.path.abspath(cluster.certificates),
         "front_ends": {name: _plain(place) for name, place in cluster.front_ends.items()},

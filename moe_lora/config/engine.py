@@ -78,6 +78,10 @@ class EngineConfig(Settings):
     """What computes; auto: CUDA if there is any."""
     max_loras: int = setting(64, least=1, option="--max-loras", group="Adapters")
     """Adapters resident on the device at once, where there is no LoRA Server."""
+    max_lora_rank: int | None = setting(
+        None, least=1, option="--max-lora-rank", group="Adapters", metavar="R", unset="what the device takes"
+    )
+    """Serve no adapter above this LoRA rank.  A larger adapter is refused when its file is read."""
     adapter_root: str | None = setting(
         None, path="folder", option="--adapter-root", group="Adapters", unset="any folder"
     )
@@ -91,6 +95,12 @@ class EngineConfig(Settings):
     """Prompt and answer, in tokens."""
     arena_mb: float | None = setting(None, above=0, option="--arena-mb", group="Memory", unset=CHOSEN)
     """Device memory for KV and adapters together, in 10^6 bytes, of each process."""
+    memory_utilization: float | None = setting(
+        None, above=0, most=1, unset="half of the memory that is free once the weights are there"
+    )
+    """Share of a device's memory for one process of an instance: weights, KV and adapters.  Sizes that are
+    chosen stay within this share: a quarter of the rest for adapters, three quarters for KV.  What a step
+    computes with comes on top."""
     host_arena_mb: float | None = setting(
         None,
         least=0,
@@ -249,6 +259,11 @@ class EngineConfig(Settings):
             raise ConfigError(
                 f"arena_mb={self.arena_mb} is for KV and adapters together, so lora_memory_gb="
                 f"{self.lora_memory_gb} has no meaning beside it; leave one of them out"
+            )
+        if self.arena_mb is not None and self.memory_utilization is not None:
+            raise ConfigError(
+                f"arena_mb={self.arena_mb:g} is a size, so memory_utilization="
+                f"{self.memory_utilization:g} has no meaning beside it; leave one of them out"
             )
         if self.num_layers is not None and self.load_format != "dummy":
             raise ConfigError(

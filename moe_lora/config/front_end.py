@@ -161,6 +161,11 @@ class FrontEndConfig(AccessConfig, LimitsConfig, MigrationConfig, RoutingConfig)
     )
     """Let pages of this origin call the server from a browser (https://app.example.com; * is all); may be
     given several times."""
+    docs_page: bool = setting(True)
+    """Serve the page at / and /docs, and /openapi.json."""
+    metrics_by_name: int = setting(64, least=0)
+    """Adapters, and tenants, whose requests, tokens and TTFT /metrics counts by name.  Further names count as
+    "other"; 0 turns the counts off."""
     log_level: str = setting("info", choices=LOG_LEVELS, option="--log-level", group="Where")
     """The least that front ends, the controller, instances and server ranks log."""
     drain_s: float = setting(20.0, least=0, option="--drain-s", group="Where")

@@ -3,7 +3,8 @@
     python -m moe_lora.config.tables docs/*/*.md
 
 Between `<!-- settings: SECTION -->` and `<!-- end -->` stands what a section of the cluster file may hold,
-between `<!-- options: SECTION ... -->` and `<!-- end -->` the options of `moe-lora serve` of some sections.
+between `<!-- options: SECTION ... -->` and `<!-- end -->` the options of `moe-lora serve` of some sections,
+between `<!-- vllm: HEADING -->` and `<!-- end -->` vLLM's options below that heading.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from .cluster import SECTIONS
 from .front_end import FrontEndPlace
 from .limits import LimitsConfig
 from .settings import MISSING, WORDS, Setting, Settings, meanings, settings_of
+from .vllm_options import VLLM_OPTIONS
 
 _KINDS = {**SECTIONS, "front_ends": FrontEndPlace, "limits": LimitsConfig}
-_TABLE = re.compile(r"(<!-- (settings|options): ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- (settings|options|vllm): ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def section_table(kind: Any) -> str:
@@ -48,10 +50,21 @@ def option_table(*kinds: Any) -> str:
     return _markdown(("option", "default", ""), rows)
 
 
+def vllm_table(heading: str) -> str:
+    """vLLM's options below one of the headings of --help-vllm, as a table in Markdown."""
+    rows = [
+        (", ".join(f"`{name}`" for name in one.names), one.here().replace("|", "\\|"))
+        for one in VLLM_OPTIONS[heading]
+    ]
+    return _markdown(("option of vLLM", "here"), rows)
+
+
 def with_tables(text: str) -> str:
     """The page with every table as the classes have it now."""
 
     def made(found: re.Match[str]) -> str:
+        if found[2] == "vllm":
+            return f"{found[1]}{vllm_table(found[3])}{found[4]}"
         kinds = [_KINDS[name] for name in found[3].split()]
         table = section_table(*kinds) if found[2] == "settings" else option_table(*kinds)
         return f"{found[1]}{table}{found[4]}"

@@ -199,6 +199,11 @@ def free_memory_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def host_memory_bytes() -> int:
+    """Memory of the host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def cpu_info() -> dict[str, str]:
     """The system's words on the first processor, by their names; empty where it has none."""
     path = Path("/proc/cpuinfo")

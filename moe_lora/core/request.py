@@ -195,7 +195,10 @@ class AdapterInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What a front end must know of the engine behind it."""
+    """What a front end must know of the engine behind it.
+
+    block_size: tokens of a KV page.  num_kv_blocks: KV pages that its device may hold.
+    """
 
     name: str
     model_dir: str
@@ -205,6 +208,8 @@ class ModelInfo:
     vocab_size: int
     max_loras: int
     eos_token_ids: tuple[int, ...]
+    block_size: int = 0
+    num_kv_blocks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.host import free_memory_bytes
+from moe_lora.core.host import free_memory_bytes, host_memory_bytes, resident_bytes
 from moe_lora.core.shape import DEFAULT_LORA_RANK, DEFAULT_TARGETS, ModelShape
 from moe_lora.kernels.operands import KvLayout
 
@@ -42,6 +42,27 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return free_memory_bytes()
+
+
+def within_share(config: EngineConfig, device: torch.device, free: int) -> int:
+    """Bytes of `free` that memory_utilization leaves for KV and adapters.
+
+    free: bytes that a rank counts as free.  Memory that the rank holds already counts as used.
+    """
+    share = config.memory_utilization
+    if share is None:
+        return free
+    if device.type == "cuda":
+        total, held = torch.cuda.mem_get_info(device)[1], torch.cuda.memory_reserved(device)
+    else:
+        total, held = host_memory_bytes() // config.num_ranks, resident_bytes() * config.num_instances
+    left = int(share * total) - held
+    if left <= 0:
+        raise ConfigError(
+            f"memory_utilization={share:g} of {total / GB:.3g} GB leaves nothing beside the "
+            f"{held / GB:.3g} GB that the instance holds with its weights; raise it"
+        )
+    return min(free, left)
 
 
 def max_model_len(config: EngineConfig, shape: ModelShape) -> int:
@@ -81,14 +102,22 @@ def arena_size(
     largest = max(adapter_pages, default=0)
     if config.arena_mb is None:
         wanted = config.max_num_seqs * request_pages
-        kv_pages = _resolve("kv_cache_gb", config.kv_cache_gb, wanted, request_pages, page_bytes, free)
+        kv_share = FREE_SHARE if config.memory_utilization is None else 1 - FREE_SHARE
+        kv_pages = _resolve(
+            "kv_cache_gb", config.kv_cache_gb, wanted, request_pages, page_bytes, free * kv_share
+        )
         lora_pages = 0
         if local_sites:
             targets = [name for name in DEFAULT_TARGETS if name in local_sites]
             usual = shape.adapter_bytes(DEFAULT_LORA_RANK, targets, expert_parallel=config.expert_parallel)
             wanted = config.max_loras * max(-(-usual // page_bytes) + shape.num_layers, largest)
             lora_pages = _resolve(
-                "lora_memory_gb", config.lora_memory_gb, wanted, largest + shape.num_layers, page_bytes, free
+                "lora_memory_gb",
+                config.lora_memory_gb,
+                wanted,
+                largest + shape.num_layers,
+                page_bytes,
+                free * FREE_SHARE,
             )
         num_pages = kv_pages + lora_pages
     else:
@@ -160,11 +189,11 @@ def _bound(setting: str, given_gb: float | None, num_pages: int, least_pages: in
 
 
 def _resolve(
-    setting: str, given_gb: float | None, wanted_pages: int, least_pages: int, page_bytes: int, free: int
+    setting: str, given_gb: float | None, wanted_pages: int, least_pages: int, page_bytes: int, most: float
 ) -> int:
-    """Pages that a setting asks for; if it is not given, those wanted, as far as memory is free."""
+    """Pages that a setting asks for.  If it is not given: those wanted, in at most `most` bytes."""
     if given_gb is None:
-        return max(least_pages, min(wanted_pages, int(free * FREE_SHARE) // page_bytes))
+        return max(least_pages, min(wanted_pages, int(most) // page_bytes))
     huge = int(given_gb * GB) // page_bytes
     return _bound(setting, given_gb, huge, least_pages, page_bytes)
 

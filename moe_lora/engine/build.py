@@ -42,7 +42,7 @@ from moe_lora.policies.merging import make_merging_policy
 from moe_lora.policies.merging_costs import MergingCosts, Uid
 from moe_lora.scheduling.scheduler import Scheduler
 
-from .arena_size import ArenaSize, arena_size, free_bytes, kept_originals, max_model_len
+from .arena_size import ArenaSize, arena_size, free_bytes, kept_originals, max_model_len, within_share
 from .core import EngineCore
 from .kv_transfer import KvTransfer
 from .merging import Merging
@@ -163,7 +163,7 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
             rank.layout,
             adapter_pages,
             rank.device,
-            rank.free_bytes(),
+            within_share(config, rank.device, rank.free_bytes()),
             rank.local_sites,
         ),
         kept_bytes=kept_bytes,
@@ -272,7 +272,7 @@ def _core(
         shortest_first=config.queue == "sjf-oracle",
         max_host_tokens=0 if store.host is None else rank.host.tokens_per_step,
     )
-    info = model_info(config, rank.shape, rank.dtype)
+    info = model_info(config, rank.shape, rank.dtype, size.max_kv_pages)
     figures = partial(_cache_figures, cache, page_bytes, size.max_kv_pages)
     parts = (scheduler, runner, manager, transfers, figures, contents, clock)
     transport = partial(_transport, config, f"{config.instance}-kv")
@@ -358,13 +358,20 @@ def _merging(
 
 def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
     """With a LoRA Server its store has the contents, which are not this instance's to remove."""
-    store: HostStore | None
+    limits = [one for one in (config.max_lora_rank, RANK_LIMITS[rank.device.type]) if one is not None]
+    store: HostStore | None = None
     if rank.lora_server is not None:
-        store, owned = rank.lora_server.store, False
-    else:
-        store, owned = None if config.contents_dir is None else HostStore(config.contents_dir), True
-    limits: dict[str, Any] = {"root": config.adapter_root, "max_lora_rank": RANK_LIMITS[rank.device.type]}
-    return AdapterContents(rank.shape, rank.dtype, store, owned=owned, **limits)
+        store = rank.lora_server.store
+    elif config.contents_dir is not None:
+        store = HostStore(config.contents_dir)
+    return AdapterContents(
+        rank.shape,
+        rank.dtype,
+        store,
+        owned=rank.lora_server is None,
+        root=config.adapter_root,
+        max_lora_rank=min(limits, default=None),
+    )
 
 
 def _store(
@@ -421,7 +428,7 @@ def site_ranks(shape: ModelShape, adapters: list[PackedAdapter]) -> list[int]:
     return [int(entries[s.entry_base : s.entry_base + s.num_entries].max(initial=0)) for s in shape.sites]
 
 
-def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> ModelInfo:
+def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype, num_kv_blocks: int) -> ModelInfo:
     """What front ends are told of the engine; end tokens outside the vocabulary can't be met."""
     model_dir = Path(config.model_dir)
     return ModelInfo(
@@ -433,4 +440,6 @@ def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> M
         vocab_size=shape.vocab_size,
         max_loras=config.max_loras,
         eos_token_ids=tuple(i for i in read_eos_token_ids(model_dir) if i < shape.vocab_size),
+        block_size=config.block_size,
+        num_kv_blocks=num_kv_blocks,
     )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_lora.adapters.contents import AdapterContents, check_rank
+from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft.reader import pack_state_dict
 from moe_lora.core.clock import Clock
@@ -366,8 +366,8 @@ class EngineCore:
 
     def pack_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """As `read_adapter`, from tensors in memory; safe to call from another thread."""
-        packed = pack_state_dict(tensors, config, self._shape, self._dtype, name)
-        check_rank(packed.max_lora_rank, self._contents.max_lora_rank, f"adapter {name!r}: ")
+        limit = self._contents.max_lora_rank
+        packed = pack_state_dict(tensors, config, self._shape, self._dtype, name, limit)
         return self._adapters.store.prepare(packed)
 
     def add_adapter(

@@ -15,12 +15,14 @@ from moe_lora.config import FrontEndConfig
 from moe_lora.core.address import parse_address
 from moe_lora.core.errors import ConfigError
 
-from .api_keys import ApiKey, KeyRing
+from .api_keys import AdminKeys, ApiKey, KeyRing
 from .http_errors import ApiError, JsonResponse
 
 OPEN = frozenset({"/health", "/live", "/ready"})
 """Paths that need no key: balancers ask them, and they tell nothing of anybody."""
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+STATUS = frozenset({"/metrics", "/version", "/", "/docs", "/openapi.json"})
+"""Paths without a key where `admin_key_digests` are the only keys, as in vLLM."""
 _FOR_ALL = GENERATING | {"/", "/docs", "/openapi.json", "/version", "/v1/models"}
 """Paths for every key, beside those below /v1/models/; all others are administrators'."""
 _PERIOD_S = 60.0
@@ -141,7 +143,7 @@ def caller_of(scope: Mapping[str, Any]) -> Caller:
     return found
 
 
-def checked_keys(config: FrontEndConfig) -> KeyRing | None:
+def checked_keys(config: FrontEndConfig) -> KeyRing | AdminKeys | None:
     """The keys of a front end, None if it has none.
 
     Raises ConfigError if they, or certificate and key of TLS, can't be read.
@@ -154,14 +156,19 @@ def checked_keys(config: FrontEndConfig) -> KeyRing | None:
                 f"tls_cert={config.tls_cert} and tls_key={config.tls_key} can't be used ({error}); give a "
                 "certificate and its private key, both in PEM and without a password"
             ) from error
-    return None if config.api_keys is None else KeyRing(config.api_keys)
+    admins = AdminKeys(config.admin_key_digests) if config.admin_key_digests else None
+    return admins if config.api_keys is None else KeyRing(config.api_keys, admins)
 
 
 class Access:
     """Lets requests through to `app` that may have what they ask for, and says whose they are."""
 
     def __init__(
-        self, app: ASGIApp, keys: KeyRing | None, address: str | None, count: Callable[[str], None]
+        self,
+        app: ASGIApp,
+        keys: KeyRing | AdminKeys | None,
+        address: str | None,
+        count: Callable[[str], None],
     ) -> None:
         """address: the administrators' own.  count: called with the reason of each refusal."""
         self._app = app
@@ -194,6 +201,8 @@ class Access:
             return "admin", ApiError(404, f"Not Found ({scope['method']} {path})")
         if self._keys is None:
             scope.setdefault("state", {})["caller"] = ANYONE if at_admins else NO_ADMIN
+            return None
+        if self._keys.opens_status and path in STATUS:
             return None
         key = self._keys.find(_bearer(scope))
         if key is None:

@@ -57,6 +57,10 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.admin or any(fnmatchcase(adapter, pattern) for pattern in self.adapters)
 
 
+ADMIN = ApiKey(id="api-key", digest="", tenant="(api-key)", admin=True)
+"""Rights of a key without a file.  No tenant of a file can have this name."""
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     keys: list[ApiKey] = []
 
@@ -91,7 +95,7 @@ def add_key(path: Path, key: ApiKey) -> str:
     """
     identity = secrets.token_hex(4)
     text = f"{PREFIX}-{identity}-{secrets.token_urlsafe(32)}"
-    new = msgspec.structs.replace(key, id=identity, digest=_digest(text), created_s=int(time.time()))
+    new = msgspec.structs.replace(key, id=identity, digest=digest_of(text), created_s=int(time.time()))
     try:
         new = msgspec.convert(msgspec.to_builtins(new), ApiKey)
     except msgspec.ValidationError as error:
@@ -119,7 +123,8 @@ def remove_key(path: Path, identity: str) -> ApiKey:
     raise ConfigError(f"{path} has no key {identity!r}; see moe-lora keys list")
 
 
-def _digest(text: str) -> str:
+def digest_of(text: str) -> str:
+    """SHA-256 of a key, in hex."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -153,15 +158,34 @@ def _write(path: Path, keys: Sequence[ApiKey]) -> None:
         raise
 
 
+class AdminKeys:
+    """Keys of administrators, known by their SHA-256, without a file."""
+
+    opens_status = True
+    """Paths of the server's state need no key."""
+
+    def __init__(self, digests: Sequence[str]) -> None:
+        self._digests = [digest.encode() for digest in digests]
+
+    def find(self, text: str) -> ApiKey | None:
+        """`ADMIN` if `text` is a key, else None.  Compares with every key, in constant time."""
+        digest = digest_of(text).encode()
+        matches = [hmac.compare_digest(digest, one) for one in self._digests]
+        return ADMIN if any(matches) else None
+
+
 class KeyRing:
     """The keys of a file, as it is now.
 
-    A file that can't be read any more is logged, and the keys stay as they were.  Raises ConfigError where it
-    can't be read at the start.
+    admins: keys beside the file.  A file that can't be read any more is logged, and the keys stay as they
+    were.  Raises ConfigError where it can't be read at the start.
     """
 
-    def __init__(self, path: str) -> None:
+    opens_status = False
+
+    def __init__(self, path: str, admins: AdminKeys | None = None) -> None:
         self._path = Path(path)
+        self._admins = admins
         self._stamp = self._stamp_now()
         self._failed_stamp: tuple[int, int, int] | None = None
         self._keys = {key.id: key for key in read_keys(self._path)}
@@ -173,7 +197,9 @@ class KeyRing:
         parts = text.split("-", 2)
         key = self._keys.get(parts[1]) if len(parts) == 3 else None
         digest = _NOBODYS_DIGEST if key is None else key.digest
-        return key if hmac.compare_digest(_digest(text), digest) else None
+        if hmac.compare_digest(digest_of(text), digest):
+            return key
+        return None if self._admins is None else self._admins.find(text)
 
     def _look(self) -> None:
         """Read the file again if it has changed, looking once a second."""

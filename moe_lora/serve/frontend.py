@@ -69,8 +69,8 @@ class Frontend:
 
     tokenizer None: prompts are token ids only.  cluster: what is served, and what a controller does for it.
     controller: runs while it serves.  name: which of several front ends it is.  ending: cuts requests when it
-    ends.  config: its own settings.  model_name: what requests call the base model; every other name is an
-    adapter's.  Whoever makes it closes the client.
+    ends.  config: its own settings.  model_name: what requests call the base model.  model_names: all names
+    of the base model; every other name is an adapter's.  Whoever makes it closes the client.
     """
 
     client: EngineClient
@@ -85,5 +85,6 @@ class Frontend:
         named = self.cluster.front_end_named
         self.config = self.cluster.front_end if self.name is None else named(self.name)
         self.model_name = self.cluster.served_model_name
+        self.model_names = (self.model_name, *self.cluster.other_model_names)
         self.metrics = Metrics(self.cluster, self.controller, REFUSALS)
         self.limits = Limits(self.config, self.metrics.refuse)

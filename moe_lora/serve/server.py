@@ -43,9 +43,11 @@ from .reload import Reload, on_hang_up
 def create_app(frontend: Frontend) -> FastAPI:
     """OpenAI-compatible endpoints over a front end's engine; it does not run the controller."""
     # FastAPI's pages at /docs and /redoc load scripts from elsewhere, which a server without a network can't.
+    shows_docs = frontend.config.docs_page
     app = FastAPI(
         docs_url=None,
         redoc_url=None,
+        openapi_url="/openapi.json" if shows_docs else None,
         title="moe_lora",
         version=moe_lora.__version__,
         description="Many LoRA adapters over one model, through the OpenAI interface.",
@@ -67,7 +69,8 @@ def create_app(frontend: Frontend) -> FastAPI:
     managing = (models_router, adapters_router, registry_router, capacity_router, instances_router)
     for make_router in (generating_router, *managing, status_router):
         app.include_router(make_router(frontend))
-    app.include_router(welcome_router(frontend, app))
+    if shows_docs:
+        app.include_router(welcome_router(frontend, app))
     return app
 
 

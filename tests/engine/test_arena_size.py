@@ -138,3 +138,37 @@ def test_policies_take_the_settings_that_concern_them():
     tight = size_of(arena_mb=20 * LAYOUT.page_bytes / 1e6)
     share = caching_policy(static, tight, LAYOUT.page_bytes).traits.adapter_share
     assert int(share * tight.num_pages) == 9
+
+
+def test_a_share_of_the_memory_is_for_kv_and_adapters_beside_the_weights(monkeypatch):
+    monkeypatch.setattr(sizing, "host_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(sizing, "resident_bytes", lambda: 100)
+
+    def left(share, free=10_000, **settings):
+        config = EngineConfig(model_dir="", memory_utilization=share, **settings)
+        return sizing.within_share(config, CPU, free)
+
+    assert left(None) == 10_000
+    assert left(0.9) == 800
+    assert left(0.9, free=50) == 50
+    assert left(0.9, num_instances=2) == 700
+    assert left(0.9, tensor_parallel=2) == 350
+    with pytest.raises(ConfigError, match=r"arena_mb=1 is a size.*memory_utilization=0\.9 has no meaning"):
+        left(0.9, arena_mb=1)
+    with pytest.raises(ConfigError, match=r"memory_utilization=0\.1 of .* leaves nothing .* raise it"):
+        left(0.1)
+
+
+def test_with_a_share_kv_takes_three_quarters_and_adapters_a_quarter():
+    config = EngineConfig(model_dir="", max_model_len=160, max_num_seqs=2048, memory_utilization=1.0)
+    free = 400 * LAYOUT.page_bytes
+    size = arena_size(config, SHAPE, LAYOUT, (9,), CPU, free, SITES)
+    assert size.num_pages == 400
+    assert size_of(max_num_seqs=1, memory_utilization=1.0).num_pages < FREE // LAYOUT.page_bytes
+
+
+def test_the_share_holds_on_the_device_of_an_instance(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    config = EngineConfig(model_dir="", memory_utilization=0.5)
+    assert sizing.within_share(config, CUDA, 600) == 200

@@ -182,3 +182,16 @@ def test_stop_token_ends_the_answer_and_stays_out_of_its_text(llm):
     [completion] = llm.generate(prompt_for("abcd"), "upper", sampling)
     assert (completion.text, completion.finish_reason) == ("AB", "stop")
     assert completion.token_ids[-1] == c
+
+
+def test_an_adapter_above_the_rank_limit_is_refused_from_a_folder_and_from_memory():
+    folder = DEMO / "adapters" / "upper"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    rank = config["r"]
+    with pytest.raises(AdapterError, match=f"rank {rank} is above max_lora_rank={rank - 1}"):
+        LLM(str(DEMO / "model"), adapters={"upper": str(folder)}, max_lora_rank=rank - 1, **SETTINGS)
+    with LLM(str(DEMO / "model"), max_lora_rank=rank - 1, **SETTINGS) as engine:
+        with pytest.raises(AdapterError, match=f"rank {rank} is above max_lora_rank={rank - 1}"):
+            engine.publish_adapter("upper", tensors, config)
+        assert engine.list_adapters() == []

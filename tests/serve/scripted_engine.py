@@ -68,6 +68,8 @@ class ScriptedEngine:
             vocab_size=self.vocab_size,
             max_loras=4,
             eos_token_ids=(EOS,),
+            block_size=16,
+            num_kv_blocks=40,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:

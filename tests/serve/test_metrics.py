@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from moe_lora.core.request import FleetStats, InstanceStats
+from moe_lora.serve.metrics.by_name import CountsByName
+from moe_lora.serve.metrics.collectors import loaded_family
+from moe_lora.serve.metrics.metrics import RequestWatch
 
-from .conftest import serving
+from .conftest import frontend_of, serving
+from .scripted_engine import adapter_info
 
 
 def samples(server):
@@ -77,11 +82,85 @@ def test_what_the_arenas_hold_and_what_was_found_there_is_shown(server):
     assert value(found, "moe_lora:kv_invalid_share") == 0.25
 
 
-def test_routers_can_read_which_adapters_run_and_wait(server):
+def labels_of(found, name):
+    return [dict(key[1:]) for key in found if key[0] == name]
+
+
+def test_routers_can_read_the_cache_of_an_instance(server):
+    [labels] = labels_of(samples(server), "vllm:cache_config_info")
+    assert (labels["block_size"], labels["num_gpu_blocks"]) == ("16", "40")
+    assert (labels["enable_prefix_caching"], labels["cache_dtype"]) == ("True", "float32")
+
+
+def test_routers_can_read_where_each_adapter_is(server, engine):
+    engine.adapters["b"] = replace(adapter_info("b"), residency="disk", lora_rank=64)
+    engine.adapters["a"] = replace(adapter_info("a"), residency="device", pinned=True, lora_rank=8)
+    found = labels_of(samples(server), "vllm:lora_adapter_loaded")
+    assert {"adapter_name": "a", "level": "device", "pinned": "true", "rank": "8"} in found
+    assert {"adapter_name": "b", "level": "disk", "pinned": "false", "rank": "64"} in found
+    assert len(found) == 3
+
+
+def test_adapters_on_the_device_are_all_listed_and_others_up_to_the_bound():
+    adapters = [replace(adapter_info(f"d{i}"), residency="disk") for i in range(9)]
+    adapters += [replace(adapter_info(f"r{i}"), residency="device") for i in range(5)]
+    for limit, expected in ((0, 5), (3, 5), (7, 7), (99, 14)):
+        names = [sample.labels["adapter_name"] for sample in loaded_family(adapters, limit).samples]
+        assert len(names) == expected
+        assert names[:5] == [f"r{i}" for i in range(5)]
+
+
+def test_requests_tokens_and_ttft_are_counted_by_adapter(server, engine):
+    for body in ({"max_tokens": 4}, {"model": "shout"}, {"model": "shout", "max_tokens": 2}):
+        server.post("/v1/completions", {"prompt": "hello", **body})
+    server.post("/v1/completions", {"prompt": "hello", "model": "nobody"})
+    found = samples(server)
+    assert value(found, "moe_lora:adapter_requests_total", adapter="base", finished_reason="length") == 1
+    assert value(found, "moe_lora:adapter_requests_total", adapter="shout", finished_reason="stop") == 1
+    prompts = value(found, "moe_lora:adapter_prompt_tokens_total", adapter="shout")
+    assert prompts == 2 * (1 + len("hello"))  # one token begins each text
+    assert value(found, "moe_lora:adapter_generation_tokens_total", adapter="shout") == len("fox") + 1 + 2
+    assert value(found, "moe_lora:adapter_time_to_first_token_seconds_count", adapter="shout") == 2
+    names = {labels["adapter"] for labels in labels_of(found, "moe_lora:adapter_prompt_tokens_total")}
+    assert names == {"base", "shout"}
+    assert not labels_of(found, "moe_lora:tenant_requests_total")
+    server.post("/v1/unload_lora_adapter", {"lora_name": "shout"})
+    names = {labels["adapter"] for labels in labels_of(samples(server), "moe_lora:adapter_requests_total")}
+    assert names == {"base"}
+
+
+def test_counts_by_name_are_absent_when_off(engine, tokenizer):
+    front_end = frontend_of(engine, tokenizer, metrics_by_name=0)
+    assert front_end.metrics.by_adapter is front_end.metrics.by_tenant is None
+    watch = RequestWatch(front_end.metrics, None, adapter="a", tenant="t", prompt_tokens=1)
+    watch.tokens(1)
+    watch.end("stop", None)
+    assert b"moe_lora:adapter_requests" not in front_end.metrics.render()
+
+
+def test_names_above_the_bound_are_counted_as_other():
+    counts = CountsByName("adapter", 2, (0.1, 1.0), fixed=["base"])
+
+    def shown():
+        families = {family.name: family for family in counts.collect("base")}
+        series = families["moe_lora:adapter_generation_tokens"].samples
+        return {one.labels["adapter"]: one.value for one in series}
+
+    for name in ("a", "b", "c", "d", "base", "a", "other"):
+        counts.add(name, "stop", 1, 1, 0.5)
+    assert shown() == {"base": 1, "a": 2, "b": 1, "other": 3}
+    counts.remove_all_but({"b", "c"})
+    assert shown() == {"base": 1, "b": 1, "other": 3}
+    counts.add("c", "stop", 1, 1, None)
+    assert shown() == {"base": 1, "b": 1, "c": 1, "other": 3}
+    for number in range(1000):
+        counts.add(f"n{number}", "stop", 1, 1, 0.5)
+    assert len(shown()) == 4
+
+
+def test_routers_can_read_which_adapters_are_ready_and_wait(server):
     keys = [dict(key[1:]) for key in samples(server) if key[0] == "vllm:lora_requests_info"]
-    assert keys == [
-        {"max_lora": "4", "running_lora_adapters": "shout,upper", "waiting_lora_adapters": "other"}
-    ]
+    assert keys == [{"max_lora": "4", "running_lora_adapters": "shout", "waiting_lora_adapters": "other"}]
 
 
 def test_a_dead_engine_shows_as_down(server, engine):

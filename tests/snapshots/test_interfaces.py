@@ -25,14 +25,16 @@ from moe_lora.cli.main import main
 from moe_lora.config import FrontEndConfig, FrontEndPlace, LoraServerConfig, cluster
 from moe_lora.config.cluster import read_cluster
 from moe_lora.config.settings import Settings, settings_of
+from moe_lora.config.vllm_options import VLLM_OPTIONS
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.request import AdapterResidency, EngineStats, FleetStats, InstanceStats
+from moe_lora.core.request import AdapterResidency, EngineStats, FleetStats, InstanceStats, ModelInfo
 from moe_lora.dist.cluster.controller.cluster_state import Figures
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.lora_server.protocol.control import ServerState
 from moe_lora.serve.metrics.metrics import Metrics
 from tests.serve.conftest import app_of
+from tests.serve.scripted_engine import adapter_info
 
 GOLDEN = Path(__file__).with_name("golden")
 
@@ -70,6 +72,17 @@ def _command_lines(name: str, command: click.Command) -> Iterator[str]:
 
 def test_options_of_the_commands() -> None:
     check("cli", _command_lines("moe-lora", main))
+
+
+def test_options_of_vllm() -> None:
+    check(
+        "vllm_options",
+        (
+            f"{heading}: {' '.join(one.names)} ({one.takes}): {one.here()}"
+            for heading, options in VLLM_OPTIONS.items()
+            for one in options
+        ),
+    )
 
 
 def _schema_lines(name: str, schema: dict[str, Any]) -> Iterator[str]:
@@ -142,6 +155,20 @@ def test_names_and_labels_of_metrics() -> None:
     metrics.stats = FleetStats(
         **numbers, resident_adapters=("a",), instances=(InstanceStats(name="a", **instance),)
     )
+    metrics.info = ModelInfo(
+        name="base",
+        model_dir="base",
+        family="llama",
+        dtype="float32",
+        max_model_len=1,
+        vocab_size=1,
+        max_loras=1,
+        eos_token_ids=(),
+    )
+    metrics.set_adapters([adapter_info("a")])
+    for counts in (metrics.by_adapter, metrics.by_tenant):
+        assert counts is not None
+        counts.add("a", "stop", 1, 1, 0.1)
     metrics.count("stop")
     lines = []
     for family in text_string_to_metric_families(metrics.render().decode()):

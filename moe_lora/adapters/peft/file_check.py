@@ -27,7 +27,7 @@ from .files import (
     read_json,
     weights_file,
 )
-from .match import Match, match
+from .match import Match, check_rank, match
 from .places import STRANGERS, max_tensors
 
 _HEADER_BYTES_PER_TENSOR = 512
@@ -39,13 +39,20 @@ _EXPONENTS = {"F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7), "F16": ("<
 }
 
 
-def check_adapter(folder: Path, shape: ModelShape, *, values: bool = False, root: str | None = None) -> None:
+def check_adapter(
+    folder: Path,
+    shape: ModelShape,
+    *,
+    values: bool = False,
+    root: str | None = None,
+    max_lora_rank: int | None = None,
+) -> None:
     """Raises AdapterError if `read_adapter` would refuse the PEFT folder, for the same reason.
 
     values: look for NaN and infinity too, which reads the whole file.  What overflows in the model's dtype
     only `read_adapter` finds.
     """
-    with opened(folder, shape, root=root) as found:
+    with opened(folder, shape, root=root, max_lora_rank=max_lora_rank) as found:
         if values:
             _check_finite(found)
 
@@ -65,13 +72,18 @@ class OpenAdapter:
 
 @contextmanager
 def opened(
-    folder: Path, shape: ModelShape, called: str | None = None, root: str | None = None
+    folder: Path,
+    shape: ModelShape,
+    called: str | None = None,
+    root: str | None = None,
+    max_lora_rank: int | None = None,
 ) -> Iterator[OpenAdapter]:
     """The adapter in a folder, held against the model by its config and its header alone.
 
     called: what errors call a file of the folder begins with; None: its path.  root: the folder that all of
-    it must lie in.  Raises AdapterError for what does not fit or can't be read, and at the end if the files
-    changed meanwhile; StorageError where this process may open no more files.
+    it must lie in.  max_lora_rank: see `check_rank`.  Raises AdapterError for what does not fit or can't be
+    read, and at the end if the files changed meanwhile; StorageError where this process may open no more
+    files.
     """
     shown = f"{folder}{os.sep}" if called is None else called
     name = shown.rstrip(f": {os.sep}")
@@ -87,7 +99,9 @@ def opened(
         with open_file(weights_file(real, shown), where, root) as weights:
             _check_header_size(weights, shape, where)
             entries = header_entries(weights, where)
-            yield OpenAdapter(weights, entries, match(entries, config, shape, where, base), where)
+            found = match(entries, config, shape, where, base)
+            check_rank(found, max_lora_rank, where)
+            yield OpenAdapter(weights, entries, found, where)
         after = _stamps(real)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -126,13 +140,18 @@ def _check_header_size(weights: BinaryIO, shape: ModelShape, where: str) -> None
 
 
 def bad_adapters(
-    adapters: Iterable[tuple[str, str]], shape: ModelShape, *, values: bool = False, root: str | None = None
+    adapters: Iterable[tuple[str, str]],
+    shape: ModelShape,
+    *,
+    values: bool = False,
+    root: str | None = None,
+    max_lora_rank: int | None = None,
 ) -> dict[str, str]:
     """Of (name, folder) pairs those that can't be served, with the reason."""
     found = {}
     for name, folder in adapters:
         try:
-            check_adapter(Path(folder), shape, values=values, root=root)
+            check_adapter(Path(folder), shape, values=values, root=root, max_lora_rank=max_lora_rank)
         except AdapterError as error:
             found[name] = str(error)
     return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_lora.core.errors import AdapterError
-from moe_lora.core.shape import ModelShape
+from moe_lora.core.shape import MAX_CUDA_LORA_RANK, ModelShape
 
 from .base import check_base, quantised_base
 from .config import AdapterConfig, shown, suffixes
@@ -110,6 +110,18 @@ def match(
         check_pair(source, tensors, shape, where, swapped)
     warnings = *_unmatched_names(config, expected), *quantised_base(config, base)
     return Match(layers, swapped, warnings)
+
+
+def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
+    """Raise AdapterError if a LoRA pair has a rank above `max_lora_rank`.  None: no limit."""
+    if max_lora_rank is None:
+        return
+    largest = max((source.lora_rank for layer in found.layers for source in layer), default=0)
+    if largest > max_lora_rank:
+        raise AdapterError(
+            f"{where}: the LoRA rank {largest} is above max_lora_rank={max_lora_rank} of this server; raise "
+            f"--max-lora-rank (up to {MAX_CUDA_LORA_RANK} on CUDA), or train the adapter with a lower rank"
+        )
 
 
 def _parse(key: str, where: str) -> TensorName:

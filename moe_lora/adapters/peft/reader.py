@@ -18,7 +18,7 @@ from .base import read_base
 from .config import AdapterConfig
 from .file_check import OpenAdapter, opened
 from .files import TensorEntry
-from .match import Match, match
+from .match import Match, check_rank, match
 from .places import make_pair
 from .training_state import config_fields, lora_tensors
 
@@ -34,6 +34,7 @@ def read_adapter(
     called: str | None = None,
     root: str | None = None,
     log: bool = True,
+    max_lora_rank: int | None = None,
 ) -> PackedAdapter:
     """Pack the PEFT directory at `path` for a base model of this shape, in the model's dtype.
 
@@ -42,10 +43,10 @@ def read_adapter(
     adapter. Raises AdapterError, which names the file (called: by what; see `opened`) and the key, unless
     every tensor is used and everything the config targets is there. If base_model_name_or_path is a local
     checkpoint it must have the sizes of the base; another name alone is no error, since names move. log:
-    write what `PackedAdapter.warnings` says to the log.
+    write what `PackedAdapter.warnings` says to the log.  max_lora_rank: see `check_rank`.
     """
     folder = Path(path)
-    with opened(folder, shape, called, root) as found:
+    with opened(folder, shape, called, root, max_lora_rank) as found:
         needed = sum(_layer_bytes(found, shape, dtype))
         tensors = _read_tensors(found, needed)
         packed = _pack(found.match, tensors, shape, dtype, name or folder.resolve().name, found.where)
@@ -89,13 +90,17 @@ def _aligned(data: torch.Tensor) -> torch.Tensor:
 
 
 def adapter_layer_bytes(
-    path: str | Path, shape: ModelShape, dtype: torch.dtype, root: str | None = None
+    path: str | Path,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    root: str | None = None,
+    max_lora_rank: int | None = None,
 ) -> list[int]:
     """Bytes that each layer of the PEFT directory would take packed; no value is read.
 
     Raises AdapterError as `read_adapter` does, but for values that are not finite.
     """
-    with opened(Path(path), shape, root=root) as found:
+    with opened(Path(path), shape, root=root, max_lora_rank=max_lora_rank) as found:
         return _layer_bytes(found, shape, dtype)
 
 
@@ -115,6 +120,7 @@ def pack_state_dict(
     shape: ModelShape,
     dtype: torch.dtype,
     name: str,
+    max_lora_rank: int | None = None,
 ) -> PackedAdapter:
     """Pack LoRA tensors by their PEFT keys.
 
@@ -127,6 +133,7 @@ def pack_state_dict(
     parsed = AdapterConfig.parse(config_fields(config, f"{where} config"), f"{where} config")
     tensors = tensors_of(state_dict, shape, where)
     matched = match(tensors, parsed, shape, where, read_base(parsed, None))
+    check_rank(matched, max_lora_rank, where)
     return _logged(_pack(matched, tensors, shape, dtype, name, where), True)
 
 

@@ -35,7 +35,7 @@ def check_name(name: str) -> None:
 def check_new_name(name: str, frontend: Frontend) -> None:
     """Raises ApiError for names that no adapter can have."""
     check_name(name)
-    if name == frontend.model_name:
+    if name in frontend.model_names:
         raise bad_request(f"lora_name {name!r} is the base model's name; choose another", "lora_name")
 
 

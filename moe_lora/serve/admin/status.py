@@ -57,10 +57,11 @@ def status_router(frontend: Frontend) -> APIRouter:
     async def metrics() -> Response:
         """Prometheus text; without the engine's part once the engine has ended."""
         shown = frontend.metrics
-        shown.stats = shown.server = None
+        shown.stats = shown.server = shown.info = shown.adapters = None
         with suppress(EngineDeadError):
-            shown.max_loras = (await frontend.client.model_info()).max_loras
+            shown.info = await frontend.client.model_info()
             shown.stats = await frontend.client.stats()
+            shown.set_adapters(await frontend.client.list_adapters())
         if frontend.cluster.lora_server is not None:
             with suppress(EngineDeadError, LoraServerError):
                 shown.server = await frontend.controller.call("server_state")
@@ -115,7 +116,8 @@ def models_router(frontend: Frontend) -> APIRouter:
             for adapter in await frontend.client.list_adapters()
             if caller.may_use(adapter.name)
         ]
-        return [base, *adapters]
+        bases = [{**base, "id": name} for name in frontend.model_names]
+        return [*bases, *adapters]
 
     @router.get("", response_model=None)
     async def list_models(request: Request) -> Response:

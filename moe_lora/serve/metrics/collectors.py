@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from moe_lora.core.request import PAUSE_BUCKETS_S, EngineStats, FleetStats, MoveStats
+from moe_lora.config import EngineConfig
+from moe_lora.core.request import (
+    PAUSE_BUCKETS_S,
+    AdapterInfo,
+    AdapterResidency,
+    EngineStats,
+    FleetStats,
+    ModelInfo,
+    MoveStats,
+)
 from moe_lora.dist.cluster.controller.cluster_state import Figures
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
@@ -233,11 +242,12 @@ def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) 
         model_name,
         stats.device_kv_invalid_bytes / max(1, stats.device_kv_bytes),
     )
-    running, waiting = ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)
+    # As routers read it: "running" is every adapter that is ready on the device, in use or not.
+    running, waiting = ",".join(stats.resident_adapters), ",".join(stats.waiting_adapters)
     yield family(
         GaugeMetricFamily,
         "vllm:lora_requests_info",
-        "Adapters of current requests; the value is the time.",
+        "Adapters on the device, and adapters of requests that wait; the value is the time.",
         ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
         {(str(max_loras), running, waiting): time.time()},
     )
@@ -252,6 +262,47 @@ def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) 
             found = {(model_name, one.name): getattr(one, field) for one in instances}
             yield family(kind, name, text, ("model_name", "instance"), found)
     yield from move_families(model_name, stats.moves if isinstance(stats, FleetStats) else None)
+
+
+def cache_config_family(model_name: str, config: EngineConfig, info: ModelInfo | None) -> Metric:
+    """The cache of one instance, in labels.  info: None: no engine answers, and there is no sample."""
+    labels = {"model_name": model_name}
+    if info is not None:
+        share = config.memory_utilization
+        labels |= {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_kv_blocks),
+            "cache_dtype": info.dtype,
+            "enable_prefix_caching": str(config.prefix_caching),
+            "gpu_memory_utilization": "None" if share is None else f"{share:g}",
+        }
+    return family(
+        GaugeMetricFamily,
+        "vllm:cache_config_info",
+        "1; the cache of one instance, in labels.",
+        tuple(labels),
+        {} if info is None else {tuple(labels.values()): 1},
+    )
+
+
+LEVELS: tuple[AdapterResidency, ...] = ("device", "remote", "host", "peer", "disk", "unavailable")
+"""Best first."""
+
+
+def loaded_family(adapters: Sequence[AdapterInfo], limit: int) -> Metric:
+    """1 for each adapter and its level: all on the device, then others up to `limit` adapters in all."""
+    ordered = sorted(adapters, key=lambda one: LEVELS.index(one.residency))
+    num_ready = sum(one.residency in ("device", "remote") for one in ordered)
+    return family(
+        GaugeMetricFamily,
+        "vllm:lora_adapter_loaded",
+        "1 for each adapter, by the place of its bytes.",
+        ("adapter_name", "level", "pinned", "rank"),
+        {
+            (one.name, one.residency, str(one.pinned).lower(), str(one.lora_rank)): 1
+            for one in ordered[: max(num_ready, limit)]
+        },
+    )
 
 
 def move_families(model_name: str, moves: MoveStats | None) -> Iterator[Metric]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from moe_lora.config.cluster import ClusterConfig
-from moe_lora.core.request import EngineStats, RequestTiming
+from moe_lora.core.request import AdapterInfo, EngineStats, ModelInfo, RequestTiming
 from moe_lora.dist.cluster.controller.cluster_state import Controller
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
@@ -19,12 +20,17 @@ from moe_lora.provision.online import Visit
 
 from .collectors import (
     OUTLOOK_GAUGES,
+    cache_config_family,
     engine_families,
     link_families,
+    loaded_family,
     placement_families,
     server_families,
     table,
 )
+
+if TYPE_CHECKING:
+    from .by_name import CountsByName
 
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 REQUEST_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
@@ -60,15 +66,19 @@ GAP_NAMES = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_sec
 class Metrics:
     """All metrics of one app, in a registry of its own.
 
-    stats: the engine's, None if it is gone.  server: the LoRA Server's state, None if it did not answer or is
-    not there.  refusals: reasons for which clients are refused, each counted from 0.
+    stats, info, adapters: the engine's, None if it is gone.  server: the LoRA Server's state, None if it did
+    not answer or is not there.  by_adapter, by_tenant: None where `metrics_by_name` is 0.  refusals: reasons
+    for which clients are refused, each counted from 0.
     """
 
     def __init__(self, cluster: ClusterConfig, controller: Controller, refusals: Iterable[str] = ()) -> None:
         self.stats: EngineStats | None = None
+        self.info: ModelInfo | None = None
+        self.adapters: Sequence[AdapterInfo] | None = None
         self.server: ServerState | None = None
-        self.max_loras = 0
-        self._model_name = model_name = cluster.served_model_name
+        self.by_adapter: CountsByName | None = None
+        self.by_tenant: CountsByName | None = None
+        self.model_name = model_name = cluster.served_model_name
         self._cluster, self._controller = cluster, controller
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -87,6 +97,11 @@ class Metrics:
             )
             for key, (name, text, buckets) in HISTOGRAMS.items()
         }
+        if limit := cluster.front_end.metrics_by_name:
+            from .by_name import CountsByName
+
+            self.by_adapter = CountsByName("adapter", limit, WAIT_BUCKETS_S, fixed=[model_name])
+            self.by_tenant = CountsByName("tenant", limit, WAIT_BUCKETS_S)
         self._gap_counts = [0] * (len(TOKEN_BUCKETS_S) + 1)
         self._gaps_s = 0.0
 
@@ -97,16 +112,27 @@ class Metrics:
 
     def count(self, reason: str) -> None:
         """Count a finished request."""
-        self._success.labels(self._model_name, reason).inc()
+        self._success.labels(self.model_name, reason).inc()
 
     def refuse(self, reason: str) -> None:
         """Count what a limit refused; one of `refusals`."""
         self._refused[reason].inc()
 
+    def set_adapters(self, adapters: Sequence[AdapterInfo]) -> None:
+        """The adapters that are served now; series of others end."""
+        self.adapters = adapters
+        if self.by_adapter is not None:
+            self.by_adapter.remove_all_but({one.name for one in adapters})
+
     def collect(self) -> Iterator[Metric]:
         """What is made anew for each reader, as prometheus_client's registry asks for it."""
-        name = self._model_name
-        yield from engine_families(name, self.stats, self.max_loras)
+        name = self.model_name
+        yield from engine_families(name, self.stats, self.info.max_loras if self.info is not None else 0)
+        yield cache_config_family(name, self._cluster.engine, self.info)
+        yield loaded_family(self.adapters or (), self._cluster.front_end.metrics_by_name)
+        for counts in (self.by_adapter, self.by_tenant):
+            if counts is not None:
+                yield from counts.collect(name)
         cluster, figures = self._cluster, self._controller.figures
         if cluster.provisioning is not None:
             yield from table(GaugeMetricFamily, OUTLOOK_GAUGES, name, figures.outlook)
@@ -132,14 +158,36 @@ class Metrics:
 class RequestWatch:
     """Stamps the tokens of one choice, from its arrival now, as they leave the engine.
 
-    It feeds the metrics and, as `visit`, the load on adapters.
+    It feeds the metrics and, as `visit`, the load on adapters.  adapter: None for the base model.  tenant: ""
+    where there are no keys.
     """
 
-    __slots__ = ("_arrival_s", "_first_s", "_last_s", "_metrics", "_num_tokens", "_visit")
+    __slots__ = (
+        "_adapter",
+        "_arrival_s",
+        "_first_s",
+        "_last_s",
+        "_metrics",
+        "_num_tokens",
+        "_prompt_tokens",
+        "_tenant",
+        "_visit",
+    )
 
-    def __init__(self, metrics: Metrics, visit: Visit | None) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        visit: Visit | None,
+        *,
+        adapter: str | None = None,
+        tenant: str = "",
+        prompt_tokens: int = 0,
+    ) -> None:
         self._metrics = metrics
         self._visit = visit
+        self._adapter = adapter
+        self._tenant = tenant
+        self._prompt_tokens = prompt_tokens
         self._arrival_s = self._first_s = self._last_s = time.perf_counter()
         self._num_tokens = 0
 
@@ -168,6 +216,8 @@ class RequestWatch:
         if self._visit is not None:
             self._visit.end(timing)
         self._metrics.count(reason)
+        if self._metrics.by_adapter is not None:
+            self._count_by_name(reason)
         histograms = self._metrics.histograms
         if reason in ("stop", "length"):
             histograms["e2e"].observe(self._last_s - self._arrival_s)
@@ -176,3 +226,13 @@ class RequestWatch:
         if timing is not None:
             for name in TIMINGS:
                 histograms[name].observe(getattr(timing, name))
+
+    def _count_by_name(self, reason: str) -> None:
+        metrics, tokens = self._metrics, self._num_tokens
+        ttft_s = self._first_s - self._arrival_s if tokens else None
+        for counts, name in (
+            (metrics.by_adapter, self._adapter or metrics.model_name),
+            (metrics.by_tenant, self._tenant),
+        ):
+            if counts is not None and name:
+                counts.add(name, reason, self._prompt_tokens, tokens, ttft_s)

@@ -272,11 +272,12 @@ def generating_router(frontend: Frontend) -> APIRouter:
         prepared: Prepared = request.state.prepared
         body = prepared.body
         model = body.model or frontend.model_name
+        adapter = None if model in frontend.model_names else model
         generation = Generation(
             frontend=frontend,
             client=client_of(request.scope),
             caller=caller_of(request.scope),
-            adapter=None if model == frontend.model_name else model,
+            adapter=adapter,
             prompts=prepared.prompts,
             answer_tokens=prepared.answer_tokens,
             num_choices=body.num_choices,
@@ -289,7 +290,7 @@ def generating_router(frontend: Frontend) -> APIRouter:
             from_s=request.scope.get(HEADERS_S) or time.monotonic(),
         )
         request_id = f"{form.id_prefix}-{name_request(request, body.request_id)}"
-        head = {"id": request_id, "created": int(time.time()), "model": model}
+        head = {"id": request_id, "created": int(time.time()), "model": adapter or frontend.model_name}
         if body.stream:
             return EventStream(generation, form, head, body.stream_options or StreamOptions())
         whole = await unless_disconnected(request.receive, generation.whole())

@@ -211,7 +211,13 @@ class Generation:
         window = frontend.controller.window
         if window is not None and self.adapter is not None:
             visit = window.begin(self.adapter)
-        watch = RequestWatch(frontend.metrics, visit)
+        watch = RequestWatch(
+            frontend.metrics,
+            visit,
+            adapter=self.adapter,
+            tenant=self.caller.tenant,
+            prompt_tokens=request.prompt_tokens,
+        )
         reason, timing, cut, began = "abort", None, False, False
         outputs = cast("AsyncGenerator[TokenOutput, None]", frontend.client.generate(request))
         abort = partial(frontend.client.abort, request.request_id)

@@ -40,7 +40,11 @@ def opened_registry(
         return
     with Registry(settings.folder) as registry:
         base_hash = base_model_hash(config.model_dir)
-        taken = {cluster.served_model_name, *(name for name, _ in config.adapters)}
+        taken = {
+            cluster.served_model_name,
+            *cluster.other_model_names,
+            *(name for name, _ in config.adapters),
+        }
         found = []
         chosen = settings.adapters
         for name in (

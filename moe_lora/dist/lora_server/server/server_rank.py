@@ -198,8 +198,14 @@ class ServerRank:
     def _lead(self) -> None:
         config = self._config
         # An instance that serves a bad one says so; here it would keep the whole server from starting again.
-        root = config.adapter_root
-        contents = AdapterContents(self._shape, self._dtype, self._store, owned=False, root=root)
+        contents = AdapterContents(
+            self._shape,
+            self._dtype,
+            self._store,
+            owned=False,
+            root=config.adapter_root,
+            max_lora_rank=config.max_lora_rank,
+        )
         packed = [adapter for adapter, _ in contents.read_all(config.adapters, leave_out_bad=True)]
         memory = plan_memory(self._server, self._partition, self._dtype, packed)
         self._build(memory)

@@ -1,0 +1,259 @@
+"""Translates vLLM's options on the command line of `serve` to the options of `serve`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import click
+
+from moe_lora.config.vllm_option import ANY, MODEL, VllmOption
+from moe_lora.config.vllm_options import VLLM_OPTIONS, by_name
+
+from .variadic import VariadicCommand, expand
+
+_NUMBER = re.compile(r"-\.?\d")
+_LEVEL = re.compile(r"-O\d")
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
+_POWERS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_SWITCH = {"true": "true", "1": "true", "false": "false", "0": "false"}
+NOTES = "moe_lora.vllm_notes"
+"""Key of the lines for the log in a context's `meta`."""
+
+
+def _count(text: str) -> list[str]:
+    found = _COUNT.fullmatch(text)
+    if found is None:
+        return [text]
+    number = float(found[1]) * _POWERS[found[2]]
+    if number != int(number):
+        raise ValueError(f"{text!r} is no whole number; give one such as 8192, 8k or 8K")
+    return [str(int(number))]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a number") from error
+
+
+def _origins(text: str) -> list[str]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ValueError(
+            f"{text!r} is not a JSON list of texts; give one such as '[\"https://app.example.com\"]'"
+        )
+    return found
+
+
+CONVERTERS: dict[str, Callable[[str], list[str]]] = {
+    "": lambda text: [text],
+    "count": _count,
+    "origins": _origins,
+    "gib_to_mb": lambda text: [f"{_number(text) * 2**30 / 1e6:.6f}"],
+    "bytes_to_gb": lambda text: [f"{_number(text) / 1e9:.9f}"],
+}
+"""Make values of our option from a value of vLLM's option.  Raise ValueError."""
+
+
+class VllmWords:
+    """A command line with vLLM's options translated to ours.
+
+    own: the command's options by name.  words: the translation.  notes: lines for the log.
+    """
+
+    def __init__(self, args: Sequence[str], own: Mapping[str, click.Option]) -> None:
+        self.words: list[str] = []
+        self.notes: list[str] = []
+        self._own = own
+        self._table = by_name()
+        self._given: dict[str, tuple[str, str]] = {}
+        """Option of ours with one value → name as given, and value."""
+        self._found: dict[str, tuple[VllmOption, str, str]] = {}
+        """Option of vLLM with one value → row, name as given, value.  The last value counts."""
+        self._left = [self._spelled(word) for word in args]
+        self._all = list(self._left)
+        while self._left and self._left[0] != "--":
+            self._read(self._left.pop(0))
+        ranks = self._found.get("--tensor-parallel-size")
+        self._tensor = ranks[2] if ranks else self._given.get("--tensor-parallel", ("", "1"))[1]
+        for option, name, value in self._found.values():
+            self._add(option, name, value)
+        self.words += self._left
+
+    def _spelled(self, word: str) -> str:
+        """The word with dashes for underscores in its name."""
+        name, equals, value = word.partition("=")
+        return name.replace("_", "-") + equals + value if name.startswith("--") else word
+
+    def _read(self, word: str) -> None:
+        name, equals, value = word.partition("=")
+        option, is_off = self._option(name)
+        if _LEVEL.fullmatch(word):
+            option, equals, value = self._table["-O"], "=", word[2:]
+        if option is None:
+            self._pass_on(word, name, equals, value)
+        elif option.takes == "flag":
+            self._read_flag(option, name, equals, value, is_off=is_off)
+        elif option.takes == "values":
+            for one in [value] if equals else self._values(name):
+                self._add(option, name, one)
+        else:
+            self._set(option, name, value if equals else self._value(name))
+
+    def _option(self, name: str) -> tuple[VllmOption | None, bool]:
+        """The table's row for a name, and True if the name turns a flag off."""
+        if name in self._own and name not in self._table:
+            return None, False
+        if name.startswith("--no-") and self._is_flag("--" + name[5:]):
+            return self._table["--" + name[5:]], True
+        for known in (name, name.partition(".")[0]):
+            if known in self._table:
+                return self._table[known], False
+        if not name.startswith("--") or len(name) < 4:
+            return None, False
+        # As in argparse, an unambiguous start of a name is enough.
+        starts = [one for one in {*self._table, *self._own} if one.startswith(name)]
+        return (self._table.get(starts[0]), False) if len(starts) == 1 else (None, False)
+
+    def _is_flag(self, name: str) -> bool:
+        return name in self._table and self._table[name].takes == "flag"
+
+    def _pass_on(self, word: str, name: str, equals: str, value: str) -> None:
+        """Copy a word outside the table.  An option with one value is noted in `_given`."""
+        self.words.append(word)
+        option = self._own.get(name)
+        if option is None or option.multiple or option.is_flag:
+            return
+        if not equals and self._left:
+            value = self._left.pop(0)
+            self.words.append(value)
+        self._note_given(name, name, value, "")
+
+    def _read_flag(self, option: VllmOption, name: str, equals: str, value: str, *, is_off: bool) -> None:
+        if option.own and self._left and not equals and self._left[0] in ("auto", "on", "off"):
+            value = self._left.pop(0)
+        if option.own and value:
+            self._set(option, name, value)
+            return
+        if not equals and self._left and self._left[0].lower() in ("true", "false"):
+            equals, value = "=", self._left.pop(0)
+        state = "false" if is_off else "true"
+        if equals:
+            if is_off or value.lower() not in _SWITCH:
+                raise click.UsageError(f"{name}={value}: give {option.name} or --no-{option.name[2:]} alone")
+            state = _SWITCH[value.lower()]
+        self._set(option, name, state)
+
+    def _set(self, option: VllmOption, name: str, value: str) -> None:
+        self._found.pop(option.name, None)
+        self._found[option.name] = (option, name, value)
+
+    def _add_flag(self, option: VllmOption, state: str) -> None:
+        shown = option.name if state == "true" else f"--no-{option.name[2:]}"
+        if state not in option.words:
+            raise click.UsageError(f"{shown} can't be had here: {option.text}")
+        self._add_words(option, shown, option.words[state])
+        if not option.words[state]:
+            self._note(option, shown, "" if state == "true" else shown)
+
+    def _value(self, name: str) -> str:
+        if not self._left or (self._left[0].startswith("-") and not _NUMBER.match(self._left[0])):
+            raise click.UsageError(f"Option {name!r} requires an argument.")
+        return self._left.pop(0)
+
+    def _values(self, name: str) -> list[str]:
+        found = [self._value(name)]
+        while self._left and not self._left[0].startswith("-"):
+            found.append(self._left.pop(0))
+        return found
+
+    def _add(self, option: VllmOption, name: str, value: str) -> None:
+        """Add our words for an option and a value; for a flag "true" or "false"."""
+        if option.takes == "flag":
+            if value in _SWITCH:
+                self._add_flag(option, value)
+            else:
+                self.words += [option.name, value]
+            return
+        key = value if value in option.words else value.replace(" ", "")
+        if MODEL in option.words and self._is_elsewhere(name, value):
+            key = MODEL
+        words = option.words.get(key, option.words.get(ANY))
+        if words is None:
+            allowed = [one for one in option.words if one]
+            hint = f"; {' or '.join(allowed)} can be given" if allowed else ""
+            raise click.UsageError(f"{name}={value!r} can't be had here{hint}: {option.text}")
+        try:
+            values = CONVERTERS[option.convert](value)
+        except ValueError as error:
+            raise click.UsageError(f"{name}: {error}") from error
+        for one in values:
+            self._add_words(option, name, words, one)
+        if not words and not option.own:
+            self._note(option, name, f"{name} {value}")
+
+    def _note(self, option: VllmOption, name: str, neutral: str) -> None:
+        """Add a line for the log.  neutral: the words as given, if they ask for nothing new; else empty."""
+        if option.is_unused or not neutral:
+            self.notes.append(f"{name} has no effect here: {option.text}")
+        else:
+            self.notes.append(f"{neutral} changes nothing here")
+
+    def _is_elsewhere(self, name: str, value: str) -> bool:
+        """True if another word has the same value, such as the path of the model."""
+        ours = [word.partition("=")[2] if word.startswith("-") else word for word in self._all]
+        return ours.count(value) > 1
+
+    def _add_words(self, option: VllmOption, name: str, words: str, value: str = "") -> None:
+        if words == "{}":  # an argument without a name
+            self.words.append(value)
+            return
+        ours, _, rest = words.partition(" ")
+        if not ours:
+            return
+        filled = rest.replace("{}", value)
+        if "{tensor}" in filled:
+            filled = filled.replace("{tensor}", self._tensor)
+        self.words += [ours, filled] if rest else [ours]
+        own = self._own.get(ours)
+        if own is not None and rest and not own.multiple:
+            self._note_given(ours, name, filled, option.text)
+
+    def _note_given(self, ours: str, name: str, value: str, way_out: str) -> None:
+        """Raise UsageError if two names of one option have different values."""
+        other, before = self._given.setdefault(ours, (name, value))
+        if other != name and before != value:
+            raise click.UsageError(
+                f"{other} {before} and {name} {value} both mean {ours}; give one of them"
+                + (f" ({way_out})" if way_out else "")
+            )
+
+
+class VllmCommand(VariadicCommand):
+    """A command with vLLM's options beside its own.  Lines for the log are in the context's `meta`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = {name: one for one in self.params if isinstance(one, click.Option) for name in one.opts}
+        found = VllmWords(expand(args, self.variadic), own)
+        ctx.meta[NOTES] = list(dict.fromkeys(found.notes))
+        return click.Command.parse_args(self, ctx, found.words)  # lists are expanded already
+
+
+def show_vllm_options(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
+    """Print the table and end the command."""
+    if not value or ctx.resilient_parsing:
+        return
+    formatter = ctx.make_formatter()
+    formatter.write_text("Options of vLLM, and their effect in moe-lora serve.")
+    for heading, options in VLLM_OPTIONS.items():
+        with formatter.section(heading):
+            formatter.write_dl([(" ".join(one.names), one.here().replace("`", "")) for one in options])
+    click.echo(formatter.getvalue().rstrip("\n"))
+    ctx.exit()

@@ -1,0 +1,339 @@
+"""vLLM's options as `moe-lora serve` takes them: the table behind parser, help, docs and test."""
+
+from __future__ import annotations
+
+from .vllm_option import ANY, MODEL, VllmOption, alias, flag, off, only, refused, same, unused
+
+_TENSORS = "save the model as safetensors files and give their folder"
+_CONFIG = "config.json of MODEL_DIR decides; change the file there"
+_ONE_HOST = "instances of several hosts join through a file, see docs/guides/cluster.md"
+_TEXT_ONLY = "models here take text alone"
+_NO_DRAFT = "no draft model runs here; answers are the same"
+_SCHEDULE = "the scheduler here has no such choice; --max-num-batched-tokens bounds a step"
+_COMPILED = "the step's graphs are chosen here; --eager turns compilation off"
+_LOGS = "requests are not logged; /metrics counts requests"
+_LOGS_WITH = "requests are not logged; log them at a proxy, or count them by /metrics"
+_TRACES = "no traces are sent; /metrics has the times of requests"
+_TOOLS = "omit the option; answers are plain text, and requests with tools are refused"
+_CODE = "no code of others runs in the server; omit the option"
+_CORS = "every method and header is allowed to an origin of --cors-origin; give '[\"*\"]' or omit the option"
+_PEERS = "omit the option; processes of an instance compute prompts and answers alike"
+_FIXED_ADAPTERS = "omit the option; a request names its adapter as model"
+
+MODELS = (
+    alias("--model", "{}", "the folder may also come first, without a name", example=MODEL),
+    VllmOption(
+        ("--served-model-name",),
+        "values",
+        {ANY: "--served-model-name {}"},
+        "answers and metrics show the first name",
+        own=True,
+    ),
+    only("--tokenizer", (MODEL,), "the tokenizer of MODEL_DIR is read; copy the tokenizer's files there"),
+    only("--tokenizer-mode", ("auto", "hf"), "tokenizers are read in the format of Hugging Face alone"),
+    off("--skip-tokenizer-init", "a MODEL_DIR without tokenizer files takes token ids"),
+    unused("--trust-remote-code", "code of a checkpoint never runs", "flag"),
+    refused("--revision", "MODEL_DIR is a folder; download the revision and give its folder"),
+    refused("--code-revision", "code of a checkpoint never runs; omit the option"),
+    refused("--tokenizer-revision", "download the revision and copy its tokenizer files to MODEL_DIR"),
+    unused("--download-dir", "nothing is downloaded"),
+    unused("--hf-token", "nothing is downloaded"),
+    refused("--hf-config-path", _CONFIG),
+    only("--hf-overrides", ("{}",), _CONFIG),
+    only("--rope-scaling", ("{}",), _CONFIG),
+    refused("--rope-theta", _CONFIG),
+    off("--disable-sliding-window", "give --max-model-len of at most the window, or omit the option"),
+    same(
+        "--dtype",
+        "fp16 is not computed; choose bfloat16 or float32",
+        **{
+            "auto": "--dtype auto",
+            "bfloat16": "--dtype bfloat16",
+            "float32": "--dtype float32",
+            "float": "--dtype float32",
+        },
+    ),
+    same(
+        "--load-format",
+        _TENSORS,
+        **{"auto": "", "safetensors": "--load-format safetensors", "dummy": "--load-format dummy"},
+    ),
+    only("--config-format", ("auto", "hf"), _CONFIG),
+    only("--model-impl", ("auto", "vllm"), "models run on the layers of this package; choose auto"),
+    only("--task", ("auto", "generate"), "this server generates text; choose generate"),
+    only("--runner", ("auto", "generate"), "this server generates text; choose generate"),
+    only("--convert", ("auto", "none"), "this server generates text; choose none"),
+    only(
+        "--quantization -q",
+        ("None", "none", "mxfp4", "compressed-tensors"),
+        "config.json says how a checkpoint is quantised, omit the option then; --quantize int8, int4 or "
+        "fp8 quantises other weights as they are loaded",
+    ),
+    only("--model-loader-extra-config", ("{}",), _TENSORS),
+    unused("--ignore-patterns", "nothing is downloaded"),
+    unused("--use-tqdm-on-load", "no progress bar is shown", "flag"),
+    unused("--safetensors-load-strategy", "files are mapped and read once"),
+    unused("--max-parallel-loading-workers", "each process reads its own part"),
+    same("--device", example="cpu"),
+    same("--max-model-len", "`k` means 1,000 and `K` 1,024", convert="count"),
+    alias("--seed", "--set engine.seed={}"),
+    only("--max-logprobs", ("20",), "requests may ask for 20 at most; omit the option"),
+    only(
+        "--logprobs-mode",
+        ("raw_logprobs",),
+        "log probabilities are those before temperature; omit the option",
+    ),
+    only("--generation-config", ("vllm",), "sampling defaults are OpenAI's; send them with each request"),
+    only("--override-generation-config", ("{}",), "send sampling parameters with each request"),
+    off("--enable-sleep-mode", "stop the server to free its device"),
+    unused("--limit-mm-per-prompt", _TEXT_ONLY),
+    unused("--mm-processor-kwargs", _TEXT_ONLY),
+    unused("--mm-processor-cache-gb", _TEXT_ONLY),
+    unused("--mm-encoder-tp-mode", _TEXT_ONLY),
+    unused("--skip-mm-profiling", _TEXT_ONLY, "flag"),
+    unused("--language-model-only", _TEXT_ONLY, "flag"),
+    unused("--disable-mm-preprocessor-cache", _TEXT_ONLY, "flag"),
+    unused("--allowed-local-media-path", _TEXT_ONLY),
+    unused("--allowed-media-domains", _TEXT_ONLY, "values"),
+    unused("--speculative-config", _NO_DRAFT),
+    unused("--speculative-model", _NO_DRAFT),
+    unused("--num-speculative-tokens", _NO_DRAFT),
+    unused("--guided-decoding-backend", "no request may ask for structured output"),
+    unused("--structured-outputs-config", "no request may ask for structured output"),
+    refused("--logits-processors", _CODE),
+    refused("--logits-processor-pattern", _CODE),
+)
+"""The model, its weights and its tokenizer."""
+PARALLEL = (
+    alias("--tensor-parallel-size -tp", "--tensor-parallel {}", example="2"),
+    flag(
+        "--enable-expert-parallel",
+        "--expert-parallel {tensor}",
+        "",
+        "the ranks of one instance share the experts; every instance holds all experts",
+    ),
+    alias("--data-parallel-size -dp", "--instances {}", _ONE_HOST, example="2"),
+    alias("--data-parallel-size-local -dpl", "--instances {}", _ONE_HOST, example="2"),
+    only("--data-parallel-start-rank -dpr", ("0",), _ONE_HOST),
+    only("--data-parallel-rank -dpn", ("0",), _ONE_HOST),
+    unused("--data-parallel-address -dpa", "instances of one host need no address"),
+    unused("--data-parallel-rpc-port -dpp", "instances of one host need no port"),
+    only("--data-parallel-backend -dpb", ("mp",), _ONE_HOST),
+    off("--data-parallel-hybrid-lb -dph", _ONE_HOST),
+    off("--data-parallel-external-lb -dpe", _ONE_HOST),
+    off("--headless", _ONE_HOST),
+    only("--nnodes -n", ("1",), _ONE_HOST),
+    only("--node-rank -r", ("0",), _ONE_HOST),
+    only(
+        "--pipeline-parallel-size -pp",
+        ("1",),
+        "layers are not divided over processes; use --tensor-parallel or --expert-parallel",
+    ),
+    only("--decode-context-parallel-size -dcp", ("1",), "a context is not divided; use --tensor-parallel"),
+    only("--distributed-executor-backend", ("mp", "uni"), _ONE_HOST),
+    alias("--api-server-count -asc", "--front-ends {}", example="2"),
+    unused("--disable-frontend-multiprocessing", "each front end is a process", "flag"),
+    unused("--disable-custom-all-reduce", "the ranks of an instance choose how they exchange", "flag"),
+    unused("--enable-eplb", "experts stay where they are; answers are the same", "flag"),
+    unused("--eplb-config", "experts stay where they are; answers are the same"),
+    unused("--enable-dbo", "a step computes one batch; answers are the same", "flag"),
+    unused("--all2all-backend", "the ranks of an instance choose how they exchange"),
+    unused("--ray-workers-use-nsight", "no Ray is used", "flag"),
+    refused("--worker-cls", _CODE),
+    refused("--worker-extension-cls", _CODE),
+)
+"""Processes and devices."""
+MEMORY = (
+    alias(
+        "--gpu-memory-utilization",
+        "--set engine.memory_utilization={}",
+        "weights, KV and adapters of a process; a step's own memory comes on top",
+        example="0.9",
+    ),
+    alias("--kv-cache-memory-bytes", "--kv-cache-gb {}", convert="bytes_to_gb", example="2e9"),
+    alias("--kv-offloading-size", "--host-arena-mb {}", convert="gib_to_mb"),
+    only("--kv-offloading-backend", ("native",), "KV that leaves the device goes to --host-arena-mb"),
+    unused("--swap-space", "--host-arena-mb says how much KV the host keeps"),
+    only("--cpu-offload-gb", ("0", "0.0"), "weights stay on the device; --quantize makes them smaller"),
+    refused("--num-gpu-blocks-override", "give --kv-cache-gb"),
+    only(
+        "--kv-cache-dtype",
+        ("auto", "bfloat16"),
+        "KV has the dtype of the model; omit the option, and give --kv-cache-gb for more room",
+    ),
+    unused("--calculate-kv-scales", "KV is not quantised", "flag"),
+    same("--block-size"),
+    flag("--enable-prefix-caching", "", "--no-prefix-caching", "on by default"),
+    unused("--prefix-caching-hash-algo", "prefixes are compared token by token"),
+    unused("--disable-hybrid-kv-cache-manager", "one cache has KV of all layers", "flag"),
+    only("--kv-transfer-config", ("", "{}"), _PEERS),
+    only(
+        "--kv-events-config",
+        ("", "{}"),
+        "no events of the cache are published; route by vllm:lora_requests_info",
+    ),
+)
+"""Device and host memory."""
+SCHEDULING = (
+    same("--max-num-seqs"),
+    same("--max-num-batched-tokens", "`k` means 1,000 and `K` 1,024", convert="count"),
+    unused(
+        "--enable-chunked-prefill",
+        "a prompt above --max-num-batched-tokens is always computed in chunks; give more to compute it whole",
+        "flag",
+    ),
+    VllmOption(
+        ("--async-scheduling",),
+        "flag",
+        {"true": "--async-scheduling on", "false": "--async-scheduling off"},
+        "a word may follow: auto, on or off",
+        own=True,
+    ),
+    only("--scheduling-policy", ("fcfs", "priority"), "choose fcfs or priority"),
+    unused("--num-scheduler-steps", _SCHEDULE),
+    unused("--multi-step-stream-outputs", _SCHEDULE, "flag"),
+    unused("--scheduler-delay-factor", _SCHEDULE),
+    unused("--max-num-partial-prefills", _SCHEDULE),
+    unused("--max-long-partial-prefills", _SCHEDULE),
+    unused("--long-prefill-token-threshold", _SCHEDULE),
+    unused("--num-lookahead-slots", _SCHEDULE),
+    unused("--preemption-mode", "what leaves the device is chosen by --cache-policy"),
+    unused("--stream-interval", "each step is a chunk"),
+    refused("--scheduler-cls", _CODE),
+    flag("--enforce-eager", "--eager", ""),
+    unused("--compilation-config -O -cc", _COMPILED),
+    unused("--optimization-level", _COMPILED),
+    unused("--performance-mode", _COMPILED),
+    unused("--max-seq-len-to-capture", _COMPILED),
+    unused("--cuda-graph-sizes", _COMPILED, "values"),
+    unused("--cudagraph-capture-sizes", _COMPILED, "values"),
+    unused("--max-cudagraph-capture-size", _COMPILED),
+    unused("--disable-cascade-attn", "kernels are chosen here", "flag"),
+    unused("--attention-backend", "kernels are chosen here"),
+    unused("--moe-backend", "kernels are chosen here"),
+    unused("--disable-async-output-proc", "answers are made in the front end", "flag"),
+    unused("--use-v2-block-manager", "there is one cache", "flag"),
+    unused("--tokenizer-pool-size", "front ends tokenize; --front-ends says how many"),
+)
+"""Steps and their batches."""
+ADAPTERS = (
+    flag(
+        "--enable-lora",
+        "",
+        None,
+        "adapters are always served; without any the base model answers alone, and --api-key keeps others "
+        "from loading one",
+    ),
+    same("--max-loras"),
+    same("--max-lora-rank", "no limit by default; an adapter above it is refused when its file is read"),
+    unused(
+        "--max-cpu-loras", "the server keeps every adapter that was loaded; --host-arena-mb bounds memory"
+    ),
+    VllmOption(
+        ("--lora-modules",),
+        "values",
+        {ANY: "--lora-modules {}"},
+        'also as JSON, {"name": ..., "path": ..., "base_model_name": ...}',
+        example="",
+        own=True,
+    ),
+    only("--lora-dtype", ("auto",), "adapters have the dtype of the model; give --dtype"),
+    unused("--fully-sharded-loras", "--tensor-parallel divides adapters as it divides weights", "flag"),
+    unused("--specialize-active-lora", "kernels take any number of adapters", "flag"),
+    unused("--lora-extra-vocab-size", "an adapter that adds tokens is refused when its file is read"),
+    off("--enable-lora-bias", "an adapter with biases is refused; train it with lora_bias=false"),
+    refused("--long-lora-scaling-factors", "omit the option; adapters with a longer context are not served"),
+    refused("--lora-target-modules", "omit the option; an adapter is served with all its modules"),
+    only("--default-mm-loras", ("{}",), _FIXED_ADAPTERS),
+    off("--enable-prompt-adapter", "prompt adapters are not served; train a LoRA adapter"),
+    refused("--qlora-adapter-name-or-path", "give the adapter by --lora-modules"),
+)
+"""LoRA."""
+HTTP = (
+    same("--host", "127.0.0.1 by default, in vLLM all addresses"),
+    same("--port"),
+    VllmOption(
+        ("--api-key",),
+        "values",
+        {ANY: "--api-key {}"},
+        "or VLLM_API_KEY; the key is an administrator's",
+        example="secret",
+        own=True,
+    ),
+    alias("--ssl-certfile", "--tls-cert {}"),
+    alias("--ssl-keyfile", "--tls-key {}"),
+    only("--ssl-cert-reqs", ("0",), "certificates of clients are not checked; let a proxy check them"),
+    refused("--ssl-ca-certs", "certificates of clients are not checked; let a proxy check them"),
+    refused("--ssl-ciphers", "the system's OpenSSL decides; let a proxy choose"),
+    unused(
+        "--enable-ssl-refresh",
+        "restart the server after a certificate has changed, or with --config send SIGHUP",
+        "flag",
+    ),
+    alias("--allowed-origins", "--cors-origin {}", convert="origins", example='["*"]'),
+    only("--allowed-methods", ('["*"]',), _CORS),
+    only("--allowed-headers", ('["*"]',), _CORS),
+    off("--allow-credentials", "send keys in the header Authorization; omit the option"),
+    only("--root-path", ("", "/"), "let the proxy strip the prefix before it passes a request on"),
+    refused("--uds", "give --host and --port; --admin-address may be a socket"),
+    refused("--middleware", _CODE),
+    flag("--disable-fastapi-docs", "--set front_end.docs_page=false", ""),
+    unused("--enable-offline-docs", "the page at /docs loads nothing from elsewhere", "flag"),
+    alias("--shutdown-timeout", "--drain-s {}"),
+    unused("--uvicorn-log-level", _LOGS),
+    unused("--disable-uvicorn-access-log", _LOGS, "flag"),
+    unused("--disable-access-log-for-endpoints", _LOGS),
+    unused("--disable-log-requests", _LOGS, "flag"),
+    unused("--enable-log-requests", _LOGS_WITH, "flag"),
+    unused("--enable-log-outputs", _LOGS_WITH, "flag"),
+    unused("--enable-log-deltas", _LOGS_WITH, "flag"),
+    unused("--max-log-len", _LOGS),
+    unused("--log-config-file", "--log-level says how much is logged"),
+    unused("--log-error-stack", "an error of the server is logged with its stack", "flag"),
+    unused("--disable-log-stats", _LOGS, "flag"),
+    unused("--enable-server-load-tracking", "/metrics has the load", "flag"),
+    unused("--otlp-traces-endpoint", _TRACES),
+    unused("--collect-detailed-traces", _TRACES),
+    unused("--show-hidden-metrics-for-version", "every metric is shown"),
+    unused("--h11-max-incomplete-event-size", "--max-header-bytes bounds the head of a request"),
+    unused("--h11-max-header-count", "a request may have 128 headers"),
+    unused("--enable-request-id-headers", "every answer has X-Request-Id", "flag"),
+    unused("--enable-prompt-tokens-details", "usage always has prompt_tokens_details", "flag"),
+    off("--enable-force-include-usage", "send stream_options.include_usage with each request"),
+    off("--enable-per-request-metrics", "usage.timing has the times of a request"),
+    off("--enable-tokenizer-info-endpoint", "omit the option; the tokenizer's files tell the same"),
+    off("--return-tokens-as-token-ids", "send return_token_ids with each request"),
+    off("--tokens-only", "omit the option; a model without tokenizer files takes token ids"),
+    off("--grpc", "omit the option; the server speaks HTTP"),
+    off("--enable-auto-tool-choice", _TOOLS),
+    refused("--tool-call-parser", _TOOLS),
+    refused("--tool-parser-plugin", _TOOLS),
+    refused("--tool-server", _TOOLS),
+    off("--exclude-tools-when-tool-choice-none", _TOOLS),
+    refused("--reasoning-parser", "omit the option; an answer's text is given whole"),
+    refused("--chat-template", "copy the template to MODEL_DIR as chat_template.jinja"),
+    only("--chat-template-content-format", ("auto",), "the template's own form is used; omit the option"),
+    off("--trust-request-chat-template", "copy the template to MODEL_DIR as chat_template.jinja"),
+    only(
+        "--default-chat-template-kwargs",
+        ("{}",),
+        "send chat_template_kwargs with each request; omit the option",
+    ),
+    only("--response-role", ("assistant",), "answers have the role assistant; omit the option"),
+    only("--additional-config", ("{}",), "omit the option; it is for other platforms"),
+)
+"""The HTTP server."""
+VLLM_OPTIONS: dict[str, tuple[VllmOption, ...]] = {
+    "Model": MODELS,
+    "Processes and devices": PARALLEL,
+    "Memory": MEMORY,
+    "Scheduling": SCHEDULING,
+    "Adapters": ADAPTERS,
+    "HTTP": HTTP,
+}
+"""Heading of --help-vllm → options."""
+
+
+def by_name() -> dict[str, VllmOption]:
+    """Name → option, short names too."""
+    return {name: one for group in VLLM_OPTIONS.values() for one in group for name in one.names}
