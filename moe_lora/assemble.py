@@ -39,12 +39,15 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     start.
     """
     from moe_lora.dist.cluster.controller.served_registry import opened_registry
+    from moe_lora.dist.launch.devices import log_devices, placed
     from moe_lora.engine.text.text import load_tokenizer
     from moe_lora.serve.access import checked_keys
     from moe_lora.serve.frontend import Frontend
     from moe_lora.serve.server import bound, serve_forever
 
     _check_local(cluster)
+    cluster = placed(cluster)
+    log_devices(cluster)
     checked_keys(cluster.front_end)
     tokenizer, front_end = load_tokenizer(cluster.engine.model_dir), cluster.front_end
 
@@ -83,6 +86,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
     """
     from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.processes import usable_cores
+    from moe_lora.dist.launch.devices import log_devices, placed
     from moe_lora.dist.launch.host_roles import (
         cluster_file,
         on_sockets,
@@ -96,6 +100,8 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
 
     # What can't work is said here, once, and not by each process.
     _check_local(cluster)
+    cluster = placed(cluster)
+    log_devices(cluster)
     checked_keys(cluster.front_end)
     thread_share(cluster.engine.num_threads, cluster.engine.num_instances, usable_cores())
 
@@ -224,6 +230,7 @@ async def local_instances(
     from moe_lora.core.processes import usable_cores
     from moe_lora.dist.cluster.controller.cluster_controller import controlled_fleet
     from moe_lora.dist.cluster.controller.placement_controller import make_routes
+    from moe_lora.dist.launch.devices import placed
     from moe_lora.dist.launch.host_roles import (
         HostRoles,
         cluster_file,
@@ -232,6 +239,7 @@ async def local_instances(
         thread_share,
     )
 
+    cluster = placed(cluster)
     config = cluster.engine
     threads = thread_share(config.num_threads, config.num_instances, usable_cores())
     config = replace(config, num_threads=threads)
@@ -347,22 +355,23 @@ async def local_lora_server(
     Its address and store_dir are chosen here.  at_once: see `HostRoles`.  reload: read again by them too.
     Without a LoRA Server nothing is started.
     """
-    if cluster.lora_server is None:
+    given = cluster.lora_server
+    if given is None:
         yield cluster
         return
 
     from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.shape import ModelShape
+    from moe_lora.dist.launch.devices import placed
     from moe_lora.dist.launch.host_roles import HostRoles, cluster_file, server_roles
     from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
 
+    cluster = placed(cluster)
     config = cluster.engine
     with ExitStack() as stack:
         folder = stack.enter_context(OwnFolder())
         kept = stack.enter_context(run_folder(config.state_dir))
-        server = replace(
-            cluster.lora_server, address=f"{folder}/lora-server", store_dir=str(kept / "adapters")
-        )
+        server = replace(given, address=f"{folder}/lora-server", store_dir=str(kept / "adapters"))
         # Checked before there are as many processes as a layout that can't work asks for.
         shape = ModelShape.from_hf_config(config.hf_config())
         layout = Layout.parse(server.layout)

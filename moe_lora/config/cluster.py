@@ -14,6 +14,7 @@ from moe_lora.core.address import Address, needs_keys, parse_address
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_problem
 
+from .devices import LORA_SERVER, Devices, check_devices, read_devices, shares_of
 from .engine import EngineConfig
 from .front_end import (
     CONTROLLER,
@@ -37,7 +38,7 @@ SECTIONS: dict[str, Any] = {
     "pool": PoolConfig,
     "registry": RegistryConfig,
 }
-NAMES = ("model_dir", "served_model_name", "adapters", "certificates", "front_ends", *SECTIONS)
+NAMES = ("model_dir", "served_model_name", "adapters", "certificates", "devices", "front_ends", *SECTIONS)
 """What stands at the top of the file; front_ends are `FrontEndPlace`s by name."""
 
 
@@ -51,7 +52,8 @@ class ClusterConfig:
     None = all on one host.  provision: how the load on adapters is watched; None = by the defaults where
     there is a LoRA Server, else not at all.  registry: its adapters are served beside those of `engine`; the
     front end opens it.  front_ends: by name, where there are several; what else they need stands in
-    front_end.  controller: the process that decides for them; None = the one front end does.
+    front_end.  controller: the process that decides for them; None = the one front end does.  devices: of the
+    ranks on one host, by role.
     """
 
     engine: EngineConfig
@@ -64,6 +66,7 @@ class ClusterConfig:
     registry: RegistryConfig | None = None
     front_ends: Mapping[str, FrontEndPlace] = field(default_factory=dict)
     controller: ControllerConfig | None = None
+    devices: Devices = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.provision is not None and self.provision.auto_resize and self.lora_server is None:
@@ -75,6 +78,9 @@ class ClusterConfig:
                 "served_model_name (--served-model-name)"
             )
         self._check_places()
+        if self.devices and self.engine.device == "cpu":
+            raise ConfigError("devices and engine.device='cpu' do not go together; leave one of them out")
+        check_devices(self.devices, self.engine.num_ranks, has_server=self.lora_server is not None)
         root = self.engine.adapter_root
         if self.registry is not None and root is not None:
             real = os.path.realpath(root)
@@ -129,7 +135,11 @@ class ClusterConfig:
         Raises ConfigError for what a role on another host could not find out by itself.
         """
         model = self.engine.performance_model or self.front_end.performance_model
-        engine = replace(self.engine, instance=name, performance_model=model)
+        shares = shares_of(name, self.devices)
+        device = "cuda" if shares else self.engine.device
+        engine = replace(
+            self.engine, instance=name, performance_model=model, device=device, device_shares=shares
+        )
         if self.lora_server is None:
             return engine
         for setting, example in (("address", "10.0.0.2:7500"), ("store_dir", "/var/tmp/adapters")):
@@ -139,6 +149,21 @@ class ClusterConfig:
             raise needs_keys("lora_server.address", self.lora_server.address)
         server = replace(self.lora_server, certificates=self.certificates)
         return replace(engine, lora_server=server)
+
+    def lora_server_rank(self, local_rank: int) -> EngineConfig:
+        """Settings of an instance as a rank of the LoRA Server reads them, with its own device of `devices`.
+
+        local_rank: among the ranks of this host.  Raises ConfigError if `devices` lists too few.
+        """
+        shares = shares_of(LORA_SERVER, self.devices)
+        if shares and local_rank >= len(shares):
+            raise ConfigError(
+                f"devices.{LORA_SERVER} lists {len(shares)} devices, but this is rank {local_rank} of this "
+                "host (LOCAL_RANK); list one device for each rank of a host"
+            )
+        device = "cuda" if shares else self.engine.device
+        own = shares[local_rank : local_rank + 1]
+        return replace(self.instance(), device=device, device_shares=own)
 
     def engines_address(self) -> str:
         """Where instances dial the one front end in.  Raises ConfigError without one."""
@@ -243,6 +268,7 @@ def cluster_of(content: Any, folder: Path) -> ClusterConfig:
             )
             for name, place in mapping_of("front_ends", given.get("front_ends")).items()
         },
+        devices=read_devices(given.get("devices")),
         **{name: SECTIONS[name](**values) for name, values in found.items()},
     )
 
@@ -281,6 +307,7 @@ def cluster_text(cluster: ClusterConfig) -> str:
         else cluster.served_model_name,
         "adapters": {name: os.path.abspath(path) for name, path in cluster.engine.adapters},
         "certificates": None if cluster.certificates is None else os.path.abspath(cluster.certificates),
+        "devices": {role: list(numbers) for role, numbers in cluster.devices.items()},
         "front_ends": {name: _plain(place) for name, place in cluster.front_ends.items()},
         **{name: _plain(settings) for name, settings in sections.items() if settings is not None},
     }

@@ -12,6 +12,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import cut_to, read_config
 from moe_lora.core.weight_format import weight_format
 
+from .devices import DeviceShare
 from .emulation import EmulationConfig
 from .lora_server import MAX_PUT_INSTANCES, LoraServerConfig
 from .pool import PoolConfig
@@ -223,6 +224,8 @@ class EngineConfig(Settings):
     )
     """Where an instance keeps the contents of its adapters by hash, so that it finds them when it is started
     again."""
+    device_shares: tuple[DeviceShare, ...] = setting((), in_file=False)
+    """The device of each rank, chosen by `devices` of the cluster; (): rank r takes device r."""
     leave_out_bad: bool = setting(False, in_file=False)
     """Start without adapters that can't be read."""
     emulation: EmulationConfig = EmulationConfig()

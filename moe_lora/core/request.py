@@ -197,7 +197,8 @@ class AdapterInfo:
 class ModelInfo:
     """What a front end must know of the engine behind it.
 
-    block_size: tokens of a KV page.  num_kv_blocks: KV pages that its device may hold.
+    block_size: tokens of a KV page.  num_kv_blocks: KV pages that its device may hold.  devices: of its
+    ranks, by torch's names.
     """
 
     name: str
@@ -210,6 +211,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     block_size: int = 0
     num_kv_blocks: int = 0
+    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +307,7 @@ class InstanceStats:
     it does not get on.  drained: none while others take some.  outstanding_tokens: tokens that its requests
     may still need (see `policies.routing.InstanceView`).
     num_resent: requests that it left unfinished when it ended and that another instance took over.
-    device_bytes: of its device's arena, for adapters and KV together.
+    device_bytes: of its device's arena, for adapters and KV together.  devices: of its ranks.
     """
 
     index: int
@@ -322,6 +324,7 @@ class InstanceStats:
     pool_adapters: int = 0
     pool_bytes: int = 0
     device_bytes: int = 0
+    devices: tuple[str, ...] = ()
 
 
 PAUSE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

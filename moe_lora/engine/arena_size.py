@@ -37,10 +37,11 @@ class ArenaSize:
     adapter_pages: int
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free on the device now."""
+def free_bytes(device: torch.device, num_sharers: int = 1) -> int:
+    """Memory that is free on the device now; of a shared one, what is left of this rank's share."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        free, total = torch.cuda.mem_get_info(device)
+        return share_left(free, total, torch.cuda.memory_reserved(device), num_sharers)
     return free_memory_bytes()
 
 
@@ -63,6 +64,14 @@ def within_share(config: EngineConfig, device: torch.device, free: int) -> int:
             f"{held / GB:.3g} GB that the instance holds with its weights; raise it"
         )
     return min(free, left)
+
+
+def share_left(free: int, total: int, own: int, num_sharers: int) -> int:
+    """min(free, total / num_sharers - own), at least 0: bytes for a rank that holds `own` bytes.
+
+    The share does not depend on the order in which the sharers start.  One sharer: all that is free.
+    """
+    return free if num_sharers == 1 else max(0, min(free, total // num_sharers - own))
 
 
 def max_model_len(config: EngineConfig, shape: ModelShape) -> int:
@@ -94,9 +103,9 @@ def arena_size(
     Raises ConfigError, with the smallest size that works, if one request of max_model_len with the largest
     adapter does not fit.
     """
-    free //= config.num_instances
     if device.type == "cpu":
-        free = max(0, free - kept_bytes)
+        free = max(0, free // config.num_instances - kept_bytes)
+    _check_share(config, free)
     page_bytes = layout.page_bytes
     request_pages = -(-max_model_len(config, shape) // config.block_size)
     largest = max(adapter_pages, default=0)
@@ -158,6 +167,22 @@ def kept_originals(config: EngineConfig, known_bytes: int | None, usual_bytes: i
         *(wanted / MB, free / MB),
     )
     return wanted
+
+
+def _check_share(config: EngineConfig, free: int) -> None:
+    """Raise ConfigError where the weights take all of this engine's share of a device."""
+    num_sharers = most_sharers(config)
+    if num_sharers > 1 and not free and config.arena_mb is None:
+        raise ConfigError(
+            f"{num_sharers} ranks share a device, and the weights take all of this rank's part of its "
+            "memory; let fewer ranks share it (devices: in the cluster file), quantize the weights, or give "
+            "arena_mb"
+        )
+
+
+def most_sharers(config: EngineConfig) -> int:
+    """Ranks on the most shared device of this engine: its arenas are alike on all its ranks."""
+    return max((one.num_sharers for one in config.device_shares), default=1)
 
 
 def _host_pages(

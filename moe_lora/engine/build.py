@@ -272,7 +272,7 @@ def _core(
         shortest_first=config.queue == "sjf-oracle",
         max_host_tokens=0 if store.host is None else rank.host.tokens_per_step,
     )
-    info = model_info(config, rank.shape, rank.dtype, size.max_kv_pages)
+    info = model_info(config, rank.shape, rank.dtype, size.max_kv_pages, rank.device_names)
     figures = partial(_cache_figures, cache, page_bytes, size.max_kv_pages)
     parts = (scheduler, runner, manager, transfers, figures, contents, clock)
     transport = partial(_transport, config, f"{config.instance}-kv")
@@ -428,7 +428,13 @@ def site_ranks(shape: ModelShape, adapters: list[PackedAdapter]) -> list[int]:
     return [int(entries[s.entry_base : s.entry_base + s.num_entries].max(initial=0)) for s in shape.sites]
 
 
-def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype, num_kv_blocks: int) -> ModelInfo:
+def model_info(
+    config: EngineConfig,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    num_kv_blocks: int,
+    devices: tuple[str, ...] = (),
+) -> ModelInfo:
     """What front ends are told of the engine; end tokens outside the vocabulary can't be met."""
     model_dir = Path(config.model_dir)
     return ModelInfo(
@@ -442,4 +448,5 @@ def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype, num_
         eos_token_ids=tuple(i for i in read_eos_token_ids(model_dir) if i < shape.vocab_size),
         block_size=config.block_size,
         num_kv_blocks=num_kv_blocks,
+        devices=devices,
     )

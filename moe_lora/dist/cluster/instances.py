@@ -116,7 +116,7 @@ class Instance:
     adapters that could not be loaded again after a restart.  starting: the client of a process that is
     not in routing yet.  latest: the stats it gave last.  past: counters of its earlier processes;
     past_before: of those before the latest, whose incarnation (of an engine that dials in) is kept beside
-    it.
+    it.  devices: of its ranks, as it said when it dialled in.
     """
 
     index: int
@@ -135,6 +135,7 @@ class Instance:
     past: EngineStats = field(default_factory=EngineStats)
     past_before: EngineStats = field(default_factory=EngineStats)
     incarnation: str | None = None
+    devices: tuple[str, ...] = ()
 
     @property
     def num_restarts(self) -> int:

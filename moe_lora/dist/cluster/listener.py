@@ -426,6 +426,7 @@ class InstanceListener:
 
         try:
             instance = self._instance_registry.enter(hello.name, client)
+            instance.devices = hello.info.devices
             self._instance_registry.hear_drain(hello.name, hello.drain)
             await HealthMonitor(self._instance_registry, instance, client, come, give_up).run()
             if not self._instance_registry.closed.is_set():

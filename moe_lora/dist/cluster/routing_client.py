@@ -412,4 +412,5 @@ def _instance_stats(instance: Instance, drained: bool) -> InstanceStats:
         pool_adapters=instance.latest.pool_adapters,
         pool_bytes=instance.latest.pool_bytes,
         device_bytes=instance.latest.device_bytes,
+        devices=instance.devices,
     )

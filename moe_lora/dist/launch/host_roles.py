@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from moe_lora.config import ControllerConfig, EngineConfig, FrontEndConfig, FrontEndPlace
 from moe_lora.config.cluster import ClusterConfig, cluster_text
+from moe_lora.config.devices import instance_names
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError, RegistryError
 from moe_lora.dist.net.codec import Decoder, Message, encode
@@ -400,7 +401,7 @@ def roles_of(cluster: ClusterConfig, file: int, http: Sequence[int]) -> list[Rol
 
 def instance_roles(num_instances: int, file: int) -> list[Role]:
     """The instances of a cluster on this host.  file: descriptor of the cluster's file."""
-    names = [f"instance-{number}" for number in range(num_instances)]
+    names = instance_names(num_instances)
     run = (*_RUN_ROLE, *_told(file), "--role", "instance", "--name")
     return [Role(name=name, kind="instance", words=(*run, name), fds=(file,)) for name in names]
 
@@ -413,7 +414,7 @@ def server_roles(num_ranks: int, file: int) -> list[Role]:
             kind="lora-server",
             words=(*_RUN_ROLE, *_told(file), "--role", "lora-server"),
             fds=(file,),
-            environment={"RANK": str(rank), "WORLD_SIZE": str(num_ranks)},
+            environment={"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)},
         )
         for rank in range(num_ranks)
     ]

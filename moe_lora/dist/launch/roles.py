@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from moe_lora.config import EngineConfig
 from moe_lora.config.cluster import ClusterConfig, read_cluster
+from moe_lora.config.devices import DeviceShare
 from moe_lora.core.address import Address
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import ConfigError, MoeLoraError
@@ -27,6 +28,7 @@ from moe_lora.core.host import state_folder
 from moe_lora.core.processes import has_terminal, set_log_level
 from moe_lora.dist.net.keys import Keys, keys_of
 
+from .devices import use_devices
 from .host_roles import STOPPED_DEATHS, say_started, thread_share
 
 if TYPE_CHECKING:
@@ -52,19 +54,30 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class JobPlace:
-    """This process among those of its torchrun job; without torchrun, the first of one."""
+    """This process among those of its torchrun job; without torchrun, the first of one.
+
+    local_rank: among those of this host.
+    """
 
     dist_rank: int = 0
     num_ranks: int = 1
     under_torchrun: bool = False
+    local_rank: int = 0
 
     @staticmethod
     def here() -> JobPlace:
+        dist_rank = os.environ.get("RANK", "0")
         return JobPlace(
-            int(os.environ.get("RANK", "0")),
+            int(dist_rank),
             int(os.environ.get("WORLD_SIZE", "1")),
             "TORCHELASTIC_RUN_ID" in os.environ,
+            int(os.environ.get("LOCAL_RANK", dist_rank)),
         )
+
+    def device_shares(self, num_ranks: int) -> tuple[DeviceShare, ...]:
+        """Devices from LOCAL_RANK on for the ranks of an instance; (): from the first on, as by default."""
+        first = self.local_rank - self.dist_rank
+        return tuple(DeviceShare(first + one) for one in range(num_ranks)) if first > 0 else ()
 
 
 def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | None = None) -> int:
@@ -76,7 +89,7 @@ def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | Non
     from moe_lora.core.processes import worker_environment
     from moe_lora.dist.lora_server.protocol.partition import Layout
 
-    config = cluster.instance()
+    config = cluster.lora_server_rank(place.local_rank)
     if config.lora_server is None:
         raise ConfigError("the file has no lora_server section, so there is none to start; add one")
     layout = Layout.parse(config.lora_server.layout)
@@ -86,6 +99,7 @@ def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | Non
             f"processes; start it with torchrun --nproc-per-node {layout.num_ranks}, or change the layout"
         )
     os.environ.update(worker_environment(THREADS_PER_RANK))
+    use_devices(config.device_shares)
     if config.lora_server.device_puts != "none":
         for name, value in _BESIDE_WAITS.items():
             os.environ.setdefault(name, value)
@@ -94,7 +108,7 @@ def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | Non
 
 def serve_rank(config: EngineConfig, place: JobPlace, status: int | None) -> int:
     """Build a rank of the LoRA Server that config names, and run it until told to stop; the exit code."""
-    rank = build_rank(config, place.dist_rank)
+    rank = build_rank(config, place.dist_rank, place.local_rank)
     rank.on_restart = end_for_restart
     stop_on_signals(rank.stop, place)
     say_started(status)
@@ -102,8 +116,11 @@ def serve_rank(config: EngineConfig, place: JobPlace, status: int | None) -> int
     return RESTART_CODE if rank.restarts else 0
 
 
-def build_rank(config: EngineConfig, server_rank: int) -> ServerRank:
-    """A rank of the LoRA Server, its host workers started.  config: of the instances; it names the server."""
+def build_rank(config: EngineConfig, server_rank: int, local_rank: int | None = None) -> ServerRank:
+    """A rank of the LoRA Server, its host workers started.  config: of the instances; it names the server.
+
+    local_rank: see `ServerRank`.
+    """
     import torch
 
     from moe_lora.core.shape import ModelShape
@@ -116,7 +133,7 @@ def build_rank(config: EngineConfig, server_rank: int) -> ServerRank:
     shape = ModelShape.from_hf_config(hf_config)
     host = _host_workers_of_server(config, shape)
     try:
-        return ServerRank(config, shape, server_rank, host)
+        return ServerRank(config, shape, server_rank, host, local_rank)
     except BaseException:
         if host is not None:
             host.close()
@@ -179,6 +196,7 @@ def serve_instance(
     )
     config = replace(
         config,
+        device_shares=config.device_shares or place.device_shares(config.num_ranks),
         num_threads=threads,
         seed=seed_of(config.seed, name, starts),
         contents_dir=contents,
@@ -187,6 +205,7 @@ def serve_instance(
         leave_out_bad=cluster.controller is not None or starts != 0,
     )
     os.environ.update(worker_environment(config.threads_per_process))
+    use_devices(config.device_shares)
     if place.dist_rank:
         from moe_lora.engine.ranks.follower import follow_rank_0
 

@@ -15,6 +15,7 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter, entries_of_experts
 from moe_lora.config import EngineConfig
+from moe_lora.config.devices import device_name
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import progress, silent
 from moe_lora.core.shape import ModelShape
@@ -27,7 +28,7 @@ from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Mover
-from moe_lora.engine.arena_size import free_bytes, max_model_len
+from moe_lora.engine.arena_size import free_bytes, max_model_len, most_sharers
 from moe_lora.engine.execution_context import ExecutionContext
 from moe_lora.engine.merged_weights import MergedWeights, MergeOrder
 from moe_lora.engine.runner import ModelRunner
@@ -107,7 +108,7 @@ class Rank:
 
     def free_bytes(self) -> int:
         """Memory that this rank may count as free; on CPU the ranks share what there is."""
-        free = free_bytes(self.device)
+        free = free_bytes(self.device, most_sharers(self.config))
         return free // self.config.num_ranks if self.device.type == "cpu" else free
 
     def allocate(self, num_pages: int, num_host_pages: int) -> None:
@@ -155,6 +156,15 @@ class Rank:
         """What a rank of this engine holds of the model."""
         config = self.config
         return ModelShard(self.shape, config.tensor_parallel, config.expert_parallel, dist_rank)
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The device of each rank of this engine, as the process keeper numbers devices."""
+        config = self.config
+        if self.device.type != "cuda":
+            return (self.device.type,) * config.num_ranks
+        numbers = [one.number for one in config.device_shares] or range(config.num_ranks)
+        return tuple(map(device_name, numbers))
 
     @property
     def divides_adapters(self) -> ModelShard | None:
@@ -363,7 +373,8 @@ def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
     device, dtype, buckets = config.device, config.dtype, config.decode_buckets
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "device='cuda' was asked for, but torch finds no CUDA device; use device='cpu' or 'auto'"
+            "device='cuda' was asked for, but torch finds no CUDA device; use device='cpu' or 'auto', and no "
+            "devices: in the cluster file"
         )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -377,13 +388,17 @@ def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
 
 
 def rank_device(device: torch.device, num_ranks: int, dist_rank: int) -> torch.device:
-    """Each rank's own device.  Raises ConfigError if there are too few."""
+    """Rank r has the r-th device that the processes of this instance see (`dist.launch.devices`).
+
+    Raises ConfigError for too few.
+    """
     if device.type == "cpu" or num_ranks == 1:
         return device
     if torch.cuda.device_count() < num_ranks:
         raise ConfigError(
             f"an instance of {num_ranks} ranks (expert_parallel, tensor_parallel) needs as many CUDA "
-            f"devices, torch finds {torch.cuda.device_count()}; lower them or use device='cpu'"
+            f"devices, torch finds {torch.cuda.device_count()}; lower them, use device='cpu', or let "
+            "CUDA_VISIBLE_DEVICES list more"
         )
     torch.cuda.set_device(dist_rank)
     return torch.device("cuda", dist_rank)

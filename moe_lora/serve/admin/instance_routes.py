@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
+from moe_lora.config.devices import LORA_SERVER, device_name
 from moe_lora.core.request import FleetStats, InstanceStats
 from moe_lora.serve.bodies import bounded_route
 from moe_lora.serve.frontend import Frontend
@@ -34,8 +35,12 @@ def instances_router(frontend: Frontend) -> APIRouter:
 
     @router.get("", response_model=None)
     async def list_instances() -> Response:
-        """Every instance: whether it takes requests, and how many it has."""
-        return JsonResponse({"object": "list", "data": [_card(one) for one in (await known()).values()]})
+        """Every instance: its devices, whether it takes requests, and how many it has."""
+        listed: dict[str, Any] = {"object": "list", "data": [_card(one) for one in (await known()).values()]}
+        numbers = frontend.cluster.devices.get(LORA_SERVER)
+        if numbers is not None:
+            listed[LORA_SERVER] = {"devices": [device_name(one) for one in numbers]}
+        return JsonResponse(listed)
 
     @router.post("/{name}/drain", response_model=None)
     async def drain(name: str) -> Response:
@@ -74,6 +79,7 @@ def _card(one: InstanceStats) -> dict[str, Any]:
     return {
         "id": one.name,
         "object": "instance",
+        "devices": list(one.devices),
         "live": one.live,
         "silent": one.silent,
         "drained": one.drained,

@@ -66,6 +66,20 @@ _PAGES_PER_LAYER = 8
 """Pages are small enough that rounding a layer's shard up to whole ones costs an eighth at most."""
 
 
+def check_share(server: LoraServerConfig, num_bytes: int, total_bytes: int, num_sharers: int) -> None:
+    """Raise ConfigError for an arena larger than this rank's share of a device; memory_gb is not checked.
+
+    num_sharers: ranks on the device, of total_bytes.
+    """
+    share = total_bytes // num_sharers
+    if num_sharers > 1 and server.memory_gb is None and num_bytes > share:
+        raise ConfigError(
+            f"lora_server.capacity={server.capacity} takes {num_bytes / 1e9:.3g} GB on a device of "
+            f"{total_bytes / 1e9:.3g} GB with {num_sharers} ranks, {share / 1e9:.3g} GB for each; lower the "
+            "capacity, give lora_server.memory_gb, or let fewer ranks share it (devices: in the cluster file)"
+        )
+
+
 def plan_memory(
     server: LoraServerConfig, partition: Partition, dtype: torch.dtype, packed: Sequence[PackedAdapter]
 ) -> Memory:

@@ -20,7 +20,7 @@ from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.config import EngineConfig
 from moe_lora.core.address import Address, parse_address
-from moe_lora.core.errors import LoraServerError, PeerUnreachableError
+from moe_lora.core.errors import ConfigError, LoraServerError, PeerUnreachableError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.protocol.content import receive_blocks
 from moe_lora.dist.lora_server.protocol.control import (
@@ -56,7 +56,7 @@ from .device_loop import DeviceLoop
 from .device_members import DeviceMembers
 from .leader import LEADER, Leader
 from .leases import LeaseTable
-from .rank_memory import plan_memory
+from .rank_memory import check_share, plan_memory
 from .server_store import Orders, ServerAdapterStore
 
 logger = logging.getLogger(__name__)
@@ -66,13 +66,22 @@ _PUT_TIMEOUT_S = 3.0
 _LEADER_TIMEOUT_S = 120.0
 
 
-def own_device(device: torch.device, server_rank: int) -> torch.device:
-    """Of the GPUs that a process sees, each server rank's own: from the last one on, as instances of the host
-    have the first.  More ranks than GPUs share them."""
-    if device.type != "cuda":
-        return device
+def own_device(config: EngineConfig, local_rank: int) -> torch.device:
+    """The only device of a process with `device_shares`, else the device of LOCAL_RANK.
+
+    Raises ConfigError if the process sees too few.
+    """
+    if config.device != "cuda":
+        return torch.device(config.device)
+    if config.device_shares:
+        return torch.device("cuda", 0)
     num_devices = torch.cuda.device_count()
-    return torch.device("cuda", num_devices - 1 - server_rank % num_devices)
+    if local_rank >= num_devices:
+        raise ConfigError(
+            f"local rank {local_rank} of the LoRA Server has no device, torch finds {num_devices}; "
+            "use fewer ranks, or list a device for each under devices.lora_server, where ranks may share one"
+        )
+    return torch.device("cuda", local_rank)
 
 
 class ServerRank:
@@ -80,11 +89,17 @@ class ServerRank:
 
     config: of an instance that it serves, resolved: the leader puts its adapters into the store at the start
     and sizes the arenas by them.  host: see `DataLoop`; closed with this.
+    local_rank: among the ranks of this host; None: as server_rank.
     Raises ConfigError for settings that can't work, LoraServerError if the leader refuses or is not there.
     """
 
     def __init__(
-        self, config: EngineConfig, shape: ModelShape, server_rank: int, host: HostCompute | None = None
+        self,
+        config: EngineConfig,
+        shape: ModelShape,
+        server_rank: int,
+        host: HostCompute | None = None,
+        local_rank: int | None = None,
     ) -> None:
         self._host = host
         self.restarts = False
@@ -97,7 +112,7 @@ class ServerRank:
         if server.device_puts != "none":
             check_device_puts(server.device_puts)
         self._dtype = getattr(torch, config.dtype)
-        self._device = own_device(torch.device(config.device), server_rank)
+        self._device = own_device(config, server_rank if local_rank is None else local_rank)
         self._partition = Partition(
             shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites
         )
@@ -164,6 +179,10 @@ class ServerRank:
 
     def _build(self, memory: Memory) -> None:
         config = self._config
+        if self._device.type == "cuda" and config.device_shares:
+            num_bytes = memory.num_pages[self._server_rank] * memory.page_bytes
+            _, total = torch.cuda.mem_get_info(self._device)
+            check_share(self._server, num_bytes, total, config.device_shares[0].num_sharers)
         rate = self._server.load_gb_per_s
         server_store = ServerAdapterStore(
             self._shape,
