@@ -179,9 +179,6 @@ def test_the_log_names_shared_and_idle_devices():
     )
 
 
-# In the cluster file.
-
-
 @pytest.fixture
 def read(tmp_path):
     def read_text(text: str):

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_lora.config import CACHE_POLICIES, EmulationConfig, EngineConfig
+from moe_lora.config.devices import DeviceShare
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine import arena_size as sizing
@@ -26,9 +29,9 @@ FREE = 1 << 30
 SITES = [site.name for site in SHAPE.sites]
 
 
-def size_of(adapter_pages=(9,), device=CPU, sites=SITES, **settings) -> ArenaSize:
+def size_of(adapter_pages=(9,), device=CPU, sites=SITES, free=FREE, **settings) -> ArenaSize:
     config = EngineConfig(model_dir="", max_model_len=160, **settings)
-    return arena_size(config, SHAPE, LAYOUT, adapter_pages, device, FREE, sites)
+    return arena_size(config, SHAPE, LAYOUT, adapter_pages, device, free, sites)
 
 
 def test_one_arena_of_the_given_size_without_a_split():
@@ -50,6 +53,39 @@ def test_original_weights_are_taken_off_what_is_free():
     assert [sizing.kept_originals(config, *of, 100) for of in ((50, 200), (None, 200))] == [50, 200]
     with pytest.raises(ConfigError, match="batching='auto' keeps the original weights"):
         sizing.kept_originals(config, 101, 50, 100)
+
+
+def test_a_device_of_its_own_is_all_its_own_and_the_cpu_is_divided():
+    two = [
+        size_of(device=one, num_instances=2, max_num_seqs=4096, max_num_batched_tokens=4096).num_pages
+        for one in (CUDA, CPU)
+    ]
+    alone = size_of(device=CUDA, max_num_seqs=4096, max_num_batched_tokens=4096).num_pages
+    assert two[0] == alone
+    assert two[1] < alone
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 5))
+def test_parts_of_a_shared_device_fit_it_together(held, others, num_sharers):
+    """In whatever order its sharers start: each has what it holds and what is left of its share."""
+    total = 100 * num_sharers
+    left = sizing.share_left(total - held - others, total, held, num_sharers)
+    if num_sharers > 1:
+        assert left + held <= max(held, total // num_sharers)
+    else:
+        assert left == total - held - others
+
+
+def test_weights_that_take_a_whole_share_are_refused_unless_the_size_is_given():
+    shares = {"device_shares": (DeviceShare(0), DeviceShare(1, 2)), "expert_parallel": 2}
+    with pytest.raises(
+        ConfigError, match=r"2 ranks share a device, and the weights take all .* give arena_mb"
+    ):
+        size_of(device=CUDA, free=0, **shares)
+    assert size_of(device=CUDA, free=0, host_arena_mb=0, arena_mb=1.0, **shares).num_pages
+    config = EngineConfig(model_dir="", **shares)
+    assert sizing.most_sharers(config) == 2, "arenas are alike on all ranks"
+    assert sizing.most_sharers(EngineConfig(model_dir="")) == 1
 
 
 def test_kv_cache_gb_bounds_kv_within_the_arena():

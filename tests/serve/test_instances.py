@@ -226,6 +226,8 @@ def test_a_drained_instance_has_no_request_left_while_its_streams_go_on(pair):
             assert one[3:] == other[3:]
         assert moves(pair) > before
         assert instance_values(pair, "drained") == [1.0, 0.0]
+        listed = httpx.get(f"{pair.url}/v1/instances", trust_env=False, timeout=30).json()
+        assert [one["devices"] for one in listed["data"]] == [["cpu"], ["cpu"]]
         # A controller that has just begun waits for what dials in.
         last = httpx.post(f"{pair.url}/v1/instances/instance-1/drain", trust_env=False, timeout=30)
         assert (last.status_code, "no other takes" in last.text) == (400, True)

@@ -56,28 +56,35 @@ LOOK_S = 1.0
 class JobPlace:
     """This process among those of its torchrun job; without torchrun, the first of one.
 
-    local_rank: among those of this host.
+    local_rank: LOCAL_RANK, among those of this host; None: not given, as dist_rank.
     """
 
     dist_rank: int = 0
     num_ranks: int = 1
     under_torchrun: bool = False
-    local_rank: int = 0
+    local_rank: int | None = None
 
     @staticmethod
     def here() -> JobPlace:
-        dist_rank = os.environ.get("RANK", "0")
+        local_rank = os.environ.get("LOCAL_RANK")
         return JobPlace(
-            int(dist_rank),
+            int(os.environ.get("RANK", "0")),
             int(os.environ.get("WORLD_SIZE", "1")),
             "TORCHELASTIC_RUN_ID" in os.environ,
-            int(os.environ.get("LOCAL_RANK", dist_rank)),
+            None if local_rank is None else int(local_rank),
         )
 
-    def device_shares(self, num_ranks: int) -> tuple[DeviceShare, ...]:
+    @property
+    def on_host(self) -> int:
+        """Number of this process among those of its host."""
+        return self.dist_rank if self.local_rank is None else self.local_rank
+
+    def device_shares(self, config: EngineConfig) -> tuple[DeviceShare, ...]:
         """Devices from LOCAL_RANK on for the ranks of an instance; (): from the first on, as by default."""
-        first = self.local_rank - self.dist_rank
-        return tuple(DeviceShare(first + one) for one in range(num_ranks)) if first > 0 else ()
+        first = self.on_host - self.dist_rank
+        if first <= 0 or config.device == "cpu":
+            return ()
+        return tuple(DeviceShare(first + one) for one in range(config.num_ranks))
 
 
 def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | None = None) -> int:
@@ -89,7 +96,7 @@ def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | Non
     from moe_lora.core.processes import worker_environment
     from moe_lora.dist.lora_server.protocol.partition import Layout
 
-    config = cluster.lora_server_rank(place.local_rank)
+    config = cluster.lora_server_rank(place.on_host)
     if config.lora_server is None:
         raise ConfigError("the file has no lora_server section, so there is none to start; add one")
     layout = Layout.parse(config.lora_server.layout)
@@ -108,7 +115,7 @@ def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | Non
 
 def serve_rank(config: EngineConfig, place: JobPlace, status: int | None) -> int:
     """Build a rank of the LoRA Server that config names, and run it until told to stop; the exit code."""
-    rank = build_rank(config, place.dist_rank, place.local_rank)
+    rank = build_rank(config, place.dist_rank, place.on_host)
     rank.on_restart = end_for_restart
     stop_on_signals(rank.stop, place)
     say_started(status)
@@ -196,7 +203,7 @@ def serve_instance(
     )
     config = replace(
         config,
-        device_shares=config.device_shares or place.device_shares(config.num_ranks),
+        device_shares=config.device_shares or place.device_shares(config),
         num_threads=threads,
         seed=seed_of(config.seed, name, starts),
         contents_dir=contents,

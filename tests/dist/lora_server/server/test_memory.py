@@ -10,8 +10,7 @@ from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
 from moe_lora.dist.lora_server.server.leases import LeaseTable
-from moe_lora.dist.lora_server.server.rank_memory import plan_memory, shard_pages
-from moe_lora.dist.lora_server.server.server_rank import own_device
+from moe_lora.dist.lora_server.server.rank_memory import check_share, plan_memory, shard_pages
 from tests.dist.lora_server.cluster import random_adapter
 from tests.dist.lora_server.shapes import model_shape
 
@@ -67,7 +66,11 @@ def test_setting_that_can_not_work_is_named(field, value, reason):
         replace(CONFIG, **{field: value})
 
 
-def test_server_ranks_take_the_last_devices_one_each(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert [own_device(torch.device("cuda"), rank).index for rank in range(5)] == [3, 2, 1, 0, 3]
-    assert own_device(torch.device("cpu"), 1) == torch.device("cpu")
+def test_an_arena_larger_than_its_part_of_a_shared_device_is_refused():
+    check_share(CONFIG, 50, 100, 2)
+    check_share(CONFIG, 100, 100, 1)
+    check_share(replace(CONFIG, memory_gb=1.0), 51, 100, 2)
+    with pytest.raises(
+        ConfigError, match=r"lora_server\.capacity=.* with 2 ranks, .* give lora_server\.memory_gb"
+    ):
+        check_share(replace(CONFIG, memory_gb=None), 51, 100, 2)
