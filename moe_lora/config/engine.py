@@ -156,7 +156,8 @@ class EngineConfig(Settings):
     num_threads: int | None = setting(None, least=1, option="--threads", unset="all cores, shared")
     """CPU threads of each instance, all its processes together."""
     num_instances: int = setting(1, least=1, option="--instances", group="Several instances and front ends")
-    """Engine processes that stand in for each other.  Those of a host divide its cores and its memory."""
+    """Engine processes that stand in for each other.  Those of a host divide its cores and its host
+    memory."""
     starvation_s: float = 5.0
     """A request that waits longer for its adapter stops younger ones from passing it."""
     seed: int = 0
