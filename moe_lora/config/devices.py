@@ -1,6 +1,6 @@
-"""The device of each rank of a host: the instances' ranks in order, then the LoRA Server's.
+"""Map of the ranks of a host to its devices: the ranks of the instances in order, then of the LoRA Server.
 
-A device number counts the devices that CUDA_VISIBLE_DEVICES lists, as torch does.
+A device number counts the entries of CUDA_VISIBLE_DEVICES, as torch does.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from moe_lora.core.errors import ConfigError
 LORA_SERVER = "lora_server"
 """Key of the LoRA Server's ranks, beside the names of instances."""
 _ENTRY = re.compile(r"\+?\d|GPU-|MIG-")
-"""Start of an entry of CUDA_VISIBLE_DEVICES that CUDA reads."""
+"""Start of a valid entry of CUDA_VISIBLE_DEVICES."""
 Devices = Mapping[str, tuple[int, ...]]
-"""Role -> the device number of each of its ranks."""
+"""Role -> device numbers of its ranks."""
 
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """The device of one rank.  num_sharers: ranks of this host on that device, with this one."""
+    """The device of a rank.  num_sharers: ranks of this host on the device, this rank included."""
 
     number: int
     num_sharers: int = 1
 
 
 def instance_names(num_instances: int) -> list[str]:
-    """Names of the instances that one host starts."""
+    """Names of the instances of a host."""
     return [f"instance-{number}" for number in range(num_instances)]
 
 
@@ -42,9 +42,9 @@ def assign_devices(
     given: Devices | None = None,
     visible: str | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Role -> the device number of each rank: instance i, rank r, in order; then the LoRA Server's ranks.
+    """Role -> device numbers of its ranks: instance i, rank r, in order; then the ranks of the LoRA Server.
 
-    num_ranks: of each instance.  given: roles with chosen devices; the others get the lowest numbers left.
+    num_ranks: per instance.  given: roles with chosen devices; further roles get the lowest free numbers.
     Only `given` shares a device.  visible: CUDA_VISIBLE_DEVICES, for the message.
     Raises ConfigError for too few devices, with the sum, and for an impossible `given`.
     """
@@ -89,7 +89,7 @@ def _too_few(
 
 
 def check_devices(devices: Devices, num_ranks: int, *, has_server: bool) -> None:
-    """Raise ConfigError for devices that no host of this cluster can have.  num_ranks: of each instance."""
+    """Raise ConfigError for devices impossible on any host.  num_ranks: per instance."""
     for role, numbers in devices.items():
         if role != LORA_SERVER:
             if role.replace("-", "_").lower() == LORA_SERVER:
@@ -107,7 +107,7 @@ def check_devices(devices: Devices, num_ranks: int, *, has_server: bool) -> None
 
 
 def check_size(role: str, numbers: Sequence[int], num_ranks: int) -> None:
-    """Raise ConfigError unless each rank of the role on a host has a device."""
+    """Raise ConfigError unless the number of devices is the number of ranks."""
     if len(numbers) != num_ranks:
         what = "the LoRA Server" if role == LORA_SERVER else "the instance"
         raise ConfigError(
@@ -135,7 +135,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def read_devices(given: Any) -> dict[str, tuple[int, ...]]:
-    """The devices that a cluster file lists.  Raises ConfigError for anything but role: [numbers]."""
+    """The devices of a cluster file.  Raises ConfigError for anything but role: [numbers]."""
     if given is None:
         return {}
     example = "devices: {instance-0: [0, 1], lora_server: [2]}"
@@ -153,7 +153,7 @@ def read_devices(given: Any) -> dict[str, tuple[int, ...]]:
 
 
 def shares_of(role: str, devices: Devices) -> tuple[DeviceShare, ...]:
-    """The device of each rank of a role, and the number of ranks on it; () for a role without devices."""
+    """Devices of the ranks of a role, with the number of ranks per device; () for a role without devices."""
     ranks = Counter(number for numbers in devices.values() for number in numbers)
     return tuple(DeviceShare(number, ranks[number]) for number in devices.get(role, ()))
 
@@ -161,7 +161,7 @@ def shares_of(role: str, devices: Devices) -> tuple[DeviceShare, ...]:
 def narrowed(visible: str | None, numbers: Sequence[int]) -> str:
     """The value of CUDA_VISIBLE_DEVICES for a process with these devices.
 
-    visible: its value now, indices or GPU UUIDs, up to the first entry of another kind; None: unset.
+    visible: the value now, indices or GPU UUIDs; an invalid entry ends the list.  None: unset.
     A value without an entry hides all devices and stays.  Raises ConfigError for a number beyond the entries.
     """
     if visible is None:
@@ -183,7 +183,7 @@ def narrowed(visible: str | None, numbers: Sequence[int]) -> str:
 
 
 def devices_text(devices: Devices, num_devices: int) -> str:
-    """The map for the log: each role, shared devices, idle ones."""
+    """The map for the log: roles, shared devices, idle devices."""
     ranks = Counter(number for numbers in devices.values() for number in numbers)
     parts = [f"{role} {', '.join(map(device_name, numbers))}" for role, numbers in devices.items()]
     parts += [
@@ -195,5 +195,5 @@ def devices_text(devices: Devices, num_devices: int) -> str:
 
 
 def device_name(number: int) -> str:
-    """As torch writes it."""
+    """Name of a device in torch."""
     return f"cuda:{number}"

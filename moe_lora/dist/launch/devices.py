@@ -1,8 +1,8 @@
-"""Devices of the roles that a host starts: counted, assigned, and the only ones that a role's process sees.
+"""Devices of the roles of a host: counts them, assigns them, and hides foreign devices from a role's process.
 
 `python -m moe_lora.dist.launch.devices` prints the number of CUDA devices.  The process keeper imports no
-torch, so torch counts in a process of its own: the same library, with the same CUDA_VISIBLE_DEVICES, as in
-the roles.  A host without the CUDA driver has none, and starts no such process.
+torch, so a child process counts by torch: the same library and CUDA_VISIBLE_DEVICES as in the roles.
+A host without the CUDA driver has 0 devices and starts no child process.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _COUNT_S = 300.0
 
 @functools.cache
 def count_devices() -> int:
-    """CUDA devices that roles of this host see; 0 without a driver, or with a torch for CPUs.
+    """CUDA devices for the roles of this host; 0 without a driver, or with a torch for CPUs.
 
-    Raises ConfigError if torch can't be asked.
+    Raises ConfigError if torch fails.
     """
     try:
         ctypes.CDLL(_DRIVER)
@@ -62,7 +62,7 @@ def _not_counted(problem: str) -> str:
 
 
 def placed(cluster: ClusterConfig) -> ClusterConfig:
-    """The cluster with a device for each rank that this host starts; unchanged on CPU.
+    """The cluster with a device for each rank on this host; unchanged on CPU.
 
     A placed cluster stays the same.  Raises ConfigError for too few devices and for impossible `devices`.
     """
@@ -85,7 +85,7 @@ def placed(cluster: ClusterConfig) -> ClusterConfig:
 
 
 def log_devices(cluster: ClusterConfig) -> None:
-    """State the map once, where the roles start."""
+    """Write the map of devices to the log."""
     if cluster.devices:
         visible = os.environ.get(VISIBLE)
         by = "" if visible is None else f" ({VISIBLE}={visible})"
@@ -93,10 +93,10 @@ def log_devices(cluster: ClusterConfig) -> None:
 
 
 def use_devices(shares: tuple[DeviceShare, ...]) -> None:
-    """Have this process see these devices only, before torch looks: rank r's is cuda:r then.
+    """Limit this process to these devices, before CUDA starts.  Rank r then has cuda:r.
 
-    Every thread and every library starts at cuda:0, the process's own.  Raises ConfigError for a device
-    beyond CUDA_VISIBLE_DEVICES.
+    No thread and no library of this process can take memory on a foreign GPU 0.
+    Raises ConfigError for a device beyond CUDA_VISIBLE_DEVICES.
     """
     if shares:
         os.environ[VISIBLE] = narrowed(os.environ.get(VISIBLE), [one.number for one in shares])
