@@ -278,7 +278,7 @@ class IgnoredFields:
 
 def shown_name(name: str) -> str:
     """An unknown name as headers and the log take it: ASCII, without separators of a list."""
-    return quote(name[:MAX_NAME_CHARS], safe="[]{}()$@!~*'+./:", errors="replace")
+    return quote(name[:MAX_NAME_CHARS], safe="[]{}()$@!~*'+./:", errors="replace") or '""'
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:

@@ -90,6 +90,11 @@ class Preparer:
         """Start the other process, so that the first large body does not wait for it."""
         self._begin(_warm(self._tokenizer))
 
+    @property
+    def is_started(self) -> bool:
+        """Whether the last start of the other process is over, be it that it failed."""
+        return self._starting is not None and self._starting.done()
+
     async def prepare(
         self, kind: type[SamplingFields], content: bytearray, info: ModelInfo, client: str
     ) -> Prepared:
