@@ -22,6 +22,7 @@ from moe_lora.serve.openai.protocol import ChatRequest, CompletionRequest
 from tests.stopped_processes import stop
 
 from .conftest import scripted
+from .live_server import wait_until
 from .test_limits import limited_server, refused
 
 INFO = ModelInfo(
@@ -129,6 +130,20 @@ def test_the_process_starts_with_the_server_and_the_first_body_finds_it(tokenize
     prompts, codes = asyncio.run(run())
     assert prompts == [tuple(tokenizer.encode("hello"))]
     assert codes == [None]
+
+
+def test_a_server_starts_the_process_before_a_large_body_comes(demo):
+    def has_process() -> bool:
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                status, command = (folder / "status").read_text(), (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if f"PPid:\t{demo.process.pid}\n" in status and b"anyio" in command:
+                return True
+        return False
+
+    wait_until(has_process, "a process that checks large bodies")
 
 
 def test_a_start_that_fails_is_tried_again_by_the_first_body(tokenizer, started, monkeypatch):
