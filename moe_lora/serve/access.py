@@ -224,7 +224,7 @@ class Access:
 
 
 def _is_served(scope: Scope) -> bool:
-    """Whether the application has a route for the path, by whatever method."""
+    """True if the application has a route for the path, with any method."""
     return any(route.matches(scope)[0] is not Match.NONE for route in scope["app"].routes)
 
 

@@ -126,7 +126,7 @@ class ApiError(Exception):
 
     @property
     def body_for_controllers(self) -> dict[str, Any]:
-        """The body, and the error's fields beside it, where controllers of adapters read them."""
+        """Returns the body with the error's fields at the top too, for controllers of adapters."""
         return {"object": "error", **self.body["error"], **self.body}
 
     @property
@@ -136,13 +136,13 @@ class ApiError(Exception):
 
 
 class ContextLengthError(ApiError):
-    """Prompt and answer exceed the model's context.  Clients with a longer model look for this code."""
+    """Prompt and answer exceed the model's context.  By this code clients choose a longer model."""
 
     code = "context_length_exceeded"
 
 
 class AlreadyLoadedError(ApiError):
-    """An adapter's name is taken.  Controllers take this type for success."""
+    """An adapter has the name already.  Controllers take this type for success."""
 
     kind = "InvalidUserInput"
 

@@ -1,4 +1,4 @@
-"""Loading and unloading adapters for controllers and trainers: whatever server they were written for."""
+"""Loads and unloads adapters for controllers and trainers of this server, vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ Stamps = tuple[tuple[int, ...], ...]
 
 
 def check_name(name: str) -> None:
-    """Raises ApiError for names that can't be served."""
+    """Raises ApiError for an invalid name."""
     if problem := name_problem(name):
         raise bad_request(f"lora_name {problem}", "lora_name")
 
 
 def check_new_name(name: str, frontend: Frontend) -> None:
-    """Raises ApiError for names that no adapter can have."""
+    """Raises ApiError for a name that an adapter can't have."""
     check_name(name)
     if name == frontend.model_name:
         raise bad_request(f"lora_name {name!r} is the base model's name; choose another", "lora_name")
 
 
 def check_base(name: str | None, frontend: Frontend) -> None:
-    """Raises ApiError for the name of another base model; empty: no name."""
+    """Raises ApiError for the name of another base model.  An empty name passes."""
     model_dir = frontend.cluster.engine.model_dir
     allowed = dict.fromkeys((frontend.model_name, model_dir, os.path.basename(os.path.normpath(model_dir))))
     if name and name not in allowed:
@@ -59,10 +59,10 @@ def check_base(name: str | None, frontend: Frontend) -> None:
 
 
 def find_files(path: str, name: str, frontend: Frontend) -> str:
-    """The directory of the adapter at `path` (see `adapter_folder`).
+    """Returns the directory of the adapter at `path` (see `adapter_folder`).
 
-    Raises ApiError 400 for an empty path or one of several adapters, 404 where no adapter lies, or outside of
-    `adapter_root`, of which nothing else is told.  Not for the event loop: the folder may be large, or hang.
+    Raises ApiError 400 for an empty path and for a folder of several adapters, 404 for a path without an
+    adapter or outside `adapter_root`.  Runs in a thread: the folder may be large, or hang.
     """
     if not path:
         raise bad_request("lora_path is empty; give the directory of a PEFT adapter", "lora_path")
@@ -82,7 +82,7 @@ def find_files(path: str, name: str, frontend: Frontend) -> str:
 
 
 class AdapterLoads:
-    """Loads and unloads for one front end, which notes the version and the files of each load."""
+    """Loads and unloads for one front end.  Notes version and files of each load."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
@@ -90,12 +90,12 @@ class AdapterLoads:
         self._loaded: dict[str, tuple[int, _Files]] = {}
 
     async def load(self, body: LoadAdapterRequest, *, in_place: bool) -> None:
-        """Serve the body's adapter; in_place: as a new version of a name that is loaded.  Raises ApiError."""
+        """Serves the body's adapter; in_place: as a new version of a loaded name.  Raises ApiError."""
         folder = await self._checked(body)
         await self._load(body, await in_daemon_thread(_Files.at, folder), in_place=in_place)
 
     async def load_or_replace(self, body: LoadAdapterRequest) -> None:
-        """As `load` in place, but nothing if the name has the files' content already.  Raises ApiError."""
+        """As `load` in place, without a load if the name has the files' content.  Raises ApiError."""
         files = await in_daemon_thread(_Files.read, await self._checked(body), self._root)
         loaded = self._loaded.get(body.lora_name)
         if (
@@ -119,7 +119,7 @@ class AdapterLoads:
         self._loaded.pop(body.lora_name, None)
 
     async def _checked(self, body: LoadAdapterRequest) -> str:
-        """The folder of the files, after all that can be checked before they are read.  Raises ApiError."""
+        """Checks the body before a file is read, and returns the adapter's folder.  Raises ApiError."""
         check_new_name(body.lora_name, self._frontend)
         check_base(body.base_model_name, self._frontend)
         folder = await self._find(body)
@@ -148,7 +148,7 @@ class AdapterLoads:
         await self._pin(body, unload=not in_place)
 
     async def _pin(self, body: LoadAdapterRequest, *, unload: bool = False) -> None:
-        """Pin the adapter if the body says so.  unload: an adapter that can't be pinned does not stay."""
+        """Pins the adapter if the body says so.  unload: if the pin fails, the adapter is unloaded."""
         if not body.pinned:
             return
         try:
@@ -164,7 +164,7 @@ class AdapterLoads:
         return next((info.version for info in infos if info.name == name), None)
 
     async def _find(self, body: LoadAdapterRequest) -> str:
-        """Where the adapter's files lie.  Raises ApiError, and what `Registry.resolve` raises."""
+        """Returns the folder of the adapter.  Raises ApiError, and the errors of `Registry.resolve`."""
         frontend = self._frontend
         if body.lora_path is not None:
             return await in_daemon_thread(find_files, body.lora_path, body.lora_name, frontend)
@@ -182,7 +182,7 @@ class AdapterLoads:
 class _Files:
     """The files of an adapter at one time.
 
-    stamps: what changes when a file is written or replaced.  digest: of their bytes; None: not read.
+    stamps: differ after a file was written or replaced.  digest: of the bytes; None: not read.
     """
 
     folder: str
@@ -202,7 +202,7 @@ class _Files:
         return self.stamps == _stamps(self.folder)
 
     def holds(self, other: _Files, root: str | None) -> bool:
-        """Whether these had the bytes of other ones, which were read."""
+        """True if these files had the bytes of `other`, a read state."""
         digest = self.digest
         if digest is None and self.are_unchanged():
             digest = _digest(self.folder, root)
@@ -210,7 +210,7 @@ class _Files:
 
 
 def _stamps(folder: str) -> Stamps:
-    """Empty where a file is absent."""
+    """Returns inode, size and times of both files; empty if a file is absent."""
     try:
         found = [os.stat(os.path.join(folder, name)) for name in (CONFIG_FILE, WEIGHTS_FILE)]
     except (OSError, ValueError):
@@ -219,7 +219,7 @@ def _stamps(folder: str) -> Stamps:
 
 
 def _digest(folder: str, root: str | None) -> str | None:
-    """SHA-256 of the adapter's files; None if they can't be read."""
+    """Returns the SHA-256 of the adapter's files; None if a file can't be read."""
     digest = hashlib.sha256()
     try:
         for name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -233,7 +233,7 @@ def _digest(folder: str, root: str | None) -> str | None:
 
 
 def _compare_layout(name: str, folder: str, root: str | None, is_3d: bool) -> None:
-    """Warn if the file and the client differ on the layout of experts.  The load refuses unreadable files."""
+    """Warns if file and client differ on the layout of experts.  The load refuses unreadable files."""
     try:
         with open_file(Path(folder, WEIGHTS_FILE), WEIGHTS_FILE, root) as file:
             keys = [key for key in header_entries(file, WEIGHTS_FILE) if _EXPERT_KEY.search(key)]

@@ -27,7 +27,7 @@ from moe_lora.serve.openai.protocol import (
 from .adapter_loads import AdapterLoads, check_new_name, find_files
 
 DONE = {"status": "ok", "success": True}
-"""Answer of the routes at the root, in the words of the servers that have them."""
+"""Answer of the routes at the root, in the words of prime-rl and SGLang."""
 
 
 def adapters_router(frontend: Frontend) -> APIRouter:
@@ -55,9 +55,9 @@ def adapters_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/load_lora_adapter", response_model=None)
     async def load_or_replace(body: LoadAdapterRequest) -> Response:
-        """Serve the PEFT adapter in `lora_path` as `lora_name`; a name that is loaded gets a new version.
+        """Serve the PEFT adapter in `lora_path` as `lora_name`; a loaded name gets a new version.
 
-        Nothing is done if the files have the content that is served.
+        Equal content changes nothing.
         """
         headers = ignored_by(body, frontend)
         await loads.load_or_replace(body)
@@ -65,7 +65,7 @@ def adapters_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/unload_lora_adapter", response_model=None)
     async def unload_at_root(body: UnloadAdapterRequest) -> Response:
-        """As /v1/unload_lora_adapter, answered in JSON."""
+        """As /v1/unload_lora_adapter, with an answer in JSON."""
         headers = ignored_by(body, frontend)
         await loads.unload(body)
         return JsonResponse(DONE, headers=headers)
@@ -107,7 +107,7 @@ def _card(info: AdapterInfo) -> dict[str, Any]:
 
 
 def ignored_by(body: LoadAdapterRequest | UnloadAdapterRequest, frontend: Frontend) -> dict[str, str]:
-    """The header that names unknown fields of a body.  Raises ApiError where they are refused."""
+    """Returns the header with the unknown fields of a body.  Raises ApiError if the server refuses them."""
     refuse_unknown(body, refuses=frontend.limits.config.unknown_fields == "error")
     names = [shown_name(name) for name in body.unknown_fields()]
     frontend.ignored_fields.note(names)

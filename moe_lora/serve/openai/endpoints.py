@@ -58,15 +58,15 @@ class ChoiceFormat:
         self._with_token_ids = with_token_ids
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The choices entry of the event before a choice's first delta; None if there is no such event."""
+        """Returns the choices entry before a choice's first delta, or None."""
         return None
 
     def beside(self, index: int) -> dict[str, Any]:
-        """Fields beside the choices in a choice's first event, and in a whole answer."""
+        """Returns fields beside the choices, for a choice's first event and a whole answer."""
         return {}
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        """The choices entry that a delta makes in a stream."""
+        """Returns a delta's choices entry in a stream."""
         raise NotImplementedError
 
     def whole(self, delta: Delta) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Fields of request bodies: served, known from other servers, unknown.
 
-A field that would change the answer is never dropped: only values that ask for nothing are accepted.
+A field of another server is never dropped if it changes the answer: only its neutral values are accepted.
 An unknown field is ignored and named, or refused (`LimitsConfig.unknown_fields`).
 """
 
@@ -31,7 +31,7 @@ CHOOSES_ADAPTER = (
     "lora_path",
     "lora_request",
 )
-"""Fields that name an adapter on other servers.  Here `model` does."""
+"""Fields of other servers for the name of an adapter.  Here `model` names the adapter."""
 IGNORED = frozenset(
     {
         "metadata",
@@ -49,7 +49,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Fields that never change the answer."""
+"""Fields without an effect on the answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
@@ -156,17 +156,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None, -1),
     "verbosity": (None, "medium"),
 }
-"""Fields of OpenAI, vLLM and SGLang that change the answer, and the values that ask for nothing."""
+"""Fields of OpenAI, vLLM and SGLang with an effect on the answer, and their neutral values."""
 NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "function_call"), (None,)),
     **dict.fromkeys(("reasoning", "reasoning_content", "refusal", "tool_call_id"), (None, "")),
     **dict.fromkeys(("annotations", "tool_calls"), (None, [])),
 }
-"""Fields of OpenAI's messages, and the values with which clients send them back unused."""
+"""Fields of OpenAI's messages, and their unused values in a history."""
 
 
 class FieldError(ValueError):
-    """A wrong field `param`, or one that contradicts others."""
+    """The field `param` is wrong, or contradicts another field."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -174,7 +174,7 @@ class FieldError(ValueError):
 
 
 def drop_neutral(data: Any) -> Any:
-    """A request's body without fields that ask for nothing.  Raises FieldError for any that asks for more."""
+    """Returns a request's body without foreign fields.  Raises FieldError for a value with an effect."""
     if not isinstance(data, dict):
         return data
     for name in CHOOSES_ADAPTER:
@@ -194,7 +194,7 @@ def drop_neutral(data: Any) -> Any:
 
 
 def drop_unused(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without fields that clients send back unused: a template may only ask whether they exist."""
+    """Returns a message without unused fields.  A template may look only for the presence of a field."""
     return {
         name: value
         for name, value in message.items()
@@ -203,12 +203,12 @@ def drop_unused(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_neutral(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Whether it is one of these values; true and false are no numbers."""
+    """True if the value is allowed.  Booleans are not numbers."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 
 
 def check_unknown(data: Mapping[str, Any], own: Collection[str]) -> None:
-    """Raises FieldError for an unknown name that is nearly the name of a field, and for too many of them."""
+    """Raises FieldError for a misspelled field, and for too many unknown fields."""
     unknown = [name for name in data if name not in own]
     if len(unknown) > MAX_NAMED:
         what = f"{len(unknown)} fields of the request are unknown; send at most {MAX_NAMED}"
@@ -219,7 +219,7 @@ def check_unknown(data: Mapping[str, Any], own: Collection[str]) -> None:
 
 
 def _meant(name: str, own: Collection[str]) -> str | None:
-    """The field of which an unknown name is a misspelling."""
+    """Returns the field for a misspelled name, else None."""
     if len(name) > MAX_NAME_CHARS:
         return None
     plain = _plain(name)
@@ -230,14 +230,14 @@ def _meant(name: str, own: Collection[str]) -> str | None:
 
 
 def _plain(name: str) -> str:
-    """The name without case and separators: maxTokens is max_tokens."""
+    """Drops case and separators, so that maxTokens equals max_tokens."""
     return name.replace("_", "").replace("-", "").lower()
 
 
 def _is_near(name: str, field: str) -> bool:
-    """Whether few edits lead from one to the other: none of a short name, one from 4 characters, two from 8.
+    """True if few edits lead from name to field: one for 4 to 7 characters, two for 8 or more.
 
-    Of four characters none is replaced: step is not stop.
+    A name of four characters must have the field's letters: step is not stop.
     """
     size = len(field)
     most = 0 if size < 4 else 1 if size < 8 else 2
@@ -247,7 +247,7 @@ def _is_near(name: str, field: str) -> bool:
 
 
 def _edits(first: str, second: str) -> int:
-    """Characters to insert, delete, replace or swap with the next (optimal string alignment)."""
+    """Returns the number of insertions, deletions, replacements and swaps (optimal string alignment)."""
     before: list[int] = []
     row = list(range(len(second) + 1))
     for i, one in enumerate(first, 1):
@@ -261,7 +261,7 @@ def _edits(first: str, second: str) -> int:
 
 
 class IgnoredFields:
-    """Says in the log which unknown fields requests had, each name once."""
+    """Logs the unknown fields of requests, each name once."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -277,11 +277,11 @@ class IgnoredFields:
 
 
 def shown_name(name: str) -> str:
-    """An unknown name as headers and the log take it: ASCII, without separators of a list."""
+    """Returns an unknown name in ASCII, without a list's separators, for headers and the log."""
     return quote(name[:MAX_NAME_CHARS], safe="[]{}()$@!~*'+./:", errors="replace") or '""'
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """The answer's header that lists ignored fields; none if there are none."""
+    """Returns the answer's header with the ignored fields, or no header."""
     listed = ", ".join(names)
     return {IGNORED_HEADER: listed} if listed else {}

@@ -171,7 +171,7 @@ class Generation:
         ]
 
     def prompt_of(self, index: int) -> tuple[int, ...]:
-        """The prompt of one choice."""
+        """Returns a choice's prompt."""
         return self.prompts[index // self.num_choices]
 
     def usage_of(self, index: int, *, begun: bool = True) -> dict[str, Any]:
@@ -293,7 +293,7 @@ class Generation:
         )
 
     def _salt(self) -> str:
-        """The tenant's salt and the request's.  Tenants' names have no NUL, so two tenants' salts differ."""
+        """Joins tenant's and request's salt.  A tenant's name has no NUL, so two tenants' salts differ."""
         tenant = "" if self.frontend.config.share_prefix_cache else self.caller.tenant
         return tenant if self.cache_salt is None else f"{tenant}\0{self.cache_salt}"
 

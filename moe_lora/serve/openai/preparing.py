@@ -87,12 +87,12 @@ class Preparer:
         self._starting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the other process, so that the first large body does not wait for it."""
+        """Starts the other process, so that the first large body does not wait."""
         self._begin(_warm(self._tokenizer))
 
     @property
     def is_started(self) -> bool:
-        """Whether the last start of the other process is over, be it that it failed."""
+        """True after the last start of the other process, also after a failed start."""
         return self._starting is not None and self._starting.done()
 
     async def prepare(
@@ -166,7 +166,7 @@ async def _see() -> None:
 
 
 async def _warm(tokenizer: Tokenizer | None) -> None:
-    """Start the process and have it read the tokenizer."""
+    """Starts the process, and reads the tokenizer there."""
     with fail_after(FIRST_START_S):
         await to_process.run_sync(_started, tokenizer, cancellable=True)
 

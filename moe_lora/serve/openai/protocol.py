@@ -55,10 +55,7 @@ def unknown_field(name: str) -> FieldError:
 
 
 class PeerModel(ApiModel):
-    """A body that clients of other servers send too: unknown fields are kept apart, not refused.
-
-    A field's misspelled name is refused.
-    """
+    """A body of other servers' clients too.  Keeps unknown fields apart, and refuses misspelled fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -73,7 +70,7 @@ class PeerModel(ApiModel):
         return list(self.model_extra or ())
 
     def drop_unknown(self) -> None:
-        """Forgets the values of unknown fields, which may be large."""
+        """Drops unknown fields.  Their values may be large."""
         if self.model_extra:
             self.model_extra.clear()
 
@@ -219,7 +216,7 @@ class CompletionRequest(SamplingFields):
 
 
 class TextPart(ApiModel):
-    """A part of a message's content.  Its further fields go to the template."""
+    """A part of a message's content.  Further fields go to the template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -233,7 +230,7 @@ class TextPart(ApiModel):
 
 
 class ChatMessage(ApiModel):
-    """A message of any role.  Its further fields go to the template, which decides what they mean."""
+    """A message of any role.  Further fields go to the template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -244,7 +241,7 @@ class ChatMessage(ApiModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, data: Any) -> Any:
-        """Refuses a misspelled `content`, without which the message would be empty."""
+        """Refuses a misspelled `content`: the message would be empty."""
         if isinstance(data, dict):
             if "content" not in data:
                 check_unknown(data, ("role", "content", "name"))
@@ -283,9 +280,9 @@ class ChatRequest(SamplingFields):
 class LoadAdapterRequest(PeerModel):
     """POST /v1/load_lora_adapter and /load_lora_adapter, with the fields of vLLM and SGLang.
 
-    lora_path None: where the registry has it.  base_model_name: of the base that the adapter is for, empty or
-    None for the one that is served.  is_3d_lora_weight: whether the file has its experts as 3-D parameters.
-    lora_id, lora_int_id, rid: other servers' internal numbers, not needed here.
+    lora_path None: the registry's folder.  base_model_name: the adapter's base; empty or None: the served
+    base.  is_3d_lora_weight: the file has parameters of all experts.  lora_id, lora_int_id, rid: internal
+    numbers of other servers, unused here.
     """
 
     lora_name: Text
