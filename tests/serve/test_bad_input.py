@@ -104,7 +104,7 @@ def test_json_that_says_nan_is_400(any_server, literal):
         ("ignore_eos", 1),
         ("model", 7),
         ("model", "\ud800"),
-        ("temperatur", 1),
+        ("temperatures", 1),
         ("adapter_id", "upper"),
         ("presence_penalty", 0.5),
         ("frequency_penalty", -1),
