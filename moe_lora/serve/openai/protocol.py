@@ -293,7 +293,7 @@ class LoadAdapterRequest(PeerModel):
     pinned: bool | None = None
     lora_id: str | None = None
     lora_int_id: int | None = None
-    rid: str | list[str] | None = None
+    rid: Any = None
 
 
 class RegisterAdapterRequest(ApiModel):
@@ -327,4 +327,4 @@ class UnloadAdapterRequest(PeerModel):
     base_model_name: Text | None = None
     lora_id: str | None = None
     lora_int_id: int | None = None
-    rid: str | list[str] | None = None
+    rid: Any = None
