@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -265,6 +266,14 @@ def test_what_another_route_loaded_counts_at_the_root(trainer, tmp_path):
     assert trainer.step(UPPER) == at_first + 2, "it is another content by now"
     assert server.post(UNLOAD, {"lora_name": "policy"}).status_code == 200
     assert trainer.step(UPPER) == versions(server)["policy"], "it was unloaded"
+
+
+def test_lost_content_is_loaded_again(server, engine):
+    trainer = Trainer(server)
+    at_first = trainer.step(UPPER)
+    engine.adapters["policy"] = replace(engine.adapters["policy"], residency="unavailable")
+    assert trainer.step(UPPER) == at_first + 1
+    assert trainer.step(UPPER) == at_first + 1
 
 
 def test_files_that_come_later_are_a_404_which_trainers_try_again(any_server, tmp_path):

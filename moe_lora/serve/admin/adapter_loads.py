@@ -160,8 +160,10 @@ class AdapterLoads:
             raise bad_request(f"{error}; the adapter is {state}", "pinned") from error
 
     async def _version(self, name: str) -> int | None:
+        """Returns the version of a loaded name; None for an unknown name, and while its content is lost."""
         infos = await self._frontend.client.list_adapters()
-        return next((info.version for info in infos if info.name == name), None)
+        found = (info.version for info in infos if info.name == name and info.residency != "unavailable")
+        return next(found, None)
 
     async def _find(self, body: LoadAdapterRequest) -> str:
         """Returns the folder of the adapter.  Raises ApiError, and the errors of `Registry.resolve`."""
