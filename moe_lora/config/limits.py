@@ -10,6 +10,8 @@ from moe_lora.core.errors import ConfigError
 
 from .settings import Settings, setting
 
+UNKNOWN_FIELDS = ("warn", "error")
+
 
 def _check_proxies(place: str, addresses: tuple[str, ...]) -> None:
     for address in addresses:
@@ -78,6 +80,9 @@ class LimitsConfig(Settings):
     """Of one request: its choices' prompts and the longest answers allowed together (at most 4 096 tokens of
     an answer without max_tokens), each token counted again for every other one whose log probability is
     asked for; then 400. One choice without these may always have the model's whole context."""
+    unknown_fields: str = _limit("warn", choices=UNKNOWN_FIELDS, option="--unknown-fields")
+    """Unknown fields of a request. warn: the server ignores them, logs each name once, and lists them in the
+    header X-Ignored-Fields. error: 400. Fields that would change the answer are a 400 in both cases."""
     max_queued_tokens: int = _limit(1 << 23, least=1, option="--max-queued-tokens")
     """Of all choices that wait for their first token: prompts and answers, counted likewise, at least 1 024
     each; more are answered with 503."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from math import ceil
 from typing import Any
 
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_lora.config import FrontEndConfig
@@ -18,12 +19,12 @@ from moe_lora.core.errors import ConfigError
 from .api_keys import AdminKeys, ApiKey, KeyRing
 from .http_errors import ApiError, JsonResponse
 
-OPEN = frozenset({"/health", "/live", "/ready"})
+OPEN = frozenset({"/health", "/live", "/ready", "/version"})
 """Paths that need no key: balancers ask them, and they tell nothing of anybody."""
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
-STATUS = frozenset({"/metrics", "/version", "/", "/docs", "/openapi.json"})
+STATUS = frozenset({"/metrics", "/", "/docs", "/openapi.json"})
 """Paths without a key where `admin_key_digests` are the only keys, as in vLLM."""
-_FOR_ALL = GENERATING | {"/", "/docs", "/openapi.json", "/version", "/v1/models"}
+_FOR_ALL = GENERATING | {"/", "/docs", "/openapi.json", "/v1/models"}
 """Paths for every key, beside those below /v1/models/; all others are administrators'."""
 _PERIOD_S = 60.0
 
@@ -198,7 +199,7 @@ class Access:
         is_admins = path not in _FOR_ALL and not path.startswith("/v1/models/")
         at_admins = self._came_to_admins(scope)
         if is_admins and not at_admins:
-            return "admin", ApiError(404, f"Not Found ({scope['method']} {path})")
+            return "admin", _not_found(scope)
         if self._keys is None:
             scope.setdefault("state", {})["caller"] = ANYONE if at_admins else NO_ADMIN
             return None
@@ -209,7 +210,8 @@ class Access:
             what = "no valid API key was sent; send one as Authorization: Bearer KEY"
             return "key", ApiError(401, what)
         if is_admins and not key.admin:
-            return "admin", ApiError(403, f"{scope['method']} {path} needs the key of an administrator")
+            what = f"{scope['method']} {path} needs the key of an administrator"
+            return "admin", ApiError(403, what) if _is_served(scope) else _not_found(scope)
         tokens = _allowance(self._tokens, key.id, "tokens", key.tokens_per_minute)
         if path in GENERATING:
             requests = _allowance(self._requests, key.id, "requests", key.requests_per_minute)
@@ -228,6 +230,15 @@ class Access:
             return True
         _, port = scope.get("server") or (None, None)
         return port == (self._admin_address.port or None)
+
+
+def _is_served(scope: Scope) -> bool:
+    """True if the application has a route for the path, with any method."""
+    return any(route.matches(scope)[0] is not Match.NONE for route in scope["app"].routes)
+
+
+def _not_found(scope: Scope) -> ApiError:
+    return ApiError(404, f"Not Found ({scope['method']} {scope['path']})")
 
 
 def _bearer(scope: Scope) -> str:

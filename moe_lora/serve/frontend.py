@@ -16,6 +16,7 @@ from moe_lora.serve.metrics.metrics import Metrics
 
 from .http_errors import ApiError
 from .limits import REFUSALS, Limits
+from .openai.fields import IgnoredFields
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
@@ -88,3 +89,4 @@ class Frontend:
         self.model_names = (self.model_name, *self.cluster.other_model_names)
         self.metrics = Metrics(self.cluster, self.controller, REFUSALS)
         self.limits = Limits(self.config, self.metrics.refuse)
+        self.ignored_fields = IgnoredFields()

@@ -6,7 +6,7 @@ import json
 import logging
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from anyio import move_on_after
@@ -73,6 +73,7 @@ FORMS = {
 """What fields that may have several forms accept."""
 
 
+CONTROLLERS_PATHS = ("/load_lora_adapter", "/unload_lora_adapter")
 NOT_JSON = "the body must be a JSON object, sent with Content-Type: application/json"
 MAX_MESSAGE_CHARS = 1000
 """Of an error's message: what a client sent is never given back whole."""
@@ -84,7 +85,11 @@ class ApiError(Exception):
     param: the request's field that caused it.  retry_s: after how many seconds it may be sent again.
     closes: the connection, because the request is not read to its end.  limit: the reason that it is counted
     for by who knows it (one of `limits.REFUSALS`); None: it is counted already, or is none.
+    kind, code: type and code of the error; None: those of the status.
     """
+
+    kind: ClassVar[str | None] = None
+    code: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -107,19 +112,41 @@ class ApiError(Exception):
         self.limit = limit
 
     def __reduce__(self) -> Any:
-        made = partial(ApiError, retry_s=self.retry_s, closes=self.closes, limit=self.limit)
+        made = partial(type(self), retry_s=self.retry_s, closes=self.closes, limit=self.limit)
         return made, (self.status, self.message, self.param)
 
     @property
     def body(self) -> dict[str, Any]:
         kind = ERROR_TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
+        error = {
+            "message": self.message,
+            "type": self.kind or kind,
+            "param": self.param,
+            "code": self.code or self.status,
+        }
         return {"error": error}
+
+    @property
+    def body_for_controllers(self) -> dict[str, Any]:
+        """Returns the body with the error's fields at the top too, for controllers of adapters."""
+        return {"object": "error", **self.body["error"], **self.body}
 
     @property
     def headers(self) -> dict[str, str]:
         found = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
         return {**found, "Connection": "close"} if self.closes else found
+
+
+class ContextLengthError(ApiError):
+    """Prompt and answer exceed the model's context.  By this code clients choose a longer model."""
+
+    code = "context_length_exceeded"
+
+
+class AlreadyLoadedError(ApiError):
+    """An adapter has the name already.  Controllers take this type for success."""
+
+    kind = "InvalidUserInput"
 
 
 def to_json(content: Any) -> bytes:
@@ -248,7 +275,9 @@ def install_error_handlers(app: FastAPI) -> None:
         else:  # the server logs it
             failure = ApiError(500, f"the server failed: {type(error).__name__}; see its log")
         kind = LastAnswer if failure.closes else JsonResponse
-        return kind(failure.body, status_code=failure.status, headers=headers or failure.headers)
+        for_controllers = request.url.path.endswith(CONTROLLERS_PATHS)
+        body = failure.body_for_controllers if for_controllers else failure.body
+        return kind(body, status_code=failure.status, headers=headers or failure.headers)
 
     for kind in (ApiError, MoeLoraError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

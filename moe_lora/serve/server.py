@@ -29,6 +29,8 @@ from moe_lora.serve.admin.adapter_routes import adapters_router, registry_router
 from moe_lora.serve.admin.instance_routes import instances_router
 from moe_lora.serve.admin.status import capacity_router, models_router, status_router, welcome_router
 from moe_lora.serve.openai.endpoints import HEADER, RequestIds, generating_router
+from moe_lora.serve.openai.fields import IGNORED_HEADER
+from moe_lora.serve.openai.preparing import Preparer
 
 from .access import Access, checked_keys
 from .connections import ACCEPTED_AT_ONCE, Connection, limited, most_connections
@@ -64,10 +66,12 @@ def create_app(frontend: Frontend) -> FastAPI:
             allow_origins=access.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[HEADER],
+            expose_headers=[HEADER, IGNORED_HEADER],
         )
+    preparer = app.state.preparer = Preparer(frontend.tokenizer, frontend.limits)
+    app.include_router(generating_router(frontend, preparer))
     managing = (models_router, adapters_router, registry_router, capacity_router, instances_router)
-    for make_router in (generating_router, *managing, status_router):
+    for make_router in (*managing, status_router):
         app.include_router(make_router(frontend))
     if shows_docs:
         app.include_router(welcome_router(frontend, app))
@@ -260,8 +264,9 @@ async def serve_forever(
     """
     access = frontend.config
     limits = frontend.limits
+    app = create_app(frontend)
     config = uvicorn.Config(
-        create_app(frontend),
+        app,
         log_config=None,
         log_level="error",  # what clients get wrong is counted, not logged
         access_log=False,
@@ -302,6 +307,7 @@ async def serve_forever(
     gc.freeze()
     gc.collect()  # the collector would wait for a quarter of what it found the last time, which is frozen
     gc.set_threshold(*RARE_COLLECTIONS)
+    app.state.preparer.start()
     deciding = asyncio.create_task(frontend.controller.run())
     try:
         await frontend.controller.ready()

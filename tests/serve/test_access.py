@@ -171,10 +171,17 @@ ADMINS = [
     ("GET", "/v1/lora_server"),
     ("POST", "/v1/lora_server/capacity"),
     ("POST", "/v1/lora_server/restart"),
-    ("GET", "/metrics/"),
-    ("GET", "//metrics"),
+    ("POST", "/load_lora_adapter"),
+    ("POST", "/unload_lora_adapter"),
+    ("PUT", "/metrics"),
     ("GET", "/v1/completions/../adapters"),
     ("GET", "/v1/%61dapters"),
+]
+UNKNOWN = [
+    ("GET", "/metrics/"),
+    ("GET", "//metrics"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v2/embed"),
     ("GET", "/what/comes/later"),
 ]
 
@@ -196,6 +203,22 @@ def test_tenants_may_not_do_what_administrators_do(tenants, method, path):
     assert not any(one.pinned for one in tenants.engine.adapters.values())
 
 
+@pytest.mark.parametrize(("method", "path"), UNKNOWN)
+@pytest.mark.parametrize("who", ["acme", "admin"])
+def test_what_is_nowhere_is_missing_and_not_forbidden(tenants, method, path, who):
+    url = httpx.URL(str(tenants.http.base_url).rstrip("/") + path)
+    headers = {"Authorization": f"Bearer {tenants.keys[who]}"}
+    found = tenants.http.send(tenants.http.build_request(method, url, headers=headers))
+    assert found.status_code in ((404,) if who == "acme" else (404, 307)), found.text
+    assert tenants.http.send(tenants.http.build_request(method, url)).status_code == 401
+
+
+def test_version_and_health_need_no_key(tenants):
+    for path in ("/health", "/ready", "/live", "/version"):
+        assert tenants.http.get(path).status_code == 200
+        assert tenants.http.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 200
+
+
 def test_every_route_that_is_not_known_to_be_a_tenants_is_an_administrators(tenants):
     """A new route is closed until somebody opens it."""
     schema = tenants.ask("admin", "GET", "/openapi.json").json()
@@ -206,7 +229,7 @@ def test_every_route_that_is_not_known_to_be_a_tenants_is_an_administrators(tena
                 open_to_tenants.add(path)
     assert open_to_tenants == {
         *(access.OPEN & set(schema["paths"])),
-        *("/version", "/v1/models", "/v1/models/{model}"),
+        *("/v1/models", "/v1/models/{model}"),
         *("/v1/completions", "/v1/chat/completions"),
     }
     for path in ("/metrics", "/v1/adapters"):
@@ -291,12 +314,33 @@ def test_requests_say_whose_they_are_and_prompts_are_shared_within_a_tenant_only
 @pytest.mark.parametrize("front_end", [{"share_prefix_cache": True}])
 def test_prompts_are_shared_if_asked_for(tenants):
     tenants.complete("acme", "common")
-    assert [(one.tenant, one.cache_salt) for one in tenants.engine.requests] == [("acme", "")]
+    tenants.complete("acme", "common", cache_salt="x")
+    tenants.complete("globex", "common", cache_salt="x")
+    first, *salted = [one.cache_salt for one in tenants.engine.requests]
+    assert first == ""
+    assert salted[0] == salted[1] != first
 
 
-@pytest.mark.parametrize("field", ["tenant", "share", "cache_salt", "adapter", "key"])
+def test_a_salt_is_added_to_the_tenants_own(tenants):
+    for who in ("acme", "globex"):
+        for salt in ("x", "globex", "acme", "\0x", "x\0", None):
+            assert tenants.complete(who, "common", cache_salt=salt).status_code == 200
+    salts = [one.cache_salt for one in tenants.engine.requests]
+    assert len(set(salts)) == len(salts)
+    assert salts[5::6] == ["acme", "globex"]
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 1025, 5, ["x"]])
+def test_a_salt_is_a_text_of_some_length(tenants, salt):
+    assert tenants.complete("acme", cache_salt=salt).status_code == 400
+
+
+@pytest.mark.parametrize("field", ["tenant", "share", "key", "priority_class", "cache_salt"])
 def test_a_body_can_not_say_whose_it_is(tenants, field):
-    assert tenants.complete("acme", **{field: "globex"}).status_code == 400
+    assert tenants.complete("acme", **{field: "globex"}).status_code == 200
+    [request] = tenants.engine.requests
+    assert (request.tenant, request.share) == ("acme", 1.0)
+    assert request.cache_salt.startswith("acme")
 
 
 def test_headers_can_not_say_whose_it_is(tenants):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_lora.serve.admin import adapter_routes
+from moe_lora.serve.admin import adapter_loads
 from moe_lora.serve.server import create_app
 
 from .conftest import as_served, frontend_of
@@ -71,7 +71,7 @@ def test_a_folder_that_hangs_holds_nobody_up(server, adapter_dir, monkeypatch):
         assert goes_on.wait(60)
         return path
 
-    monkeypatch.setattr(adapter_routes, "adapter_folder", hangs)
+    monkeypatch.setattr(adapter_loads, "adapter_folder", hangs)
     with ThreadPoolExecutor(1) as pool:
         load = pool.submit(server.post, LOAD, {"lora_name": "new", "lora_path": adapter_dir})
         assert looking.wait(60)
@@ -107,7 +107,10 @@ def test_the_base_models_name_is_taken(server, adapter_dir):
         {"lora_name": "a" * 300, "lora_path": "x"},
         {"lora_name": 5, "lora_path": "x"},
         {"lora_name": "x", "lora_path": "x", "load_inplace": "yes"},
-        {"lora_name": "x", "lora_path": "x", "rank": 5},
+        {"lora_name": "x", "lora_path": "x", "load_inplce": True},
+        {"lora_name": "x", "lora_path": "x", "pinned": "yes"},
+        {"lora_name": "x", "lora_path": "x", "is_3d_lora_weight": 1},
+        {"lora_name": "x", "lora_path": "x", "base_model_name": 5},
     ],
 )
 def test_bad_fields_are_400(server, body):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from .conftest import app_of, as_served
+from .conftest import app_of, as_served, scripted, serving
 from .live_server import ServerThread
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -49,13 +49,75 @@ def test_usage_in_chunks_is_that_of_their_choice(any_server):
     assert last["usage"]["completion_tokens"] == 8
 
 
-def test_usage_in_every_chunk_and_in_none_contradict_each_other(any_server):
+@ENDPOINTS
+def test_usage_is_in_no_chunk_where_it_is_switched_off(any_server, path, body, prefix):
     options = {"include_usage": False, "continuous_usage_stats": True}
-    answer = any_server.post(
-        "/v1/completions", {"prompt": "hello", "stream": True, "stream_options": options}
-    )
-    assert answer.status_code == 400
-    assert "continuous_usage_stats=true needs include_usage=true" in answer.json()["error"]["message"]
+    parts = chunks(any_server, path, {**body, "max_tokens": 2, "stream_options": options})
+    assert all("usage" not in part and part["choices"] for part in parts)
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3])
+def test_the_chunk_with_the_role_counts_no_token(tokenizer, tokens_per_step):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**CHAT, "n": 2, "max_tokens": 3, "ignore_eos": True, "stream_options": options}
+    with serving(scripted(tokenizer, tokens_per_step=tokens_per_step), tokenizer) as server:
+        *parts, _ = chunks(server, "/v1/chat/completions", body)
+    for index in range(2):
+        mine = [part for part in parts if part["choices"][0]["index"] == index]
+        assert mine[0]["choices"][0]["delta"]["role"] == "assistant"
+        counts = [part["usage"]["completion_tokens"] for part in mine]
+        assert counts == ([0, 1, 2, 3] if tokens_per_step == 1 else [0, 3])
+
+
+def test_ids_of_the_prompt_come_with_those_of_the_answer(any_server):
+    body = {"prompt": [[5, 6], [7]], "n": 2, "max_tokens": 2, "ignore_eos": True, "return_token_ids": True}
+    choices = any_server.post("/v1/completions", body).json()["choices"]
+    prompts = [[5, 6], [5, 6], [7], [7]]
+    assert [choice["prompt_token_ids"] for choice in choices] == prompts
+    assert all(len(choice["token_ids"]) == 2 for choice in choices)
+    shown: dict[int, list] = {}
+    for part in chunks(any_server, "/v1/completions", body):
+        [choice] = part["choices"]
+        shown.setdefault(choice["index"], []).append(choice.get("prompt_token_ids"))
+    assert [shown[index][0] for index in range(4)] == prompts
+    assert not any(any(later) for _, *later in shown.values())
+
+
+def test_ids_of_a_chats_prompt_lie_beside_its_choices(any_server):
+    body = {**CHAT, "n": 2, "max_tokens": 2, "ignore_eos": True, "return_token_ids": True}
+    whole = any_server.post("/v1/chat/completions", body).json()
+    ids = whole["prompt_token_ids"]
+    assert len(ids) == whole["usage"]["prompt_tokens"]
+    assert [set(choice) >= {"token_ids"} for choice in whole["choices"]] == [True, True]
+    for options in ({}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}):
+        for part in chunks(any_server, "/v1/chat/completions", {**body, **options}):
+            has_role = any("role" in choice["delta"] for choice in part["choices"])
+            assert part.get("prompt_token_ids") == (ids if has_role else None)
+
+
+@ENDPOINTS
+def test_ids_are_left_out_where_nobody_asks_for_them(any_server, path, body, prefix):
+    answer = any_server.post(path, {**body, "max_tokens": 1})
+    assert "prompt_token_ids" not in answer.text
+
+
+@ENDPOINTS
+def test_a_seed_of_minus_one_is_no_seed(server, engine, path, body, prefix):
+    for seed in (-1, None, 7):
+        assert server.post(path, {**body, "seed": seed, "n": 2, "max_tokens": 1}).status_code == 200
+    assert [request.sampling.seed for request in engine.requests] == [None, None, None, None, 7, 8]
+
+
+def test_the_root_of_the_base_is_its_name(any_server):
+    cards = {card["id"]: card for card in any_server.get("/v1/models").json()["data"]}
+    assert cards[any_server.model]["root"] == any_server.model
+    assert cards[any_server.adapter]["parent"] == any_server.model
+    assert any_server.get(f"/v1/models/{any_server.model}").json()["root"] == any_server.model
+
+
+@ENDPOINTS
+def test_an_empty_name_is_no_model(any_server, path, body, prefix):
+    assert any_server.post(path, {**body, "model": ""}).status_code == 404
 
 
 @ENDPOINTS

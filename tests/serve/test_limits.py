@@ -386,13 +386,16 @@ def test_what_a_client_sent_is_never_given_back_whole(tokenizer):
     with limited_server(tokenizer) as (served, _):
         for body in (
             {"prompt": "a", "model": "m" * 1_000_000},
-            {"prompt": "a", "x" * 1_000_000: 1},
+            {"prompt": "a", "x" * 1_000_000: 1, "temperatures": 1},
             {"prompt": "a", **{f"field_{number}": 1 for number in range(10_000)}},
             {"prompt": [{}] * 10_000},
         ):
             response = served.post("/v1/completions", body)
             assert 400 <= response.status_code < 500
             assert len(response.content) < 3000
+        response = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "x" * 1_000_000: 1})
+        assert response.status_code == 200
+        assert sum(len(key) + len(value) for key, value in response.headers.items()) < 1000
 
 
 def test_memory_is_given_back_after_a_peak_once_no_bodies_are_held():

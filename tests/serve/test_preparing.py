@@ -22,6 +22,7 @@ from moe_lora.serve.openai.protocol import ChatRequest, CompletionRequest
 from tests.stopped_processes import stop
 
 from .conftest import scripted
+from .live_server import wait_until
 from .test_limits import limited_server, refused
 
 INFO = ModelInfo(
@@ -115,6 +116,49 @@ def test_checks_that_end_while_their_process_starts_are_503_and_leave_one_proces
     assert codes == [None]
 
 
+@pytest.mark.parametrize("sent", ["at once", "later"])
+def test_the_process_starts_with_the_server_and_the_first_body_finds_it(tokenizer, started, sent):
+    async def run():
+        preparer = Preparer(tokenizer, Limits(LimitsConfig()))
+        preparer.start()
+        while sent == "later" and not preparer.is_started:
+            await asyncio.sleep(0.01)
+        body = bytearray(b'{"prompt": "hello"}')
+        found = await preparer.prepare(CompletionRequest, body, INFO, "client")
+        return found.prompts, [one.returncode for one in started]
+
+    prompts, codes = asyncio.run(run())
+    assert prompts == [tuple(tokenizer.encode("hello"))]
+    assert codes == [None]
+
+
+def test_a_server_starts_the_process_before_a_large_body_comes(demo):
+    def has_process() -> bool:
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                status, command = (folder / "status").read_text(), (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if f"PPid:\t{demo.process.pid}\n" in status and b"anyio" in command:
+                return True
+        return False
+
+    wait_until(has_process, "a process that checks large bodies")
+
+
+def test_a_start_that_fails_is_tried_again_by_the_first_body(tokenizer, started, monkeypatch):
+    async def run():
+        preparer = Preparer(tokenizer, Limits(LimitsConfig()))
+        monkeypatch.setattr(preparing, "FIRST_START_S", 0.001)
+        preparer.start()
+        while not preparer.is_started:
+            await asyncio.sleep(0.01)
+        body = bytearray(b'{"prompt": "hello"}')
+        return (await preparer.prepare(CompletionRequest, body, INFO, "client")).prompts
+
+    assert asyncio.run(run()) == [tuple(tokenizer.encode("hello"))]
+
+
 def test_a_process_that_stands_still_between_two_bodies_is_ended_and_the_next_one_takes_over(
     tokenizer, started, monkeypatch
 ):
@@ -171,7 +215,7 @@ def test_a_tokenizer_goes_to_another_process_by_its_folder_or_whole(tokenizer):
 def test_the_first_error_ends_the_check(tokenizer, kind):
     wrong = [
         {**CHAT, "prompt": "a", **{f"field_{number}": 1 for number in range(300)}},
-        {"messages": [{"role": "wizard"}] * 300} if kind is ChatRequest else {"prompt": [{}] * 300},
+        {"messages": [{"role": 5}] * 300} if kind is ChatRequest else {"prompt": [{}] * 300},
     ]
     for error in prepare([(kind, body) for body in wrong], tokenizer):
         assert error["error"]["code"] == 400

@@ -261,9 +261,21 @@ def _(tenants):
 
 @way("fields that say whose a request is")
 def _(tenants):
-    for field in ("tenant", "share", "cache_salt", "salt", "adapter", "lora_path", "api_key", "request_ids"):
+    cached(tenants, "globex", prompt=tenants.prompt)
+    for field in ("tenant", "share", "salt", "api_key", "cache_salt"):
+        assert cached(tenants, "acme", prompt=tenants.prompt, **{field: "globex"}) == 0, field
+    for field in ("adapter", "lora_path", "request_ids"):
         answer = tenants.ask("acme", "POST", "/v1/completions", {"prompt": "hello", field: "globex"})
         assert answer.status_code == 400, field
+
+
+@way("another tenant's salt")
+def _(tenants):
+    prompt = tenants.prompt
+    assert cached(tenants, "globex", prompt=prompt, cache_salt="same") == 0
+    assert cached(tenants, "globex", prompt=prompt, cache_salt="same") > 0
+    assert cached(tenants, "acme", prompt=prompt, cache_salt="same") == 0
+    assert cached(tenants, "globex", prompt=prompt) == 0, "nor without it"
 
 
 @way("headers that say whose a request is")

@@ -2,110 +2,86 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from starlette.responses import PlainTextResponse, Response
 
-from moe_lora.adapters.peft.files import CONFIG_FILE, adapter_folder, confined
-from moe_lora.adapters.registry.registry import REMOVED, RegisteredAdapter
+from moe_lora.adapters.registry.registry import REMOVED
 from moe_lora.config import MAX_COUNT
-from moe_lora.core.errors import AdapterError, AdapterExistsError
-from moe_lora.core.request import AdapterInfo, name_problem
+from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.bodies import bounded_route
 from moe_lora.serve.frontend import Frontend
-from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request, to_api_error
+from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
+from moe_lora.serve.openai.fields import ignored_header, shown_name
 from moe_lora.serve.openai.protocol import (
     LoadAdapterRequest,
     RegisterAdapterRequest,
     Text,
     UnloadAdapterRequest,
+    refuse_unknown,
 )
 
+from .adapter_loads import AdapterLoads, check_new_name, find_files
 
-def check_name(name: str) -> None:
-    """Raises ApiError for names that can't be served."""
-    if problem := name_problem(name):
-        raise bad_request(f"lora_name {problem}", "lora_name")
-
-
-def check_new_name(name: str, frontend: Frontend) -> None:
-    """Raises ApiError for names that no adapter can have."""
-    check_name(name)
-    if name in frontend.model_names:
-        raise bad_request(f"lora_name {name!r} is the base model's name; choose another", "lora_name")
-
-
-def find_files(path: str, name: str, frontend: Frontend) -> str:
-    """The directory of the adapter at `path` (see `adapter_folder`).
-
-    Raises ApiError 400 for an empty path or one of several adapters, 404 where no adapter lies, or outside of
-    `adapter_root`, of which nothing else is told.  Not for the event loop: the folder may be large, or hang.
-    """
-    if not path:
-        raise bad_request("lora_path is empty; give the directory of a PEFT adapter", "lora_path")
-    root = frontend.cluster.engine.adapter_root
-    if not confined(path, root):
-        raise ApiError(
-            404, f"no LoRA adapter found: {path!r} is not in the server's adapter_root", "lora_path"
-        )
-    try:
-        found = adapter_folder(path, name)
-    except AdapterError as error:
-        raise bad_request(str(error), "lora_path") from error
-    if not os.path.isfile(os.path.join(found, CONFIG_FILE)):
-        problem = f"has no {CONFIG_FILE}" if os.path.isdir(path) else "is not a directory on the server"
-        raise ApiError(404, f"no LoRA adapter found: {path!r} {problem}", "lora_path")
-    return found
+DONE = {"status": "ok", "success": True}
+"""Answer of the routes at the root, in the words of prime-rl and SGLang."""
 
 
 def adapters_router(frontend: Frontend) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["adapters"], route_class=bounded_route(frontend.limits))
+    router = APIRouter(tags=["adapters"], route_class=bounded_route(frontend.limits))
+    loads = AdapterLoads(frontend)
 
-    @router.post("/load_lora_adapter", response_class=PlainTextResponse, response_model=None)
+    @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, response_model=None)
     async def load_lora_adapter(body: LoadAdapterRequest) -> Response:
         """Serve the PEFT adapter in `lora_path` as `lora_name`; with `load_inplace`, as its new version.
 
         Without `lora_path` it is the adapter that the registry has under that name.
         """
-        check_new_name(body.lora_name, frontend)
-        path = await _find(body, frontend)
-        try:
-            await frontend.client.load_adapter(body.lora_name, path, replace=body.load_inplace)
-        except FileNotFoundError as error:
-            what = f"no LoRA adapter found: the files of {body.lora_name!r} are gone"
-            raise ApiError(404, what, "lora_path") from error
-        except AdapterExistsError as error:
-            how = "unload it first, or send load_inplace=true to replace it"
-            raise bad_request(f"adapter {body.lora_name!r} is already loaded; {how}", "lora_name") from error
-        except OSError as error:
-            raise bad_request(f"adapter {body.lora_name!r} can't be read: {error.strerror}") from error
-        except Exception as error:
-            raise to_api_error(error) from error
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+        headers = ignored_by(body, frontend)
+        await loads.load(body, in_place=body.load_inplace)
+        what = f"Success: LoRA adapter '{body.lora_name}' added successfully."
+        return PlainTextResponse(what, headers=headers)
 
-    @router.post("/unload_lora_adapter", response_class=PlainTextResponse, response_model=None)
+    @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, response_model=None)
     async def unload_lora_adapter(body: UnloadAdapterRequest) -> Response:
         """Refuse new requests for `lora_name`, let running ones end, free its memory."""
-        check_name(body.lora_name)
-        await frontend.client.unload_adapter(body.lora_name)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+        headers = ignored_by(body, frontend)
+        await loads.unload(body)
+        what = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+        return PlainTextResponse(what, headers=headers)
 
-    @router.get("/adapters", response_model=None)
+    @router.post("/load_lora_adapter", response_model=None)
+    async def load_or_replace(body: LoadAdapterRequest) -> Response:
+        """Serve the PEFT adapter in `lora_path` as `lora_name`; a loaded name gets a new version.
+
+        Equal content changes nothing.
+        """
+        headers = ignored_by(body, frontend)
+        await loads.load_or_replace(body)
+        return JsonResponse(DONE, headers=headers)
+
+    @router.post("/unload_lora_adapter", response_model=None)
+    async def unload_at_root(body: UnloadAdapterRequest) -> Response:
+        """As /v1/unload_lora_adapter, with an answer in JSON."""
+        headers = ignored_by(body, frontend)
+        await loads.unload(body)
+        return JsonResponse(DONE, headers=headers)
+
+    @router.get("/v1/adapters", response_model=None)
     async def list_adapters() -> Response:
         """Every adapter: where it lies, what it takes, who uses it."""
         cards = [_card(info) for info in await frontend.client.list_adapters()]
         return JsonResponse({"object": "list", "data": cards})
 
-    @router.post("/adapters/{name:path}/pin", response_model=None)
+    @router.post("/v1/adapters/{name:path}/pin", response_model=None)
     async def pin(name: str) -> Response:
         """Bring the adapter to the device of every instance and keep it there; 400 if that left no room."""
         return JsonResponse(_card(await frontend.client.pin_adapter(name, pinned=True)))
 
-    @router.post("/adapters/{name:path}/unpin", response_model=None)
+    @router.post("/v1/adapters/{name:path}/unpin", response_model=None)
     async def unpin(name: str) -> Response:
         """Let the adapter leave the device again."""
         return JsonResponse(_card(await frontend.client.pin_adapter(name, pinned=False)))
@@ -131,17 +107,12 @@ def _card(info: AdapterInfo) -> dict[str, Any]:
     }
 
 
-async def _find(body: LoadAdapterRequest, frontend: Frontend) -> str:
-    """Where the adapter's files lie.  Raises ApiError, and what `Registry.resolve` raises."""
-    if body.lora_path is not None:
-        return await in_daemon_thread(find_files, body.lora_path, body.lora_name, frontend)
-    if frontend.cluster.registry is None:
-        raise bad_request(
-            "lora_path is missing; give the directory of a PEFT adapter, or start the server with --registry",
-            "lora_path",
-        )
-    found: RegisteredAdapter = await frontend.controller.call("registry_resolve", body.lora_name)
-    return found.path
+def ignored_by(body: LoadAdapterRequest | UnloadAdapterRequest, frontend: Frontend) -> dict[str, str]:
+    """Returns the header with the unknown fields of a body.  Raises ApiError if the server refuses them."""
+    refuse_unknown(body, refuses=frontend.limits.config.unknown_fields == "error")
+    names = [shown_name(name) for name in body.unknown_fields()]
+    frontend.ignored_fields.note(names)
+    return ignored_header(names)
 
 
 # The registry over HTTP: what `moe-lora adapters` does, and where names without a path are found.

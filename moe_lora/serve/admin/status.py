@@ -99,7 +99,7 @@ def models_router(frontend: Frontend) -> APIRouter:
             "object": "model",
             "created": frontend.created_s,
             "owned_by": "moe_lora",
-            "root": info.model_dir if caller.is_admin else frontend.model_name,
+            "root": frontend.model_name,
             "parent": None,
             "max_model_len": info.max_model_len,
         }

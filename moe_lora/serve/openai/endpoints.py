@@ -7,7 +7,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fastapi import APIRouter, Request
@@ -24,6 +24,7 @@ from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import NOT_JSON, JsonResponse, bad_request, to_api_error, to_json
 from moe_lora.serve.limits import client_of
 
+from .fields import ignored_header
 from .generation import Delta, Generation
 from .preparing import Prepared, Preparer
 from .protocol import MAX_TIMEOUT_S, ChatRequest, CompletionRequest, SamplingFields, StreamOptions
@@ -41,8 +42,11 @@ LEAST_LOGPROB = -9999.0
 class ChoiceFormat:
     """One endpoint's form of choices, for one request.
 
-    continues_prompt: the answer's text goes on where the prompt's stops.
+    continues_prompt: the answer's text goes on where the prompt's stops.  prompt_of: token ids of a choice's
+    prompt; None: the answer does not carry them.
     """
+
+    prompt_of: Callable[[int], tuple[int, ...]] | None = None
 
     object_name: str
     chunk_object_name: str
@@ -53,8 +57,16 @@ class ChoiceFormat:
         self._tokenizer = tokenizer
         self._with_token_ids = with_token_ids
 
-    def chunk(self, delta: Delta) -> list[dict[str, Any]]:
-        """The choices entries that a delta makes in a stream (one event each)."""
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """Returns the choices entry before a choice's first delta, or None."""
+        return None
+
+    def beside(self, index: int) -> dict[str, Any]:
+        """Returns fields beside the choices, for a choice's first event and a whole answer."""
+        return {}
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        """Returns a delta's choices entry in a stream."""
         raise NotImplementedError
 
     def whole(self, delta: Delta) -> dict[str, Any]:
@@ -95,12 +107,17 @@ class CompletionFormat(ChoiceFormat):
     def __init__(self, tokenizer: Tokenizer | None, *, with_token_ids: bool) -> None:
         super().__init__(tokenizer, with_token_ids=with_token_ids)
         self._offsets: dict[int, int] = {}
+        self._prompts_shown: set[int] = set()
 
-    def chunk(self, delta: Delta) -> list[dict[str, Any]]:
-        return [self.entry(delta, "text", delta.text)]
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        return self.whole(delta)
 
     def whole(self, delta: Delta) -> dict[str, Any]:
-        return self.entry(delta, "text", delta.text)
+        entry, index = self.entry(delta, "text", delta.text), delta.index
+        if self.prompt_of is not None and index not in self._prompts_shown:
+            self._prompts_shown.add(index)
+            entry["prompt_token_ids"] = self.prompt_of(index)
+        return entry
 
     def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Any:
         entry: dict[str, list[Any]] = {
@@ -133,13 +150,18 @@ class ChatFormat(ChoiceFormat):
         super().__init__(tokenizer, with_token_ids=with_token_ids)
         self._greeted: set[int] = set()
 
-    def chunk(self, delta: Delta) -> list[dict[str, Any]]:
-        chunk = self.entry(delta, "delta", {"content": delta.text})
-        if delta.index in self._greeted:
-            return [chunk]
-        self._greeted.add(delta.index)
+    def opening(self, index: int) -> dict[str, Any] | None:
+        if index in self._greeted:
+            return None
+        self._greeted.add(index)
         role = {"role": "assistant", "content": ""}
-        return [{"index": delta.index, "delta": role, "logprobs": None, "finish_reason": None}, chunk]
+        return {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
+
+    def beside(self, index: int) -> dict[str, Any]:
+        return {} if self.prompt_of is None else {"prompt_token_ids": self.prompt_of(index)}
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        return self.entry(delta, "delta", {"content": delta.text})
 
     def whole(self, delta: Delta) -> dict[str, Any]:
         return self.entry(delta, "message", {"role": "assistant", "content": delta.text, "refusal": None})
@@ -168,22 +190,28 @@ class EventStream(Response):
     """Server-sent events of a generation, which is closed when the client leaves.
 
     An error before the first event becomes an HTTP error answer, a later one an error event.  head: what all
-    events begin with; made once, so that only the choice is encoded per token.
+    events begin with; made once, so that only the choice is encoded per token.  headers: beside its own.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, generation: Generation, form: ChoiceFormat, head: dict[str, Any], options: StreamOptions
+        self,
+        generation: Generation,
+        form: ChoiceFormat,
+        head: dict[str, Any],
+        options: StreamOptions,
+        headers: Mapping[str, str],
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._generation = generation
         self._form = form
         opening = json.dumps({**head, "object": form.chunk_object_name})
         self._opening = f'data: {opening[:-1]}, "choices": ['.encode()
-        self._usage_in_all = bool(options.continuous_usage_stats)
+        self._usage_in_all = bool(options.continuous_usage_stats) and options.include_usage is not False
         self._usage_at_end = self._usage_in_all or bool(options.include_usage)
+        self._closing = b'], "usage": null}\n\n' if self._usage_at_end else b"]}\n\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_disconnected(receive, self._send_events(send, scope["state"]["send_body"]))
@@ -209,13 +237,26 @@ class EventStream(Response):
         await send_body({"type": "http.response.body", "body": last, "more_body": False})
 
     def _events(self, delta: Delta) -> bytes:
-        closing = b"]}\n\n"
+        index, form = delta.index, self._form
+        event = self._event(form.chunk(delta), index)
+        opening = form.opening(index)
+        if opening is None:
+            return event
+        return self._event(opening, index, begun=False, beside=form.beside(index)) + event
+
+    def _event(
+        self, choice: dict[str, Any], index: int, *, begun: bool = True, beside: dict[str, Any] | None = None
+    ) -> bytes:
+        closing = self._closing
+        if beside or self._usage_in_all:
+            fields = {**(beside or {}), **self._usage(index, begun=begun)}
+            closing = b"], %s\n\n" % to_json(fields)[1:]
+        return b"%s%s%s" % (self._opening, to_json(choice), closing)
+
+    def _usage(self, index: int, *, begun: bool) -> dict[str, Any]:
         if self._usage_in_all:
-            closing = b'], "usage": %s}\n\n' % to_json(self._generation.usage_of(delta.index))
-        elif self._usage_at_end:
-            closing = b'], "usage": null}\n\n'
-        opening = self._opening
-        return b"".join([b"%s%s%s" % (opening, to_json(one), closing) for one in self._form.chunk(delta)])
+            return {"usage": self._generation.usage_of(index, begun=begun)}
+        return {"usage": None} if self._usage_at_end else {}
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -263,15 +304,14 @@ def prepared_route(frontend: Frontend, preparer: Preparer) -> type[APIRoute]:
 _JSON_LIKE = re.compile(r"application/[^/]+\+json")
 
 
-def generating_router(frontend: Frontend) -> APIRouter:
-    preparer = Preparer(frontend.tokenizer, frontend.limits)
+def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
     router = APIRouter(tags=["generate"], route_class=prepared_route(frontend, preparer))
 
     async def answer(request: Request, form: ChoiceFormat) -> Response:
         """Generate for this client; the engine stops working on it when the client leaves."""
         prepared: Prepared = request.state.prepared
         body = prepared.body
-        model = body.model or frontend.model_name
+        model = frontend.model_name if body.model is None else body.model
         adapter = None if model in frontend.model_names else model
         generation = Generation(
             frontend=frontend,
@@ -284,6 +324,7 @@ def generating_router(frontend: Frontend) -> APIRouter:
             sampling=prepared.sampling,
             continues_prompt=form.continues_prompt,
             priority=body.priority or 0,
+            cache_salt=body.cache_salt,
             timeout_s=body.timeout
             if TIMEOUT not in request.headers
             else timeout_of(request.headers[TIMEOUT]),
@@ -291,13 +332,18 @@ def generating_router(frontend: Frontend) -> APIRouter:
         )
         request_id = f"{form.id_prefix}-{name_request(request, body.request_id)}"
         head = {"id": request_id, "created": int(time.time()), "model": adapter or frontend.model_name}
+        if body.return_token_ids:
+            form.prompt_of = generation.prompt_of
+        frontend.ignored_fields.note(prepared.ignored)
+        headers = ignored_header(prepared.ignored)
         if body.stream:
-            return EventStream(generation, form, head, body.stream_options or StreamOptions())
+            return EventStream(generation, form, head, body.stream_options or StreamOptions(), headers)
         whole = await unless_disconnected(request.receive, generation.whole())
         if whole is None:
             return Response(status_code=CLIENT_GONE)
         choices = {"object": form.object_name, "choices": [form.whole(delta) for delta in whole]}
-        return JsonResponse({**head, **choices, "usage": generation.usage()})
+        answered = {**head, **choices, "usage": generation.usage(), **form.beside(0)}
+        return JsonResponse(answered, headers=headers)
 
     @router.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, request: Request) -> Response:

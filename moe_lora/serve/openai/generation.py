@@ -110,8 +110,8 @@ class Generation:
     client: whom it counts for in the limits.  caller: who sent it.  answer_tokens: of each prompt, how many
     its answer may have.
     continues_prompt: the answer's text goes on where the prompt's stops (keeps a leading space).
-    priority: among those of its tenant.  timeout_s: after which all is ended that is not done, from_s on, by
-    the monotonic clock.
+    priority: among those of its tenant.  cache_salt: the request's own, beside its tenant's.
+    timeout_s: after which all is ended that is not done, from_s on, by the monotonic clock.
     """
 
     frontend: Frontend
@@ -124,6 +124,7 @@ class Generation:
     sampling: SamplingParams
     continues_prompt: bool
     priority: int = 0
+    cache_salt: str | None = None
     timeout_s: float | None = None
     from_s: float = field(default_factory=time.monotonic)
     _timings: list[RequestTiming] = field(default_factory=list)
@@ -169,9 +170,16 @@ class Generation:
             for index, part in enumerate(parts)
         ]
 
-    def usage_of(self, index: int) -> dict[str, Any]:
-        """Tokens of one choice so far, and of its prompt, as vLLM counts them in a stream."""
-        return _tokens(len(self.prompts[index // self.num_choices]), self._completion_tokens[index])
+    def prompt_of(self, index: int) -> tuple[int, ...]:
+        """Returns a choice's prompt."""
+        return self.prompts[index // self.num_choices]
+
+    def usage_of(self, index: int, *, begun: bool = True) -> dict[str, Any]:
+        """Tokens of one choice so far, and of its prompt, as vLLM counts them in a stream.
+
+        begun: False before its first token.
+        """
+        return _tokens(len(self.prompt_of(index)), self._completion_tokens[index] if begun else 0)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage, and `timing`: where the time went in the engine (the longest of all choices).
@@ -275,21 +283,25 @@ class Generation:
     def _request(self, index: int, engine_id: str) -> GenerateRequest:
         """That of one choice, under an id of its own.  Choices of a seeded request get seeds of their own, or
         they would be equal."""
-        number, choice = divmod(index, self.num_choices)
-        shares_prompts = self.frontend.config.share_prefix_cache
+        choice = index % self.num_choices
         sampling = self.sampling
         if sampling.seed is not None and choice:
             sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
         return GenerateRequest(
             request_id=f"{engine_id}-{index}",
-            prompt_token_ids=self.prompts[number],
+            prompt_token_ids=self.prompt_of(index),
             sampling=sampling,
             adapter=self.adapter,
             tenant=self.caller.tenant,
             share=self.caller.share,
             priority=self.priority,
-            cache_salt="" if shares_prompts else self.caller.tenant,
+            cache_salt=self._salt(),
         )
+
+    def _salt(self) -> str:
+        """Joins tenant's and request's salt.  A tenant's name has no NUL, so two tenants' salts differ."""
+        tenant = "" if self.frontend.config.share_prefix_cache else self.caller.tenant
+        return tenant if self.cache_salt is None else f"{tenant}\0{self.cache_salt}"
 
     def _delta(self, index: int, output: TokenOutput, text: TextStream | None) -> Delta:
         """Account for an output and turn it into text."""

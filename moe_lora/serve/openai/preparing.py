@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
@@ -18,10 +18,11 @@ from pydantic import ValidationError
 from moe_lora.core.host import return_memory
 from moe_lora.core.request import ModelInfo, SamplingParams
 from moe_lora.engine.text.text import LONG_TEXT_CHARS
-from moe_lora.serve.http_errors import ApiError, bad_request, describe_validation
+from moe_lora.serve.http_errors import ApiError, ContextLengthError, bad_request, describe_validation
 from moe_lora.serve.limits import RETRY_S, Limits
 
-from .protocol import ChatRequest, CompletionRequest, SamplingFields, whole_characters
+from .fields import shown_name
+from .protocol import ChatRequest, CompletionRequest, SamplingFields, refuse_unknown, whole_characters
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
@@ -30,6 +31,8 @@ _UNBOUNDED_ANSWER_TOKENS = 4096
 """What an answer without max_tokens counts at most: few fill the model's context."""
 START_S = 30.0
 """For the other process to start, or to say that it is there."""
+FIRST_START_S = 300.0
+"""For its first start, beside all that starts with the server, and to read the tokenizer."""
 CHECK_NICE = 5
 """Of the other process: a third of what a process of usual priority gets of a core that both want."""
 INLINE_BYTES = 1 << 14
@@ -44,6 +47,7 @@ class Bounds:
     max_json_depth: int
     max_choices: int
     max_request_tokens: int
+    refuses_unknown: bool
 
     @staticmethod
     def of(info: ModelInfo, limits: Limits) -> Bounds:
@@ -53,6 +57,7 @@ class Bounds:
             max_json_depth=config.max_json_depth,
             max_choices=config.max_choices,
             max_request_tokens=config.max_request_tokens,
+            refuses_unknown=config.unknown_fields == "error",
         )
 
 
@@ -61,13 +66,14 @@ class Prepared:
     """A request that the engine can be asked.
 
     body: without its prompt or messages.  prompts: token ids.  answer_tokens: of each prompt, how many its
-    answer may have, as limits count it.
+    answer may have, as limits count it.  ignored: names of unknown fields, as headers take them.
     """
 
     body: SamplingFields
     sampling: SamplingParams
     prompts: list[tuple[int, ...]]
     answer_tokens: list[int]
+    ignored: tuple[str, ...] = ()
 
 
 class Preparer:
@@ -79,6 +85,15 @@ class Preparer:
         self._alone = asyncio.Lock()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._starting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Starts the other process, so that the first large body does not wait."""
+        self._begin(_warm(self._tokenizer))
+
+    @property
+    def is_started(self) -> bool:
+        """True after the last start of the other process, also after a failed start."""
+        return self._starting is not None and self._starting.done()
 
     async def prepare(
         self, kind: type[SamplingFields], content: bytearray, info: ModelInfo, client: str
@@ -96,7 +111,7 @@ class Preparer:
     ) -> Prepared:
         if len(content) >= INLINE_BYTES:
             return await self._elsewhere(kind, bytes(content), bounds, client)
-        body = parse(kind, content, bounds.max_json_depth)
+        body = parse(kind, content, bounds)
         sampling, prompts = asked_of(body, self._tokenizer, bounds)
         add_special = cast("Any", body).add_special_tokens
         encoded = [await self._encode(prompt, add_special) for prompt in prompts]
@@ -135,8 +150,12 @@ class Preparer:
         cancelled would be neither used nor ended, and the next request would start another one.
         """
         if self._starting is None or self._starting.done():
-            self._starting = asyncio.create_task(_see())
-            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+            return self._begin(_see())
+        return self._starting
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self._starting = asyncio.create_task(work)
+        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._starting
 
 
@@ -146,8 +165,17 @@ async def _see() -> None:
         await to_process.run_sync(_started, cancellable=True)
 
 
-def _started() -> None:
-    """What a process does that only has to be there: it gives way to those that have tokens for clients."""
+async def _warm(tokenizer: Tokenizer | None) -> None:
+    """Starts the process, and reads the tokenizer there."""
+    with fail_after(FIRST_START_S):
+        await to_process.run_sync(_started, tokenizer, cancellable=True)
+
+
+def _started(tokenizer: Tokenizer | None = None) -> None:
+    """What a process does that only has to be there: it gives way to those that have tokens for clients.
+
+    tokenizer: read when this call arrived; later calls find it.
+    """
     os.setpriority(os.PRIO_PROCESS, 0, max(CHECK_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
@@ -156,7 +184,7 @@ def prepare_now(
 ) -> Prepared:
     """As `Preparer.prepare`, in one go; what it took is given back to the system."""
     try:
-        body = parse(kind, content, bounds.max_json_depth)
+        body = parse(kind, content, bounds)
         sampling, prompts = asked_of(body, tokenizer, bounds)
         add_special = cast("Any", body).add_special_tokens
         encoded = [
@@ -171,8 +199,9 @@ def prepare_now(
         return_memory()
 
 
-def parse(kind: type[SamplingFields], content: bytes | bytearray, max_depth: int) -> SamplingFields:
+def parse(kind: type[SamplingFields], content: bytes | bytearray, bounds: Bounds) -> SamplingFields:
     """The body, checked up to its first error.  Raises ApiError."""
+    max_depth = bounds.max_json_depth
     try:
         data = json.loads(content)
     except json.JSONDecodeError as error:
@@ -184,9 +213,11 @@ def parse(kind: type[SamplingFields], content: bytes | bytearray, max_depth: int
     if content.count(b"[") + content.count(b"{") > max_depth and _is_deeper(data, max_depth):
         raise _too_deep(max_depth)
     try:
-        return kind.model_validate(data)
+        body = kind.model_validate(data)
     except ValidationError as error:
         raise describe_validation(error) from None
+    refuse_unknown(body, refuses=bounds.refuses_unknown)
+    return body
 
 
 def _too_deep(max_depth: int) -> ApiError:
@@ -288,11 +319,14 @@ def prepared(
             "max_tokens",
             limit="request_tokens",
         )
+    ignored = tuple(map(shown_name, body.unknown_fields()))
+    body.drop_unknown()
     return Prepared(
         body=body.without_prompt(),
         sampling=sampling,
         prompts=[tuple(one) for one in prompts],
         answer_tokens=answer_tokens,
+        ignored=ignored,
     )
 
 
@@ -325,20 +359,15 @@ def _check_prompt(token_ids: Sequence[int], sampling: SamplingParams, info: Mode
     limit, num_tokens = info.max_model_len, len(token_ids)
     if not token_ids:
         raise bad_request("the prompt has no tokens; give at least one", "prompt")
+    length = f"This model's maximum context length is {limit} tokens."
     if num_tokens >= limit:
-        raise bad_request(
-            f"the prompt has {num_tokens} tokens, but this model's context is {limit} tokens, "
-            "one of which the answer needs; shorten the prompt",
-            "prompt",
-        )
+        what = f"{length} However, the prompt has {num_tokens} tokens, and the answer needs one"
+        raise ContextLengthError(400, f"{what}; shorten the prompt", "prompt")
     for name in ("max_tokens", "min_tokens"):
         asked = getattr(sampling, name) or 0
         if num_tokens + asked > limit:
-            raise bad_request(
-                f"the prompt's {num_tokens} tokens and {name}={asked} exceed this "
-                f"model's context of {limit} tokens; shorten the prompt or lower {name}",
-                name,
-            )
+            what = f"{length} However, the prompt has {num_tokens} tokens, and {name}={asked}"
+            raise ContextLengthError(400, f"{what}; shorten the prompt or lower {name}", name)
     _check_vocabulary("prompt", token_ids, info.vocab_size)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -13,104 +11,12 @@ from moe_lora.config import MAX_COUNT
 from moe_lora.core.request import GREEDY_BELOW, SamplingParams
 from moe_lora.serve.http_errors import bad_request
 
+from .fields import FieldError, check_unknown, drop_neutral, drop_unused
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Fields of the OpenAI and vLLM interfaces that this server knows but does not act on.
-#
-# A field that would change the result must not be dropped silently: it is accepted only with a value that
-# asks for nothing.  Fields that never change the result are dropped.
-
-
 MAX_ID_CHARS = 256
-IGNORED = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "store",
-        "user",
-    }
-)
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            "audio",
-            "guided_json",
-            "mm_processor_kwargs",
-            "prediction",
-            "prompt_logprobs",
-            "structured_outputs",
-            "truncate_prompt_tokens",
-            "web_search_options",
-        ),
-        (None,),
-    ),
-    **dict.fromkeys(
-        ("continue_final_message", "echo", "include_stop_str_in_output", "use_beam_search"), (None, False)
-    ),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (None, 0)),
-    **dict.fromkeys(("length_penalty", "repetition_penalty"), (None, 1)),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True)),
-    **dict.fromkeys(
-        ("chat_template", "guided_grammar", "guided_regex", "prompt_embeds", "suffix"), (None, "")
-    ),
-    **dict.fromkeys(
-        (
-            "allowed_token_ids",
-            "bad_words",
-            "documents",
-            "functions",
-            "guided_choice",
-            "logits_processors",
-            "tools",
-        ),
-        (None, []),
-    ),
-    **dict.fromkeys(("function_call", "tool_choice"), (None, "none", "auto")),
-    "logit_bias": (None, {}),
-    "modalities": (None, ["text"]),
-    "reasoning_effort": (None, "none"),
-    "response_format": (None, {"type": "text"}),
-    "service_tier": (None, "auto", "default"),
-    "verbosity": (None, "medium"),
-}
-"""The values of each field that ask for nothing."""
-NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("audio", "function_call"), (None,)),
-    **dict.fromkeys(("reasoning_content", "refusal", "tool_call_id"), (None, "")),
-    **dict.fromkeys(("annotations", "tool_calls"), (None, [])),
-}
-
-
-class FieldError(ValueError):
-    """What is wrong with the field `param`, or with it beside others."""
-
-    def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-def drop_neutral(data: Any, ignored: frozenset[str], neutral: Mapping[str, tuple[Any, ...]]) -> Any:
-    """`data` without fields that ask for nothing.  Raises ValueError for those that ask for something."""
-    if not isinstance(data, dict):
-        return data
-    kept = {}
-    for name, value in data.items():
-        if name in neutral:
-            if not any(_same(value, allowed) for allowed in neutral[name]):
-                choices = " or ".join(json.dumps(allowed) for allowed in neutral[name])
-                raise FieldError(name, f"{name} is not supported; leave it out, or send {choices}")
-        elif name not in ignored:
-            kept[name] = value
-    return kept
-
-
-def _same(value: Any, allowed: Any) -> bool:
-    """Equal; true and false are no numbers."""
-    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 def whole_characters(text: str) -> str:
@@ -140,19 +46,50 @@ class ApiModel(BaseModel):
         if isinstance(data, dict):
             for name in data:
                 if name not in cls.model_fields:
-                    raise FieldError(
-                        name, f"{name[:MAX_ID_CHARS]} is not a field of this request; leave it out"
-                    )
+                    raise unknown_field(name)
         return data
 
 
-class ApiRequest(ApiModel):
+def unknown_field(name: str) -> FieldError:
+    return FieldError(name, f"{name[:MAX_ID_CHARS]} is not a field of this request; leave it out")
+
+
+class PeerModel(ApiModel):
+    """A body of other servers' clients too.  Keeps unknown fields apart, and refuses misspelled fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            check_unknown(data, cls.model_fields)
+        return data
+
+    def unknown_fields(self) -> list[str]:
+        return list(self.model_extra or ())
+
+    def drop_unknown(self) -> None:
+        """Drops unknown fields.  Their values may be large."""
+        if self.model_extra:
+            self.model_extra.clear()
+
+
+def refuse_unknown(body: PeerModel, *, refuses: bool) -> None:
+    """Raises ApiError for the first unknown field if such fields are to be refused."""
+    unknown = body.unknown_fields() if refuses else ()
+    if unknown:
+        error = unknown_field(unknown[0])
+        raise bad_request(str(error), error.param)
+
+
+class ApiRequest(PeerModel):
     """A body of the OpenAI interface."""
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, data: Any) -> Any:
-        return drop_neutral(data, IGNORED, NEUTRAL)
+        return drop_neutral(data)
 
 
 MAX_STOP_STRINGS = 32
@@ -165,10 +102,13 @@ StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0)]
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400.0
+MAX_SALT_CHARS = 1024
+NO_SEED = -1
+"""Clients of several servers send it for no seed."""
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
 
 
-class StreamOptions(ApiModel):
+class StreamOptions(PeerModel):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
     continuous_usage_stats: bool | None = None
@@ -199,10 +139,20 @@ class SamplingFields(ApiRequest):
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     timeout: Timeout | None = None
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    def unknown_fields(self) -> list[str]:
+        inner = [] if self.stream_options is None else self.stream_options.unknown_fields()
+        return [*super().unknown_fields(), *(f"stream_options.{name}" for name in inner)]
+
+    def drop_unknown(self) -> None:
+        super().drop_unknown()
+        if self.stream_options is not None:
+            self.stream_options.drop_unknown()
 
     def without_prompt(self) -> Self:
         """The body without what may be large."""
@@ -216,11 +166,6 @@ class SamplingFields(ApiRequest):
         options = self.stream_options
         if options is not None and not self.stream:
             raise FieldError("stream_options", "stream_options needs stream=true")
-        if options is not None and options.continuous_usage_stats and options.include_usage is False:
-            raise FieldError(
-                "stream_options",
-                "stream_options.continuous_usage_stats=true needs include_usage=true, or leave that out",
-            )
         return self
 
     def sampling(self, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
@@ -228,6 +173,8 @@ class SamplingFields(ApiRequest):
         given = self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
         if given.get("top_k") == -1:
             given["top_k"] = 0
+        if given.get("seed") == NO_SEED:
+            del given["seed"]
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         try:
             params = SamplingParams(
@@ -269,25 +216,43 @@ class CompletionRequest(SamplingFields):
 
 
 class TextPart(ApiModel):
+    """A part of a message's content.  Further fields go to the template."""
+
+    model_config = ConfigDict(extra="allow")
+
     type: Literal["text"]
     text: Text
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        return data
+
 
 class ChatMessage(ApiModel):
-    role: Literal["system", "developer", "user", "assistant"]
+    """A message of any role.  Further fields go to the template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Annotated[Text, Field(min_length=1, max_length=MAX_ID_CHARS)]
     content: Text | Listed[TextPart] | None = None
     name: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_neutral(cls, data: Any) -> Any:
-        return drop_neutral(data, frozenset(), NEUTRAL_IN_MESSAGE)
+    def _check_names(cls, data: Any) -> Any:
+        """Refuses a misspelled `content`: the message would be empty."""
+        if isinstance(data, dict):
+            if "content" not in data:
+                check_unknown(data, ("role", "content", "name"))
+            return drop_unused(data)
+        return data
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
-        entry = {"role": self.role, "content": content or ""}
+        entry = {"role": self.role, "content": content or "", **(self.model_extra or {})}
         return entry if self.name is None else {**entry, "name": self.name}
 
 
@@ -304,7 +269,7 @@ class ChatRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", "top_logprobs needs logprobs=true")
         return self
 
@@ -312,12 +277,23 @@ class ChatRequest(SamplingFields):
         return self.model_copy(update={"messages": []})
 
 
-class LoadAdapterRequest(ApiModel):
-    """POST /v1/load_lora_adapter.  lora_path None: where the registry has it."""
+class LoadAdapterRequest(PeerModel):
+    """POST /v1/load_lora_adapter and /load_lora_adapter, with the fields of vLLM and SGLang.
+
+    lora_path None: the registry's folder.  base_model_name: the adapter's base; empty or None: the served
+    base.  is_3d_lora_weight: the file has parameters of all experts.  lora_id, lora_int_id, rid: internal
+    numbers of other servers, unused here.
+    """
 
     lora_name: Text
     lora_path: Text | None = None
     load_inplace: bool = False
+    base_model_name: Text | None = None
+    is_3d_lora_weight: bool | None = None
+    pinned: bool | None = None
+    lora_id: str | None = None
+    lora_int_id: int | None = None
+    rid: Any = None
 
 
 class RegisterAdapterRequest(ApiModel):
@@ -344,8 +320,11 @@ class MigrateRequest(ApiModel):
     kind: Literal["tokens", "kv"] = "tokens"
 
 
-class UnloadAdapterRequest(ApiModel):
-    """POST /v1/unload_lora_adapter.  lora_int_id: another server's internal number, not needed here."""
+class UnloadAdapterRequest(PeerModel):
+    """POST /v1/unload_lora_adapter and /unload_lora_adapter.  Fields are those of `LoadAdapterRequest`."""
 
     lora_name: Text
+    base_model_name: Text | None = None
+    lora_id: str | None = None
     lora_int_id: int | None = None
+    rid: Any = None

@@ -1,0 +1,248 @@
+"""Loads and unloads adapters for controllers and trainers of this server, vLLM and SGLang."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_lora.adapters.peft.files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    adapter_folder,
+    confined,
+    header_entries,
+    open_file,
+)
+from moe_lora.adapters.registry.registry import RegisteredAdapter
+from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, CapacityError
+from moe_lora.core.request import name_problem
+from moe_lora.dist.net.thread import in_daemon_thread
+from moe_lora.serve.frontend import Frontend
+from moe_lora.serve.http_errors import AlreadyLoadedError, ApiError, bad_request, to_api_error
+from moe_lora.serve.openai.protocol import LoadAdapterRequest, UnloadAdapterRequest
+
+logger = logging.getLogger(__name__)
+
+_EXPERT_KEY = re.compile(r"\.experts\.")
+_ONE_EXPERTS_KEY = re.compile(r"\.experts\.(?:.*\.)?\d+\.")
+_CHUNK_BYTES = 1 << 20
+Stamps = tuple[tuple[int, ...], ...]
+
+
+def check_name(name: str) -> None:
+    """Raises ApiError for an invalid name."""
+    if problem := name_problem(name):
+        raise bad_request(f"lora_name {problem}", "lora_name")
+
+
+def check_new_name(name: str, frontend: Frontend) -> None:
+    """Raises ApiError for a name that an adapter can't have."""
+    check_name(name)
+    if name in frontend.model_names:
+        raise bad_request(f"lora_name {name!r} is the base model's name; choose another", "lora_name")
+
+
+def check_base(name: str | None, frontend: Frontend) -> None:
+    """Raises ApiError for the name of another base model.  An empty name passes."""
+    model_dir = frontend.cluster.engine.model_dir
+    allowed = {*frontend.model_names, model_dir, os.path.basename(os.path.normpath(model_dir))}
+    if name and name not in allowed:
+        raise bad_request(
+            f"base_model_name={name!r} is not served here; the base model is {frontend.model_name!r} "
+            "(moe-lora serve --served-model-name names it); send that name, or leave base_model_name out",
+            "base_model_name",
+        )
+
+
+def find_files(path: str, name: str, frontend: Frontend) -> str:
+    """Returns the directory of the adapter at `path` (see `adapter_folder`).
+
+    Raises ApiError 400 for an empty path and for a folder of several adapters, 404 for a path without an
+    adapter or outside `adapter_root`.  Runs in a thread: the folder may be large, or hang.
+    """
+    if not path:
+        raise bad_request("lora_path is empty; give the directory of a PEFT adapter", "lora_path")
+    root = frontend.cluster.engine.adapter_root
+    if not confined(path, root):
+        raise ApiError(
+            404, f"no LoRA adapter found: {path!r} is not in the server's adapter_root", "lora_path"
+        )
+    try:
+        found = adapter_folder(path, name)
+    except AdapterError as error:
+        raise bad_request(str(error), "lora_path") from error
+    if not os.path.isfile(os.path.join(found, CONFIG_FILE)):
+        problem = f"has no {CONFIG_FILE}" if os.path.isdir(path) else "is not a directory on the server"
+        raise ApiError(404, f"no LoRA adapter found: {path!r} {problem}", "lora_path")
+    return found
+
+
+class AdapterLoads:
+    """Loads and unloads for one front end.  Notes version and files of each load."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._root = frontend.cluster.engine.adapter_root
+        self._loaded: dict[str, tuple[int, _Files]] = {}
+
+    async def load(self, body: LoadAdapterRequest, *, in_place: bool) -> None:
+        """Serves the body's adapter; in_place: as a new version of a loaded name.  Raises ApiError."""
+        folder = await self._checked(body)
+        await self._load(body, await in_daemon_thread(_Files.at, folder), in_place=in_place)
+
+    async def load_or_replace(self, body: LoadAdapterRequest) -> None:
+        """As `load` in place, without a load if the name has the files' content.  Raises ApiError."""
+        files = await in_daemon_thread(_Files.read, await self._checked(body), self._root)
+        loaded = self._loaded.get(body.lora_name)
+        if (
+            loaded is not None
+            and loaded[0] == await self._version(body.lora_name)
+            and await in_daemon_thread(loaded[1].holds, files, self._root)
+        ):
+            await self._pin(body)
+        else:
+            await self._load(body, files, in_place=True)
+
+    async def unload(self, body: UnloadAdapterRequest) -> None:
+        """Raises ApiError."""
+        check_name(body.lora_name)
+        check_base(body.base_model_name, self._frontend)
+        try:
+            await self._frontend.client.unload_adapter(body.lora_name)
+        except AdapterNotFoundError as error:
+            what = f"the LoRA adapter {body.lora_name!r} cannot be found; GET /v1/models lists what is loaded"
+            raise ApiError(404, what, "lora_name") from error
+        self._loaded.pop(body.lora_name, None)
+
+    async def _checked(self, body: LoadAdapterRequest) -> str:
+        """Checks the body before a file is read, and returns the adapter's folder.  Raises ApiError."""
+        check_new_name(body.lora_name, self._frontend)
+        check_base(body.base_model_name, self._frontend)
+        folder = await self._find(body)
+        if body.is_3d_lora_weight is not None:
+            words = body.lora_name, folder, self._root, body.is_3d_lora_weight
+            await in_daemon_thread(_compare_layout, *words)
+        return folder
+
+    async def _load(self, body: LoadAdapterRequest, files: _Files, *, in_place: bool) -> None:
+        name = body.lora_name
+        try:
+            info = await self._frontend.client.load_adapter(name, files.folder, replace=in_place)
+        except FileNotFoundError as error:
+            what = f"no LoRA adapter found: the files of {name!r} are gone"
+            raise ApiError(404, what, "lora_path") from error
+        except AdapterExistsError as error:
+            how = "unload it first, or send load_inplace=true to replace it"
+            what = f"the LoRA adapter {name!r} has already been loaded; {how}"
+            raise AlreadyLoadedError(400, what, "lora_name") from error
+        except OSError as error:
+            raise bad_request(f"adapter {name!r} can't be read: {error.strerror}") from error
+        except Exception as error:
+            raise to_api_error(error) from error
+        if await in_daemon_thread(files.are_unchanged):
+            self._loaded[name] = info.version, files
+        await self._pin(body, unload=not in_place)
+
+    async def _pin(self, body: LoadAdapterRequest, *, unload: bool = False) -> None:
+        """Pins the adapter if the body says so.  unload: if the pin fails, the adapter is unloaded."""
+        if not body.pinned:
+            return
+        try:
+            await self._frontend.client.pin_adapter(body.lora_name, pinned=True)
+        except CapacityError as error:
+            if unload:
+                await self._frontend.client.unload_adapter(body.lora_name)
+            state = "not loaded" if unload else "loaded, but not pinned"
+            raise bad_request(f"{error}; the adapter is {state}", "pinned") from error
+
+    async def _version(self, name: str) -> int | None:
+        """Returns the version of a loaded name; None for an unknown name, and while its content is lost."""
+        infos = await self._frontend.client.list_adapters()
+        found = (info.version for info in infos if info.name == name and info.residency != "unavailable")
+        return next(found, None)
+
+    async def _find(self, body: LoadAdapterRequest) -> str:
+        """Returns the folder of the adapter.  Raises ApiError, and the errors of `Registry.resolve`."""
+        frontend = self._frontend
+        if body.lora_path is not None:
+            return await in_daemon_thread(find_files, body.lora_path, body.lora_name, frontend)
+        if frontend.cluster.registry is None:
+            raise bad_request(
+                "lora_path is missing; give the directory of a PEFT adapter, or start the server with "
+                "--registry",
+                "lora_path",
+            )
+        found: RegisteredAdapter = await frontend.controller.call("registry_resolve", body.lora_name)
+        return found.path
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files of an adapter at one time.
+
+    stamps: differ after a file was written or replaced.  digest: of the bytes; None: not read.
+    """
+
+    folder: str
+    stamps: Stamps
+    digest: str | None = None
+
+    @staticmethod
+    def at(folder: str) -> _Files:
+        return _Files(folder, _stamps(folder))
+
+    @staticmethod
+    def read(folder: str, root: str | None) -> _Files:
+        stamps = _stamps(folder)
+        return _Files(folder, stamps, _digest(folder, root))
+
+    def are_unchanged(self) -> bool:
+        return self.stamps == _stamps(self.folder)
+
+    def holds(self, other: _Files, root: str | None) -> bool:
+        """True if these files had the bytes of `other`, a read state."""
+        digest = self.digest
+        if digest is None and self.are_unchanged():
+            digest = _digest(self.folder, root)
+        return digest is not None and digest == other.digest
+
+
+def _stamps(folder: str) -> Stamps:
+    """Returns inode, size and times of both files; empty if a file is absent."""
+    try:
+        found = [os.stat(os.path.join(folder, name)) for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    except (OSError, ValueError):
+        return ()
+    return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found)
+
+
+def _digest(folder: str, root: str | None) -> str | None:
+    """Returns the SHA-256 of the adapter's files; None if a file can't be read."""
+    digest = hashlib.sha256()
+    try:
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            digest.update(b"\0")
+            with open_file(Path(folder, name), name, root) as file:
+                while piece := file.read(_CHUNK_BYTES):
+                    digest.update(piece)
+    except (OSError, ValueError, AdapterError):
+        return None
+    return digest.hexdigest()
+
+
+def _compare_layout(name: str, folder: str, root: str | None, is_3d: bool) -> None:
+    """Warns if file and client differ on the layout of experts.  The load refuses unreadable files."""
+    try:
+        with open_file(Path(folder, WEIGHTS_FILE), WEIGHTS_FILE, root) as file:
+            keys = [key for key in header_entries(file, WEIGHTS_FILE) if _EXPERT_KEY.search(key)]
+    except (OSError, ValueError, AdapterError):
+        return
+    found_3d = any(not _ONE_EXPERTS_KEY.search(key) for key in keys)
+    if keys and found_3d != is_3d:
+        layout = "parameters of all experts" if found_3d else "a matrix of each expert"
+        said = str(is_3d).lower()
+        logger.warning("adapter %s: is_3d_lora_weight=%s, but its file has %s", name, said, layout)

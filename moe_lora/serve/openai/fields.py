@@ -1,0 +1,287 @@
+"""Fields of request bodies: served, known from other servers, unknown.
+
+A field of another server is never dropped if it changes the answer: only its neutral values are accepted.
+An unknown field is ignored and named, or refused (`LimitsConfig.unknown_fields`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+logger = logging.getLogger(__name__)
+
+IGNORED_HEADER = "X-Ignored-Fields"
+MAX_NAMED = 64
+"""Unknown names of one request, and of all requests in the log."""
+MAX_NAME_CHARS = 64
+"""Of an unknown name in the header and in the log."""
+CHOOSES_ADAPTER = (
+    "adapter",
+    "adapter_id",
+    "adapter_name",
+    "adapter_source",
+    "lora",
+    "lora_adapter",
+    "lora_id",
+    "lora_name",
+    "lora_path",
+    "lora_request",
+)
+"""Fields of other servers for the name of an adapter.  Here `model` names the adapter."""
+IGNORED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "return_mm_kwargs",
+        "return_token_offsets",
+        "rid",
+        "safety_identifier",
+        "separate_reasoning",
+        "store",
+        "stream_interval",
+        "stream_reasoning",
+        "user",
+    }
+)
+"""Fields without an effect on the answer."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            "audio",
+            "custom_logit_processor",
+            "ebnf",
+            "guided_decoding_backend",
+            "guided_json",
+            "guided_whitespace_pattern",
+            "input_embeds",
+            "input_ids",
+            "json_schema",
+            "max_dynamic_patch",
+            "max_new_tokens",
+            "max_output_tokens",
+            "min_dynamic_patch",
+            "min_new_tokens",
+            "prediction",
+            "prompt_logprobs",
+            "regex",
+            "repetition_detection",
+            "sampling_params",
+            "structural_tag",
+            "structured_outputs",
+            "task",
+            "truncate_prompt_tokens",
+            "truncation_side",
+            "web_search_options",
+        ),
+        (None,),
+    ),
+    **dict.fromkeys(
+        (
+            "continue_final_message",
+            "echo",
+            "include_stop_str_in_output",
+            "no_stop_trim",
+            "return_cached_tokens_details",
+            "return_hidden_states",
+            "return_meta_info",
+            "return_prompt_text",
+            "return_prompt_token_ids",
+            "return_routed_experts",
+            "return_tokens_as_token_ids",
+            "use_audio_in_video",
+            "use_beam_search",
+            "watermarking",
+        ),
+        (None, False),
+    ),
+    **dict.fromkeys(
+        (
+            "frequency_penalty",
+            "max_repetition_pattern_size",
+            "min_repetition_pattern_size",
+            "presence_penalty",
+            "repetition_min_count",
+            "routed_experts_prompt_start",
+            "routed_experts_start_len",
+        ),
+        (None, 0),
+    ),
+    **dict.fromkeys(("length_penalty", "repetition_penalty"), (None, 1)),
+    **dict.fromkeys(
+        ("include_reasoning", "skip_special_tokens", "spaces_between_special_tokens"), (None, True)
+    ),
+    **dict.fromkeys(
+        ("chat_template", "guided_grammar", "guided_regex", "prompt_embeds", "stop_regex", "suffix"),
+        (None, ""),
+    ),
+    **dict.fromkeys(
+        (
+            "allowed_token_ids",
+            "bad_words",
+            "documents",
+            "functions",
+            "guided_choice",
+            "logits_processors",
+            "logprob_token_ids",
+            "tools",
+        ),
+        (None, []),
+    ),
+    **dict.fromkeys(
+        (
+            "custom_params",
+            "ec_transfer_params",
+            "images_config",
+            "kv_transfer_params",
+            "logit_bias",
+            "media_io_kwargs",
+            "mm_processor_kwargs",
+            "reasoning",
+            "session_params",
+            "vllm_xargs",
+        ),
+        (None, {}),
+    ),
+    **dict.fromkeys(("function_call", "tool_choice"), (None, "none", "auto")),
+    "modalities": (None, ["text"]),
+    "reasoning_effort": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "service_tier": (None, "auto", "default"),
+    "thinking_token_budget": (None, -1),
+    "verbosity": (None, "medium"),
+}
+"""Fields of OpenAI, vLLM and SGLang with an effect on the answer, and their neutral values."""
+NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("audio", "function_call"), (None,)),
+    **dict.fromkeys(("reasoning", "reasoning_content", "refusal", "tool_call_id"), (None, "")),
+    **dict.fromkeys(("annotations", "tool_calls"), (None, [])),
+}
+"""Fields of OpenAI's messages, and their unused values in a history."""
+
+
+class FieldError(ValueError):
+    """The field `param` is wrong, or contradicts another field."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def drop_neutral(data: Any) -> Any:
+    """Returns a request's body without foreign fields.  Raises FieldError for a value with an effect."""
+    if not isinstance(data, dict):
+        return data
+    for name in CHOOSES_ADAPTER:
+        if data.get(name) not in (None, "", [], {}):
+            raise FieldError(
+                name, f"{name} is not supported; name the adapter in model, and leave {name} out"
+            )
+    kept = {}
+    for name, value in data.items():
+        if name in NEUTRAL:
+            if not _is_neutral(value, NEUTRAL[name]):
+                choices = " or ".join(json.dumps(allowed) for allowed in NEUTRAL[name])
+                raise FieldError(name, f"{name} is not supported; leave it out, or send {choices}")
+        elif name not in IGNORED and name not in CHOOSES_ADAPTER:
+            kept[name] = value
+    return kept
+
+
+def drop_unused(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message without unused fields.  A template may look only for the presence of a field."""
+    return {
+        name: value
+        for name, value in message.items()
+        if name not in NEUTRAL_IN_MESSAGE or not _is_neutral(value, NEUTRAL_IN_MESSAGE[name])
+    }
+
+
+def _is_neutral(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """True if the value is allowed.  Booleans are not numbers."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+
+
+def check_unknown(data: Mapping[str, Any], own: Collection[str]) -> None:
+    """Raises FieldError for a misspelled field, and for too many unknown fields."""
+    unknown = [name for name in data if name not in own]
+    if len(unknown) > MAX_NAMED:
+        what = f"{len(unknown)} fields of the request are unknown; send at most {MAX_NAMED}"
+        raise FieldError(unknown[0], what)
+    for name in unknown:
+        if field := _meant(name, own):
+            raise FieldError(name, f"{name} is not a field of this request; did you mean {field}?")
+
+
+def _meant(name: str, own: Collection[str]) -> str | None:
+    """Returns the field for a misspelled name, else None."""
+    if len(name) > MAX_NAME_CHARS:
+        return None
+    plain = _plain(name)
+    for field in own:
+        if plain == _plain(field) or _is_near(name, field):
+            return field
+    return None
+
+
+def _plain(name: str) -> str:
+    """Drops case and separators, so that maxTokens equals max_tokens."""
+    return name.replace("_", "").replace("-", "").lower()
+
+
+def _is_near(name: str, field: str) -> bool:
+    """True if few edits lead from name to field: one for 4 to 7 characters, two for 8 or more.
+
+    A name of four characters must have the field's letters: step is not stop.
+    """
+    size = len(field)
+    most = 0 if size < 4 else 1 if size < 8 else 2
+    if abs(len(name) - size) > most or (size == len(name) == 4 and sorted(name) != sorted(field)):
+        return False
+    return _edits(name, field) <= most
+
+
+def _edits(first: str, second: str) -> int:
+    """Returns the number of insertions, deletions, replacements and swaps (optimal string alignment)."""
+    before: list[int] = []
+    row = list(range(len(second) + 1))
+    for i, one in enumerate(first, 1):
+        before, last, row = row, before, [i]
+        for j, other in enumerate(second, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (one != other))
+            if i > 1 and j > 1 and one == second[j - 2] and first[i - 2] == other:
+                cost = min(cost, last[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
+
+
+class IgnoredFields:
+    """Logs the unknown fields of requests, each name once."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def note(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self._logged or len(self._logged) >= MAX_NAMED:
+                continue
+            self._logged.add(name)
+            logger.warning("requests have the unknown field %s, which is ignored (unknown_fields=warn)", name)
+            if len(self._logged) == MAX_NAMED:
+                logger.warning("%d unknown fields of requests are named; further ones are not", MAX_NAMED)
+
+
+def shown_name(name: str) -> str:
+    """Returns an unknown name in ASCII, without a list's separators, for headers and the log."""
+    return quote(name[:MAX_NAME_CHARS], safe="[]{}()$@!~*'+./:", errors="replace") or '""'
+
+
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """Returns the answer's header with the ignored fields, or no header."""
+    listed = ", ".join(names)
+    return {IGNORED_HEADER: listed} if listed else {}
