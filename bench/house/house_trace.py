@@ -1,155 +1,109 @@
-"""What a request enters: every function of moe_lora that is called, in all processes of a server, per window.
+"""The functions and files that a request enters, in all processes of a server.
 
-The upper half runs inside each of these processes and needs the standard library only: `record` is called by
-a sitecustomize module that the driver below puts on PYTHONPATH.
+A server of the demo answers the same request many times, each time in a window of its own.  A function counts
+if half of the windows hold it, beyond the calls that an idle server makes in the same time.  Neither a
+heartbeat nor a slow machine changes the numbers.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
+import shutil
+import signal
+import socket
 import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
-WINDOWS = ("idle", "completion", "load", "first_completion")
-SETTLE_S, IDLE_S = 0.3, 2.0
-_FOLDER, _TREE = "HOUSE_TRACE_FOLDER", "HOUSE_TRACE_TREE"
+from .house_recorder import FOLDER, TREE, WINDOW_FILE
+
+IDLE_S, REST_S = 8.0, 3.0
+PAUSE_S, SETTLE_S = 0.3, 0.15
+"""Between two windows, longer than the engine's period of 0.1 s; after an answer, for the rest of the work."""
+NUM_WINDOWS = {"completion": 24, "load": 12, "first_completion": 12}
+SPARE = 1.5
+"""The rate of calls that a busy server may reach by itself, as a multiple of the idle server's rate."""
+PERIOD_S = 2.0
+"""An idle server's function counts if its mean time between calls is at most this."""
+SERVE = ("-m", "moe_lora.cli.main", "serve", "demo/model", "--lora-dir", "demo/adapters")
 TRACE_METHOD = (
-    "`moe-lora serve demo/model --lora-dir demo/adapters` with its defaults (one instance, compiled), "
-    "spoken to over HTTP.  Every process of it sets sys.setprofile and threading.setprofile before "
-    "anything else runs, so every Python function that is called, and every coroutine or generator that "
-    "goes on, in any thread is seen; kept are those between a window's begin and end (a byte in a "
-    f"shared file).  A window ends {SETTLE_S} s after the answer.  Counted are named functions and "
-    "lambdas (no comprehensions) in files of moe_lora and cli, a function once however often it ran, "
-    "and once if in two processes.  completion: POST /v1/completions, 3 tokens, greedy, for an adapter "
-    "that answered the same call three times before.  load: POST /v1/load_lora_adapter of a folder "
-    "under a name not known before.  first_completion: as completion, for that adapter, once.  idle: "
-    f"{IDLE_S} s without a call, after 3 s of rest; what it shares with a window may be background."
+    f"`{' '.join(SERVE[2:])}` with its defaults (one instance, compiled), over HTTP.  Every process counts "
+    "the calls of each Python function of moe_lora and cli, in each thread (sys.setprofile); a coroutine or "
+    "generator that continues counts as a call.  Functions, methods, nested functions and lambdas count, "
+    "comprehensions do not; a function that two processes call counts once.  completion: POST "
+    "/v1/completions, 3 tokens, greedy, for a loaded adapter and a known prompt.  load: POST "
+    "/v1/load_lora_adapter under a new name, each time with other weights.  first_completion: a completion "
+    f"for such an adapter.  {', '.join(f'{name} {number}' for name, number in NUM_WINDOWS.items())} times; a "
+    f"window ends {SETTLE_S} s after the answer, the next one opens {PAUSE_S} s later, and the shorter half "
+    "of the windows is kept.  A function counts if half of these windows hold it, and if it has "
+    f"half a call per window more than {SPARE} times the idle server's rate.  idle: functions that an idle "
+    f"server calls at least every {PERIOD_S:g} s, in {IDLE_S:g} s."
 )
 
-
-def record() -> None:
-    """Note, from now on, each function of the tree that this process enters while a window is open."""
-    folder, tree = os.environ[_FOLDER], os.environ[_TREE]
-    with open(os.path.join(folder, "window"), "rb") as file:
-        window = mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ)
-    seen: set[tuple[int, CodeType]] = set()
-    counted = (os.path.join(tree, "moe_lora", ""), os.path.join(tree, "cli", ""))
-
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        now = window[0]
-        if not now or event != "call":
-            return
-        code = frame.f_code
-        if (now, code) in seen:
-            return
-        seen.add((now, code))
-        path = code.co_filename
-        if not path.startswith(counted):
-            return
-        name = code.co_qualname  # type: ignore[attr-defined]  # Python 3.11 or later
-        line = {"window": now, "file": os.path.relpath(path, tree), "name": name, "command": _command()}
-        with open(os.path.join(folder, f"{os.getpid()}.jsonl"), "a", encoding="utf-8") as out:
-            out.write(json.dumps(line) + "\n")
-
-    os.register_at_fork(after_in_child=seen.clear)
-    threading.setprofile(note)
-    sys.setprofile(note)
+Calls = dict[str, Counter[tuple[str, str]]]
+"""Process, then (file, function): number of calls."""
 
 
-def _command() -> str:
-    with open("/proc/self/cmdline", "rb") as file:
-        return file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+@dataclass(frozen=True)
+class Windows:
+    """What was recorded: calls and seconds of each window by the number, own modules of each process."""
 
-
-# ---- the driver
+    calls: dict[int, Calls]
+    seconds: dict[int, float]
+    modules: dict[str, set[str]]
 
 
 def trace_requests(tree: Path, python: str) -> dict[str, Any]:
-    """Start a server of the tree, send it the requests, and count what each window entered."""
+    """Start a server of the tree, send it the requests, and count what each kind of window entered."""
     import httpx
 
     tree = tree.resolve()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, _server(tree, python, Path(name)) as (url, server):
         folder = Path(name)
-        (folder / "window").write_bytes(b"\0")
-        (folder / "sitecustomize.py").write_text(
-            "import runpy\n"
-            f"runpy.run_path({str(Path(__file__).resolve())!r}, run_name='house_trace')['record']()\n"
-        )
-        command = [
-            python,
-            "-m",
-            "moe_lora.cli.main",
-            "serve",
-            "demo/model",
-            "--lora-dir",
-            "demo/adapters",
-            "--port",
-        ]
-        port = _free_port()
-        paths = [name, str(tree), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ,
-            _FOLDER: name,
-            _TREE: str(tree),
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        }
-        with (folder / "log").open("wb") as log:
-            server = subprocess.Popen(
-                [*command, str(port)], cwd=tree, env=environment, stdout=log, stderr=log
-            )
-        try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as http:
-                _wait_ready(http, server, folder / "log")
-                _send_all(http, tree, folder / "window")
-        finally:
-            server.terminate()
-            server.wait(60)
-        return {"command": " ".join(command[1:-1]), "windows": _windows(folder)}
-
-
-def _send_all(http: Any, tree: Path, window: Path) -> None:
-    def complete(model: str) -> None:
-        body = {"model": model, "prompt": "abc:", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
-        answer = http.post("/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["usage"]["completion_tokens"] == 3, answer.text
-
-    def load() -> None:
-        body = {"lora_name": "loaded-now", "lora_path": str(tree / "demo/adapters/reverse")}
-        answer = http.post("/v1/load_lora_adapter", json=body)
-        assert answer.status_code == 200, answer.text
-
-    for _ in range(3):
-        complete("rot13")
-    time.sleep(3)
-    calls: dict[str, Callable[[], None]] = {
-        "idle": lambda: time.sleep(IDLE_S),
-        "completion": lambda: complete("rot13"),
-        "load": load,
-        "first_completion": lambda: complete("loaded-now"),
+        with httpx.Client(base_url=url, timeout=600) as http:
+            _wait_ready(http, server, folder / "log")
+            numbers, seconds = _send_all(http, tree, folder)
+        calls, modules = _read(folder)
+        windows = Windows(calls, seconds, modules)
+    return {
+        "command": " ".join(SERVE),
+        "windows": {kind: _entered(windows, numbers["idle"], numbers[kind]) for kind in numbers},
+        "modules": {process: sorted(names) for process, names in sorted(modules.items())},
     }
-    for number, name in enumerate(WINDOWS, start=1):
-        _set(window, number)
-        calls[name]()
-        time.sleep(SETTLE_S)
-        _set(window, 0)
-        time.sleep(SETTLE_S)
 
 
-def _set(window: Path, number: int) -> None:
-    with window.open("r+b") as file:
-        file.write(bytes([number]))
+@contextmanager
+def _server(tree: Path, python: str, folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    (folder / WINDOW_FILE).write_bytes(b"\0")
+    recorder = Path(__file__).with_name("house_recorder.py").resolve()
+    (folder / "sitecustomize.py").write_text(
+        f"import runpy\nrunpy.run_path({str(recorder)!r}, run_name='house_recorder')['record']()\n"
+    )
+    paths = [str(folder), str(tree), os.environ.get("PYTHONPATH", "")]
+    variables = {FOLDER: str(folder), TREE: str(tree), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [python, *SERVE, "--port", str(port)],
+            cwd=tree,
+            env={**os.environ, **variables},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield f"http://127.0.0.1:{port}", server
+    finally:
+        server.terminate()
+        server.wait(120)
 
 
 def _wait_ready(http: Any, server: subprocess.Popen[bytes], log: Path) -> None:
@@ -165,43 +119,139 @@ def _wait_ready(http: Any, server: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"the server ended: {log.read_text(errors='replace')[-2000:]}")
 
 
-def _free_port() -> int:
-    import socket
+def _send_all(http: Any, tree: Path, folder: Path) -> tuple[dict[str, list[int]], dict[int, float]]:
+    """The numbers of the windows of each kind, and how long each window was open."""
 
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    def complete(model: str) -> None:
+        body = {"model": model, "prompt": "abc:", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 3, answer.text
+
+    def load(name: str) -> None:
+        body = {"lora_name": name, "lora_path": str(folder / name)}
+        answer = http.post("/v1/load_lora_adapter", json=body)
+        assert answer.status_code == 200, answer.text
+
+    names = [f"loaded-{number}" for number in range(1, NUM_WINDOWS["load"] + 1)]
+    for change, name in enumerate(names, start=1):
+        _copy_changed(tree / "demo/adapters/reverse", folder / name, change)
+    for _ in range(5):
+        complete("rot13")
+    _signal_all(folder, signal.SIGUSR1)
+    for _ in range(5):
+        complete("rot13")
+    time.sleep(REST_S)
+    kinds: dict[str, list[Callable[[], None]]] = {
+        "idle": [lambda: time.sleep(IDLE_S)],
+        "completion": [lambda: complete("rot13")] * NUM_WINDOWS["completion"],
+        "load": [lambda name=name: load(name) for name in names],  # type: ignore[misc]
+        "first_completion": [lambda name=name: complete(name) for name in names],  # type: ignore[misc]
+    }
+    numbers, seconds = _open_windows(kinds, folder / WINDOW_FILE)
+    _signal_all(folder, signal.SIGUSR2)
+    return numbers, seconds
 
 
-def _windows(folder: Path) -> dict[str, Any]:
-    """Per window: files and functions of all processes together, of each, and those not seen while idle."""
-    entered: dict[str, dict[str, set[str]]] = {name: defaultdict(set) for name in WINDOWS}
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            one = json.loads(line)
-            inner = one["name"].rpartition(".")[2]
-            if inner.startswith("<") and inner != "<lambda>":
-                continue
-            process = "front end" if "moe_lora.cli.main" in one["command"] else "engine"
-            entered[WINDOWS[one["window"] - 1]][process].add(f"{one['file']}:{one['name']}")
-    idle = set().union(*entered["idle"].values())
-    found = {}
-    for name, processes in entered.items():
-        functions = set().union(*processes.values())
-        found[name] = {
-            **_numbers(functions),
-            "num_files_not_idle": len(_files(functions - idle)),
-            "num_functions_not_idle": len(functions - idle),
-            "processes": {process: _numbers(ones) for process, ones in sorted(processes.items())},
-            "functions": sorted(functions),
-            "also_idle": sorted(functions & idle),
+def _open_windows(
+    kinds: dict[str, list[Callable[[], None]]], path: Path
+) -> tuple[dict[str, list[int]], dict[int, float]]:
+    numbers: dict[str, list[int]] = defaultdict(list)
+    seconds: dict[int, float] = {}
+    with path.open("r+b", buffering=0) as file:
+        for kind, calls in kinds.items():
+            for call in calls:
+                time.sleep(PAUSE_S)
+                number = len(seconds) + 1
+                numbers[kind].append(number)
+                start = time.monotonic()
+                os.pwrite(file.fileno(), bytes([number]), 0)
+                call()
+                time.sleep(SETTLE_S)
+                os.pwrite(file.fileno(), b"\0", 0)
+                seconds[number] = time.monotonic() - start
+    return dict(numbers), seconds
+
+
+def _copy_changed(source: Path, target: Path, change: int) -> None:
+    """A copy of the adapter that differs in the lowest bits of one weight."""
+    shutil.copytree(source, target)
+    path = target / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-4] ^= change
+    path.write_bytes(content)
+
+
+def _signal_all(folder: Path, number: int) -> None:
+    """Signal the server's processes, and wait until each has written its file."""
+    for path in folder.glob("*.json"):
+        path.unlink()
+    waiting = set()
+    for path in folder.glob("*.pid"):
+        if b"moe_lora" in _command(path.stem):
+            os.kill(int(path.stem), number)
+            waiting.add(path.stem)
+    assert waiting, "no process of the server records"
+    while waiting := {pid for pid in waiting if _command(pid) and not (folder / f"{pid}.json").exists()}:
+        time.sleep(0.05)
+
+
+def _command(pid: str) -> bytes:
+    """The command of a process; empty if it ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _read(folder: Path) -> tuple[dict[int, Calls], dict[str, set[str]]]:
+    calls: dict[int, Calls] = defaultdict(lambda: defaultdict(Counter))
+    modules: dict[str, set[str]] = defaultdict(set)
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        process = "engine" if "run_role" in found["command"] else "front end"
+        modules[process].update(found["modules"])
+        for window, file, name, number in found["calls"]:
+            calls[window][process][file, name] += number
+    return calls, modules
+
+
+def _entered(windows: Windows, idle: list[int], like: list[int]) -> dict[str, Any]:
+    """Files and functions that the windows of one kind entered: of all processes, and of each."""
+    if like == idle:
+        entered = {
+            process: {function for function, calls in found.items() if calls * PERIOD_S >= IDLE_S}
+            for process, found in windows.calls[idle[0]].items()
         }
-    return found
+    else:
+        entered = {process: _caused(windows, process, idle[0], like) for process in windows.modules}
+    functions = set().union(*entered.values())
+    return {
+        **_numbers(functions),
+        "processes": {process: _numbers(found) for process, found in sorted(entered.items()) if found},
+        "functions": sorted(f"{file}:{name}" for file, name in functions),
+    }
 
 
-def _files(functions: set[str]) -> set[str]:
-    return {one.partition(":")[0] for one in functions}
+def _caused(windows: Windows, process: str, idle: int, like: list[int]) -> set[tuple[str, str]]:
+    """Functions that the requests of like windows caused in a process, by the shorter half of the windows."""
+    like = sorted(like, key=windows.seconds.__getitem__)[: (len(like) + 1) // 2]
+    held: Counter[tuple[str, str]] = Counter()
+    calls: Counter[tuple[str, str]] = Counter()
+    for number in like:
+        found = windows.calls[number][process]
+        held.update(found.keys())
+        calls.update(found)
+    by_itself = windows.calls[idle][process]
+    times = SPARE * sum(windows.seconds[number] for number in like) / windows.seconds[idle]
+    half = len(like) / 2
+    return {
+        function
+        for function in held
+        if held[function] >= half and calls[function] >= half + times * by_itself[function]
+    }
 
 
-def _numbers(functions: set[str]) -> dict[str, int]:
-    return {"num_files": len(_files(functions)), "num_functions": len(functions)}
+def _numbers(functions: Iterable[tuple[str, str]]) -> dict[str, int]:
+    functions = set(functions)
+    return {"num_files": len({file for file, _ in functions}), "num_functions": len(functions)}
