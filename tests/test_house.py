@@ -1,6 +1,6 @@
-"""The house keeps its numbers: ratchets, floors and budgets of `house_limits.json`, the only place of limits.
+"""The house keeps its numbers: ratchets, floors and budgets in `house_limits.json`, the only place of limits.
 
-`python -m bench.house.house --limits` prints each number beside its limit.
+`python -m bench.house.house --limits` prints the numbers beside the limits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Count the calls of each function of a checkout, inside every process of a server, window by window.
 
 A `sitecustomize` module of the driver (`house_trace`) calls `record` when a process starts.  This file needs
-the standard library only.  SIGUSR1 switches the main thread's counting on, so a server starts as fast as
-without it.  SIGUSR2 writes the counts to PID.json.
+the standard library only.  SIGUSR1 switches the main thread's counting on, so a server starts at full
+speed.  SIGUSR2 writes the counts to PID.json.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def record() -> None:
     folder, tree = os.environ[FOLDER], os.environ[TREE]
     with open(os.path.join(folder, WINDOW_FILE), "rb") as file:
         window = mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ)
-    counts: dict[tuple[int, CodeType], int] = {}
+    counts: dict[tuple[int, CodeType, CodeType | None], int] = {}
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
         now = window[0]
         if now and event == "call":
-            key = now, frame.f_code
+            key = now, frame.f_code, frame.f_back and frame.f_back.f_code
             counts[key] = counts.get(key, 0) + 1
 
     def switch_on(number: int, frame: FrameType | None) -> None:
@@ -58,17 +58,24 @@ def record() -> None:
     start()
 
 
-def _calls(counts: list[tuple[tuple[int, CodeType], int]], tree: str) -> list[tuple[int, str, str, int]]:
-    """(window, file, name and line, calls) of the functions of moe_lora and cli; no comprehensions."""
+def _calls(
+    counts: list[tuple[tuple[int, CodeType, CodeType | None], int]], tree: str
+) -> list[tuple[int, str, str, str, int]]:
+    """(window, file, name and line, caller, calls) of functions of moe_lora and cli; no comprehensions."""
     folders = (os.path.join(tree, "moe_lora", ""), os.path.join(tree, "cli", ""))
     found = []
-    for (window, code), calls in counts:
+    for (window, code, caller), calls in counts:
         generated = code.co_name.startswith("<") and code.co_name != "<lambda>"
         if code.co_filename.startswith(folders) and not generated:
-            name = getattr(code, "co_qualname", code.co_name)  # qualified since Python 3.11
             path = os.path.relpath(code.co_filename, tree)
-            found.append((window, path, f"{name}:{code.co_firstlineno}", calls))
+            called_by = "" if caller is None else f"{caller.co_filename}:{_name(caller)}"
+            found.append((window, path, _name(code), called_by, calls))
     return found
+
+
+def _name(code: CodeType) -> str:
+    name = getattr(code, "co_qualname", code.co_name)  # qualified since Python 3.11
+    return f"{name}:{code.co_firstlineno}"
 
 
 def _write(folder: str, found: dict[str, Any]) -> None:

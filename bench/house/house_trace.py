@@ -1,7 +1,7 @@
-"""The functions and files that a request enters, in all processes of a server.
+"""The functions and files on a request's way, in the processes of a server.
 
-A server of the demo answers the same request many times, each time in a window of its own.  A function counts
-if half of the windows hold it, beyond the calls that an idle server makes in the same time.  Neither a
+A server of the demo answers the same request many times, each time in a separate window.  A function counts
+if half of the windows hold the function, beyond the calls of an idle server in the same time.  Neither a
 heartbeat nor a slow machine changes the numbers.
 """
 
@@ -25,13 +25,15 @@ from typing import Any
 from .house_recorder import FOLDER, TREE, WINDOW_FILE
 
 IDLE_S, REST_S = 8.0, 3.0
-PAUSE_S, SETTLE_S = 0.3, 0.15
-"""Between two windows, longer than the engine's period of 0.1 s; after an answer, for the rest of the work."""
+SETTLE_S = 0.15
+"""After an answer, for the rest of the work."""
+PAUSES_S = tuple(0.15 + 0.5 * (number * 0.618034 % 1) for number in range(24))
+"""Between windows: longer than the engine's period of 0.1 s, and out of step with a timer of 0.5 s."""
 NUM_WINDOWS = {"completion": 24, "load": 12, "first_completion": 12}
-SPARE = 1.5
-"""The rate of calls that a busy server may reach by itself, as a multiple of the idle server's rate."""
+SPARE = 1.25
+"""A busy server's rate of calls without requests, at most, as a multiple of the idle server's rate."""
 PERIOD_S = 2.0
-"""An idle server's function counts if its mean time between calls is at most this."""
+"""The longest mean time between two calls of a function in an idle server's count."""
 SERVE = ("-m", "moe_lora.cli.main", "serve", "demo/model", "--lora-dir", "demo/adapters")
 TRACE_METHOD = (
     f"`{' '.join(SERVE[2:])}` with its defaults (one instance, compiled), over HTTP.  Every process counts "
@@ -41,19 +43,22 @@ TRACE_METHOD = (
     "/v1/completions, 3 tokens, greedy, for a loaded adapter and a known prompt.  load: POST "
     "/v1/load_lora_adapter under a new name, each time with other weights.  first_completion: a completion "
     f"for such an adapter.  {', '.join(f'{name} {number}' for name, number in NUM_WINDOWS.items())} times; a "
-    f"window ends {SETTLE_S} s after the answer, the next one opens {PAUSE_S} s later, and the shorter half "
-    "of the windows is kept.  A function counts if half of these windows hold it, and if it has "
-    f"half a call per window more than {SPARE} times the idle server's rate.  idle: functions that an idle "
-    f"server calls at least every {PERIOD_S:g} s, in {IDLE_S:g} s."
+    f"window ends {SETTLE_S} s after the answer, the next one opens {min(PAUSES_S)} to {max(PAUSES_S):.2f} s "
+    "later, and the shorter half of the windows is kept.  A function counts if half of these windows hold "
+    "it.  An idle server's function also needs a caller that the idle server lacks, or half a call per "
+    f"window beyond {SPARE} times the idle server's rate.  idle: functions that an idle server calls at "
+    f"least every {PERIOD_S:g} s, in {IDLE_S:g} s."
 )
 
-Calls = dict[str, Counter[tuple[str, str]]]
-"""Process, then (file, function): number of calls."""
+Function = tuple[str, str]
+"""File and name."""
+Calls = dict[str, dict[Function, Counter[str]]]
+"""Process, then function, then caller: number of calls."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """What was recorded: calls and seconds of each window by the number, own modules of each process."""
+    """A record: calls and seconds by the number of the window, own modules by process."""
 
     calls: dict[int, Calls]
     seconds: dict[int, float]
@@ -61,7 +66,7 @@ class Windows:
 
 
 def trace_requests(tree: Path, python: str) -> dict[str, Any]:
-    """Start a server of the tree, send it the requests, and count what each kind of window entered."""
+    """Start a server of the tree, send the requests, and count the functions of each kind of window."""
     import httpx
 
     tree = tree.resolve()
@@ -74,7 +79,7 @@ def trace_requests(tree: Path, python: str) -> dict[str, Any]:
         windows = Windows(calls, seconds, modules)
     return {
         "command": " ".join(SERVE),
-        "windows": {kind: _entered(windows, numbers["idle"], numbers[kind]) for kind in numbers},
+        "windows": {kind: entered(windows, numbers["idle"], numbers[kind]) for kind in numbers},
         "modules": {process: sorted(names) for process, names in sorted(modules.items())},
     }
 
@@ -120,7 +125,7 @@ def _wait_ready(http: Any, server: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _send_all(http: Any, tree: Path, folder: Path) -> tuple[dict[str, list[int]], dict[int, float]]:
-    """The numbers of the windows of each kind, and how long each window was open."""
+    """The numbers of the windows by kind, and the seconds of each window."""
 
     def complete(model: str) -> None:
         body = {"model": model, "prompt": "abc:", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
@@ -161,8 +166,8 @@ def _open_windows(
     with path.open("r+b", buffering=0) as file:
         for kind, calls in kinds.items():
             for call in calls:
-                time.sleep(PAUSE_S)
                 number = len(seconds) + 1
+                time.sleep(PAUSES_S[number % len(PAUSES_S)])
                 numbers[kind].append(number)
                 start = time.monotonic()
                 os.pwrite(file.fileno(), bytes([number]), 0)
@@ -174,7 +179,7 @@ def _open_windows(
 
 
 def _copy_changed(source: Path, target: Path, change: int) -> None:
-    """A copy of the adapter that differs in the lowest bits of one weight."""
+    """A copy of the adapter with a change in the lowest bits of a weight."""
     shutil.copytree(source, target)
     path = target / "adapter_model.safetensors"
     content = bytearray(path.read_bytes())
@@ -183,7 +188,7 @@ def _copy_changed(source: Path, target: Path, change: int) -> None:
 
 
 def _signal_all(folder: Path, number: int) -> None:
-    """Signal the server's processes, and wait until each has written its file."""
+    """Signal the server's processes, and wait for the file of each process."""
     for path in folder.glob("*.json"):
         path.unlink()
     waiting = set()
@@ -197,7 +202,7 @@ def _signal_all(folder: Path, number: int) -> None:
 
 
 def _command(pid: str) -> bytes:
-    """The command of a process; empty if it ended."""
+    """The command of a process; empty after its end."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -205,22 +210,22 @@ def _command(pid: str) -> bytes:
 
 
 def _read(folder: Path) -> tuple[dict[int, Calls], dict[str, set[str]]]:
-    calls: dict[int, Calls] = defaultdict(lambda: defaultdict(Counter))
+    calls: dict[int, Calls] = defaultdict(lambda: defaultdict(lambda: defaultdict(Counter)))
     modules: dict[str, set[str]] = defaultdict(set)
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         process = "engine" if "run_role" in found["command"] else "front end"
         modules[process].update(found["modules"])
-        for window, file, name, number in found["calls"]:
-            calls[window][process][file, name] += number
+        for window, file, name, caller, number in found["calls"]:
+            calls[window][process][file, name][caller] += number
     return calls, modules
 
 
-def _entered(windows: Windows, idle: list[int], like: list[int]) -> dict[str, Any]:
-    """Files and functions that the windows of one kind entered: of all processes, and of each."""
+def entered(windows: Windows, idle: list[int], like: list[int]) -> dict[str, Any]:
+    """Files and functions in the windows of a kind, together and by process."""
     if like == idle:
         entered = {
-            process: {function for function, calls in found.items() if calls * PERIOD_S >= IDLE_S}
+            process: {function for function, calls in found.items() if calls.total() * PERIOD_S >= IDLE_S}
             for process, found in windows.calls[idle[0]].items()
         }
     else:
@@ -233,25 +238,28 @@ def _entered(windows: Windows, idle: list[int], like: list[int]) -> dict[str, An
     }
 
 
-def _caused(windows: Windows, process: str, idle: int, like: list[int]) -> set[tuple[str, str]]:
-    """Functions that the requests of like windows caused in a process, by the shorter half of the windows."""
+def _caused(windows: Windows, process: str, idle: int, like: list[int]) -> set[Function]:
+    """Functions in a process because of requests, by the shorter half of like windows."""
     like = sorted(like, key=windows.seconds.__getitem__)[: (len(like) + 1) // 2]
-    held: Counter[tuple[str, str]] = Counter()
-    calls: Counter[tuple[str, str]] = Counter()
-    for number in like:
-        found = windows.calls[number][process]
-        held.update(found.keys())
-        calls.update(found)
+    share = SPARE * sum(windows.seconds[number] for number in like) / windows.seconds[idle]
     by_itself = windows.calls[idle][process]
-    times = SPARE * sum(windows.seconds[number] for number in like) / windows.seconds[idle]
+    held: Counter[Function] = Counter()
+    calls: Counter[Function] = Counter()
+    held_by_new_caller: Counter[Function] = Counter()
+    for number in like:
+        for function, callers in windows.calls[number][process].items():
+            held[function] += 1
+            calls[function] += callers.total()
+            held_by_new_caller[function] += bool(callers.keys() - by_itself.get(function, {}).keys())
     half = len(like) / 2
-    return {
-        function
-        for function in held
-        if held[function] >= half and calls[function] >= half + times * by_itself[function]
-    }
+
+    def is_caused(function: Function) -> bool:
+        spare = share * sum(by_itself.get(function, {}).values())
+        return held_by_new_caller[function] >= half or calls[function] >= half + spare
+
+    return {function for function in held if held[function] >= half and is_caused(function)}
 
 
-def _numbers(functions: Iterable[tuple[str, str]]) -> dict[str, int]:
+def _numbers(functions: Iterable[Function]) -> dict[str, int]:
     functions = set(functions)
     return {"num_files": len({file for file, _ in functions}), "num_functions": len(functions)}

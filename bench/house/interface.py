@@ -1,4 +1,4 @@
-"""What users and developers reach by name: options, settings, control verbs."""
+"""Names for users and developers: options, settings, control verbs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .sources import FUNCTIONS, FunctionNode, Source
 
 _METHODS = ("get", "post", "put", "delete", "patch")
 CONTROL_VERB = "pin_adapter"
-"""A verb that an HTTP route passes on to the engine."""
+"""A verb on its way from an HTTP route to the engine."""
 LIBRARY = "LLM"
-"""The class of the library's own calls; the file that defines it is no way from a route to the engine."""
+"""The class of the library's own calls; its file is on no way from a route to the engine."""
 
 
 def options() -> list[str]:
@@ -28,7 +28,7 @@ def options() -> list[str]:
 
 
 def settings() -> list[str]:
-    """Leaves of the cluster file: keys at its top that are no section, and settings of each section.
+    """Leaves of the cluster file: top-level keys without sections, and settings of each section.
 
     Parameters of a named policy stand in the policy's own settings class, and do not count.
     """
@@ -53,7 +53,7 @@ def _leaves(section: str, kind: Any) -> list[str]:
 
 
 def control_verb_files(package: dict[str, Source]) -> list[str]:
-    """Files that a control verb is written into on its way from an HTTP route to the engine.
+    """Files with the control verb on its way from an HTTP route to the engine.
 
     A file counts if it defines a function of the verb's name, has the name as a key of a table, or names the
     verb in a route.  Neither the library's own call nor a caller elsewhere counts.

@@ -29,7 +29,7 @@ _GENERATED = re.compile(r"<!-- (?:settings|options): .*?<!-- end -->", re.DOTALL
 
 @dataclass(frozen=True)
 class Prose:
-    """Words, and how many of them are relative words and pronouns, per 1,000."""
+    """Number of words, and relative words and pronouns per 1,000 words."""
 
     num_words: int
     relative_per_1000: float
@@ -45,14 +45,17 @@ def count_prose(texts: Iterable[str]) -> Prose:
 
 
 def explanations(source: Source) -> list[str]:
-    """Docstrings (each statement that is only a string) and comments."""
+    """Comments and docstrings; each statement of a string alone is a docstring."""
     texts = [node.value.value for node in source.nodes if is_text(node)]  # type: ignore[attr-defined]
     tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
     return texts + [one.string.lstrip("# ") for one in tokens if one.type == tokenize.COMMENT]
 
 
 def sentences(source: Source) -> list[str]:
-    """String literals of four words or more, without docstrings; of f-strings and sums all parts together."""
+    """String literals of four words or more, without docstrings.
+
+    The parts of an f-string or of a sum are one text.
+    """
     return [text for text in _literals(source.tree) if len(_WORD.findall(text.lower())) >= LEAST_WORDS]
 
 
@@ -68,7 +71,7 @@ def _literals(node: ast.AST) -> Iterator[str]:
 
 
 def _text(node: ast.AST) -> str | None:
-    """The text that an expression states, with a gap for each value; None: no text."""
+    """The text in an expression, with a gap for each value; None: no text."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -91,7 +94,7 @@ def page_prose(text: str) -> str:
 
 @dataclass(frozen=True)
 class Session:
-    """A block of a page: commands, and the output that readers see."""
+    """A block of a page: commands and their output."""
 
     page: Path
     commands: tuple[str, ...]
@@ -101,7 +104,7 @@ class Session:
 def sessions(tree: Path) -> list[Session]:
     """Blocks marked `console` with at least one line "$ COMMAND" and a line of output.
 
-    A test that compares the output of these blocks calls this function.
+    A test calls this function and compares the output of each block.
     """
     found = []
     for page in [tree / "README.md", *pages(tree)]:
@@ -115,6 +118,6 @@ def sessions(tree: Path) -> list[Session]:
 
 
 def compared_blocks(tree: Path) -> int:
-    """Number of `sessions`; 0 unless a test of pages calls that function."""
+    """Number of `sessions`; 0 unless a test calls `sessions`."""
     tests = (path.read_text(encoding="utf-8") for path in sorted((tree / "tests").glob("test_*.py")))
     return len(sessions(tree)) if any(re.search(r"\bsessions\(", text) for text in tests) else 0

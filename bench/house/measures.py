@@ -1,4 +1,4 @@
-"""The house's numbers by name, and whether each keeps its limit in `tests/house_limits.json`.
+"""The house's numbers by name, and their limits in `tests/house_limits.json`.
 
 A ratchet may only fall, a floor may only rise.  A budget rises by a stated number for a stated reason.
 """
@@ -19,7 +19,7 @@ LIMITS = ROOT / "tests" / "house_limits.json"
 
 
 class Measure(NamedTuple):
-    """What a number counts, and what brings it back within its limit."""
+    """The meaning of a number, and the way back within its limit."""
 
     meaning: str
     way_out: str
@@ -93,14 +93,14 @@ MEASURES = {**TRACE, **COUNTS}
 
 @dataclass(frozen=True)
 class Found:
-    """A measure's value, and the places that make it."""
+    """A measure's value, and the places behind the value."""
 
     value: float
     places: list[str] = field(default_factory=list)
 
 
 def counts(tree: Path = ROOT) -> dict[str, Found]:
-    """The measures that need no server, of the checkout that is installed."""
+    """The measures without a server, of the installed checkout."""
     package = package_of(read_sources(tree))
     parameters = shape.Parameters(package)
     fan_out, widest = shape.fan_out(package)
@@ -191,7 +191,7 @@ class Limits:
         )
 
     def tighten(self, values: Mapping[str, Found]) -> None:
-        """Write each value that is better than its limit as the new limit; the others stay."""
+        """Write each better value as the new limit, and keep the limits of worse values."""
         for name, found in values.items():
             room, held = self.room(name, found.value), self.content[self.kind(name)]
             if room > 0 and isinstance(held[name], dict):
@@ -202,7 +202,7 @@ class Limits:
 
 
 def limits_table(values: Mapping[str, Found], limits: Limits) -> str:
-    """A row per measure: its value beside its limit."""
+    """A row per measure: value beside limit."""
     rows: Iterable[tuple[str, ...]] = (
         (
             name,

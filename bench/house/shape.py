@@ -41,10 +41,10 @@ def _without_triton(package: dict[str, Source]) -> list[Source]:
 
 
 class Parameters:
-    """Parameters of functions, `self` among them, as the sum of the values that a caller states.
+    """Parameters of functions, `self` among them, as the number of values from a caller.
 
-    `*args` and `**kwargs` that a function passes on count as the parameters of the callee that they fill.  An
-    object that one constructor alone takes, and only takes apart, counts as its fields.
+    `*args` and `**kwargs` count as parameters of the callee if the function passes them on.  An object counts
+    as its fields if a single constructor takes the object and only reads fields.
     """
 
     def __init__(self, package: dict[str, Source]) -> None:
@@ -83,7 +83,7 @@ class Parameters:
         return 1
 
     def _passed_on(self, node: FunctionNode, stars: list[ast.arg]) -> int:
-        """The most parameters of a callee that the star-arguments fill, 0 if the callee is not ours."""
+        """The most parameters of a callee to fill by the star-arguments; 0 for a foreign callee."""
         names = {one.arg for one in stars}
         found = [0]
         for call in (inner for inner in ast.walk(node) if isinstance(inner, ast.Call)):
@@ -96,7 +96,7 @@ class Parameters:
         return max(found)
 
     def _count_takers(self) -> Counter[str]:
-        """Number of functions that take an object of each class."""
+        """Number of functions with a parameter of the class, by class."""
         takers: Counter[str] = Counter()
         for one in self._package.values():
             for _, node in one.functions:
@@ -122,7 +122,7 @@ def _last_name(function: ast.expr) -> str:
 
 
 def _only_unpacks(node: FunctionNode, name: str) -> bool:
-    """Whether a function reads the parameter only field by field, or spread by a star."""
+    """True if a function reads the parameter only field by field, or spreads the parameter by a star."""
     read: set[ast.expr] = set()
     for inner in ast.walk(node):
         if isinstance(inner, (ast.Attribute, ast.Starred)):
@@ -132,7 +132,7 @@ def _only_unpacks(node: FunctionNode, name: str) -> bool:
 
 
 def _fields_of_classes(package: dict[str, Source]) -> dict[str, list[str]]:
-    """Fields of each class that is made of fields: dataclasses, named tuples, typed dictionaries."""
+    """Fields by class, of dataclasses, named tuples and typed dictionaries."""
     classes = {
         node.name: node for one in package.values() for node in one.nodes if isinstance(node, ast.ClassDef)
     }
@@ -169,7 +169,7 @@ def _definitions(package: dict[str, Source]) -> dict[str, int]:
 
 
 def headings(source: Source) -> list[str]:
-    """Comments that stand alone between blank lines, at any depth: the headings of a file's parts."""
+    """Comments alone between blank lines, at any depth: the headings of a file's parts."""
     lines = source.text.splitlines()
     comments = [line.lstrip().startswith("#") for line in lines]
     found = []
@@ -189,7 +189,7 @@ def parts(package: dict[str, Source], divided: list[str]) -> int:
 
 
 def divided_files(package: dict[str, Source]) -> list[str]:
-    """Files with two groups of definitions: no group refers to the other, no file imports from both."""
+    """Files with two groups of definitions, without references and common importers between the groups."""
     users: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for one in package.values():
         for module, name in _used_names(one, package):
@@ -202,7 +202,7 @@ def divided_files(package: dict[str, Source]) -> list[str]:
 
 
 def _used_names(source: Source, package: dict[str, Source]) -> Iterator[tuple[str, str]]:
-    """(module, name) of everything that a file uses of the package's other files."""
+    """(module, name) of each definition in a further file of the package, by use in this file."""
     modules: dict[str, str] = {}
     for node in source.nodes:
         if isinstance(node, ast.ImportFrom):
@@ -220,7 +220,7 @@ def _used_names(source: Source, package: dict[str, Source]) -> Iterator[tuple[st
 
 
 def _groups(source: Source, users: dict[str, set[str]]) -> list[set[str]]:
-    """Groups of top-level definitions that other files import, joined by references and by common importers.
+    """Groups of imported top-level definitions, joined by references and by common importers.
 
     A group has a class or function; a constant alone is no subject.
     """
@@ -250,7 +250,7 @@ def _defines(node: ast.stmt) -> Iterator[str]:
 
 
 def single_importers(package: dict[str, Source]) -> list[str]:
-    """Files of moe_lora, no `__init__`, that one file of moe_lora and cli imports."""
+    """Files of moe_lora with a single importer in moe_lora and cli; no `__init__`."""
     importers = Counter(
         target for one in package.values() for target in imported(one, package, deferred=True)
     )
@@ -262,13 +262,13 @@ def single_importers(package: dict[str, Source]) -> list[str]:
 
 
 def unreachable(package: dict[str, Source]) -> list[str]:
-    """Files that no command and no call of the library reaches by imports."""
+    """Files without a path of imports from a command or the library."""
     found = reached(package, [root for root in ROOTS if root in package])
     return sorted(one.path for one in package.values() if one.module not in found)
 
 
 def fan_out(package: dict[str, Source]) -> tuple[int, str]:
-    """The most files of the package that one file imports, and that file."""
+    """The most imports of package files in a single file, and the path of this file."""
     return max((len(imported(one, package, deferred=True)), one.path) for one in package.values())
 
 
@@ -278,7 +278,7 @@ def documented_names(package: dict[str, Source]) -> int:
 
 
 def shaped_functions(package: dict[str, Source]) -> int:
-    """Public functions that take or return a tensor, with a shape in the docstring."""
+    """Number of public functions on tensors with a shape in the docstring."""
     return sum(
         _takes_tensor(node) and bool(_SHAPE.search(ast.get_docstring(node) or ""))
         for one in package.values()

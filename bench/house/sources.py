@@ -28,7 +28,7 @@ _NO_CODE = {
 
 @dataclass(frozen=True)
 class Source:
-    """A file of a checkout: its path below the tree, the module that it is, its text and syntax tree."""
+    """A file of a checkout: its path below the tree, its module, its text and syntax tree."""
 
     path: str
     module: str
@@ -129,7 +129,7 @@ def _run_on_import(body: Iterable[ast.stmt]) -> Iterator[ast.AST]:
 
 
 def origin_of(source: Source, node: ast.ImportFrom) -> str:
-    """The module that a `from` statement names, without dots at its start."""
+    """The module of a `from` statement, without dots at its start."""
     words = source.module.split(".")
     if not node.level:
         return node.module or ""
@@ -144,11 +144,11 @@ def _longest(name: str, modules: dict[str, Source]) -> str:
 
 
 def reached(package: dict[str, Source], roots: Iterable[str]) -> set[str]:
-    """Modules that the roots import, directly or through others, at whatever depth.
+    """Modules behind the imports of the roots, at any distance and at any depth of a file.
 
-    A string counts as an import if it is a module's full name.  A file that calls `import_module` gives
-    meaning to more strings: strings in its folder, and first arguments in files that import it, count if they
-    begin with the name of a module of that folder.  An import for type checking alone does not count.
+    A module's full name in a string counts as an import.  A file with a call of `import_module` gives meaning
+    to more strings: strings in its folder, and first arguments in its importers, count if they begin with the
+    name of a module of the folder.  An import for type checking alone does not count.
     """
     importing = {name for name, one in package.items() if "import_module(" in one.text}
     edges = {name: _reaches(one, package, importing) for name, one in package.items()}
