@@ -216,6 +216,10 @@ def main() -> None:
         "--tighten", action="store_true", help="with --limits: better numbers become the limits"
     )
     given = parser.parse_args()
+    if given.tighten and not given.limits:
+        parser.error("--tighten needs --limits, whose numbers become the limits")
+    if given.limits and given.tree.resolve() != ROOT:
+        parser.error(f"--limits counts the installed checkout, {ROOT}; leave out --tree")
     if given.limits:
         limits = Limits()
         values = {**counts(), **trace_counts(trace_requests(ROOT, sys.executable))}
