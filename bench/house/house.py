@@ -3,6 +3,7 @@
     python -m bench.house.house [--tree DIR] [--label NAME] [--out FILE]  # counts of a checkout
     python -m bench.house.house --trace [--python PYTHON] [--tree DIR] [--label NAME] [--out FILE]
     python -m bench.house.house --page --out bench/results/house.jsonl  # house.md beside it
+    python -m bench.house.house --limits [--tighten]  # this checkout's numbers beside their limits; 2 minutes
 
 Counts come from syntax trees and tokens alone, so DIR may be a checkout of any commit; a trace runs DIR's
 code, for which PYTHON has to be an interpreter that has that checkout installed.
@@ -12,23 +13,19 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import sys
-import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import networkx
 
 from bench.harness.records import Recorder
 from moe_lora.report.results import git_state, read_results, write_text
 
 from .house_trace import TRACE_METHOD, trace_requests
+from .measures import ROOT, Limits, counts, limits_table, trace_counts
+from .sources import FUNCTIONS, PARTS, Source, code_lines, cycles, imported, public_names, read_sources
 
-PARTS = ("moe_lora", "cli", "bench", "demo")
 LONG_FILE, LONG_FUNCTION = 400, 70
 COUNT_METHOD = (
     "Python files only.  A line of code holds at least one token that is no comment, and belongs to no "
@@ -40,127 +37,6 @@ COUNT_METHOD = (
     "largest set of files that reach each other by imports.  Class and file names, importers and cycles "
     "are those of moe_lora and cli."
 )
-_NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-@dataclass(frozen=True)
-class Source:
-    """A file of a checkout: its path below the tree, the module that it is, its text and syntax tree."""
-
-    path: str
-    module: str
-    text: str
-    tree: ast.Module
-
-    @property
-    def is_package(self) -> bool:
-        return self.path.endswith("__init__.py")
-
-
-def read_sources(tree: Path) -> dict[str, Source]:
-    """The files of all parts by module name; `cli` is the package moe_lora.cli."""
-    found = {}
-    for part in PARTS:
-        for path in sorted((tree / part).rglob("*.py")):
-            relative = path.relative_to(tree)
-            words = relative.with_suffix("").parts
-            words = words[:-1] if words[-1] == "__init__" else words
-            module = ".".join(("moe_lora", *words) if part == "cli" else words)
-            text = path.read_text(encoding="utf-8")
-            found[module] = Source(str(relative), module, text, ast.parse(text))
-    return found
-
-
-def code_lines(text: str, tree: ast.Module) -> int:
-    """Lines with code: no blank lines, comments, docstrings, imports."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in _NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)) or _is_text(node):
-            assert isinstance(node, ast.stmt)
-            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    given = text.splitlines()
-    return sum(1 for number in lines if given[number - 1].strip())
-
-
-def _is_text(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
-
-
-def imported(source: Source, modules: dict[str, Source], *, deferred: bool) -> set[str]:
-    """Modules of the checkout that a file imports; without deferred ones only what its import runs."""
-    nodes = ast.walk(source.tree) if deferred else _run_on_import(source.tree.body)
-    found: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found.update(_longest(name.name, modules) for name in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            origin = _origin(source, node)
-            for name in node.names:
-                inner = f"{origin}.{name.name}"
-                found.add(inner if inner in modules else _longest(origin, modules))
-        elif deferred and source.is_package and isinstance(node, ast.Constant) and node.value in modules:
-            found.add(node.value)
-    return found - {"", source.module}
-
-
-def _run_on_import(body: Iterable[ast.stmt]) -> Iterator[ast.AST]:
-    for node in body:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            yield from _run_on_import(node.orelse)
-        elif isinstance(node, (ast.If, ast.Try, ast.With)):
-            yield from _run_on_import(one for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt))
-        elif not isinstance(node, _FUNCTIONS):
-            yield node
-
-
-def _origin(source: Source, node: ast.ImportFrom) -> str:
-    words = source.module.split(".")
-    if not node.level:
-        return node.module or ""
-    base = words[: len(words) - node.level + (1 if source.is_package else 0)]
-    return ".".join([*base, node.module] if node.module else base)
-
-
-def _longest(name: str, modules: dict[str, Source]) -> str:
-    while name and name not in modules:
-        name = name.rpartition(".")[0]
-    return name
-
-
-def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Largest sets of more than one node that reach each other, sorted."""
-    graph = networkx.DiGraph([(node, target) for node, targets in edges.items() for target in targets])
-    return sorted(sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1)
-
-
-def public_names(source: Source) -> Iterator[tuple[str, bool]]:
-    """("class" | "function" | "method", whether it has a docstring) of everything public in a file."""
-    if any(word.startswith("_") for word in source.module.split(".")):
-        return
-    for node in source.tree.body:
-        if isinstance(node, _FUNCTIONS) and not node.name.startswith("_"):
-            yield "function", ast.get_docstring(node) is not None
-        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            yield "class", ast.get_docstring(node) is not None
-            for inner in node.body:
-                if isinstance(inner, _FUNCTIONS) and not inner.name.startswith("_"):
-                    yield "method", ast.get_docstring(inner) is not None
 
 
 def _named(tree: ast.Module, kinds: type | tuple[type, ...]) -> Iterator[tuple[str, Any]]:
@@ -198,7 +74,7 @@ def _part(files: list[Source]) -> dict[str, Any]:
     long_functions = [
         f"{one.path}:{name} ({node.end_lineno - node.lineno + 1})"
         for one in files
-        for name, node in _named(one.tree, _FUNCTIONS)
+        for name, node in _named(one.tree, FUNCTIONS)
         if node.end_lineno - node.lineno + 1 > LONG_FUNCTION
     ]
     lengths = {one.path: len(one.text.splitlines()) for one in files}
@@ -240,7 +116,10 @@ def page(records: list[dict[str, Any]]) -> str:
     lines += ["## What a request enters", "", _row("", labels), _row("---", ["---:"] * len(labels))]
     rows = {label: _trace_rows(one["result"]) for label, one in traces.items()}
     lines += _table(rows, labels)
-    lines += [_row("commit", [_commit(traces.get(label)) for label in labels]), "", TRACE_METHOD, ""]
+    lines += [_row("commit", [_commit(traces.get(label)) for label in labels]), ""]
+    for method in dict.fromkeys(one["config"]["method"] for one in traces.values()):
+        alike = [label for label, one in traces.items() if one["config"]["method"] == method]
+        lines += [f"{', '.join(alike)}: {method}", ""]
     for label, one in counts.items():
         lines += _lists(label, one["result"])
     return "\n".join(lines).rstrip() + "\n"
@@ -292,9 +171,10 @@ def _trace_rows(result: dict[str, Any]) -> dict[str, Any]:
     ):
         found = result["windows"][window]
         rows[f"{words}: files, functions"] = f"{found['num_files']}, {found['num_functions']}"
-        rows[f"{words}: of these not seen while idle"] = (
-            f"{found['num_files_not_idle']}, {found['num_functions_not_idle']}"
-        )
+        if "num_files_not_idle" in found:  # a record of the method before
+            rows[f"{words}: of these not seen while idle"] = (
+                f"{found['num_files_not_idle']}, {found['num_functions_not_idle']}"
+            )
         for process, numbers in found["processes"].items():
             rows[f"{words}: {process}"] = f"{numbers['num_files']}, {numbers['num_functions']}"
     idle = result["windows"]["idle"]
@@ -325,13 +205,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parents[2])
+    parser.add_argument("--tree", type=Path, default=ROOT)
     parser.add_argument("--label", help="the column's heading in house.md; default: the tree's commit")
     parser.add_argument("--out", type=Path, help="append the record to this file; default: print it")
     parser.add_argument("--trace", action="store_true", help="start a server and record what requests enter")
     parser.add_argument("--python", default=sys.executable, help="interpreter that has the tree installed")
     parser.add_argument("--page", action="store_true", help="write house.md beside --out and end")
+    parser.add_argument("--limits", action="store_true", help="print each number beside its limit and end")
+    parser.add_argument(
+        "--tighten", action="store_true", help="with --limits: better numbers become the limits"
+    )
     given = parser.parse_args()
+    if given.tighten and not given.limits:
+        parser.error("--tighten needs --limits, whose numbers become the limits")
+    if given.limits and given.tree.resolve() != ROOT:
+        parser.error(f"--limits counts the installed checkout, {ROOT}; leave out --tree")
+    if given.limits:
+        limits = Limits()
+        values = {**counts(), **trace_counts(trace_requests(ROOT, sys.executable))}
+        print(limits_table(values, limits))
+        if given.tighten:
+            limits.tighten(values)
+        return
     if given.page:
         if given.out is None:
             parser.error("--page needs --out, the file of records")

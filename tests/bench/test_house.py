@@ -5,10 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
-from bench.house import house_trace
-from bench.house.house import code_lines, count, cycles, page
+from bench.house import house_recorder, house_trace
+from bench.house.house import count, page
+from bench.house.sources import code_lines, cycles
 
 _ONE = '''"""A file.
 
@@ -90,21 +92,61 @@ def test_page_has_a_column_for_each_label(tmp_path: Path) -> None:
     assert "| code lines, moe_lora | 7 | 7 |" in text
 
 
-def test_only_functions_entered_while_a_window_is_open_are_noted(tmp_path: Path) -> None:
+def test_only_calls_while_a_window_is_open_are_counted(tmp_path: Path) -> None:
     tree = _tree(tmp_path / "tree", __init__="", a="def outside(): ...\ndef inside(): ...\n")
     window = tmp_path / "window"
     window.write_bytes(b"\0")
-    hook = f"import runpy\nrunpy.run_path({house_trace.__file__!r})['record']()\n"
+    hook = f"import runpy\nrunpy.run_path({house_recorder.__file__!r})['record']()\n"
     (tmp_path / "sitecustomize.py").write_text(hook)
     code = (
-        "import pathlib, threading; from moe_lora import a; a.outside()\n"
+        "import os, pathlib, signal, threading; from moe_lora import a\n"
+        "os.kill(os.getpid(), signal.SIGUSR1); a.outside()\n"
         f"window = pathlib.Path({str(window)!r}).open('r+b', buffering=0); window.write(bytes([2]))\n"
-        "thread = threading.Thread(target=a.inside); thread.start(); thread.join(); window.close()\n"
+        "thread = threading.Thread(target=a.inside); thread.start(); thread.join(); a.inside()\n"
+        "os.kill(os.getpid(), signal.SIGUSR2)\n"
     )
     paths = os.pathsep.join([str(tmp_path), str(tree)])
     variables = {"HOUSE_TRACE_FOLDER": str(tmp_path), "HOUSE_TRACE_TREE": str(tree), "PYTHONPATH": paths}
     subprocess.run(
         [sys.executable, "-S", "-c", "import sitecustomize\n" + code], env=variables, cwd=tmp_path, check=True
     )
-    lines = [json.loads(one) for path in tmp_path.glob("*.jsonl") for one in path.read_text().splitlines()]
-    assert [(one["window"], one["file"], one["name"]) for one in lines] == [(2, "moe_lora/a.py", "inside")]
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert [one["modules"] for one in found] == [["moe_lora", "moe_lora.a"]]
+    calls = [tuple(call[:3]) for one in found for call in one["calls"]]
+    assert set(calls) == {(2, "moe_lora/a.py", "inside:2")}
+    assert sum(call[4] for one in found for call in one["calls"]) == 2
+
+
+def _windows(idle: dict[str, dict[str, int]], *like: dict[str, dict[str, int]]) -> house_trace.Windows:
+    """Calls of functions of one file by their callers: in 8 s of an idle server, in windows of 0.5 s."""
+    calls: dict[int, house_trace.Calls] = {
+        number: {"engine": {("a.py", name): Counter(callers) for name, callers in found.items()}}
+        for number, found in enumerate([idle, *like], start=1)
+    }
+    seconds = {number: 8.0 if number == 1 else 0.5 for number in calls}
+    return house_trace.Windows(calls, seconds, {"engine": set()})
+
+
+def _entered(windows: house_trace.Windows) -> list[str]:
+    found = house_trace.entered(windows, [1], sorted(windows.calls)[1:])
+    return [name.removeprefix("a.py:") for name in found["functions"]]
+
+
+def test_a_function_that_most_windows_enter_counts_and_a_rare_one_does_not() -> None:
+    always, once = {"step": {"loop": 1}}, {"step": {"loop": 1}, "collect": {"loop": 1}}
+    assert _entered(_windows({}, always, once, always, always, always, always)) == ["step"]
+
+
+def test_a_heartbeat_counts_in_no_window_of_a_request() -> None:
+    window = {"step": {"loop": 1}, "beat": {"timer": 1}}
+    assert _entered(_windows({"beat": {"timer": 16}}, *[window] * 8)) == ["step"]
+
+
+def test_a_function_of_heartbeats_and_requests_counts_by_its_caller_or_by_its_calls() -> None:
+    window = {"send": {"beat": 1, "reply": 1}, "read": {"loop": 4}}
+    assert _entered(_windows({"send": {"beat": 16}, "read": {"loop": 16}}, *[window] * 8)) == ["read", "send"]
+
+
+def test_an_idle_server_enters_what_returns_every_second() -> None:
+    windows = _windows({"beat": {"timer": 8}, "rare": {"timer": 1}})
+    assert house_trace.entered(windows, [1], [1])["functions"] == ["a.py:beat"]
