@@ -101,7 +101,7 @@ class EngineConfig(Settings):
     )
     """Share of a device's memory for one process of an instance: weights, KV and adapters.  Sizes that are
     chosen stay within this share: a quarter of the rest for adapters, three quarters for KV.  What a step
-    computes with comes on top."""
+    computes with comes on top.  Ranks that share a device each count their equal part of its memory."""
     host_arena_mb: float | None = setting(
         None,
         least=0,

@@ -46,7 +46,7 @@ def free_bytes(device: torch.device, num_sharers: int = 1) -> int:
 
 
 def within_share(config: EngineConfig, device: torch.device, free: int) -> int:
-    """Bytes of `free` that memory_utilization leaves for KV and adapters.
+    """Bytes of `free` that memory_utilization leaves for KV and adapters; of a shared device, of its part.
 
     free: bytes that a rank counts as free.  Memory that the rank holds already counts as used.
     """
@@ -54,7 +54,8 @@ def within_share(config: EngineConfig, device: torch.device, free: int) -> int:
     if share is None:
         return free
     if device.type == "cuda":
-        total, held = torch.cuda.mem_get_info(device)[1], torch.cuda.memory_reserved(device)
+        total = torch.cuda.mem_get_info(device)[1] // most_sharers(config)
+        held = torch.cuda.memory_reserved(device)
     else:
         total, held = host_memory_bytes() // config.num_ranks, resident_bytes() * config.num_instances
     left = int(share * total) - held

@@ -208,3 +208,5 @@ def test_the_share_holds_on_the_device_of_an_instance(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     config = EngineConfig(model_dir="", memory_utilization=0.5)
     assert sizing.within_share(config, CUDA, 600) == 200
+    shared = EngineConfig(model_dir="", memory_utilization=0.8, device_shares=(DeviceShare(0, 2),))
+    assert sizing.within_share(shared, CUDA, 200) == 100, "0.8 of the half of 1000, beside 300"
