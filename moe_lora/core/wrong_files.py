@@ -49,7 +49,7 @@ _STARTS = (
     ),
 )
 _ANNEX = re.compile(rb"(?:\.\./)*(?:\.git)?/annex/objects/")
-_HTML = re.compile(rb"<(?:!doctype|html|head|body|\?xml|!--)", re.IGNORECASE)
+_HTML = re.compile(rb"<(?:!doctype html|html|\?xml)\b", re.IGNORECASE)
 
 
 def content_of(head: bytes, *, is_text: bool = False) -> Content | None:
@@ -86,10 +86,10 @@ def file_content(path: Path, *, is_text: bool = False) -> Content | None:
         return content_of(file.read(HEAD_BYTES), is_text=is_text)
 
 
-def pointer_problem(path: Path, text: str) -> str | None:
-    """Cause and way out for a text file that is a pointer or a web page; None: neither."""
-    content = content_of(text[:HEAD_BYTES].encode(), is_text=True)
-    return None if content is None else f"{path} is {content}"
+def pointer_problem(path: Path, content: bytes) -> str | None:
+    """Cause and way out for a file of text that holds something else; None: no known kind."""
+    found = content_of(content[:HEAD_BYTES], is_text=True)
+    return None if found is None else f"{path} is {found}"
 
 
 def listed(names: list[str]) -> str:
@@ -141,6 +141,14 @@ def other_content(folder: Path) -> str | None:
 
     None: nothing known.
     """
+    if found := other_format(folder):
+        return found
+    weights = _named(folder, ("*.safetensors",))
+    return f"it holds {listed(weights)}" if weights else None
+
+
+def other_format(folder: Path) -> str | None:
+    """As `other_content`, for a folder that is of another tool or kind."""
     return next(_findings(folder), None)
 
 
@@ -165,8 +173,6 @@ def _findings(folder: Path) -> Iterator[str]:
             f"it holds only the state of a trainer ({listed(state)}), which has no weights; save the model "
             "with save_pretrained"
         )
-    if weights := _named(folder, ("*.safetensors",)):
-        yield f"it holds {listed(weights)}"
 
 
 def _named(folder: Path, patterns: tuple[str, ...]) -> list[str]:

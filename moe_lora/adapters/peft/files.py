@@ -24,6 +24,7 @@ from moe_lora.core.wrong_files import (
     listed,
     missing_shards,
     other_content,
+    other_format,
     pickled_weights,
 )
 
@@ -124,7 +125,7 @@ def adapter_folder(path: str, name: str) -> str:
     """Where an adapter lies: `path`, or a folder below, where PEFT saves one that is not called "default".
 
     Below, the folder of the adapter's own name goes before an only other one; where neither is, `path` itself
-    is returned.  Raises AdapterError if there are several others.
+    is returned.  Raises AdapterError if there are several others, or a folder of another tool.
     """
     if os.path.isfile(os.path.join(path, CONFIG_FILE)):
         return path
@@ -140,6 +141,8 @@ def adapter_folder(path: str, name: str) -> str:
             "give the folder of one of them"
         )
     if not below:
+        if found := other_format(Path(path)):
+            raise AdapterError(f"{path}: has no {CONFIG_FILE}; {found}")
         return path
     return os.path.join(path, name if name in below else below[0])
 
