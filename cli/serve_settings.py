@@ -229,8 +229,9 @@ def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:
 def find_adapters(folders: Iterable[str]) -> list[tuple[str, str]]:
     """(name, directory) of every PEFT adapter in or below the folders, sorted by name.
 
-    Links are followed, and each folder is walked once, so a loop of links ends.  An adapter has the name of the
-    link that leads to it.  Folders below whose names begin with a dot are left out.  Raises click.BadParameter for a folder without any and for unfit names.
+    Links are followed.  Each folder is walked once, so a loop of links ends.  An adapter behind a link has
+    the link's name.  Folders below are left out if their names begin with a dot.  Raises click.BadParameter
+    for a folder without any adapter and for unfit names.
     """
     found: list[tuple[str, str]] = []
     unfit: list[str] = []

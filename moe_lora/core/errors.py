@@ -48,8 +48,8 @@ class CapacityError(MoeLoraError):
 class GenerationError(MoeLoraError):
     """Requests of one call that the engine could not complete, with the reason of each.
 
-    problems: index of a prompt -> reason.  completions: of all prompts in order; a failed one has finish_reason
-    "error" and the tokens until then.
+    problems: index of a prompt -> reason.  completions: of all prompts in order; a failed one has the tokens
+    until then and finish_reason "error".
     """
 
     def __init__(self, problems: Mapping[int, str], completions: Sequence[Any]) -> None:
@@ -57,8 +57,8 @@ class GenerationError(MoeLoraError):
         first, reason = next(iter(self.problems.items()))
         others = f" and {len(self.problems) - 1} more" if len(self.problems) > 1 else ""
         super().__init__(
-            f"prompt {first}{others} of {len(self.completions)} failed: {reason}; the other answers are in this "
-            "error's completions"
+            f"prompt {first}{others} of {len(self.completions)} failed: {reason}; the error's completions "
+            "hold the other answers"
         )
 
     def __reduce__(self) -> Any:

@@ -15,7 +15,7 @@ _MISSING = object()
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """The checkpoint's config.json.  Raises ConfigError if it is missing, another kind of file or not JSON."""
+    """The checkpoint's config.json.  Raises ConfigError if the file is missing or not JSON."""
     path = model_dir / "config.json"
     if not path.exists():
         raise ConfigError(

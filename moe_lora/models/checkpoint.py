@@ -122,7 +122,9 @@ def _names(file: Any) -> list[str]:
 def _way_to_safetensors(model_dir: Path) -> str:
     """What lies in a folder without safetensors, and what to do."""
     if pickles := pickled_weights(model_dir):
-        return f"it holds {listed(pickles)}, which are pickles and not read; convert them with save_pretrained"
+        return (
+            f"it holds {listed(pickles)}, which are pickles and not read; convert them with save_pretrained"
+        )
     return other_content(model_dir) or "convert the checkpoint with save_pretrained"
 
 

@@ -24,7 +24,7 @@ KINDS = {
     "a gzip": (b"\x1f\x8b\x08\x00", "gzip"),
     "a GGUF": (b"GGUF\x03\x00\x00\x00", "GGUF"),
     "a text": (b"Entry not found", "a text: 'Entry not found'"),
-    "JSON": (b'{"error": "Repository not found"}', "a text: '{\"error\""),
+    "JSON": (b'{"error": "Repository not found"}', 'a text: \'{"error"'),
 }
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class SplitExperts(nn.Module):
-    """The experts of a transformers module, each a pair of linear layers: gate and up alternate in the rows."""
+    """The experts of a transformers module, each a pair of linear layers; gate and up rows alternate."""
 
     def __init__(self, whole: Any) -> None:
         super().__init__()

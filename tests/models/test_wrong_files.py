@@ -73,7 +73,7 @@ def test_json_files_that_hold_something_else_are_named(kind, name, base):
 def test_a_pointer_as_config_is_named_wherever_it_is_read(base):
     (base / "config.json").write_bytes(POINTER)
     for read in (read_config, model_shape, base_model_hash):
-        with pytest.raises(ConfigError, match="Git LFS pointer.*git lfs pull"):
+        with pytest.raises(ConfigError, match=r"Git LFS pointer.*git lfs pull"):
             read(base)
 
 
@@ -118,6 +118,6 @@ def test_folders_without_config_are_told(case, tmp_path):
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
-    with pytest.raises(ConfigError, match="config.json does not exist") as caught:
+    with pytest.raises(ConfigError, match=r"config\.json does not exist") as caught:
         read_config(tmp_path)
     assert said in str(caught.value)

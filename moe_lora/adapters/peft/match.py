@@ -111,15 +111,15 @@ def _check_gathered(tensors: Mapping[str, Shaped], where: str) -> None:
     )
     if not tensors:
         raise AdapterError(
-            f"{where}: holds no tensors, so the adapter would change nothing; DeepSpeed ZeRO-3 and FSDP leave "
-            f"such a file; {gather}"
+            f"{where}: holds no tensors, so the adapter would change nothing; DeepSpeed ZeRO-3 and FSDP "
+            f"leave such a file; {gather}"
         )
     empty = sorted(key for key, tensor in tensors.items() if 0 in tuple(tensor.shape))
     if empty:
         others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
         raise AdapterError(
-            f"{where}: {empty[0]}{others}: shape {list(tensors[empty[0]].shape)} is empty; saved under DeepSpeed "
-            f"ZeRO-3 or FSDP without gathering; {gather}"
+            f"{where}: {empty[0]}{others}: shape {list(tensors[empty[0]].shape)} is empty; saved under "
+            f"DeepSpeed ZeRO-3 or FSDP without gathering; {gather}"
         )
 
 
@@ -204,9 +204,7 @@ def _check_one_form(layer: list[PairSource], where: str) -> None:
             )
 
 
-def _unmatched_names(
-    config: AdapterConfig, expected: dict[str, list[Place]], names: Names
-) -> Iterable[str]:
+def _unmatched_names(config: AdapterConfig, expected: dict[str, list[Place]], names: Names) -> Iterable[str]:
     """A text for each list of targets of which some match nothing."""
     modules = [(one, places) for path, places in expected.items() for one in names.readings(path)]
     parameters = [f"{path}.{place.parameter}" for path, places in modules for place in places]
@@ -275,8 +273,8 @@ def _rank_and_scale(path: str, place: Place, config: AdapterConfig, names: Names
     if len(found) > 1:
         first, second = list(found.values())[:2]
         raise AdapterError(
-            f"{config.where}: rank_pattern or alpha_pattern gives {first} and {second} two values, and both are "
-            "names of one module, with and without its wrapper; write patterns that match both, or rename the "
-            "tensors without the wrapper"
+            f"{config.where}: rank_pattern or alpha_pattern gives two values to one module: {first} and "
+            f"{second} are its names without and with a wrapper; write patterns for both names, or rename "
+            "the tensors without the wrapper"
         )
     return next(iter(found))

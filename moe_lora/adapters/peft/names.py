@@ -51,7 +51,7 @@ _STRANGERS = (
     (r"lora_(?:down|up)\.", "a name as diffusers and kohya write it; convert the adapter to PEFT's format"),
     (
         r"(?:^|\.)(?:score|classifier|v_head|value_head|reward_head)\.",
-        "a head of its own, as a classifier or a value model has, is not supported; train a causal LM adapter",
+        "the head of a classifier or a value model is not supported; train an adapter of a causal LM",
     ),
     (
         r"\.base_layer\.weight$|\.(?:layers|blocks)\.\d+\.(?!.*lora_).*\.weight$",
@@ -136,8 +136,8 @@ def unplaced(path: str, layer_prefix: str, is_known: bool) -> str | None:
     """
     if _OTHER_PARTS.search(path):
         return (
-            "trained on a multimodal wrapper: the tensor belongs to a part beside the language model, and only "
-            "the language model is served; train with targets in the language model alone"
+            "trained on a multimodal wrapper: the tensor belongs to a part beside the language model, and "
+            "only the language model is served; train with targets in the language model alone"
         )
     found = _IN_STACK.fullmatch(path)
     front = found["front"] if found else ""
@@ -145,8 +145,8 @@ def unplaced(path: str, layer_prefix: str, is_known: bool) -> str | None:
         return None
     if not front:
         return (
-            f"the name begins at {found['stack']}, as on a model without its head (AutoModel); if the base is "
-            f"the same, name the tensors {_PEFT_PREFIX}{layer_prefix}.… and load again"
+            f"the name begins at {found['stack']}, as on a model without its head (AutoModel); if the base "
+            f"is the same, name the tensors {_PEFT_PREFIX}{layer_prefix}.… and load again"
         )
     return (
         f"the prefix {cut(front)!r} before {found['stack']} is of an unknown wrapper; if the model inside is "
@@ -240,18 +240,15 @@ def _notes(by_key: Mapping[str, TensorName], layer_prefix: str, where: str) -> I
     """A text for each kind of prefix that was removed."""
     parts = {part for key in by_key for part in key.split(".")} & WRAPPERS.keys()
     for part in sorted(parts):
-        yield (
-            f"{where}: names of tensors carry {part}. ({WRAPPERS[part]}), which is read as if it were not there"
-        )
+        yield (f"{where}: names of tensors carry {part}. (from {WRAPPERS[part]}); it is removed")
     fronts = {name.front for name in by_key.values() if _in_model(name.path, layer_prefix)}
     for front in fronts:
         language = _LANGUAGE_PARTS & set(front.split("."))
         own = layer_prefix.rpartition(".")[0] + "."
         if language:
             yield (
-                f"{where}: trained on the multimodal wrapper of a model (names below {front}); right only if "
-                "the base served is the language model of that wrapper"
+                f"{where}: trained on a multimodal wrapper (names begin with {front}); the answers are right "
+                "only if the served base is the language model of that wrapper"
             )
         elif front.removeprefix(_PEFT_PREFIX) != own:
-            yield f"{where}: names of tensors lie below {front}, which is read as {_PEFT_PREFIX}{own}"
-
+            yield f"{where}: names of tensors begin with {front}; it is read as {_PEFT_PREFIX}{own}"

@@ -30,8 +30,8 @@ class Place:
     parameter: name below the module. modules: indices in the site that the pair feeds.
     expert: which one, None if dense or all at once. form: "matrix" (one linear layer), "fused" (3-D
     parameter of all experts), "rows" (2-D parameter with the experts stacked in its rows).
-    optional_linear: a linear layer in older transformers only.  is_split: True for a place of Unsloth's GPT-OSS
-    with a linear layer for each expert, False for one of the other GPT-OSS, None for one of both.
+    optional_linear: a linear layer in older transformers only.  is_split: True in Unsloth's GPT-OSS alone,
+    with a linear layer for each expert; False in the other GPT-OSS alone; None in both.
     """
 
     site: str
@@ -263,8 +263,8 @@ def _check_shape(where: str, key: str, tensor: Shaped, expected: tuple[int, int]
     found = tuple(tensor.shape)
     if len(found) == 1 and expected != found:
         raise AdapterError(
-            f"{where}: {key}: shape {list(found)} has one dimension, expected {list(expected)}; a flat part of a "
-            "tensor, as DeepSpeed and FSDP save without gathering; save again from a full state dict"
+            f"{where}: {key}: shape {list(found)} has one dimension, expected {list(expected)}; a flat part "
+            "of a tensor, as DeepSpeed and FSDP save without gathering; save again from a full state dict"
         )
     if found != expected:
         raise AdapterError(

@@ -1,4 +1,4 @@
-"""The tokenizer of a base model at a server's start: its files are looked at, and its vocabulary is compared."""
+"""The tokenizer at a server's start: wrong files are named, and its size is held against the vocabulary."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def _log_vocabulary(num_tokens: int, vocab_size: object) -> None:
         return
     if num_tokens < vocab_size:
         logger.info(
-            "the tokenizer has %d tokens, the model's vocabulary %d: ids from %d on have no text, and an answer "
-            "leaves them out; a padded vocabulary is usual, another model's tokenizer is not",
+            "the tokenizer has %d tokens, the model's vocabulary %d: ids from %d on have no text and leave "
+            "none in an answer; that is usual for a padded vocabulary",
             *(num_tokens, vocab_size, num_tokens),
         )
         return
     logger.warning(
-        "the tokenizer has %d tokens, more than the model's vocabulary of %d: a prompt with a token of id %d or "
-        "more is refused; give the tokenizer that belongs to the model",
+        "the tokenizer has %d tokens, more than the model's vocabulary of %d: prompts with ids from %d on "
+        "are refused; give the tokenizer of this model",
         *(num_tokens, vocab_size, vocab_size),
     )

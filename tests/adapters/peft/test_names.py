@@ -164,7 +164,11 @@ def only_in_layer(layer: int, name: Callable[[str], str]) -> Callable[[str], str
 REFUSED = {
     "an unknown wrapper": (in_front("student."), "student.", False),
     "an unknown wrapper inside": (inside("policy."), "'policy.model.'", False),
-    "a model without its head": (lambda key: key.replace("model.model.layers", "model.layers"), "AutoModel", False),
+    "a model without its head": (
+        lambda key: key.replace("model.model.layers", "model.layers"),
+        "AutoModel",
+        False,
+    ),
     "a vision tower": (
         lambda key: key.replace("model.layers.1.", "model.visual.blocks.1."),
         "multimodal wrapper",
