@@ -221,10 +221,10 @@ def _unmatched_names(config: AdapterConfig, expected: dict[str, list[Place]], na
             left.difference_update(suffixes(path))
         if left:
             unmatched = sorted(left)
-            names = ", ".join(map(shown, unmatched[:_MAX_SHOWN_NAMES]))
+            first = ", ".join(map(shown, unmatched[:_MAX_SHOWN_NAMES]))
             more = len(unmatched) - _MAX_SHOWN_NAMES
             yield (
-                f"{config.where}: {key}: {names}{f' and {more} more' if more > 0 else ''} match nothing in "
+                f"{config.where}: {key}: {first}{f' and {more} more' if more > 0 else ''} match nothing in "
                 "the base model, and the adapter has no tensors for them"
             )
 
@@ -266,7 +266,7 @@ def _rank_and_scale(path: str, place: Place, config: AdapterConfig, names: Names
     is_parameter = place.form != "matrix" or not (
         config.all_linear or any(config.targets_module(one) for one in readings)
     )
-    found = {}
+    found: dict[tuple[int, float], str] = {}
     for one in readings:
         pattern_path = f"{one}.{place.parameter}" if is_parameter else one
         found.setdefault((config.rank_of(pattern_path), config.scale_of(pattern_path)), pattern_path)
