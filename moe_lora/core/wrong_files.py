@@ -53,9 +53,9 @@ _HTML = re.compile(rb"<(?:!doctype html|html|\?xml)\b", re.IGNORECASE)
 
 
 def content_of(head: bytes, *, is_text: bool = False) -> Content | None:
-    """Kind of a file that its reader can't read, by its first HEAD_BYTES bytes; None: no known kind.
+    """Kind of an unreadable file by its first HEAD_BYTES bytes; None for an unknown kind.
 
-    is_text: a text was expected, so a text is no finding.
+    is_text: the reader expected a text, so a text is no finding.
     """
     if not head:
         return Content("an empty file", _DOWNLOAD)
@@ -87,7 +87,7 @@ def file_content(path: Path, *, is_text: bool = False) -> Content | None:
 
 
 def pointer_problem(path: Path, content: bytes) -> str | None:
-    """Cause and way out for a file of text that holds something else; None: no known kind."""
+    """Cause and way out for an unreadable text file; None for an unknown kind."""
     found = content_of(content[:HEAD_BYTES], is_text=True)
     return None if found is None else f"{path} is {found}"
 
@@ -99,9 +99,9 @@ def listed(names: list[str]) -> str:
 
 
 def missing_shards(names: list[str]) -> list[str]:
-    """Names absent from a set of files called STEM-0000I-of-0000N, by the files present.
+    """Absent names of the sets of files called STEM-0000I-of-0000N.
 
-    Several sets may lie in one folder, as of two formats.
+    A folder may hold several sets, of two formats for example.
     """
     missing: list[str] = []
     sets: dict[tuple[str, str, str], set[int]] = {}
@@ -131,16 +131,13 @@ _OTHER_FORMATS = ("*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.npz")
 
 
 def pickled_weights(folder: Path) -> list[str]:
-    """Names of pickles in the folder that may hold weights, sorted; a trainer's own state is left out."""
+    """Names of pickles in the folder, sorted, without the state of a trainer."""
     state = set(_named(folder, (*_TRAINER_STATE, *_SHARDED_STATE)))
     return [name for name in _named(folder, _PICKLES) if name not in state]
 
 
 def other_content(folder: Path) -> str | None:
-    """What a folder holds in place of the weights or the config that were expected, with the way out.
-
-    None: nothing known.
-    """
+    """Content of a folder without the expected weights or config, with the way out; None if unknown."""
     if found := other_format(folder):
         return found
     weights = _named(folder, ("*.safetensors",))
@@ -148,7 +145,7 @@ def other_content(folder: Path) -> str | None:
 
 
 def other_format(folder: Path) -> str | None:
-    """As `other_content`, for a folder that is of another tool or kind."""
+    """As `other_content`, for folders of other tools and kinds."""
     return next(_findings(folder), None)
 
 
@@ -176,5 +173,5 @@ def _findings(folder: Path) -> Iterator[str]:
 
 
 def _named(folder: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Paths below the folder, relative to it, that match one of the patterns; sorted."""
+    """Relative paths below the folder by patterns, sorted."""
     return sorted({str(found.relative_to(folder)) for pattern in patterns for found in folder.glob(pattern)})

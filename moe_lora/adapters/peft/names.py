@@ -1,8 +1,8 @@
 """Names of tensors in an adapter's file: prefixes of known wrappers are removed, others are refused by name.
 
-A wrapper that a training loop puts around a model adds a segment to the names: `_orig_mod.` by torch.compile,
-`module.` by DataParallel.  Such a segment changes nothing that is computed.  The config's rules may have been
-matched against names with or without the segment, so both readings of a name are kept.
+A wrapper around a model adds a segment to the names: `_orig_mod.` by torch.compile, `module.` by DataParallel.
+The segment changes no computation.  PEFT matched the config's rules against names with or without the segment,
+so both readings of a name are kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRAPPERS = {
     "_checkpoint_wrapped_module": "activation checkpointing",
     "_forward_module": "Lightning Fabric",
 }
-"""Segments of names that carry no meaning, and the wrapper behind each."""
+"""Segments of names without a meaning, and their wrappers."""
 _LANGUAGE_PARTS = frozenset(("language_model", "text_model", "language_tower", "thinker", "llm"))
 """Segments under which a multimodal model keeps the layers of its language model."""
 _PEFT_PREFIX = "base_model.model."
@@ -68,8 +68,8 @@ _OTHER_PARTS = re.compile(
 class TensorName:
     """A LoRA tensor's key in parts.
 
-    path: of the module, as the served model calls it.  depth: nesting of its wrapper in PEFT.  part: "A" or
-    "B".  adapter: the adapter's name in the key, or None.  front: what is before the layers, without
+    path: of the module, by the served model's names.  depth: nesting of the module's wrapper in PEFT.  part: "A"
+    or "B".  adapter: the adapter's name in the key, or None.  front: the prefix of the layers, without
     wrappers.  read_as: the path with all wrappers, below PEFT's outermost prefix.
     """
 
@@ -85,7 +85,7 @@ class TensorName:
 class Names:
     """The names of a file.
 
-    by_key: sorted.  notes: what was removed from the names, as a warning.
+    by_key: sorted.  notes: a warning for each kind of removed prefix.
     """
 
     by_key: dict[str, TensorName]
@@ -106,8 +106,8 @@ class Names:
 def read_names(keys: Iterable[str], layer_prefix: str, where: str) -> Names:
     """The keys of a file in parts.  layer_prefix: `model.layers`, or what the served family calls it.
 
-    Raises AdapterError naming `where` and the key for what is no LoRA tensor, for tensors of two adapters,
-    and for tensors below two prefixes.
+    Raises AdapterError naming `where` and the key for a name of no LoRA tensor, for tensors of two adapters, and
+    for tensors below two prefixes.
     """
     by_key = {key: _read_name(key, layer_prefix, where) for key in sorted(keys)}
     _check_one_adapter(by_key, where)
@@ -125,14 +125,14 @@ def read_names(keys: Iterable[str], layer_prefix: str, where: str) -> Names:
 
 
 def stranger(key: str) -> str | None:
-    """Why a known kind of tensor is refused; None for an unknown kind."""
+    """Cause of the refusal of a known kind of tensor; None for an unknown kind."""
     return next((way_out for pattern, way_out in _STRANGERS if re.search(pattern, key)), None)
 
 
 def unplaced(path: str, layer_prefix: str, is_known: bool) -> str | None:
-    """Why the tensor of a path in no served module is refused; None for another model's.
+    """Cause of the refusal of a path outside the served model; None for another model's path.
 
-    is_known: the path's end is that of a module of the served model.
+    is_known: a module of the served model has the same end of its path.
     """
     if _OTHER_PARTS.search(path):
         return (
@@ -195,7 +195,7 @@ def _read_name(key: str, layer_prefix: str, where: str) -> TensorName:
 
 
 def _is_known_front(front: str, layer_prefix: str) -> bool:
-    """True for prefixes that lead to the layers of a language model and to no other."""
+    """True for prefixes of the layers of a language model."""
     own = layer_prefix.rpartition(".")[0]
     parts = front.split(".")[:-1]
     if parts and parts[-1] == own and set(parts[:-1]) <= {"model"}:
@@ -208,7 +208,7 @@ def _in_model(path: str, layer_prefix: str) -> bool:
 
 
 def _check_one_adapter(by_key: Mapping[str, TensorName], where: str) -> None:
-    """Raises AdapterError for keys that carry the names of two adapters."""
+    """Raises AdapterError for keys with the names of two adapters."""
     if len({name.adapter for name in by_key.values()}) < 2:
         return
     second, other = list({name.adapter: (key, name) for key, name in by_key.items()}.values())[-1]
@@ -237,7 +237,7 @@ def _check_one_front(by_key: Mapping[str, TensorName], layer_prefix: str, where:
 
 
 def _notes(by_key: Mapping[str, TensorName], layer_prefix: str, where: str) -> Iterable[str]:
-    """A text for each kind of prefix that was removed."""
+    """A warning for each kind of removed prefix."""
     parts = {part for key in by_key for part in key.split(".")} & WRAPPERS.keys()
     for part in sorted(parts):
         yield (f"{where}: names of tensors carry {part}. (from {WRAPPERS[part]}); it is removed")
