@@ -1,8 +1,8 @@
 """Names of tensors in an adapter's file: prefixes of known wrappers are removed, others are refused by name.
 
-A wrapper around a model adds a segment to the names: `_orig_mod.` by torch.compile, `module.` by DataParallel.
-The segment changes no computation.  PEFT matched the config's rules against names with or without the segment,
-so both readings of a name are kept.
+A wrapper around a model adds a segment to the names: torch.compile `_orig_mod.`, DataParallel `module.`.
+The segment changes no computation.  PEFT matched the config's rules against names with or without the
+segment, so both readings of a name are kept.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _OTHER_PARTS = re.compile(
 class TensorName:
     """A LoRA tensor's key in parts.
 
-    path: of the module, by the served model's names.  depth: nesting of the module's wrapper in PEFT.  part: "A"
-    or "B".  adapter: the adapter's name in the key, or None.  front: the prefix of the layers, without
+    path: of the module, by the served model's names.  depth: nesting of the module's wrapper in PEFT.  part:
+    "A" or "B".  adapter: the adapter's name in the key, or None.  front: the prefix of the layers, without
     wrappers.  read_as: the path with all wrappers, below PEFT's outermost prefix.
     """
 
@@ -106,8 +106,8 @@ class Names:
 def read_names(keys: Iterable[str], layer_prefix: str, where: str) -> Names:
     """The keys of a file in parts.  layer_prefix: `model.layers`, or what the served family calls it.
 
-    Raises AdapterError naming `where` and the key for a name of no LoRA tensor, for tensors of two adapters, and
-    for tensors below two prefixes.
+    Raises AdapterError naming `where` and the key for a name of no LoRA tensor, for tensors of two adapters,
+    and for tensors below two prefixes.
     """
     by_key = {key: _read_name(key, layer_prefix, where) for key in sorted(keys)}
     _check_one_adapter(by_key, where)
