@@ -9,12 +9,14 @@ import importlib
 import signal
 import sys
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
 from moe_lora import __version__
 from moe_lora.core.teardown import quick_teardown, quiet_teardown
+
+from .errors import OUTPUT_CLOSED, close_output, is_output_closed
 
 COMMANDS = {
     "serve": "Serve a model and its adapters over HTTP.",
@@ -40,7 +42,15 @@ INTERRUPTED = 130
 
 
 class LazyGroup(click.Group):
-    """A group whose --help needs no command's module."""
+    """A group whose --help needs no command's module, and whose commands end quietly with their reader."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            if not is_output_closed():
+                raise
+            ctx.exit(OUTPUT_CLOSED)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -68,7 +78,8 @@ def main() -> None:
 def run() -> NoReturn:
     """Run the command of the arguments and exit.
 
-    Ctrl-C ends it without a traceback, also while modules are imported, where it comes out as any error.
+    Ctrl-C ends it without a traceback, also while modules are imported, where it comes out as any error.  So
+    does the end of the process that reads its output.
     """
     interrupts: list[int] = []
 
@@ -85,6 +96,8 @@ def run() -> NoReturn:
     except (Exception, SystemExit, KeyboardInterrupt):
         if not interrupts:
             raise
+    finally:
+        close_output()
     sys.exit(INTERRUPTED if interrupts else 0)
 
 

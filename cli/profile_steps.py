@@ -102,11 +102,12 @@ def profile_steps(model_dir: str, out: str, force: bool, host_worker: bool, **op
     """
     from moe_lora.report.results import write_json
 
+    host_tokens = host_prompt_tokens(model_dir, options["max_tokens"]) if host_worker else 0
     content = measured_models(model_dir, options)
     for line in summary_lines(content):
         click.echo(line)
     if host_worker:
-        content["host"] = measured_host(model_dir, options)
+        content["host"] = measured_host(model_dir, options, host_tokens)
     if not force:
         content["models"] = good_models(content["models"])
     write_json(out, content)
@@ -173,7 +174,26 @@ def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
     return file_content(fitted, steps, model=name, settings=settings, env=environment(), weights=weights)
 
 
-def measured_host(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
+def host_prompt_tokens(model_dir: str, max_tokens: int) -> int:
+    """Tokens of the longest prompt of a host worker: max_tokens, or fewer if the model's length is shorter.
+
+    Raises ConfigError for a model without config.json.
+    """
+    from moe_lora.core.shape import ModelShape
+    from moe_lora.profiling.host_times import TOKENS_BESIDE_PROMPT
+
+    shape = ModelShape.from_hf_config(EngineConfig(model_dir=model_dir).hf_config())
+    most = max(1, shape.max_position - TOKENS_BESIDE_PROMPT)
+    if most < max_tokens:
+        click.echo(
+            f"host worker: prompts of up to {most} tokens, not --max-tokens {max_tokens}: the model's length "
+            f"is {shape.max_position}",
+            err=True,
+        )
+    return min(most, max_tokens)
+
+
+def measured_host(model_dir: str, options: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     """Times of a host worker, of prompts and of loads: the file's `host` section."""
     from moe_lora.profiling.host_times import measure_host
 
@@ -182,7 +202,7 @@ def measured_host(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
         return measure_host(
             _engine_config(model_dir, options["kernels"][0], options),
             options["ranks"],
-            max_tokens=options["max_tokens"],
+            max_tokens=max_tokens,
             num_rounds=options["rounds"],
             quantile=options["quantile"],
             on_progress=lambda done, total: show(f"{done} of {total} rounds of a rank timed", done, total),

@@ -77,7 +77,7 @@ Examples:
     "--lora-dir",
     multiple=True,
     type=_FOLDER,
-    help="Serve every PEFT adapter below, by folder name.",
+    help="Serve every PEFT adapter below, links followed, by folder name.",
 )
 @headed(
     "Adapters",

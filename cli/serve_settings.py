@@ -229,19 +229,59 @@ def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:
 def find_adapters(folders: Iterable[str]) -> list[tuple[str, str]]:
     """(name, directory) of every PEFT adapter in or below the folders, sorted by name.
 
-    Raises click.BadParameter for a folder without any and for unfit names.
+    Links are followed.  Each folder is walked once, so a loop of links ends.  An adapter behind a link has
+    the link's name.  Folders below are left out if their names begin with a dot.  Raises click.BadParameter
+    for a folder without any adapter and for unfit names.
     """
     found: list[tuple[str, str]] = []
     unfit: list[str] = []
     for folder in folders:
-        here = [place for place, _, files in os.walk(folder) if "adapter_config.json" in files]
+        here = _adapters_below(folder)
         if not here:
-            raise click.BadParameter(f"no adapter_config.json in or below {folder}", param_hint="--lora-dir")
+            raise click.BadParameter(_no_adapter(folder), param_hint="--lora-dir")
         for place in here:
-            name = Path(place).resolve().name
+            name = Path(os.path.abspath(place)).name
             if problem := name_problem(name):
                 unfit.append(f"the folder name {name!r} {problem}")
             found.append((name, place))
     if unfit:
         raise click.BadParameter("; ".join(sorted(unfit)), param_hint="--lora-dir")
     return sorted(found)
+
+
+def _adapters_below(folder: str) -> list[str]:
+    """Places of adapters in or below a folder, one for each name that leads to an adapter."""
+    found: dict[tuple[str, str], str] = {}
+    walked: set[str] = set()
+    waiting = [folder]
+    while waiting:
+        place = waiting.pop(0)
+        real = os.path.realpath(place)
+        if place != folder and _holds(real, os.path.realpath(os.path.dirname(place))):
+            continue  # a link upwards
+        if os.path.isfile(os.path.join(place, "adapter_config.json")):
+            found.setdefault((os.path.basename(os.path.abspath(place)), real), place)
+        if real in walked:
+            continue
+        walked.add(real)
+        try:
+            names = sorted(os.listdir(place))
+        except OSError as error:
+            logger.warning("--lora-dir: %s is left out: %s", place, error.strerror)
+            continue
+        below = (os.path.join(place, name) for name in names if not name.startswith("."))
+        waiting += sorted((one for one in below if os.path.isdir(one)), key=os.path.islink)
+    return list(found.values())
+
+
+def _holds(folder: str, path: str) -> bool:
+    """True for a folder that is `path`, or that `path` lies in; both without links."""
+    return os.path.join(path, "").startswith(os.path.join(folder, ""))
+
+
+def _no_adapter(folder: str) -> str:
+    """Why a folder has no adapter to serve."""
+    from moe_lora.core.wrong_files import other_content
+
+    found = other_content(Path(folder))
+    return f"no adapter_config.json in or below {folder}" + (f"; {found}" if found else "")

@@ -16,10 +16,19 @@ _EXPORTS = {
     "AsyncLLM": "moe_lora.api",
     "Completion": "moe_lora.api",
     "EngineConfig": "moe_lora.config",
+    "GenerationError": "moe_lora.core.errors",
     "SamplingParams": "moe_lora.core.request",
 }
 
-__all__ = ["LLM", "AsyncLLM", "Completion", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Completion",
+    "EngineConfig",
+    "GenerationError",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

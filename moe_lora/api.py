@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_lora.adapters.registry.publish import register_adapter
 from moe_lora.adapters.registry.registry import Registry
+from moe_lora.core.errors import GenerationError
 from moe_lora.core.request import SamplingParams
 from moe_lora.engine.llm import LLM, AsyncLLM, Completion
 
@@ -14,6 +15,7 @@ __all__ = [
     "AsyncLLM",
     "Completion",
     "EngineConfig",
+    "GenerationError",
     "Registry",
     "SamplingParams",
     "register_adapter",

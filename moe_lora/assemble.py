@@ -40,7 +40,7 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     """
     from moe_lora.dist.cluster.controller.served_registry import opened_registry
     from moe_lora.dist.launch.devices import log_devices, placed
-    from moe_lora.engine.text.text import load_tokenizer
+    from moe_lora.engine.text.served_tokenizer import served_tokenizer
     from moe_lora.serve.access import checked_keys
     from moe_lora.serve.frontend import Frontend
     from moe_lora.serve.server import bound, serve_forever
@@ -49,7 +49,7 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     cluster = placed(cluster)
     log_devices(cluster)
     checked_keys(cluster.front_end)
-    tokenizer, front_end = load_tokenizer(cluster.engine.model_dir), cluster.front_end
+    tokenizer, front_end = served_tokenizer(cluster.engine.model_dir), cluster.front_end
 
     async def run(cluster: ClusterConfig, registry: ServedRegistry | None) -> None:
         at_once = asyncio.Event()
@@ -152,7 +152,7 @@ def serve_front_end(
     name: of one of several.  listen_fds: bound sockets that the process inherits; none: it makes its own.
     reload: see `serve_forever`.  Raises ConfigError for what can be known at start.
     """
-    from moe_lora.engine.text.text import load_tokenizer
+    from moe_lora.engine.text.served_tokenizer import served_tokenizer
     from moe_lora.serve.access import checked_keys
     from moe_lora.serve.cluster_roles import serve_deciding, serve_directed
     from moe_lora.serve.server import bound
@@ -160,7 +160,7 @@ def serve_front_end(
     name = name or ONE_FRONT_END
     front_end = cluster.front_end_named(name)
     checked_keys(front_end)
-    tokenizer = load_tokenizer(cluster.engine.model_dir)
+    tokenizer = served_tokenizer(cluster.engine.model_dir)
     inherited = [socket.socket(fileno=one) for one in listen_fds]
     with nullcontext(inherited) if inherited else bound(front_end) as socks:
         if cluster.controller is None:

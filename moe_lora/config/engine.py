@@ -58,7 +58,7 @@ class EngineConfig(Settings):
     """(name, directory) pairs served from the start; with a pool only measured then: the pool says what an
     instance gets."""
     dtype: str = setting("auto", choices=DTYPES, option="--dtype")
-    """Of weights, activations and KV; auto: the checkpoint's."""
+    """Of weights, activations and KV; auto: the checkpoint's, bfloat16 for a float16 checkpoint."""
     load_format: str = setting(LOAD_FORMATS[0], choices=LOAD_FORMATS, option="--load-format")
     """Where the weights are from: the folder's files; or dummy, random ones of the sizes that its config.json
     states, the same at each start.  dummy reads no weights, and needs none there."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 
 class MoeLoraError(Exception):
     """Root of the project's own errors."""
@@ -40,6 +43,26 @@ class RegistryError(MoeLoraError):
 
 class CapacityError(MoeLoraError):
     """A request or adapter that could never fit."""
+
+
+class GenerationError(MoeLoraError):
+    """Requests of one call that the engine could not complete, with the reason of each.
+
+    problems: index of a prompt -> reason.  completions: of all prompts in order; a failed one has the tokens
+    until then and finish_reason "error".
+    """
+
+    def __init__(self, problems: Mapping[int, str], completions: Sequence[Any]) -> None:
+        self.problems, self.completions = dict(problems), tuple(completions)
+        first, reason = next(iter(self.problems.items()))
+        others = f" and {len(self.problems) - 1} more" if len(self.problems) > 1 else ""
+        super().__init__(
+            f"prompt {first}{others} of {len(self.completions)} failed: {reason}; the error's completions "
+            "hold the other answers"
+        )
+
+    def __reduce__(self) -> Any:
+        return GenerationError, (self.problems, self.completions)
 
 
 class StorageError(CapacityError):

@@ -16,7 +16,7 @@ import torch
 from moe_lora.adapters.peft.files import adapter_folder
 from moe_lora.config import EngineConfig
 from moe_lora.config.settings import check_names, settings_of
-from moe_lora.core.errors import ConfigError, EngineDeadError
+from moe_lora.core.errors import ConfigError, EngineDeadError, GenerationError
 from moe_lora.core.request import (
     AdapterInfo,
     EngineStats,
@@ -30,7 +30,7 @@ from moe_lora.core.request import (
 from moe_lora.engine.client.loop_client import LoopClient
 from moe_lora.engine.client.messages import Stop
 from moe_lora.engine.text.detokenize import TextDelta, TextStream
-from moe_lora.engine.text.text import load_tokenizer
+from moe_lora.engine.text.served_tokenizer import served_tokenizer
 
 from .build import build_engine
 from .core import EngineCore
@@ -86,9 +86,15 @@ class Answer:
         self._text: list[str] = []
         self._cached = 0
         self.finish_reason: FinishReason | None = None
+        self.problem: str | None = None
 
     def take(self, output: TokenOutput) -> str:
-        """Add an output; the text that became certain.  Sets finish_reason once the answer is complete."""
+        """Add an output; the text that became certain.  Sets finish_reason once the answer is complete.
+
+        Sets problem too if the engine could not complete the request.
+        """
+        if output.finish_reason == "error":
+            self.problem = output.error or "the engine gave no reason"
         self._cached = output.num_cached_tokens
         delta = TextDelta("", len(output.token_ids))
         if self._stream is not None:
@@ -142,7 +148,7 @@ class _Engine:
         )
         if config.pool is not None:
             raise ConfigError("an adapter pool is over several instances, but this is one; leave pool out")
-        self.tokenizer = load_tokenizer(config.model_dir)
+        self.tokenizer = served_tokenizer(config.model_dir)
         self.client = InProcessClient(build_engine(config))
 
     @property
@@ -243,7 +249,8 @@ class LLM(_Engine):
 
         adapter and sampling: one for all, or one per prompt; adapter None is the base model.  Raises
         ValueError for a prompt that can't run and AdapterNotFoundError for an unknown adapter; then no
-        prompt of the call goes on.
+        prompt of the call goes on.  Raises GenerationError, once all prompts have ended, if the engine could
+        not complete one, as where an adapter can't be loaded; the error carries the other answers.
         """
         batch = _as_prompts(prompts)
         adapters = _one_each("adapter", adapter, len(batch), str)
@@ -269,7 +276,9 @@ class LLM(_Engine):
         finally:
             for answer in open_answers:
                 self.client.abort_now(answer.request.request_id)
-        return [answer.completion() for answer in answers]
+        completions = [answer.completion() for answer in answers]
+        _raise_problems(answers, completions)
+        return completions
 
 
 class AsyncLLM(_Engine):
@@ -278,7 +287,7 @@ class AsyncLLM(_Engine):
     async def generate(
         self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
     ) -> Completion:
-        """The whole answer."""
+        """The whole answer.  Raises GenerationError if the engine could not complete the request."""
         answer = self._answer(prompt, adapter, sampling or SamplingParams())
         async for _ in self._pieces(answer):
             pass
@@ -287,7 +296,10 @@ class AsyncLLM(_Engine):
     async def stream(
         self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
     ) -> AsyncIterator[str]:
-        """The answer's text as it comes.  Closing the iterator aborts the request."""
+        """The answer's text as it comes.  Closing the iterator aborts the request.
+
+        Raises GenerationError, after the text until then, if the engine could not complete the request.
+        """
         async for text in self._pieces(self._answer(prompt, adapter, sampling or SamplingParams())):
             if text:
                 yield text
@@ -296,7 +308,15 @@ class AsyncLLM(_Engine):
         async for output in self.client.generate(answer.request):
             yield answer.take(output)
             if answer.finish_reason is not None:
+                _raise_problems([answer], [answer.completion()])
                 return
+
+
+def _raise_problems(answers: Sequence[Answer], completions: Sequence[Completion]) -> None:
+    """Raises GenerationError if the engine could not complete one of the answers."""
+    problems = {i: answer.problem for i, answer in enumerate(answers) if answer.problem is not None}
+    if problems:
+        raise GenerationError(problems, completions)
 
 
 def _put(outputs: _Outputs, answer: Answer, item: TokenOutput | Exception) -> None:

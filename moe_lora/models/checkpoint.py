@@ -11,6 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.hf_config import read_json_file
+from moe_lora.core.wrong_files import (
+    file_content,
+    listed,
+    missing_shards,
+    other_content,
+    pickled_weights,
+)
 
 from .stored_weight import StoredWeight, scheme_of
 from .weights import Piece
@@ -33,6 +41,12 @@ class Checkpoint:
         index = model_dir / INDEX_NAME
         if index.exists():
             self.file_of = {key: model_dir / name for key, name in _read_index(index).items()}
+            absent = sorted({path.name for path in self.file_of.values() if not path.exists()})
+            if absent:
+                raise ConfigError(
+                    f"{model_dir} is incomplete: {INDEX_NAME} names {listed(absent)}, which "
+                    f"{'does' if len(absent) == 1 else 'do'} not exist; download the missing shards"
+                )
         else:
             self.file_of = {key: path for path in self._without_index() for key in _names(self._open(path))}
         self.scheme = scheme_of(config or {}, self._metadata)
@@ -64,20 +78,23 @@ class Checkpoint:
         single = self.model_dir / SINGLE_NAME
         paths = [single] if single.exists() else sorted(self.model_dir.glob("*.safetensors"))
         if not paths:
+            raise ConfigError(f"{self.model_dir} has no *.safetensors; {_way_to_safetensors(self.model_dir)}")
+        if not single.exists() and (absent := missing_shards([path.name for path in paths])):
             raise ConfigError(
-                f"{self.model_dir} has no *.safetensors; convert the checkpoint with save_pretrained "
-                "(pickled weights are not read)"
+                f"{self.model_dir} is incomplete: {listed(absent)} of its shards do not exist; download the "
+                "missing shards"
             )
         return paths
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
-            if not path.exists():
-                raise ConfigError(f"{path} is named by {INDEX_NAME} but does not exist")
             try:
                 self._files[path] = safe_open(path, framework="pt")
             except SafetensorError as error:
-                raise ConfigError(f"{path} is not a readable safetensors file: {error}") from error
+                found = file_content(path)
+                raise ConfigError(
+                    f"{path} is not a readable safetensors file: {found or f'{error}; copy it again'}"
+                ) from error
         return self._files[path]
 
     def __contains__(self, key: object) -> bool:
@@ -102,8 +119,18 @@ def _names(file: Any) -> list[str]:
     return list(file.keys())
 
 
+def _way_to_safetensors(model_dir: Path) -> str:
+    """What lies in a folder without safetensors, and what to do."""
+    if pickles := pickled_weights(model_dir):
+        return (
+            f"it holds {listed(pickles)}, which are pickles and not read; convert them with save_pretrained"
+        )
+    return other_content(model_dir) or "convert the checkpoint with save_pretrained"
+
+
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        return json.loads(path.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        names: dict[str, str] = read_json_file(path)["weight_map"]
+        return {key: str(name) for key, name in names.items()}
+    except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not an index with a weight_map: {error!r}") from error

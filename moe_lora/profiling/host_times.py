@@ -30,6 +30,8 @@ from moe_lora.policies.host_start import HostStart, HostTimes, PartTime
 
 from .step_times import StepClock, random_adapter
 
+TOKENS_BESIDE_PROMPT = 3
+"""Tokens that a timed request may gain."""
 _NAME = "rank{}"
 _LOOK_S = 1e-4
 Samples = dict[tuple[str, int, int], list[float]]
@@ -62,7 +64,7 @@ def measure_host(
         config,
         max_num_seqs=1,
         max_num_batched_tokens=max_tokens,
-        max_model_len=max_tokens + 3,
+        max_model_len=max_tokens + TOKENS_BESIDE_PROMPT,
         prefix_caching=False,
     )
     sizes = sorted({1, max_tokens, *(4**power for power in range(1, 8) if 4**power < max_tokens)})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from moe_lora.cli.errors import OUTPUT_CLOSED
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,3 +67,59 @@ def test_at_the_end_nothing_is_collected_any_more():
         quick_teardown()
     """)
     assert (done.returncode, done.stderr) == (0, "held")
+
+
+COMMAND = "from moe_lora.cli.main import run; run()"
+PRINTING = {
+    "env": ["env"],
+    "help": ["serve", "--help"],
+    "adapters list": ["adapters", "list", "demo/adapters", "--model", "demo/model"],
+    "adapters check": ["adapters", "check", "demo/adapters", "--model", "demo/model"],
+}
+
+
+@pytest.mark.parametrize("name", PRINTING)
+def test_a_command_whose_reader_is_gone_ends_quietly(name):
+    """Its reader closes before the command writes."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", COMMAND, *PRINTING[name]]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT)
+    os.close(writer)
+    assert done.returncode == OUTPUT_CLOSED
+    assert "Broken pipe" not in done.stderr
+    assert "Error" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_print_leaves_for_the_end_is_dropped_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = """
+        from moe_lora.cli import main as command
+        command.main = lambda: print("late")
+        command.run()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT, env=environment
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_broken_pipe_of_another_kind_is_an_error():
+    done = ended("""
+        import click
+        from moe_lora.cli import main as command
+        from moe_lora.cli.errors import user_errors
+        @click.command()
+        @user_errors
+        def broken():
+            raise BrokenPipeError(32, "Broken pipe")
+        command.main = broken
+        command.run()
+    """)
+    assert done.returncode == 1
+    assert "Error: [Errno 32] Broken pipe" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,14 @@ SMALL = ["--ranks", "4,16", "--threads", "1", "--eager"]
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("steps")
-    words = ["--batches", "1,2,4", "--adapters", "2", "--mixed", "12", "--rounds", "1", "--max-tokens", "64"]
+    model = shutil.copytree(MODEL, folder / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 70}))
+    words = ["--batches", "1,2,4", "--adapters", "2", "--mixed", "12", "--rounds", "1", "--max-tokens", "96"]
     result = CliRunner().invoke(
         main,
         [
-            *("profile-steps", MODEL, "--out", str(folder / "steps.json"), *SMALL, *words),
+            *("profile-steps", str(model), "--out", str(folder / "steps.json"), *SMALL, *words),
             *("--lora-kernel", "bgmv", "--host-worker"),
             "--force",  # few batches on a busy machine make a bad model
         ],
@@ -38,6 +42,10 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert result.exit_code == 0, result.output
     assert "batches held out" in result.output
     assert "batches timed" in result.stderr
+    assert (
+        "host worker: prompts of up to 67 tokens, not --max-tokens 96: the model's length is 70"
+        in (result.stderr.splitlines()[0])
+    )
     assert "a worker computes c = " in result.output
     assert "waiting is quicker" in result.output
     return folder

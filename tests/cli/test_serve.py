@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -356,6 +357,65 @@ def test_folders_in_which_peft_saves_adapters_by_name_are_found(served, model_di
     result = run(model_dir, "--lora-modules", f"x={many}")
     assert result.exit_code == 2
     assert "2 adapters (first, second) and none called 'x'" in result.output
+
+
+def adapters_in(folder, model_dir, served):
+    """Names that --lora-dir finds, with the folder that each leads to."""
+    result = run(model_dir, "--lora-dir", str(folder))
+    assert result.exit_code == 0, result.output
+    return {name: os.path.realpath(path) for name, path in served[0][0].adapters}
+
+
+def test_lora_dir_follows_links_and_takes_their_names(served, model_dir, tmp_path):
+    folder, elsewhere = tmp_path / "all", tmp_path / "elsewhere"
+    real = adapter(folder, "real")
+    hub = adapter(elsewhere / "models--org--x" / "snapshots", "abc123")
+    volume = adapter(elsewhere / "..2026_01", "x")
+    team = adapter(elsewhere / "team", "theirs")
+    os.symlink("..2026_01", elsewhere / "..data")
+    os.symlink("../elsewhere/..data/x", folder / "volume")
+    os.symlink(hub, folder / "hub")
+    os.symlink(elsewhere / "team", folder / "team")
+    os.symlink("real", folder / "stable")
+    (folder / "README.md").write_text("x")
+    (folder / "empty").mkdir()
+    adapter(folder / ".cache", "hidden")
+    found = {"real": real, "hub": hub, "volume": volume, "theirs": team, "stable": real}
+    assert adapters_in(folder, model_dir, served) == found
+
+
+def test_lora_dir_over_a_mounted_volume_has_each_adapter_once(served, model_dir, tmp_path):
+    place = adapter(tmp_path / "..2026_01", "x")
+    os.symlink("..2026_01", tmp_path / "..data")
+    os.symlink("..data/x", tmp_path / "upper")
+    assert adapters_in(tmp_path, model_dir, served) == {"upper": place}
+
+
+def test_lora_dir_ends_in_loops_of_links(served, model_dir, tmp_path):
+    one = adapter(tmp_path / "a", "one")
+    two = adapter(tmp_path / "b", "two")
+    os.symlink("../b", tmp_path / "a" / "other")
+    os.symlink("../a", tmp_path / "b" / "other")
+    os.symlink("..", tmp_path / "a" / "up")
+    os.symlink(".", tmp_path / "a" / "one" / "self")
+    os.symlink("loop", tmp_path / "loop")
+    os.symlink("gone", tmp_path / "dangling")
+    assert adapters_in(tmp_path, model_dir, served) == {"one": one, "two": two}
+
+
+def test_lora_dir_that_is_a_link_to_an_adapter_names_it(served, model_dir, tmp_path):
+    place = adapter(tmp_path / "all", "v3")
+    os.symlink("all/v3", tmp_path / "stable")
+    assert adapters_in(tmp_path / "stable", model_dir, served) == {"stable": place}
+
+
+def test_one_name_of_two_adapters_behind_links_is_refused(served, model_dir, tmp_path):
+    adapter(tmp_path / "all", "x")
+    adapter(tmp_path / "elsewhere", "x")
+    os.symlink("../elsewhere", tmp_path / "all" / "more")
+    result = run(model_dir, "--lora-dir", str(tmp_path / "all"))
+    assert result.exit_code == 2
+    assert "must be unique" in result.output
 
 
 @pytest.fixture

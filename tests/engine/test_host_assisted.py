@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_lora import LLM, SamplingParams
+from moe_lora import LLM, GenerationError, SamplingParams
 from moe_lora.config import EngineConfig, LoraServerConfig, PoolConfig
 from moe_lora.config.emulation import EmulationConfig
 from moe_lora.core.errors import ConfigError, StorageError
@@ -380,7 +380,9 @@ def test_load_that_fails_ends_the_requests_that_wait_for_it(served, monkeypatch)
     with start(model) as llm, monkeypatch.context() as patch:
         patch.setattr(RankCopier, "_bring", fail)
         patch.setattr(EngineCore, "_end", lambda core, *how: problems.append(how[-1]) or end(core, *how))
-        lost, base = llm.generate([[5, 6, 7]] * 2, [model.adapters[0].name, None], GREEDY)
+        with pytest.raises(GenerationError) as caught:
+            llm.generate([[5, 6, 7]] * 2, [model.adapters[0].name, None], GREEDY)
+        lost, base = caught.value.completions
         assert (lost.finish_reason, base.finish_reason) == ("error", "length")
         assert len(lost.token_ids) <= MAX_LOADS, "a token of each try, and no decode step"
         [problem] = problems

@@ -13,8 +13,9 @@ import pytest
 from safetensors.torch import load_file
 
 from demo.tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
-from moe_lora import LLM, AsyncLLM, SamplingParams
+from moe_lora import LLM, AsyncLLM, GenerationError, SamplingParams
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError
+from moe_lora.engine.adapters.copies import RankCopier
 
 DEMO = Path(__file__).parents[2] / "demo"
 ADAPTERS = json.loads((DEMO / "adapters" / "index.json").read_text())
@@ -151,6 +152,32 @@ def test_async_engine_streams_many_requests_at_once():
         return await asyncio.gather(*(stream(name) for name in (None, "upper", "rot13", None)))
 
     assert asyncio.run(run()) == ["abcd", "ABCD", "nopq", "abcd"]
+    engine.close()
+
+
+def test_a_request_that_the_engine_can_not_complete_raises_in_asyncio_too(monkeypatch):
+    paths = {"upper": str(DEMO / "adapters" / "upper")}
+    engine = AsyncLLM(str(DEMO / "model"), adapters=paths, **SETTINGS)
+
+    def fail(*_):
+        raise OSError("the disk is gone")
+        yield
+
+    async def stream(adapter: str | None) -> str:
+        return "".join([text async for text in engine.stream(prompt_for("abcd"), adapter, GREEDY)])
+
+    async def run() -> list[str | BaseException]:
+        whole = engine.generate(prompt_for("abcd"), "upper", GREEDY)
+        return await asyncio.gather(whole, stream("upper"), stream(None), return_exceptions=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankCopier, "_bring", fail)
+        *failed, base = asyncio.run(run())
+    assert base == "abcd"
+    for error in failed:
+        assert isinstance(error, GenerationError)
+        assert "could not be copied" in error.problems[0]
+        assert [one.finish_reason for one in error.completions] == ["error"]
     engine.close()
 
 

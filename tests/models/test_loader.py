@@ -129,7 +129,7 @@ def test_directory_without_weights_is_an_error(llama):
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{", "not an index"),
+        ("{", "not valid JSON"),
         ('{"metadata": {}}', "not an index"),
         ('{"weight_map": {"model.norm.weight": "gone.safetensors"}}', "does not exist"),
         (f'{{"weight_map": {{"model.other": "{SINGLE_NAME}"}}}}', "does not hold"),

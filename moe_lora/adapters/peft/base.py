@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.wrong_files import pointer_problem
 
 from .config import MAX_REASON_CHARS, AdapterConfig, cut, shown
 from .files import MAX_CONFIG_BYTES, confined, open_file
@@ -39,7 +40,10 @@ def read_base(config: AdapterConfig, root: str | None) -> dict[str, Any] | None:
             text = file.read(MAX_CONFIG_BYTES + 1)
         if len(text) > MAX_CONFIG_BYTES:
             raise ValueError(f"config.json is larger than {MAX_CONFIG_BYTES} bytes")
-        found = json.loads(text.decode())
+        try:
+            found = json.loads(text.decode())
+        except ValueError as error:
+            raise ValueError(pointer_problem(Path("config.json"), text) or str(error)) from error
         if not isinstance(found, dict):
             raise ValueError(f"config.json must be a JSON object, found {type(found).__name__}")
     except (ValueError, OSError, RecursionError) as error:

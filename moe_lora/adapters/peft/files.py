@@ -17,6 +17,16 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 
 from moe_lora.core.errors import AdapterError
+from moe_lora.core.wrong_files import (
+    HEAD_BYTES,
+    Content,
+    content_of,
+    listed,
+    missing_shards,
+    other_content,
+    other_format,
+    pickled_weights,
+)
 
 from .config import MAX_REASON_CHARS, AdapterConfig, cut, shown
 
@@ -24,7 +34,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 4 << 20
 """Of adapter_config.json; one that names each expert of a large model has 1 MB."""
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+_SHARDS = ("adapter_model-*.safetensors", "model-*-of-*.safetensors", "pytorch_model-*.safetensors")
 _MAX_HEADER_BYTES = 100_000_000
 """That of the safetensors library."""
 _MAX_DIMS = 8
@@ -51,6 +62,12 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str
     shape: Annotated[list[_Size], msgspec.Meta(max_length=_MAX_DIMS)]
     data_offsets: tuple[_Size, _Size]
+
+
+class _Index(msgspec.Struct):
+    """An index of shards."""
+
+    weight_map: dict[str, str]
 
 
 _DECODE_ENTRY = msgspec.json.Decoder(_Entry).decode
@@ -108,7 +125,7 @@ def adapter_folder(path: str, name: str) -> str:
     """Where an adapter lies: `path`, or a folder below, where PEFT saves one that is not called "default".
 
     Below, the folder of the adapter's own name goes before an only other one; where neither is, `path` itself
-    is returned.  Raises AdapterError if there are several others.
+    is returned.  Raises AdapterError if there are several others, or a folder of another tool.
     """
     if os.path.isfile(os.path.join(path, CONFIG_FILE)):
         return path
@@ -124,12 +141,14 @@ def adapter_folder(path: str, name: str) -> str:
             "give the folder of one of them"
         )
     if not below:
+        if found := other_format(Path(path)):
+            raise AdapterError(f"{path}: has no {CONFIG_FILE}; {found}")
         return path
     return os.path.join(path, name if name in below else below[0])
 
 
 def weights_file(folder: Path, called: str | None = None) -> Path:
-    """Where the folder's tensors lie.  Raises AdapterError if they are absent or pickled.
+    """Where the folder's tensors lie.  Raises AdapterError if they are absent, divided or pickled.
 
     called: what errors call a file of the folder begins with; None: its path.
     """
@@ -137,13 +156,52 @@ def weights_file(folder: Path, called: str | None = None) -> Path:
     weights = folder / WEIGHTS_FILE
     if weights.is_file():
         return weights
-    pickles = sorted(found.name for pattern in _PICKLES for found in folder.glob(pattern))
-    if pickles:
+    if weights.is_symlink():
         raise AdapterError(
-            f"{called}{pickles[0]}: a pickle can run code when it is opened and is not read; convert it to "
-            f"{WEIGHTS_FILE} with safetensors.torch.save_file"
+            f"{called}{WEIGHTS_FILE}: a link to a file that is not there; download the adapter again"
         )
-    raise AdapterError(f"{called}{WEIGHTS_FILE}: missing; save the adapter with safe_serialization=True")
+    _check_not_divided(folder, called)
+    if pickles := pickled_weights(folder):
+        raise AdapterError(
+            f"{called}{listed(pickles)}: a pickle can run code when it is opened and is not read; convert it "
+            f"to {WEIGHTS_FILE} with safetensors.torch.save_file"
+        )
+    found = other_content(folder)
+    raise AdapterError(
+        f"{called}{WEIGHTS_FILE}: missing; {f'{found}; ' if found else ''}"
+        "save the adapter with safe_serialization=True"
+    )
+
+
+def _check_not_divided(folder: Path, called: str) -> None:
+    """Raises AdapterError for weights in several files, with the names of the files and of absent ones."""
+    shards = sorted({found.name for pattern in _SHARDS for found in folder.glob(pattern)})
+    indexed = _indexed_files(folder / _INDEX_FILE)
+    if not shards and not indexed:
+        return
+    missing = sorted({name for name in indexed if name not in shards} | set(missing_shards(shards)))
+    absent = f", without {listed(missing)}" if missing else ""
+    raise AdapterError(
+        f"{called}{WEIGHTS_FILE}: missing; the adapter is divided into shards "
+        f"({listed(shards) or 'by its index'}{absent}), and one file is read; "
+        + (
+            "download the missing shards, then load the adapter with PEFT and save it with save_pretrained"
+            if missing
+            else "load it with PEFT and save it with save_pretrained, or join the shards by "
+            "safetensors.torch.save_file"
+        )
+    )
+
+
+def _indexed_files(index: Path) -> list[str]:
+    """Names of the files that an index of shards names; none if there is no index that can be read."""
+    if not index.is_file():
+        return []
+    try:
+        names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
+    except msgspec.MsgspecError:
+        return []
+    return sorted({cut(name) for name in names})
 
 
 def read_header(weights: Path) -> dict[str, TensorEntry]:
@@ -171,7 +229,7 @@ def header_entries(file: BinaryIO, where: str) -> dict[str, TensorEntry]:
         json.loads(text, object_pairs_hook=_without_twins)
         _check_spans(entries, os.fstat(file.fileno()).st_size - 8 - length)
     except (msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
-        raise not_readable(where, error) from error
+        raise not_readable(where, error, file) from error
     start = 8 + length
     return {
         key: TensorEntry(
@@ -218,28 +276,39 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _header_length(file: BinaryIO) -> int:
     """Raises ValueError for a header that can't be."""
-    length = int.from_bytes(file.read(8), "little")
-    if not 0 < length <= min(_MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size - 8):
-        raise ValueError("its header is cut short")
+    length, num_bytes = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+    if not 0 < length <= min(_MAX_HEADER_BYTES, num_bytes - 8):
+        raise ValueError(f"its header is cut short: {length} bytes are announced, the file has {num_bytes}")
     return length
 
 
 def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:
     """The header of a safetensors file without its free text, and where the data begin.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is none, with the kind of the file where it is known.
     """
-    length = _header_length(file)
     try:
+        length = _header_length(file)
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-    except (AttributeError, RecursionError) as error:
-        raise ValueError("its header is none of safetensors") from error
+    except (AttributeError, ValueError, RecursionError) as error:
+        content = _other_content(file)
+        raise ValueError(f"its header is none of safetensors: {content or error}") from error
     return header, 8 + length
 
 
-def not_readable(where: Path | str, error: Exception) -> AdapterError:
-    """What to raise for a file that is none of safetensors."""
+def _other_content(file: BinaryIO) -> Content | None:
+    """Kind of an open file that is not safetensors; None for a damaged safetensors file."""
+    file.seek(0)
+    head = file.read(HEAD_BYTES)
+    return None if head[8:9] == b"{" else content_of(head)
+
+
+def not_readable(where: Path | str, error: Exception, file: BinaryIO | None = None) -> AdapterError:
+    """What to raise for a file that is none of safetensors.  file: the file, open, if it was opened."""
+    content = None if file is None or isinstance(error, OSError) else _other_content(file)
+    if content is not None:
+        return AdapterError(f"{where}: not a readable safetensors file ({content.kind}); {content.way_out}")
     problem = error.strerror if isinstance(error, OSError) else cut(str(error), MAX_REASON_CHARS)
     return AdapterError(f"{where}: not a readable safetensors file ({problem}); copy it again")
 
@@ -268,8 +337,10 @@ def read_json(folder: Path, called: str | None = None, root: str | None = None) 
     if not folder.is_dir():
         raise AdapterError(f"{shown}: no such folder; give the folder that holds {CONFIG_FILE}")
     if not path.is_file():
+        found = other_content(folder)
         raise AdapterError(
             f"{called}{CONFIG_FILE}: missing; a PEFT adapter folder holds {CONFIG_FILE} and {WEIGHTS_FILE}"
+            + (f", and {found}" if found else "")
         )
     with open_file(path, f"{called}{CONFIG_FILE}", root) as file:
         text = file.read(MAX_CONFIG_BYTES + 1)
@@ -280,7 +351,7 @@ def read_json(folder: Path, called: str | None = None, root: str | None = None) 
         if b"\\ud" in text.lower():  # half a character, which no other file, log or database takes
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise AdapterError(
-            f"{called}{CONFIG_FILE}: not valid JSON ({error}); save the adapter again"
-        ) from error
+        content = content_of(text[:HEAD_BYTES], is_text=True)
+        problem = f"{error}); save the adapter again" if content is None else f"{content})"
+        raise AdapterError(f"{called}{CONFIG_FILE}: not valid JSON ({problem}") from error
     return found

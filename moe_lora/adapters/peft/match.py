@@ -12,6 +12,7 @@ from moe_lora.core.shape import MAX_CUDA_LORA_RANK, ModelShape
 
 from .base import check_base, quantised_base
 from .config import AdapterConfig, shown, suffixes
+from .names import Names, TensorName, read_names, stranger, unplaced
 from .places import (
     STRANGERS,
     PairSource,
@@ -25,29 +26,7 @@ from .places import (
 )
 from .training_state import check_embeddings
 
-_KEY = re.compile(
-    r"(?:base_model\.model\.)?(?P<path>.+?)(?P<nested>(?:\.base_layer)*)\.lora_(?P<part>[AB])(?:\.[^.]+)?\.weight"
-)
-_KNOWN_STRANGERS = (
-    (r"lora_magnitude_vector", "DoRA is not supported; train with use_dora=false"),
-    (r"lora_embedding_|embed_tokens|wte", "LoRA on embeddings is not supported; train without that target"),
-    (r"lm_head", "LoRA on the output head is not supported; train without that target"),
-    (r"\.bias$", "biases are not supported; train with bias='none' and lora_bias=false"),
-    (
-        r"modules_to_save",
-        "an adapter that replaces base modules is not supported; train without modules_to_save",
-    ),
-)
 _MAX_SHOWN_NAMES = 10
-
-
-@dataclass(frozen=True)
-class TensorName:
-    """A LoRA tensor's key in parts: module path, nesting depth of its wrapper, "A" or "B"."""
-
-    path: str
-    depth: int
-    part: str
 
 
 @dataclass(frozen=True)
@@ -80,27 +59,27 @@ def match(
             f"{where}: {len(tensors)} tensors, an adapter of this base model has at most "
             f"{max_tensors(shape)}; serve it with the base it was trained for, and save one adapter only"
         )
+    _check_gathered(tensors, where)
     check_embeddings(tensors, shape, where)
-    names = {key: _parse(key, where) for key in sorted(tensors)}
-    if not names:
-        raise AdapterError(f"{where}: holds no tensors, so the adapter would change nothing")
-    old_mixtral = shape.family == "mixtral" and any(".block_sparse_moe." in n.path for n in names.values())
+    names = read_names(tensors, place_map(shape).layer_prefix, where)
+    paths = {name.path for name in names.by_key.values()}
+    old_mixtral = shape.family == "mixtral" and any(".block_sparse_moe." in path for path in paths)
     places = place_map(shape, old_mixtral)
-    expected = _expected(config, places, {name.path for name in names.values()})
+    expected = _expected(config, places, paths, names)
     found: dict[tuple[str, int], dict[str, str]] = {}
-    for key, name in names.items():
+    for key, name in names.by_key.items():
         _check_known(key, name, places, expected, config, shape, where)
         parts = found.setdefault((name.path, name.depth), {})
         if name.part in parts:
             raise AdapterError(
-                f"{where}: {key} and {parts[name.part]} are one tensor of two adapters; give one adapter "
-                "only, from a PEFT model by get_peft_model_state_dict(model, adapter_name=...)"
+                f"{where}: {key} and {parts[name.part]} have one place in the model; keep the tensor that "
+                "belongs to the adapter, and remove the other"
             )
         parts[name.part] = key
     layers: list[list[PairSource]] = [[] for _ in range(shape.num_layers)]
     for path, targeted in expected.items():
         for depth, place in enumerate(reversed(targeted)):
-            source = _source(path, place, found.get((path, depth), {}), config, where)
+            source = _source(path, place, found.get((path, depth), {}), config, names, where)
             layers[places.by_path[path][0]].append(source)
     for layer in layers:
         _check_one_form(layer, where)
@@ -108,7 +87,7 @@ def match(
     swapped = is_swapped(sources, tensors, shape)
     for source in sources:
         check_pair(source, tensors, shape, where, swapped)
-    warnings = *_unmatched_names(config, expected), *quantised_base(config, base)
+    warnings = *names.notes, *_unmatched_names(config, expected, names), *quantised_base(config, base)
     return Match(layers, swapped, warnings)
 
 
@@ -124,38 +103,55 @@ def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
         )
 
 
-def _parse(key: str, where: str) -> TensorName:
-    found = _KEY.fullmatch(key)
-    if found and "lora_embedding" not in key:
-        return TensorName(found["path"], found["nested"].count("."), found["part"])
-    for pattern, way_out in _KNOWN_STRANGERS:
-        if re.search(pattern, key):
-            raise AdapterError(f"{where}: {key}: {way_out}")
-    raise AdapterError(
-        f"{where}: {key}: unknown tensor; expected only keys like "
-        "base_model.model.<module>.lora_A.weight and .lora_B.weight"
+def _check_gathered(tensors: Mapping[str, Shaped], where: str) -> None:
+    """Raises AdapterError for no tensors, or tensors without elements."""
+    gather = (
+        "save again with the parts of all processes gathered: under DeepSpeed ZeRO-3 with "
+        "stage3_gather_16bit_weights_on_model_save=true or zero_to_fp32.py, under FSDP from a full state dict"
     )
+    if not tensors:
+        raise AdapterError(
+            f"{where}: holds no tensors, so the adapter would change nothing; DeepSpeed ZeRO-3 and FSDP "
+            f"leave such a file; {gather}"
+        )
+    empty = sorted(key for key, tensor in tensors.items() if 0 in tuple(tensor.shape))
+    if empty:
+        others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        raise AdapterError(
+            f"{where}: {empty[0]}{others}: shape {list(tensors[empty[0]].shape)} is empty; saved under "
+            f"DeepSpeed ZeRO-3 or FSDP without gathering; {gather}"
+        )
 
 
-def _expected(config: AdapterConfig, places: PlaceMap, present: set[str]) -> dict[str, list[Place]]:
+def _expected(
+    config: AdapterConfig, places: PlaceMap, present: set[str], names: Names
+) -> dict[str, list[Place]]:
     """Module path → places that the config targets, in order of definition."""
     # A newer transformers keeps experts and gate as parameters, which target_modules does not reach.  The
     # file tells: one from an older transformers has modules of single experts.
     firsts = [places.by_path[path][1][0] for path in present if path in places.by_path]
     has_experts = any(place.expert is not None for place in firsts)
     has_gate = has_experts or any(place.site == "router" for place in firsts)
+    is_split = any(place.is_split for place in firsts)
     expected: dict[str, list[Place]] = {}
     for path, (_, in_order) in places.by_path.items():
         if in_order[0].expert is not None and not has_experts:
             continue
+        if in_order[0].is_split not in (None, is_split):
+            continue
+        readings = names.readings(path)
         for place in in_order:
-            targeted = config.targets_parameter(f"{path}.{place.parameter}")
+            targeted = any(config.targets_parameter(f"{one}.{place.parameter}") for one in readings)
             is_linear = has_gate or place.site != "router" or not place.optional_linear
             if place.form == "matrix" and is_linear and not targeted:
-                targeted = not config.excludes(path) if config.all_linear else config.targets_module(path)
+                targeted = any(_targets_module(config, one) for one in readings)
             if targeted:
                 expected.setdefault(path, []).append(place)
     return expected
+
+
+def _targets_module(config: AdapterConfig, path: str) -> bool:
+    return not config.excludes(path) if config.all_linear else config.targets_module(path)
 
 
 def _check_known(
@@ -168,9 +164,8 @@ def _check_known(
     where: str,
 ) -> None:
     if name.path not in places.by_path:
-        for pattern, way_out in _KNOWN_STRANGERS:
-            if re.search(pattern, key):
-                raise AdapterError(f"{where}: {key}: {way_out}")
+        if way_out := stranger(key):
+            raise AdapterError(f"{where}: {key}: {way_out}")
         layer = re.match(rf"{re.escape(places.layer_prefix)}\.(\d+)\.", name.path)
         if layer and int(layer.group(1)) >= shape.num_layers:
             raise AdapterError(
@@ -178,14 +173,24 @@ def _check_known(
                 f"{shape.num_layers} layers; serve the adapter with the base it was trained for"
             )
         raise AdapterError(
-            f"{where}: {key}: matches no module of the {shape.family} base model; "
-            "serve the adapter with the base it was trained for"
+            f"{where}: {key}: "
+            + (
+                unplaced(name.path, places.layer_prefix, _ends_as_a_module(name.path, places))
+                or f"matches no module of the {shape.family} base model; serve the adapter with the base it "
+                "was trained for"
+            )
         )
     if name.depth >= len(expected.get(name.path, ())):
         raise AdapterError(
             f"{where}: {key}: no target_modules or target_parameters of {config.where} names it, "
             "so it is unclear whether it belongs to the adapter; add the target or remove the tensor"
         )
+
+
+def _ends_as_a_module(path: str, places: PlaceMap) -> bool:
+    """Whether the path's end, from a layer's number on, is that of a module of the model."""
+    inside = re.search(r"(?:^|\.)(?:layers|blocks)(\.\d+\..+)", path)
+    return inside is not None and f"{places.layer_prefix}{inside[1]}" in places.by_path
 
 
 def _check_one_form(layer: list[PairSource], where: str) -> None:
@@ -199,14 +204,15 @@ def _check_one_form(layer: list[PairSource], where: str) -> None:
             )
 
 
-def _unmatched_names(config: AdapterConfig, expected: dict[str, list[Place]]) -> Iterable[str]:
+def _unmatched_names(config: AdapterConfig, expected: dict[str, list[Place]], names: Names) -> Iterable[str]:
     """A text for each list of targets of which some match nothing."""
-    parameters = [f"{path}.{place.parameter}" for path, places in expected.items() for place in places]
+    modules = [(one, places) for path, places in expected.items() for one in names.readings(path)]
+    parameters = [f"{path}.{place.parameter}" for path, places in modules for place in places]
     lists: list[tuple[str, tuple[str, ...], Iterable[str]]] = [
         ("target_parameters", config.target_parameters, parameters)
     ]
     if not isinstance(config.target_modules, str):
-        lists.append(("target_modules", config.target_modules, expected))
+        lists.append(("target_modules", config.target_modules, [path for path, _ in modules]))
     for key, targets, paths in lists:
         left = set(targets)
         for path in paths:
@@ -215,15 +221,17 @@ def _unmatched_names(config: AdapterConfig, expected: dict[str, list[Place]]) ->
             left.difference_update(suffixes(path))
         if left:
             unmatched = sorted(left)
-            names = ", ".join(map(shown, unmatched[:_MAX_SHOWN_NAMES]))
+            first = ", ".join(map(shown, unmatched[:_MAX_SHOWN_NAMES]))
             more = len(unmatched) - _MAX_SHOWN_NAMES
             yield (
-                f"{config.where}: {key}: {names}{f' and {more} more' if more > 0 else ''} match nothing in "
+                f"{config.where}: {key}: {first}{f' and {more} more' if more > 0 else ''} match nothing in "
                 "the base model, and the adapter has no tensors for them"
             )
 
 
-def _source(path: str, place: Place, parts: dict[str, str], config: AdapterConfig, where: str) -> PairSource:
+def _source(
+    path: str, place: Place, parts: dict[str, str], config: AdapterConfig, names: Names, where: str
+) -> PairSource:
     for part, other in (("A", "B"), ("B", "A")):
         if other in parts and part not in parts:
             raise AdapterError(
@@ -235,10 +243,7 @@ def _source(path: str, place: Place, parts: dict[str, str], config: AdapterConfi
             f"{where}: no tensors for {what}, which {config.where} targets; the file is incomplete or was "
             "trained for another base model; save it again, or remove the target if it was never trained"
         )
-    # A linear layer reached as a parameter has its pattern matched against the parameter's name.
-    is_parameter = place.form != "matrix" or not (config.all_linear or config.targets_module(path))
-    pattern_path = f"{path}.{place.parameter}" if is_parameter else path
-    lora_rank = config.rank_of(pattern_path)
+    lora_rank, scale = _rank_and_scale(path, place, config, names)
     # With rank 1 both orders of a fused parameter's columns are the same.
     has_order = place.form == "fused" and lora_rank > 1
     return PairSource(
@@ -246,6 +251,30 @@ def _source(path: str, place: Place, parts: dict[str, str], config: AdapterConfi
         key_a=parts["A"],
         key_b=parts["B"],
         lora_rank=lora_rank,
-        scale=config.scale_of(pattern_path),
+        scale=scale,
         grouped=has_order and config.expert_layout.is_grouped(place.parameter, parts["B"]),
     )
+
+
+def _rank_and_scale(path: str, place: Place, config: AdapterConfig, names: Names) -> tuple[int, float]:
+    """Of a pair, by the patterns of the config.
+
+    Raises AdapterError where a pattern gives another value for the name with its wrappers.
+    """
+    readings = names.readings(path)
+    # A linear layer reached as a parameter has its pattern matched against the parameter's name.
+    is_parameter = place.form != "matrix" or not (
+        config.all_linear or any(config.targets_module(one) for one in readings)
+    )
+    found: dict[tuple[int, float], str] = {}
+    for one in readings:
+        pattern_path = f"{one}.{place.parameter}" if is_parameter else one
+        found.setdefault((config.rank_of(pattern_path), config.scale_of(pattern_path)), pattern_path)
+    if len(found) > 1:
+        first, second = list(found.values())[:2]
+        raise AdapterError(
+            f"{config.where}: rank_pattern or alpha_pattern gives two values to one module: {first} and "
+            f"{second} are its names without and with a wrapper; write patterns for both names, or rename "
+            "the tensors without the wrapper"
+        )
+    return next(iter(found))

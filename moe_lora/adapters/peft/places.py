@@ -30,7 +30,8 @@ class Place:
     parameter: name below the module. modules: indices in the site that the pair feeds.
     expert: which one, None if dense or all at once. form: "matrix" (one linear layer), "fused" (3-D
     parameter of all experts), "rows" (2-D parameter with the experts stacked in its rows).
-    optional_linear: a linear layer in older transformers only.
+    optional_linear: a linear layer in older transformers only.  is_split: True in Unsloth's GPT-OSS alone,
+    with a linear layer for each expert; False in the other GPT-OSS alone; None in both.
     """
 
     site: str
@@ -40,6 +41,7 @@ class Place:
     form: Form = "matrix"
     interleaved: bool = False
     optional_linear: bool = False
+    is_split: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -80,20 +82,47 @@ def _layer(shape: ModelShape, old_mixtral_names: bool) -> dict[str, tuple[Place,
     places["self_attn.o_proj"] = (Place(site="o", modules=(0,)),)
     if shape.family == "llama":
         return places | _expert_modules("mlp", ("gate_proj", "up_proj", "down_proj"), None)
-    router = "router" if shape.family == "gpt_oss" else "gate"
+    gpt_oss = shape.family == "gpt_oss"
+    router = "router" if gpt_oss else "gate"
     moe = "block_sparse_moe" if old_mixtral_names else "mlp"
-    places[f"{moe}.{router}"] = (Place(site="router", modules=(0,), optional_linear=True),)
-    interleaved = shape.family == "gpt_oss"
+    split = False if gpt_oss else None
+    places[f"{moe}.{router}"] = (Place(site="router", modules=(0,), optional_linear=True, is_split=split),)
     places[f"{moe}.experts"] = (
         Place(
-            site="gate_up", modules=(0, 1), parameter="gate_up_proj", form="fused", interleaved=interleaved
+            site="gate_up",
+            modules=(0, 1),
+            parameter="gate_up_proj",
+            form="fused",
+            interleaved=gpt_oss,
+            is_split=split,
         ),
-        Place(site="down", modules=(0,), parameter="down_proj", form="fused"),
+        Place(site="down", modules=(0,), parameter="down_proj", form="fused", is_split=split),
     )
+    if gpt_oss:
+        places |= _unsloth_split(shape.num_experts)
     leaves = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
     if shape.family in leaves:
         for expert in range(shape.num_experts):
             places |= _expert_modules(f"{moe}.experts.{expert}", leaves[shape.family], expert)
+    return places
+
+
+def _unsloth_split(num_experts: int) -> dict[str, tuple[Place, ...]]:
+    """Linear layers of Unsloth's GPT-OSS for 4-bit training.
+
+    gate_up_projs.{e} is [2F, H] with gate in even and up in odd rows, as in the 3-D parameter.
+    Source: unsloth_zoo, temporary_patches/gpt_oss.py (GptOssExperts, GptOssTopKRouter).
+    """
+    places: dict[str, tuple[Place, ...]] = {
+        "mlp.router.linear": (Place(site="router", modules=(0,), is_split=True),)
+    }
+    for expert in range(num_experts):
+        places[f"mlp.experts.gate_up_projs.{expert}"] = (
+            Place(site="gate_up", modules=(0, 1), expert=expert, interleaved=True, is_split=True),
+        )
+        places[f"mlp.experts.down_projs.{expert}"] = (
+            Place(site="down", modules=(0,), expert=expert, is_split=True),
+        )
     return places
 
 
@@ -232,6 +261,11 @@ def is_swapped(sources: list[PairSource], tensors: Mapping[str, Shaped], shape: 
 
 def _check_shape(where: str, key: str, tensor: Shaped, expected: tuple[int, int], source: PairSource) -> None:
     found = tuple(tensor.shape)
+    if len(found) == 1 and expected != found:
+        raise AdapterError(
+            f"{where}: {key}: shape {list(found)} has one dimension, expected {list(expected)}; a flat part "
+            "of a tensor, as DeepSpeed and FSDP save without gathering; save again from a full state dict"
+        )
     if found != expected:
         raise AdapterError(
             f"{where}: {key}: expected shape {list(expected)} (lora_rank {source.lora_rank} by the config), "

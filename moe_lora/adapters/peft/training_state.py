@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 
+from .names import without_wrappers
 from .places import Shaped
 
 _EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|lm_head)(?:\.base_layer)?\.weight")
@@ -61,7 +62,9 @@ def lora_tensors(state_dict: Mapping[str, Tensor], shape: ModelShape, where: str
         if _EMBEDDING.fullmatch(key) and tensor.shape[0] != shape.vocab_size:
             raise _resized(key, tensor, shape, where)
     return {
-        key: tensor for key, tensor in state_dict.items() if _is_trained(key) or not _BASE_WEIGHT.match(key)
+        key: tensor
+        for key, tensor in state_dict.items()
+        if _is_trained(key) or not _BASE_WEIGHT.match(without_wrappers(key))
     }
 
 

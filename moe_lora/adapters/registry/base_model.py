@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 from moe_lora.adapters.peft.files import header_of
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.hf_config import read_json_file
 from moe_lora.core.shape import ModelShape
 
 NUM_SAMPLES = 64
@@ -47,18 +48,16 @@ def model_shape(model_dir: str | Path) -> ModelShape:
     """Sizes of the base model in a folder.  Raises ConfigError."""
     path = Path(model_dir) / "config.json"
     try:
-        return ModelShape.from_hf_config(json.loads(path.read_text(encoding="utf-8")))
+        return ModelShape.from_hf_config(read_json_file(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model_dir}: {error}") from error
 
 
 def _config_content(path: Path) -> bytes:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json_file(path)
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}; give a folder of a base model") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must be a JSON object, found {type(content).__name__}")
     return _canonical({key: value for key, value in content.items() if key not in _NOT_THE_MODEL})
@@ -70,7 +69,7 @@ def _add_tensors(digest: Any, file: BinaryIO, path: Path) -> None:
         header, first = header_of(file)
     except ValueError as error:
         raise ConfigError(
-            f"{path}: not a safetensors file, its header can't be read ({error}); copy it again"
+            f"{path}: not a safetensors file, its header can't be read ({error}); download the file again"
         ) from error
     _add(digest, _canonical(header))
     end = path.stat().st_size

@@ -72,6 +72,11 @@ class Rank:
         if config.threads_per_process is not None:
             torch.set_num_threads(config.threads_per_process)
         hf_config = config.hf_config()
+        if dist_rank == 0 and config.dtype == "auto" and _stored_dtype(hf_config) == "float16":
+            logger.info(
+                "the checkpoint is float16, and dtype auto serves it in bfloat16, which rounds its weights; "
+                "--dtype float32 keeps all their digits and takes twice the memory"
+            )
         self.config = config = resolved(config, hf_config)
         self.dist_rank = dist_rank
         self.device = rank_device(torch.device(config.device), config.num_ranks, dist_rank)
@@ -379,12 +384,17 @@ def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
-        stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
-        dtype = "float32" if stored.removeprefix("torch.") == "float32" else "bfloat16"
+        dtype = "float32" if _stored_dtype(hf_config) == "float32" else "bfloat16"
     if buckets is None and device == "cuda":
         powers = [2**i for i in range(config.max_num_seqs.bit_length()) if 2**i < config.max_num_seqs]
         buckets = (*powers, config.max_num_seqs)
     return replace(config, device=device, dtype=dtype, decode_buckets=buckets)
+
+
+def _stored_dtype(hf_config: dict) -> str:
+    """Name of the checkpoint's dtype."""
+    stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
+    return stored.removeprefix("torch.")
 
 
 def rank_device(device: torch.device, num_ranks: int, dist_rank: int) -> torch.device:

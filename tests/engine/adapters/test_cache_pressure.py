@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import time
+from contextlib import suppress
 
 import pytest
 
-from moe_lora import LLM, SamplingParams
+from moe_lora import LLM, GenerationError, SamplingParams
 from moe_lora.config import CACHE_POLICIES
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import EngineStats
@@ -116,13 +118,18 @@ def test_copy_that_fails_ends_the_requests_that_need_it_and_no_others(expected, 
     with LLM(model.model_dir, **settings(model)) as llm:
         with monkeypatch.context() as patch:
             patch.setattr(RankCopier, "_bring", fail)
-            lost, base = llm.generate([[5, 6, 7]] * 2, [name, None], GREEDY)
+            with pytest.raises(GenerationError, match=f"prompt 0 of 2 failed: adapter {name!r}") as caught:
+                llm.generate([[5, 6, 7]] * 2, [name, None], GREEDY)
+            lost, base = caught.value.completions
+            assert caught.value.problems.keys() == {0}
             assert not llm.list_adapters()[0].pinned
             assert llm.pin_adapter(name).pinned
         assert (lost.finish_reason, base.finish_reason) == ("error", "length")
         # The pin's copy may fail only now, and a request with it; the next one brings the adapter.
-        reasons = [llm.generate([5, 6, 7], name, GREEDY)[0].finish_reason for _ in range(3)]
-        assert reasons[-1] == "length"
+        for _ in range(2):
+            with suppress(GenerationError):
+                llm.generate([5, 6, 7], name, GREEDY)
+        assert llm.generate([5, 6, 7], name, GREEDY)[0].finish_reason == "length"
 
 
 def test_pinned_adapter_is_replaced_time_and_again(expected):
@@ -143,8 +150,12 @@ def test_request_that_finds_no_room_for_ever_ends_with_an_error_and_others_go_on
     monkeypatch.setattr(AdapterManager, "_check_pin", lambda *_: None)
     with LLM(model.model_dir, **settings(model, max_loras=1)) as llm:
         assert llm.pin_adapter(pinned).pinned
-        answers = llm.generate([[5, 6, 7]] * 3, [pinned, other, None], GREEDY)
-        assert [answer.finish_reason for answer in answers] == ["length", "error", "length"]
+        with pytest.raises(GenerationError, match="prompt 1 of 3 failed: there is no room") as caught:
+            llm.generate([[5, 6, 7]] * 3, [pinned, other, None], GREEDY)
+        assert [one.finish_reason for one in caught.value.completions] == ["length", "error", "length"]
+        assert caught.value.completions[1].token_ids == ()
+        copied = pickle.loads(pickle.dumps(caught.value))
+        assert (str(copied), copied.completions) == (str(caught.value), caught.value.completions)
         assert not llm.pin_adapter(pinned, pinned=False).pinned
         assert llm.generate([5, 6, 7], other, GREEDY)[0].finish_reason == "length"
 

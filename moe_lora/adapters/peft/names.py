@@ -1,0 +1,254 @@
+"""Names of tensors in an adapter's file: prefixes of known wrappers are removed, others are refused by name.
+
+A wrapper around a model adds a segment to the names: torch.compile `_orig_mod.`, DataParallel `module.`.
+The segment changes no computation.  PEFT matched the config's rules against names with or without the
+segment, so both readings of a name are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from moe_lora.core.errors import AdapterError
+
+from .config import cut
+
+WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "module": "DataParallel, DistributedDataParallel or DeepSpeed",
+    "_fsdp_wrapped_module": "FSDP",
+    "_fpw_module": "FairScale's FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "_forward_module": "Lightning Fabric",
+}
+"""Segments of names without a meaning, and their wrappers."""
+_LANGUAGE_PARTS = frozenset(("language_model", "text_model", "language_tower", "thinker", "llm"))
+"""Segments under which a multimodal model keeps the layers of its language model."""
+_PEFT_PREFIX = "base_model.model."
+_KEY = re.compile(
+    rf"(?P<peft>(?:{re.escape(_PEFT_PREFIX)})*)(?P<path>.+?)(?P<nested>(?:\.base_layer)*)"
+    r"\.lora_(?P<part>[AB])(?:\.(?P<adapter>[^.]+))?\.weight"
+)
+_WRAPPER = "|".join(map(re.escape, WRAPPERS))
+_OUTERMOST = re.compile(rf"(?:(?:{_WRAPPER})\.)*base_model\.(?:(?:{_WRAPPER})\.)*model\.")
+_IN_STACK = re.compile(r"(?P<front>(?:[^.]+\.)*?)(?P<stack>layers|blocks)\.(?P<rest>\d+\..+)")
+_STRANGERS = (
+    (r"lora_magnitude_vector", "DoRA is not supported; train with use_dora=false"),
+    (r"lora_embedding_|embed_tokens|wte", "LoRA on embeddings is not supported; train without that target"),
+    (r"lm_head", "LoRA on the output head is not supported; train without that target"),
+    (r"\.bias$", "biases are not supported; train with bias='none' and lora_bias=false"),
+    (
+        r"modules_to_save",
+        "an adapter that replaces base modules is not supported; train without modules_to_save",
+    ),
+    (
+        r"flat_param",
+        "a flattened parameter of FSDP; save the adapter from a full state dict (FULL_STATE_DICT)",
+    ),
+    (r"\.lora_[ab]$", "a name as mlx-lm writes it; convert the adapter to PEFT's format"),
+    (r"lora_(?:down|up)\.", "a name as diffusers and kohya write it; convert the adapter to PEFT's format"),
+    (
+        r"(?:^|\.)(?:score|classifier|v_head|value_head|reward_head)\.",
+        "the head of a classifier or a value model is not supported; train an adapter of a causal LM",
+    ),
+    (
+        r"\.base_layer\.weight$|\.(?:layers|blocks)\.\d+\.(?!.*lora_).*\.weight$",
+        "a weight of the base model: the file holds a whole model; save the adapter alone with "
+        "PeftModel.save_pretrained, or pick its tensors by get_peft_model_state_dict",
+    ),
+)
+_OTHER_PARTS = re.compile(
+    r"(?:^|\.)(?:visual|vision\w*|audio\w*|image\w*|mm_projector|multi_modal_projector|connector|talker)\."
+)
+
+
+@dataclass(frozen=True)
+class TensorName:
+    """A LoRA tensor's key in parts.
+
+    path: of the module, by the served model's names.  depth: nesting of the module's wrapper in PEFT.  part:
+    "A" or "B".  adapter: the adapter's name in the key, or None.  front: the prefix of the layers, without
+    wrappers.  read_as: the path with all wrappers, below PEFT's outermost prefix.
+    """
+
+    path: str
+    depth: int
+    part: str
+    adapter: str | None
+    front: str
+    read_as: str
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of a file.
+
+    by_key: sorted.  notes: a warning for each kind of removed prefix.
+    """
+
+    by_key: dict[str, TensorName]
+    notes: tuple[str, ...]
+    _layer_prefix: str
+    _fronts: tuple[str, ...]
+    _read_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def readings(self, path: str) -> tuple[str, ...]:
+        """Paths under which the config may name the module: the served model's first."""
+        if not self._fronts:
+            return (path,)
+        rest = path.removeprefix(self._layer_prefix)
+        others = (*(front + rest for front in self._fronts), *self._read_as.get(path, ()))
+        return tuple(dict.fromkeys((path, *others)))
+
+
+def read_names(keys: Iterable[str], layer_prefix: str, where: str) -> Names:
+    """The keys of a file in parts.  layer_prefix: `model.layers`, or what the served family calls it.
+
+    Raises AdapterError naming `where` and the key for a name of no LoRA tensor, for tensors of two adapters,
+    and for tensors below two prefixes.
+    """
+    by_key = {key: _read_name(key, layer_prefix, where) for key in sorted(keys)}
+    _check_one_adapter(by_key, where)
+    _check_one_front(by_key, layer_prefix, where)
+    fronts: dict[str, None] = {}
+    read_as: dict[str, dict[str, None]] = {}
+    for name in by_key.values():
+        found = _IN_STACK.fullmatch(name.read_as)
+        if name.read_as != name.path and found and _in_model(name.path, layer_prefix):
+            fronts[found["front"] + found["stack"]] = None
+            read_as.setdefault(name.path, {})[name.read_as] = None
+    readings = {path: tuple(paths) for path, paths in read_as.items()}
+    notes = tuple(_notes(by_key, layer_prefix, where))
+    return Names(by_key, notes, layer_prefix, tuple(fronts), readings)
+
+
+def stranger(key: str) -> str | None:
+    """Cause of the refusal of a known kind of tensor; None for an unknown kind."""
+    return next((way_out for pattern, way_out in _STRANGERS if re.search(pattern, key)), None)
+
+
+def unplaced(path: str, layer_prefix: str, is_known: bool) -> str | None:
+    """Cause of the refusal of a path outside the served model; None for another model's path.
+
+    is_known: a module of the served model has the same end of its path.
+    """
+    if _OTHER_PARTS.search(path):
+        return (
+            "trained on a multimodal wrapper: the tensor belongs to a part beside the language model, and "
+            "only the language model is served; train with targets in the language model alone"
+        )
+    found = _IN_STACK.fullmatch(path)
+    front = found["front"] if found else ""
+    if found is None or not is_known:
+        return None
+    if not front:
+        return (
+            f"the name begins at {found['stack']}, as on a model without its head (AutoModel); if the base "
+            f"is the same, name the tensors {_PEFT_PREFIX}{layer_prefix}.… and load again"
+        )
+    return (
+        f"the prefix {cut(front)!r} before {found['stack']} is of an unknown wrapper; if the model inside is "
+        f"the base, name the tensors {_PEFT_PREFIX}{layer_prefix}.… and load again"
+    )
+
+
+def without_wrappers(key: str) -> str:
+    """The key without segments of wrappers, and with PEFT's prefix once at most."""
+    plain = ".".join(part for part in key.split(".") if part not in WRAPPERS)
+    while plain.startswith(2 * _PEFT_PREFIX):
+        plain = plain.removeprefix(_PEFT_PREFIX)
+    return plain
+
+
+def _read_name(key: str, layer_prefix: str, where: str) -> TensorName:
+    plain = ".".join(part for part in key.split(".") if part not in WRAPPERS)
+    found = _KEY.fullmatch(plain)
+    if found is None or "lora_embedding" in key:
+        raise AdapterError(
+            f"{where}: {key}: "
+            + (
+                stranger(plain)
+                or "unknown tensor; expected only keys like base_model.model.<module>.lora_A.weight and "
+                ".lora_B.weight"
+            )
+        )
+    path, front = found["path"], found["peft"]
+    stack = layer_prefix.rpartition(".")[2]
+    inside = _IN_STACK.fullmatch(path)
+    if inside and inside["stack"] == stack and _is_known_front(inside["front"], layer_prefix):
+        front += inside["front"]
+        path = f"{layer_prefix}.{inside['rest']}"
+    raw = key[: key.rindex(".lora_")]
+    while raw.endswith(".base_layer"):
+        raw = raw.removesuffix(".base_layer")
+    outermost = _OUTERMOST.match(raw)
+    return TensorName(
+        path=path,
+        depth=found["nested"].count("."),
+        part=found["part"],
+        adapter=found["adapter"],
+        front=front,
+        read_as=raw[outermost.end() :] if outermost else raw,
+    )
+
+
+def _is_known_front(front: str, layer_prefix: str) -> bool:
+    """True for prefixes of the layers of a language model."""
+    own = layer_prefix.rpartition(".")[0]
+    parts = front.split(".")[:-1]
+    if parts and parts[-1] == own and set(parts[:-1]) <= {"model"}:
+        return True
+    return len(_LANGUAGE_PARTS & set(parts)) == 1 and set(parts) <= {own, "model", *_LANGUAGE_PARTS}
+
+
+def _in_model(path: str, layer_prefix: str) -> bool:
+    return path.startswith(f"{layer_prefix}.")
+
+
+def _check_one_adapter(by_key: Mapping[str, TensorName], where: str) -> None:
+    """Raises AdapterError for keys with the names of two adapters."""
+    if len({name.adapter for name in by_key.values()}) < 2:
+        return
+    second, other = list({name.adapter: (key, name) for key, name in by_key.items()}.values())[-1]
+    first = min(
+        (key for key, name in by_key.items() if name.adapter != other.adapter),
+        key=lambda key: (by_key[key].path != other.path, by_key[key].part != other.part, key),
+    )
+    raise AdapterError(
+        f"{where}: {first} and {second} are tensors of two adapters, by the names in their keys; give "
+        "one adapter only, from a PEFT model by get_peft_model_state_dict(model, adapter_name=...)"
+    )
+
+
+def _check_one_front(by_key: Mapping[str, TensorName], layer_prefix: str, where: str) -> None:
+    """Raises AdapterError for tensors of the model below two prefixes, as two models have them."""
+    firsts: dict[str, str] = {}
+    for key, name in by_key.items():
+        if _in_model(name.path, layer_prefix):
+            firsts.setdefault(name.front, key)
+    if len(firsts) > 1:
+        (front, first), (other, second) = list(firsts.items())[:2]
+        raise AdapterError(
+            f"{where}: {first} and {second} lie below two prefixes ({front!r} and {other!r}), as tensors of "
+            "two models do; save the adapter of one model, or name all tensors alike"
+        )
+
+
+def _notes(by_key: Mapping[str, TensorName], layer_prefix: str, where: str) -> Iterable[str]:
+    """A warning for each kind of removed prefix."""
+    parts = {part for key in by_key for part in key.split(".")} & WRAPPERS.keys()
+    for part in sorted(parts):
+        yield (f"{where}: names of tensors carry {part}. (from {WRAPPERS[part]}); it is removed")
+    fronts = {name.front for name in by_key.values() if _in_model(name.path, layer_prefix)}
+    for front in fronts:
+        language = _LANGUAGE_PARTS & set(front.split("."))
+        own = layer_prefix.rpartition(".")[0] + "."
+        if language:
+            yield (
+                f"{where}: trained on a multimodal wrapper (names begin with {front}); the answers are right "
+                "only if the served base is the language model of that wrapper"
+            )
+        elif front.removeprefix(_PEFT_PREFIX) != own:
+            yield f"{where}: names of tensors begin with {front}; it is read as {_PEFT_PREFIX}{own}"

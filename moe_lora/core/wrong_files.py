@@ -1,0 +1,177 @@
+"""Names the cause of an unreadable file by its first bytes, and of a folder without weights by its files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+HEAD_BYTES = 512
+MAX_LISTED = 10
+_SHOWN_TEXT_CHARS = 60
+_DOWNLOAD = "download the file again"
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)(?P<suffix>\.[\w.]+)")
+_MAX_SHARDS = 100_000
+
+
+class Content(NamedTuple):
+    """Kind of a file's content, and the way out."""
+
+    kind: str
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}; {self.way_out}"
+
+
+_POINTER = Content(
+    "a Git LFS pointer, not the file",
+    "run git lfs pull in its repository, or download the file itself",
+)
+_STARTS = (
+    (b"version https://git-lfs.github.com/spec/", _POINTER),
+    (b"version https://hawser.github.com/spec/", _POINTER),
+    (b"# xet version ", Content("an XET pointer, not the file", "install git-xet and pull, or " + _DOWNLOAD)),
+    (b"GGUF", Content("a GGUF file", "give the safetensors file that it was converted from")),
+    (b"\x89HDF", Content("an HDF5 file", "save it as safetensors")),
+    (
+        b"PK\x03\x04",
+        Content("a ZIP archive, as torch.save writes it", "save it with safetensors.torch.save_file"),
+    ),
+    (b"\x1f\x8b", Content("a gzip archive", "unpack it")),
+    (b"BZh", Content("a bzip2 archive", "unpack it")),
+    (b"\xfd7zXZ", Content("an XZ archive", "unpack it")),
+    (b"\x28\xb5\x2f\xfd", Content("a Zstandard archive", "unpack it")),
+    *(
+        (b"\x80" + bytes([number]), Content("a pickle", "save it with safetensors.torch.save_file"))
+        for number in range(2, 6)
+    ),
+)
+_ANNEX = re.compile(rb"(?:\.\./)*(?:\.git)?/annex/objects/")
+_HTML = re.compile(rb"<(?:!doctype html|html|\?xml)\b", re.IGNORECASE)
+
+
+def content_of(head: bytes, *, is_text: bool = False) -> Content | None:
+    """Kind of an unreadable file by its first HEAD_BYTES bytes; None for an unknown kind.
+
+    is_text: the reader expected a text, so a text is no finding.
+    """
+    if not head:
+        return Content("an empty file", _DOWNLOAD)
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    for start, content in _STARTS:
+        if head.startswith(start) or text.startswith(start):
+            return content
+    if _ANNEX.match(text):
+        return Content("a git-annex pointer, not the file", "run git annex get in its repository")
+    if _HTML.match(text):
+        return Content(
+            "a web page, such as one to sign in", "download the file itself, with the access that it needs"
+        )
+    if not any(head):
+        return Content("only zero bytes, as an unfinished download leaves them", _DOWNLOAD)
+    if is_text:
+        return None
+    shown = text.decode("utf-8", "ignore")
+    line = shown.splitlines()[0] if shown else ""
+    if line and all(char.isprintable() or char in "\r\n\t" for char in shown):
+        return Content(f"a text: {line[:_SHOWN_TEXT_CHARS]!r}", _DOWNLOAD)
+    return None
+
+
+def file_content(path: Path, *, is_text: bool = False) -> Content | None:
+    """As `content_of`, of the file at `path`.  Raises OSError."""
+    with path.open("rb") as file:
+        return content_of(file.read(HEAD_BYTES), is_text=is_text)
+
+
+def pointer_problem(path: Path, content: bytes) -> str | None:
+    """Cause and way out for an unreadable text file; None for an unknown kind."""
+    found = content_of(content[:HEAD_BYTES], is_text=True)
+    return None if found is None else f"{path} is {found}"
+
+
+def listed(names: list[str]) -> str:
+    """The first MAX_LISTED names, and how many more."""
+    more = len(names) - MAX_LISTED
+    return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def missing_shards(names: list[str]) -> list[str]:
+    """Absent names of the sets of files called STEM-0000I-of-0000N.
+
+    A folder may hold several sets, of two formats for example.
+    """
+    missing: list[str] = []
+    sets: dict[tuple[str, str, str], set[int]] = {}
+    for name in names:
+        if found := _SHARD.fullmatch(name):
+            sets.setdefault((found["stem"], found["total"], found["suffix"]), set()).add(int(found["number"]))
+    for (stem, total, suffix), numbers in sorted(sets.items()):
+        width = len(total)
+        first = 0 if 0 in numbers else 1
+        wanted = range(first, min(int(total), _MAX_SHARDS) + first)
+        missing += [
+            f"{stem}-{number:0{width}d}-of-{total}{suffix}" for number in wanted if number not in numbers
+        ]
+    return missing
+
+
+_SHARDED_STATE = (
+    *("*.distcp", "*/*.distcp", "__*_*.distcp", "pytorch_model_fsdp*", "optimizer_*/*.distcp"),
+    *("global_step*", "*_model_states.pt", "*_optim_states.pt", "zero_to_fp32.py"),
+)
+_TRAINER_STATE = (
+    *("optimizer.*", "optimizer-*", "scheduler.pt", "scheduler.bin", "scaler.pt", "rng_state*.pth"),
+    *("random_states_*.pkl", "trainer_state.json", "training_args.bin"),
+)
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_OTHER_FORMATS = ("*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.npz")
+
+
+def pickled_weights(folder: Path) -> list[str]:
+    """Names of pickles in the folder, sorted, without the state of a trainer."""
+    state = set(_named(folder, (*_TRAINER_STATE, *_SHARDED_STATE)))
+    return [name for name in _named(folder, _PICKLES) if name not in state]
+
+
+def other_content(folder: Path) -> str | None:
+    """Content of a folder without the expected weights or config, with the way out; None if unknown."""
+    if found := other_format(folder):
+        return found
+    weights = _named(folder, ("*.safetensors",))
+    return f"it holds {listed(weights)}" if weights else None
+
+
+def other_format(folder: Path) -> str | None:
+    """As `other_content`, for folders of other tools and kinds."""
+    return next(_findings(folder), None)
+
+
+def _findings(folder: Path) -> Iterator[str]:
+    """Most telling first."""
+    if snapshots := _named(folder, ("snapshots/*",)):
+        yield f"it is the top of a Hugging Face cache; give the folder of a revision: {listed(snapshots)}"
+    if formats := _named(folder, _OTHER_FORMATS):
+        yield f"it holds {listed(formats)}, a format that is not read; give the safetensors files"
+    if shards := _named(folder, _SHARDED_STATE):
+        yield (
+            f"it holds the divided state of DeepSpeed or FSDP ({listed(shards)}); join the state first: "
+            "zero_to_fp32.py for DeepSpeed, a full state dict for FSDP, and save_pretrained"
+        )
+    checkpoints = [
+        name for name in _named(folder, ("checkpoint-*",)) if any((folder / name).glob("*config.json"))
+    ]
+    if checkpoints:
+        yield f"it holds {listed(checkpoints)}; give the folder of one of them"
+    if state := _named(folder, _TRAINER_STATE):
+        yield (
+            f"it holds only the state of a trainer ({listed(state)}), which has no weights; save the model "
+            "with save_pretrained"
+        )
+
+
+def _named(folder: Path, patterns: tuple[str, ...]) -> list[str]:
+    """Relative paths below the folder by patterns, sorted."""
+    return sorted({str(found.relative_to(folder)) for pattern in patterns for found in folder.glob(pattern)})
