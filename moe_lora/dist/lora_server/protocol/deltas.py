@@ -13,6 +13,7 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 from moe_lora.kernels.lora import lora_delta, lora_expand, lora_shrink
 from moe_lora.kernels.operands import LoraOperands, SlotTable
@@ -91,7 +92,10 @@ class HostDeltas:
         row_adapter: np.ndarray,
         out: torch.Tensor,
     ) -> None:
-        """As `request_deltas`; row_adapter [T]: index into `adapters` of each row of x."""
+        """As `request_deltas`; row_adapter [T]: index into `adapters` of each row of x.
+
+        Raises AdapterError, with the content hash, for an adapter that can't be read or used.
+        """
         ids = None if request.ids is None else torch.from_numpy(np.ascontiguousarray(request.ids))
         some = None if ids is None or request.num_rows == ids.numel() else ids.view(-1) >= 0
         deltas = out if some is None else out.new_empty(len(some), out.shape[1])
@@ -109,10 +113,16 @@ class HostDeltas:
         return self._store.get(content_hash, content_hash), {}
 
     def _layer(self, content_hash: str, number: int) -> tuple[torch.Tensor, SlotTable]:
-        """The data of one layer, and its offsets as a table of one slot."""
+        """The data of one layer, and its offsets as a table of one slot.  Raises AdapterError."""
         packed, tables = self._adapter(content_hash)
-        layer = packed.layers[number]
-        if number not in tables:
-            table = tables[number] = SlotTable(1, 1, self._shape.num_entries, torch.device("cpu"))
-            table.write_layer(0, 0, layer.table, layer.scale, layer.data.element_size(), range(layer.nbytes))
-        return layer.data.view(torch.uint8), tables[number]
+        try:
+            layer = packed.layers[number]
+            if number not in tables:
+                table = SlotTable(1, 1, self._shape.num_entries, torch.device("cpu"))
+                table.write_layer(
+                    0, 0, layer.table, layer.scale, layer.data.element_size(), range(layer.nbytes)
+                )
+                tables[number] = table
+            return layer.data.view(torch.uint8), tables[number]
+        except Exception as error:
+            raise AdapterError(f"layer {number} of adapter {content_hash} can't be used: {error}") from error
