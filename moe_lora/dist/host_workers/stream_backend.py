@@ -127,7 +127,10 @@ class StreamSession:
         self._stream.queue(copy)
 
     def abandon(self) -> None:
-        """Drop the uses that nobody takes any more.  The stream waits for each answer, then the slot is free."""
+        """Drop the uses that nobody takes any more.
+
+        The stream waits for each answer; then the slot is free.
+        """
         for slot, asked in enumerate(self._asked):
             if asked is not None:
                 self._asked[slot] = None

@@ -5,7 +5,8 @@ Legend: T token rows, K experts per token, R rows of the answer, N output width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -23,6 +24,9 @@ from .session import DeltaRequest
 
 _MAX_MAPPED = 64
 """Adapters that an instance keeps mapped for computing deltas itself; those used last stay."""
+
+_MAX_LOGGED = 256
+"""Adapter contents whose failures are remembered as logged."""
 
 
 def request_deltas(
@@ -71,6 +75,26 @@ def _into(compute: Callable[[torch.Tensor], object], out: torch.Tensor, device: 
     target = torch.empty_like(out, device=device)
     compute(target)
     out.copy_(target)
+
+
+class FailureLog:
+    """Logs the first failure of each adapter content; of the latest `_MAX_LOGGED` contents none twice."""
+
+    def __init__(self, logger: logging.Logger, consequence: str) -> None:
+        self._logger = logger
+        self._consequence = consequence
+        self._logged: dict[str, None] = {}
+
+    def add(self, contents: Iterable[str], error: Exception) -> None:
+        """A request for these contents failed.  Any thread."""
+        contents = list(contents) or ["of unknown content"]
+        if all(content in self._logged for content in contents):
+            return
+        self._logged.update(dict.fromkeys(contents))
+        for oldest in list(self._logged)[:-_MAX_LOGGED]:
+            self._logged.pop(oldest, None)
+        adapters = ", ".join(contents)
+        self._logger.error("adapter %s: %s; %s", adapters, error, self._consequence, exc_info=error)
 
 
 class HostDeltas:
