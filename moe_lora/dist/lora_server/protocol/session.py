@@ -25,7 +25,7 @@ from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 # Every array starts at a multiple of 64 bytes.
 
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 HEADER_BYTES = 64
 _ALIGN = 64
 

@@ -12,14 +12,21 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.errors import AdapterNotFoundError, CapacityError, LoraServerError
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    CapacityError,
+    LoraServerError,
+    StorageError,
+)
 from moe_lora.dist.lora_server.protocol.content import num_blocks, receive_blocks, send_blocks
 from moe_lora.dist.lora_server.protocol.control import Answer, Visitor
 from moe_lora.dist.lora_server.protocol.control_messages import (
+    AdapterFailed,
     Content,
     EvictOrder,
     LoadOrder,
@@ -37,6 +44,7 @@ from moe_lora.policies.arena_shares import Asker
 from .leases import Grant, LeaseTable
 from .rank_memory import shard_pages
 from .residency import Load
+from .server_store import NUM_TRIES, PAUSE_S
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +94,8 @@ class Leader:
         """Whether `_look_again` is to come."""
         self._gives_out = False
         """Whether `_give_out` is to come, or has failed since a look succeeded."""
-        self._awaited_by: dict[str, set[int]] = {}
-        """Ranks that wait for content the store has lost."""
+        self._awaited: dict[str, _Awaited] = {}
+        """Content that the store has lost."""
         self.addresses: dict[int, str] = {}
         """Where clients find the ranks that have joined."""
 
@@ -95,8 +103,8 @@ class Leader:
     def answers(self) -> Mapping[str, Answer]:
         """By method."""
         names = (
-            "find memory join_rank linked need join_instance register give unregister acquire release state "
-            "resize restart"
+            "find memory join_rank linked need fail_load join_instance register give fail_content unregister "
+            "acquire release state resize restart"
         )
         return {name: getattr(self, name) for name in names.split()}
 
@@ -156,8 +164,8 @@ class Leader:
         if capacity > limit:
             raise CapacityError(
                 f"capacity={capacity} is more than the memory of the LoRA Server's ranks holds, which is "
-                f"{limit} of the largest adapters; choose at most that, or start it with more "
-                "lora_server.memory_gb"
+                f"{limit} adapters of the mean size of those registered; choose at most that, or start the "
+                "LoRA Server with more lora_server.memory_gb"
             )
 
     # The other ranks of the server
@@ -224,12 +232,22 @@ class Leader:
         self._table.drop_instance(instance, time.monotonic())
         for pair in [pair for pair in self._acquires if pair[0] == instance]:
             del self._acquires[pair]
+        for adapter_id, awaited in list(self._awaited.items()):
+            if awaited.called == instance:
+                self._call_for_content(adapter_id)
         self._dispatch()
 
     async def register(self, visitor: Visitor, adapter_id: str) -> bool:
         if adapter_id not in self._store:
             return False
-        shares = await asyncio.to_thread(self._shares, adapter_id)
+        try:
+            shares = await asyncio.to_thread(self._shares, adapter_id)
+        except AdapterError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
+            logger.warning("adapter %s is fetched again: %s", adapter_id, error)
+            await asyncio.to_thread(self._store.remove, adapter_id)
+            return False
         if self._instances.get(visitor.instance) is visitor:  # else it speaks through a later connection now
             self._table.register(adapter_id, shares)
             self._registered_by.setdefault(adapter_id, set()).add(visitor.instance)
@@ -240,8 +258,13 @@ class Leader:
         return shard_pages(packed, self._partition, self._memory.page_bytes)
 
     async def give(self, visitor: Visitor, adapter_id: str, number: int) -> None:
-        await receive_blocks(visitor.peer, self._store, adapter_id, number)
-        for server_rank in self._awaited_by.pop(adapter_id, ()):
+        try:
+            await receive_blocks(visitor.peer, self._store, adapter_id, number)
+        except StorageError as error:
+            await self.fail_content(visitor, adapter_id, str(error))
+            raise
+        awaited = self._awaited.pop(adapter_id, None)
+        for server_rank in () if awaited is None else awaited.server_ranks:
             self.supply(server_rank, adapter_id)
 
     async def unregister(self, visitor: Visitor, adapter_id: str) -> None:
@@ -332,6 +355,30 @@ class Leader:
         if asked is not None:
             asked.set_result((event.slot, self._first_generation + event.generation))
 
+    # Adapters that can't be served
+
+    async def fail_load(self, visitor: Visitor, adapter_id: str, generation: int, reason: str) -> None:
+        if self._ranks.get(visitor.server_rank) is visitor:
+            self.hear_failure(visitor.server_rank, adapter_id, generation, reason)
+
+    def hear_failure(self, server_rank: int, adapter_id: str, generation: int, reason: str) -> None:
+        """A rank gave up this load; one of an earlier generation is no news."""
+        if self._table.is_resident(adapter_id, generation - self._first_generation):
+            self._fail(adapter_id, f"rank {server_rank} of the LoRA Server can't load it: {reason}")
+
+    def _fail(self, adapter_id: str, reason: str) -> None:
+        """No rank serves the adapter any more, and its instances get to know why."""
+        logger.error("adapter %s is given up: %s", adapter_id, reason)
+        self._awaited.pop(adapter_id, None)
+        concerned = self._table.fail(adapter_id, time.monotonic()) | self._registered_by.pop(
+            adapter_id, set()
+        )
+        self._dispatch()
+        for instance in sorted(concerned):
+            self._acquires.pop((instance, adapter_id), None)
+            if instance in self._instances:
+                self._instances[instance].peer.send(AdapterFailed(adapter_id, reason))
+
     # Content that the store has lost
 
     async def need(self, visitor: Visitor, adapter_id: str) -> None:
@@ -339,21 +386,66 @@ class Leader:
 
     def supply(self, server_rank: int, adapter_id: str) -> None:
         """Send content to a rank, at once or when an instance has given it."""
-        if adapter_id not in self._store:
+        try:
+            if adapter_id not in self._store:
+                self._await_content(server_rank, adapter_id)
+            elif server_rank == LEADER:
+                self._own_regained(adapter_id)
+            elif server_rank in self._ranks:  # else it asks again when it is back
+                peer = self._ranks[server_rank].peer
+                peer.send(Content(adapter_id, num_blocks(self._store, adapter_id)))
+                send_blocks(peer, self._store, adapter_id)
+        except OSError as error:
+            logger.warning("the content of adapter %s can't be read: %s", adapter_id, error)
             self._await_content(server_rank, adapter_id)
-        elif server_rank == LEADER:
-            self._own_regained(adapter_id)
-        elif server_rank in self._ranks:  # else it asks again when it is back
-            peer = self._ranks[server_rank].peer
-            peer.send(Content(adapter_id, num_blocks(self._store, adapter_id)))
-            send_blocks(peer, self._store, adapter_id)
 
     def _await_content(self, server_rank: int, adapter_id: str) -> None:
-        """Ask an instance that has registered the adapter for its content."""
-        if adapter_id not in self._awaited_by:
-            logger.warning("the content of adapter %s was lost; it is fetched again", adapter_id)
-        self._awaited_by.setdefault(adapter_id, set()).add(server_rank)
-        for instance in sorted(self._registered_by.get(adapter_id, ())):
+        """Send the rank the content once an instance that has registered the adapter has sent it here."""
+        awaited = self._awaited.get(adapter_id)
+        if awaited is not None:
+            awaited.server_ranks.add(server_rank)
+            return
+        logger.warning("the content of adapter %s was lost; it is fetched again", adapter_id)
+        self._awaited[adapter_id] = _Awaited({server_rank})
+        self._call_for_content(adapter_id)
+
+    def _call_for_content(self, adapter_id: str) -> None:
+        """Call the next instance; when all have failed, all of them again after a pause, a few times."""
+        awaited = self._awaited[adapter_id]
+        for instance in sorted(self._registered_by.get(adapter_id, set()) - awaited.failed):
             if instance in self._instances:
+                awaited.called = instance
                 self._instances[instance].peer.send(Need(adapter_id))
                 return
+        awaited.called = None
+        awaited.failed.clear()
+        awaited.num_rounds += 1
+        if awaited.num_rounds == NUM_TRIES:
+            self._fail(adapter_id, f"the LoRA Server has lost its content, and {awaited.reason}")
+        else:
+            asyncio.get_running_loop().call_later(PAUSE_S, self._call_again, adapter_id, awaited)
+
+    def _call_again(self, adapter_id: str, awaited: _Awaited) -> None:
+        if self._awaited.get(adapter_id) is awaited and awaited.called is None:
+            self._call_for_content(adapter_id)
+
+    async def fail_content(self, visitor: Visitor, adapter_id: str, reason: str) -> None:
+        awaited = self._awaited.get(adapter_id)
+        if awaited is not None and awaited.called == visitor.instance:
+            awaited.failed.add(visitor.instance)
+            awaited.reason = f"instance {visitor.instance} can't send it: {reason}"
+            self._call_for_content(adapter_id)
+
+
+@dataclass(eq=False)
+class _Awaited:
+    """Content on its way from an instance.
+
+    called: the instance that is to send it.  failed: instances that could not, in this round.
+    """
+
+    server_ranks: set[int]
+    called: str | None = None
+    failed: set[str] = field(default_factory=set)
+    num_rounds: int = 0
+    reason: str = "no instance has the adapter"
