@@ -127,7 +127,7 @@ class StreamSession:
         self._stream.queue(copy)
 
     def abandon(self) -> None:
-        """Drop the uses that nobody takes any more.
+        """Drop the uses of a step without their answers.
 
         The stream waits for each answer; then the slot is free.
         """
@@ -197,7 +197,7 @@ class StreamBackend:
         self._rows, self._pieces = {}, {}
 
     def abandon_step(self) -> None:
-        """Waits for the stream, so that a problem of the dropped step is never one of the next step."""
+        """Waits for the stream: a problem of the dropped step never counts for the next step."""
         self._routing = None
         self._rows, self._pieces = {}, {}
         for link in self._links.values():

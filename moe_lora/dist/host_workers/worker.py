@@ -70,7 +70,7 @@ class StoreDeltas:
         self._failures = FailureLog(logger, "the engine computes its rows")
 
     def compute(self, request: DeltaRequest, out: torch.Tensor) -> int:
-        """As `fill`; the answer's state, STALE where an adapter makes it fail."""
+        """As `fill`; returns the answer's state, STALE after an error."""
         try:
             self.fill(request, out)
         except Exception as error:

@@ -140,7 +140,7 @@ class LeasedAdapters(AdapterStore):
         self._server.close()
 
     def _fail(self, content_hash: str, error: Exception) -> None:
-        """The LoRA Server gave the adapter up; no lease of it is held or asked for any more."""
+        """The LoRA Server gave the adapter up: its lease ends."""
         with self._lock:
             for adapter in self._held.values():
                 if adapter.packed.content_hash == content_hash:

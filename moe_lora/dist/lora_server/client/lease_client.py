@@ -29,9 +29,8 @@ class LeaseClient:
 
     The engine's thread says what it wants and reads what was granted; the event loop of the control
     connections does the rest.  on_change: called there after leases came or went, or the leader did.
-    on_failure: called there, before, with an adapter that the server gave up, and why; a `register` of a new
-    load makes the server try again.  join_leader: connects as an instance; takes how
-    long to look for the leader, and who hears it.
+    on_failure: called there with a failed adapter and the error; the next `register` makes the server try
+    again.  join_leader: connects as an instance; takes how long to look for the leader, and who hears it.
     Raises LoraServerError if it is not there within timeout_s.
     """
 
@@ -187,7 +186,7 @@ class LeaseClient:
             self._fail(message.adapter_id, LoraServerError(message.reason))
 
     def _fail(self, adapter_id: str, error: Exception) -> None:
-        """The server gave the adapter up: there is no lease, and none comes before it is registered again."""
+        """The server gave the adapter up.  No lease comes before the next `register`."""
         self._rejected[adapter_id] = error
         self._granted.pop(adapter_id, None)
         try:
@@ -197,9 +196,9 @@ class LeaseClient:
         self._on_change()
 
     async def _give(self, peer: Peer, adapter_id: str) -> asyncio.Future[Any]:
-        """Send content that the server lacks; the server's answer.
+        """Send an adapter's content to the server; returns the future answer.
 
-        Raises LoraServerError if the content is not here, OSError and StorageError if it can't be read.
+        Raises LoraServerError without the content, OSError and StorageError for a file or disk that fails.
         """
         if not await asyncio.to_thread(self._store.restore, adapter_id):
             raise LoraServerError("it is not in the store")

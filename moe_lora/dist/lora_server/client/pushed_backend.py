@@ -94,7 +94,7 @@ class PushedBackend:
             self._group.put_pieces(self._window, [laid], frames.asked(client), server_rank)
 
     def abandon_step(self) -> None:
-        """A server rank waits for every site of a step in a fixed order, so half a step ends these puts."""
+        """Half a step ends these puts: a server rank waits for every site of a step in a fixed order."""
         if self._is_under_way and not self.lost:
             self._is_under_way, self.lost = False, True
             logger.error(

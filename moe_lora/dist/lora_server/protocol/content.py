@@ -44,8 +44,8 @@ def _blocks(store: HostStore, adapter_id: str, number: int) -> Iterator[Block]:
 async def receive_blocks(peer: Peer, store: HostStore, adapter_id: str, number: int) -> None:
     """Take the blocks that follow and put the file into the store.
 
-    Raises StorageError if there is no room, ConnectionError if the peer is gone or stops half-way.  All
-    blocks are taken also where the store fails, so the connection goes on.
+    Raises StorageError if there is no room, ConnectionError if the peer is gone or stops half-way.  The
+    blocks are read also after an error of the store, and the connection goes on.
     """
     loop = asyncio.get_running_loop()
 

@@ -41,9 +41,9 @@ class Block(Message, frozen=True):
 
 
 class AdapterFailed(Message, frozen=True):
-    """The server gave up an adapter that the instance has registered: no rank serves it any more.
+    """The server gave up an adapter of this instance: no rank serves the adapter any more.
 
-    A later `register` makes the adapter known again.  reason: the error of the rank that failed.
+    A later `register` makes the adapter known again.  reason: the error of the failed rank.
     """
 
     adapter_id: str
@@ -142,10 +142,10 @@ class ServerCalls(typing.Protocol):
         """Send a rank the content that it lacks, at once or when an instance has given it."""
 
     def fail_load(self, adapter_id: str, generation: int, reason: str) -> None:
-        """A rank can't load this generation: no rank serves it, and instances get `AdapterFailed`."""
+        """Give up a generation on all ranks after an error of this rank; instances get `AdapterFailed`."""
 
     def fail_content(self, adapter_id: str, reason: str) -> None:
-        """An instance can't send the content that `Need` asks for."""
+        """Answer `Need` without the content."""
 
     def join_instance(self, instance: str) -> None:
         """Let an instance ask for leases."""

@@ -78,7 +78,7 @@ def _into(compute: Callable[[torch.Tensor], object], out: torch.Tensor, device: 
 
 
 class FailureLog:
-    """Logs the first failure of each adapter content; of the latest `_MAX_LOGGED` contents none twice."""
+    """Logs the first failure of each adapter content, and remembers the latest `_MAX_LOGGED` contents."""
 
     def __init__(self, logger: logging.Logger, consequence: str) -> None:
         self._logger = logger
@@ -118,7 +118,7 @@ class HostDeltas:
     ) -> None:
         """As `request_deltas`; row_adapter [T]: index into `adapters` of each row of x.
 
-        Raises AdapterError, with the content hash, for an adapter that can't be read or used.
+        Raises AdapterError, with the content hash, for a bad adapter.
         """
         ids = None if request.ids is None else torch.from_numpy(np.ascontiguousarray(request.ids))
         some = None if ids is None or request.num_rows == ids.numel() else ids.view(-1) >= 0

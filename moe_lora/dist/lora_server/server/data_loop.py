@@ -341,7 +341,7 @@ class DataLoop:
         session.answer(request, state, start_ns)
 
     def _computed(self, session: ServerSession, request: DeltaRequest) -> int:
-        """As `_compute`; STALE where an adapter makes it fail.  Raises an error of a lost device."""
+        """As `_compute`; STALE after an error.  Raises the error of a lost device."""
         try:
             return self._compute(session, request)
         except Exception as error:

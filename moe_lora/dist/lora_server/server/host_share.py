@@ -153,7 +153,7 @@ class HostShare:
         return session in self._of
 
     def has(self, session: object) -> bool:
-        """Whether one was, and is done, or can't be."""
+        """Whether a request was begun, and is done or has failed."""
         if session not in self._of:
             return False
         on_host = self._of[session]

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from moe_lora.adapters.host_store import HostStore
@@ -42,9 +42,9 @@ from moe_lora.dist.lora_server.protocol.reach import client_name
 from moe_lora.policies.arena_shares import Asker
 
 from .leases import Grant, LeaseTable
+from .lost_content import LostContent
 from .rank_memory import shard_pages
 from .residency import Load
-from .server_store import NUM_TRIES, PAUSE_S
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +94,7 @@ class Leader:
         """Whether `_look_again` is to come."""
         self._gives_out = False
         """Whether `_give_out` is to come, or has failed since a look succeeded."""
-        self._awaited: dict[str, _Awaited] = {}
-        """Content that the store has lost."""
+        self._lost = LostContent(self._call_for_content, self._fail)
         self.addresses: dict[int, str] = {}
         """Where clients find the ranks that have joined."""
 
@@ -232,9 +231,7 @@ class Leader:
         self._table.drop_instance(instance, time.monotonic())
         for pair in [pair for pair in self._acquires if pair[0] == instance]:
             del self._acquires[pair]
-        for adapter_id, awaited in list(self._awaited.items()):
-            if awaited.called == instance:
-                self._call_for_content(adapter_id)
+        self._lost.drop_instance(instance)
         self._dispatch()
 
     async def register(self, visitor: Visitor, adapter_id: str) -> bool:
@@ -261,10 +258,9 @@ class Leader:
         try:
             await receive_blocks(visitor.peer, self._store, adapter_id, number)
         except StorageError as error:
-            await self.fail_content(visitor, adapter_id, str(error))
+            self._lost.fail(visitor.instance, adapter_id, str(error))
             raise
-        awaited = self._awaited.pop(adapter_id, None)
-        for server_rank in () if awaited is None else awaited.server_ranks:
+        for server_rank in self._lost.pop(adapter_id):
             self.supply(server_rank, adapter_id)
 
     async def unregister(self, visitor: Visitor, adapter_id: str) -> None:
@@ -362,14 +358,14 @@ class Leader:
             self.hear_failure(visitor.server_rank, adapter_id, generation, reason)
 
     def hear_failure(self, server_rank: int, adapter_id: str, generation: int, reason: str) -> None:
-        """A rank gave up this load; one of an earlier generation is no news."""
+        """A rank gave up this load.  Earlier generations don't matter any more."""
         if self._table.is_resident(adapter_id, generation - self._first_generation):
             self._fail(adapter_id, f"rank {server_rank} of the LoRA Server can't load it: {reason}")
 
     def _fail(self, adapter_id: str, reason: str) -> None:
-        """No rank serves the adapter any more, and its instances get to know why."""
+        """End the adapter on all ranks and notify its instances."""
         logger.error("adapter %s is given up: %s", adapter_id, reason)
-        self._awaited.pop(adapter_id, None)
+        self._lost.pop(adapter_id)
         concerned = self._table.fail(adapter_id, time.monotonic()) | self._registered_by.pop(
             adapter_id, set()
         )
@@ -379,7 +375,7 @@ class Leader:
             if instance in self._instances:
                 self._instances[instance].peer.send(AdapterFailed(adapter_id, reason))
 
-    # Content that the store has lost
+    # Content that ranks lack
 
     async def need(self, visitor: Visitor, adapter_id: str) -> None:
         self.supply(visitor.server_rank, adapter_id)
@@ -388,7 +384,7 @@ class Leader:
         """Send content to a rank, at once or when an instance has given it."""
         try:
             if adapter_id not in self._store:
-                self._await_content(server_rank, adapter_id)
+                self._lost.await_content(server_rank, adapter_id)
             elif server_rank == LEADER:
                 self._own_regained(adapter_id)
             elif server_rank in self._ranks:  # else it asks again when it is back
@@ -397,55 +393,15 @@ class Leader:
                 send_blocks(peer, self._store, adapter_id)
         except OSError as error:
             logger.warning("the content of adapter %s can't be read: %s", adapter_id, error)
-            self._await_content(server_rank, adapter_id)
+            self._lost.await_content(server_rank, adapter_id)
 
-    def _await_content(self, server_rank: int, adapter_id: str) -> None:
-        """Send the rank the content once an instance that has registered the adapter has sent it here."""
-        awaited = self._awaited.get(adapter_id)
-        if awaited is not None:
-            awaited.server_ranks.add(server_rank)
-            return
-        logger.warning("the content of adapter %s was lost; it is fetched again", adapter_id)
-        self._awaited[adapter_id] = _Awaited({server_rank})
-        self._call_for_content(adapter_id)
-
-    def _call_for_content(self, adapter_id: str) -> None:
-        """Call the next instance; when all have failed, all of them again after a pause, a few times."""
-        awaited = self._awaited[adapter_id]
-        for instance in sorted(self._registered_by.get(adapter_id, set()) - awaited.failed):
+    def _call_for_content(self, adapter_id: str, failed: set[str]) -> str | None:
+        """Call an instance for content, except the failed instances.  Returns its name, or None."""
+        for instance in sorted(self._registered_by.get(adapter_id, set()) - failed):
             if instance in self._instances:
-                awaited.called = instance
                 self._instances[instance].peer.send(Need(adapter_id))
-                return
-        awaited.called = None
-        awaited.failed.clear()
-        awaited.num_rounds += 1
-        if awaited.num_rounds == NUM_TRIES:
-            self._fail(adapter_id, f"the LoRA Server has lost its content, and {awaited.reason}")
-        else:
-            asyncio.get_running_loop().call_later(PAUSE_S, self._call_again, adapter_id, awaited)
-
-    def _call_again(self, adapter_id: str, awaited: _Awaited) -> None:
-        if self._awaited.get(adapter_id) is awaited and awaited.called is None:
-            self._call_for_content(adapter_id)
+                return instance
+        return None
 
     async def fail_content(self, visitor: Visitor, adapter_id: str, reason: str) -> None:
-        awaited = self._awaited.get(adapter_id)
-        if awaited is not None and awaited.called == visitor.instance:
-            awaited.failed.add(visitor.instance)
-            awaited.reason = f"instance {visitor.instance} can't send it: {reason}"
-            self._call_for_content(adapter_id)
-
-
-@dataclass(eq=False)
-class _Awaited:
-    """Content on its way from an instance.
-
-    called: the instance that is to send it.  failed: instances that could not, in this round.
-    """
-
-    server_ranks: set[int]
-    called: str | None = None
-    failed: set[str] = field(default_factory=set)
-    num_rounds: int = 0
-    reason: str = "no instance has the adapter"
+        self._lost.fail(visitor.instance, adapter_id, reason)

@@ -206,11 +206,10 @@ class LeaseTable:
         return adapter is not None and adapter.slot is not None and adapter.generation == generation
 
     def fail(self, adapter_id: str, now_s: float) -> set[str]:
-        """End all leases and waits of an adapter that can't be served, and forget the adapter.
+        """End all leases and waits of a failed adapter, and forget the adapter.
 
-        Its slot and pages are free at once, as for an instance that is gone: puts of its generation are
-        stale.  A later `register` makes the adapter known again.  Returns the instances that held a lease or
-        waited.
+        Its slot and pages are free at once, since puts of its generation are stale.  A later `register` makes
+        the adapter known again.  Returns the instances with a lease or a wait.
         """
         adapter = self._adapters.get(adapter_id)
         if adapter is None:

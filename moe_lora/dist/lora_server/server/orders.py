@@ -1,6 +1,6 @@
 """The leader's orders on one server rank, turned into work of the `ServerAdapterStore`.
 
-A load whose cause of failure can pass is tried again after a pause, beside all other orders.
+A load is tried again after an error that can pass, beside all other orders.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 class Orders:
     """Carries out orders in threads, since the store waits for its loader.  Belongs to one event loop.
 
-    need: requests content that this rank lacks; `regained` or `refused` is called later.  A load that fails
-    for good is given up (`ServerAdapterStore.give_up`).  No order ends the rank, or touches another adapter.
+    need: requests missing content; `regained` or `refused` is called later.  A load that fails is given up
+    (`ServerAdapterStore.give_up`).  No order ends the rank or touches another adapter.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Orders:
     def carry_out(self, order: Order) -> None:
         """Begin a load whose content is in the store, evict, or make slots.
 
-        Raises AdapterError for content that can't be read, and errors of the store.
+        Raises AdapterError for damaged content, and errors of the store.
         """
         if isinstance(order, ResizeOrder):
             self._server_store.grow(order.num_slots)
@@ -95,7 +95,7 @@ class Orders:
         self._need(adapter_id)
 
     async def _fail(self, order: LoadOrder, error: Exception) -> None:
-        """Try again after a pause where the cause can pass, else give the adapter up."""
+        """Try again after a pause if the error can pass, else give the adapter up."""
         adapter_id, key = order.adapter_id, (order.adapter_id, order.generation)
         cause = error.__cause__ if isinstance(error, AdapterError) else error
         is_damaged = isinstance(error, AdapterError) and not isinstance(cause, PASSING)

@@ -66,16 +66,15 @@ _MIN_PAGE_BYTES = 4096
 _PAGES_PER_LAYER = 8
 """Pages are small enough that rounding a layer's shard up to whole ones costs an eighth at most."""
 _MAX_PAGES = 1 << 18
-"""Of a rank: the leader searches them for each layer that it places."""
+"""Pages of a rank, since the leader searches all pages for each layer."""
 _USUAL_SHARE = 8
-"""Room for usual adapters, while none as large is known, takes one part in so many of a device's memory."""
+"""Room for adapters of the usual size takes at most this fraction of a device's memory: one eighth."""
 
 
 def spare_bytes(device: torch.device, num_sharers: int) -> int:
-    """Memory that each rank may take for adapters of a usual size while none as large is known.
+    """Memory of each rank for adapters of the usual size, known or not.
 
-    num_sharers: ranks on the device.  A constant of the machine, so that a leader that is started again plans
-    the same memory.
+    num_sharers: ranks on the device.  A constant of the machine: a restarted leader plans the same memory.
     """
     if device.type == "cuda":
         total = int(torch.cuda.get_device_properties(device).total_memory)
@@ -107,8 +106,8 @@ def plan_memory(
 ) -> Memory:
     """The budget of each rank: `memory_gb`, or `capacity` times the largest of `packed`.
 
-    Without memory_gb the budget is at least `capacity` times an adapter of rank 16 on all targets, as far as
-    the spare bytes go (None: all the way), since larger adapters may come later.
+    Without memory_gb the budget is at least `capacity` times an adapter of rank 16 on all targets, within the
+    spare bytes (None: no limit), since larger adapters may come later.
     Raises ConfigError, with the smallest size that works, if one of `packed` does not fit.
     """
     ranks = range(partition.layout.num_ranks)

@@ -102,11 +102,10 @@ def fits(num_pages: int, taken: Iterable[Run], wanted: Iterable[int]) -> bool:
 
 
 def _num_fitting(num_pages: int, sizes: Sequence[int]) -> int:
-    """How many adapters of the mean size fit into the pages; a known one always does."""
+    """Number of adapters of the mean size in the pages, at least 1."""
     return max(1, num_pages * len(sizes) // sum(sizes)) if any(sizes) else MAX_COUNT
 
 
 def enough_gb(num_bytes: int) -> float:
-    """A budget for an adapter that takes so many bytes.  Pages of a larger budget may be larger themselves,
-    which takes less than a thousandth more."""
+    """The budget for an adapter of these bytes.  Larger pages of a larger budget cost less than 0.1 %."""
     return math.ceil(num_bytes * 1.001 / 1e3) / 1e6

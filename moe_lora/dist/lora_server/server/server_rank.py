@@ -215,7 +215,7 @@ class ServerRank:
 
     @staticmethod
     def _report_by(report: Callable[[str, int, str], None]) -> Callable[[str, int, Exception], None]:
-        """A load that was given up, in any thread, is reported by `report` in the event loop."""
+        """Returns a function for any thread; it calls `report` in the event loop."""
 
         def failed(adapter_id: str, generation: int, error: Exception) -> None:
             reason = str(error) or type(error).__name__
@@ -336,7 +336,7 @@ class ServerRank:
         self._call_leader("fail_load", adapter_id, generation, reason)
 
     def _call_leader(self, method: str, *args: Any) -> None:
-        """A leader that is back orders every load anew."""
+        """Without a leader nothing is sent: the next leader orders every load anew."""
         if self._leader is not None and not self._leader.ended.is_set():
             self._leader.call(method, *args)
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 NUM_TRIES = 3
-"""A load that fails for a cause that can pass is tried so often."""
+"""Tries of a load whose errors can pass."""
 PAUSE_S = 0.2
 """Before the next try."""
 PASSING = (OSError, StorageError)
@@ -110,7 +110,7 @@ class ServerAdapterStore:
         """Called when `generation` or `loaded` changed: before what left is cleared, and when what came is
         there."""
         self.on_failure: Callable[[str, int, Exception], None] = lambda content_hash, generation, error: None
-        """Called, from any thread, with the content hash and generation of a load that was given up."""
+        """Called, from any thread, with content hash, generation and error of a failed load."""
         self._load_bytes_per_s = load_bytes_per_s
         self._layer_wise = layer_wise
         self.arena = _allocate(num_pages * page_bytes, device)
@@ -229,7 +229,7 @@ class ServerAdapterStore:
                 self._fail(*step, error)
 
     def _next_layer(self) -> tuple[_Loading, int, Run] | None:
-        """Wait for a layer that is due; None once the store stops."""
+        """Wait for the next layer; None once the store stops."""
         with self._changed:
             while not self._stopping:
                 now_s = time.monotonic()
@@ -246,7 +246,7 @@ class ServerAdapterStore:
         return None
 
     def _serve_layer(self, loading: _Loading, layer: int, run: Run) -> None:
-        """Load a layer at the rate that is allowed, and serve it where it may be served alone."""
+        """Load a layer at the allowed rate, and serve the layer, or the adapter after its last layer."""
         start_s, last = time.monotonic(), not loading.runs
         num_bytes = self._load_layer(loading, layer, run)
         if self._load_bytes_per_s is not None:
@@ -258,7 +258,7 @@ class ServerAdapterStore:
         self.on_progress()
 
     def _fail(self, loading: _Loading, layer: int, run: Run, error: Exception) -> None:
-        """Try the layer again after a pause where the cause can pass, else give the adapter up."""
+        """Try the layer again after a pause if the error can pass, else give the adapter up."""
         content_hash = loading.packed.content_hash
         with self._changed:
             if not self._is_wanted(loading):
@@ -278,7 +278,7 @@ class ServerAdapterStore:
         """Stop serving the content, then call `on_failure`."""
         try:
             self.evict(slot, generation)
-        except Exception:  # the device may be lost: whoever computes on it finds out
+        except Exception:  # the data loop notices a lost device
             logger.exception("slot %d can't be cleared", slot)
         self.on_failure(content_hash, generation, error)
 
