@@ -129,7 +129,7 @@ class HostStore:
     def get(self, content_hash: str, name: str) -> PackedAdapter:
         """The adapter of this hash, its tensors mapped from the file.
 
-        Raises AdapterError if the file is missing, and nowhere mapped here, or damaged.
+        Raises AdapterError if the file is missing or damaged, and nowhere mapped here.
         """
         path = self.path(content_hash)
         mapped = self._mapped.get(content_hash)
@@ -144,6 +144,8 @@ class HostStore:
                     for number in range(int(metadata["layers"]))
                 )
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            if mapped is not None:
+                return replace(mapped, name=name)
             raise AdapterError(f"{path.name}: not a packed adapter that can be read ({error})") from error
         facts["targets"] = tuple(facts["targets"])
         packed = PackedAdapter(name=name, layers=layers, content_hash=content_hash, **facts)

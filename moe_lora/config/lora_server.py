@@ -27,14 +27,17 @@ class LoraServerConfig(Settings):
     of layers.  Also EPx, PPy, and DPm (adapters spread over m ranks, for comparison).  x must divide the
     number of experts; x·y processes must be started."""
     capacity: int = setting(64, least=1, option="--lora-capacity")
-    """Adapters resident on the LoRA Server at once.  More adapters may be known than that."""
+    """The most adapters resident on the LoRA Server at once, within the memory of its ranks.  More adapters
+    may be known than that."""
     memory_gb: float | None = setting(
         None,
         above=0,
         option="--lora-server-memory-gb",
-        unset="capacity times the largest adapter known at the start",
+        unset="capacity times the largest adapter known at the start, or times one of rank 16 on all targets "
+        "if that is more and takes at most an eighth of the memory",
     )
-    """Room for adapters on each of its ranks, in 10^9 bytes."""
+    """Budget for adapters on each of its ranks, in 10^9 bytes.  An adapter within the budget is served, and
+    others are evicted for it; a larger one is refused when it is loaded."""
     address: str = ""
     """host:port of its first rank, as every other host reaches it; on one host the path of a socket."""
     certificates: str | None = setting(None, in_file=False)

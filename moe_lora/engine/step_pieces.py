@@ -162,6 +162,9 @@ class HostCalled:
         self._capture.cut(partial(self._begin, begun, layer, site, kept_x, kept_ids))
         return partial(self._add_to, begun, x)
 
+    def abandon_step(self) -> None:
+        self._backend.abandon_step()
+
     def _add_to(self, begun: list[AddTo | None], x: torch.Tensor, y: torch.Tensor) -> None:
         deltas = self._memory.of("deltas", x, y.shape)
         self._capture.cut(partial(self._compute, begun, deltas))

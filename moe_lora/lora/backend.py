@@ -65,6 +65,7 @@ class LoraBackend(Protocol):
         The next step gets its own deltas, never an answer to a request of the dropped step.  A backend that
         computes in the engine's thread has no requests under way: this default does nothing.
         """
+        return
 
 
 class RoutedBackend:

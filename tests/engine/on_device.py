@@ -89,6 +89,9 @@ class OnHost:
     def rows_here(self, layer: int, site: int) -> None:
         pass
 
+    def abandon_step(self) -> None:
+        self._backend.abandon_step()
+
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         self._refuse_capture()
         add_to = self._backend.begin(layer, site, x.held.clone(), None if ids is None else ids.held.clone())

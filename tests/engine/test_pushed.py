@@ -7,6 +7,7 @@ interpreter, NVSHMEM's calls by a stand-in that delays and reorders what it deli
 from __future__ import annotations
 
 import pytest
+import torch
 
 from moe_lora import LLM, SamplingParams
 from moe_lora.kernels.triton.configs import interpreted
@@ -73,6 +74,27 @@ def test_tokens_are_the_oracles_also_when_rows_or_all_answers_are_missing(tiny):
         facts = server.end()
     for rank in facts:
         assert rank["overtaken"] > 0, "puts were delivered in order, so order was not tried"
+
+
+def test_step_that_is_abandoned_ends_puts_and_the_next_tokens_are_the_oracles(tiny):
+    base, adapter = tiny
+    prompts, adapters, num_tokens = [[3, 5, 7]], [adapter], 2
+    expected = expected_of(base, prompts, adapters, num_tokens)
+    with put_server(base, "EP1-PP1", max_num_seqs=ROWS) as server, start(base, [adapter], server) as llm:
+        context, pushed = llm.client.core._runner._context, llm.client.core._runner._pushed
+        steps, begin_step = [], pushed.begin_step
+        pushed.begin_step = lambda *step: (steps.append(step), begin_step(*step))
+        assert ask(llm, prompts, adapters, num_tokens) == expected
+        context.backend.abandon_step()
+        assert not pushed.lost, "every step before had ended"
+        begin_step(*steps[-1])
+        number, shape = pushed._frames.sites[0], pushed._frames.shape
+        ids = torch.zeros(1, shape.num_experts_per_token, dtype=torch.int32)
+        pushed.begin(0, number, torch.zeros(1, shape.sites[number].in_features), ids)
+        context.backend.abandon_step()
+        assert pushed.lost
+        assert ask(llm, prompts, adapters, num_tokens) == expected
+        assert llm.stats().lora_server_put_steps == num_tokens - 1
 
 
 @pytest.mark.slow

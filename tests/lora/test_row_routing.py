@@ -51,7 +51,7 @@ class Noting:
     """A backend that adds its number to the first element of y."""
 
     def __init__(self, number: float) -> None:
-        self.number, self.num_steps = number, 0
+        self.number, self.num_steps, self.num_abandoned = number, 0, 0
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         self.num_steps += 1
@@ -64,6 +64,18 @@ class Noting:
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None):
         return lambda y: y[0].add_(self.number)
+
+    def abandon_step(self) -> None:
+        self.num_abandoned += 1
+
+
+def test_abandoned_step_is_abandoned_by_every_backend():
+    local, leased = Noting(1.0), Noting(10.0)
+    routed = RoutedBackend({Source.LOCAL: local, Source.LEASED: leased})
+    routed.begin_step(None, route((Source.LOCAL, 0), (Source.LEASED, 0)))
+    routed.begin(0, 0, torch.zeros(3, 1), None)
+    routed.abandon_step()
+    assert (local.num_abandoned, leased.num_abandoned) == (1, 1)
 
 
 def test_site_is_begun_at_the_backends_of_its_rows_only():

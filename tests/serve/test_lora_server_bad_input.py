@@ -42,7 +42,7 @@ def run(*words: str) -> str:
         ),
         (
             ["--lora-server", "EP1-PP1", "--lora-server-memory-gb", "0.000001"],
-            r"lora_server.memory_gb=1e-06 is too small for one adapter; a rank .* needs at least 0\.0",
+            r"lora_server.memory_gb=1e-06 is too small for adapter '.*' of .*; a rank .* at least 0\.0",
         ),
         (["--lora-server", "EP1-PP1", "--lora-server-memory-gb", "-1"], r"memory_gb=-1.0 must be positive"),
         (["--lora-server", "EP1-PP1", "--load-gb-per-s", "0"], r"load_gb_per_s=0.0 must be positive"),

@@ -178,4 +178,4 @@ def test_capacity_beyond_memory_is_refused_by_the_running_server(server):
         limit = http.get("/v1/lora_server").json()["max_capacity"]
         response = http.post("/v1/lora_server/capacity", json={"capacity": limit + 1})
         assert response.status_code == 400
-        assert f"holds, which is {limit} of the largest" in response.json()["error"]["message"]
+        assert f"holds, which is {limit} adapters of the mean size" in response.json()["error"]["message"]

@@ -126,6 +126,16 @@ class StreamSession:
 
         self._stream.queue(copy)
 
+    def abandon(self) -> None:
+        """Drop the uses of a step without their answers.
+
+        The stream waits for each answer; then the slot is free.
+        """
+        for slot, asked in enumerate(self._asked):
+            if asked is not None:
+                self._asked[slot] = None
+                self._stream.wait(self._slots.answer_words.tensor(slot), self._counters[slot])
+
 
 class StreamLink(Protocol):
     """A standing session with one worker; its uses are answered whether the worker lives or not.
@@ -185,6 +195,16 @@ class StreamBackend:
         self.check()
         self._routing = routing
         self._rows, self._pieces = {}, {}
+
+    def abandon_step(self) -> None:
+        """Waits for the stream: a problem of the dropped step never counts for the next step."""
+        self._routing = None
+        self._rows, self._pieces = {}, {}
+        for link in self._links.values():
+            link.stream_session.abandon()
+        self._stream.synchronize()
+        for link in self._links.values():
+            link.problem = None
 
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
         """They are elsewhere."""

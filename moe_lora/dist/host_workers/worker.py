@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.errors import AdapterError, LastProblem, PeerGoneError
+from moe_lora.core.errors import PeerGoneError
 from moe_lora.core.processes import wait_for_hang_up
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.teardown import quick_teardown
-from moe_lora.dist.lora_server.protocol.deltas import HostDeltas
+from moe_lora.dist.lora_server.protocol.deltas import FailureLog, HostDeltas
 from moe_lora.dist.lora_server.protocol.session import DONE, STALE, DeltaRequest, FrameLayout
 from moe_lora.dist.lora_server.server.data_loop import ServerSession
 from moe_lora.dist.transport.contract import make_transport
@@ -67,15 +67,14 @@ class StoreDeltas:
         self._store = store
         self._deltas = HostDeltas(shape, store)
         self._hashes: dict[int, str] = {}
-        self._problem = LastProblem()
+        self._failures = FailureLog(logger, "the engine computes its rows")
 
     def compute(self, request: DeltaRequest, out: torch.Tensor) -> int:
-        """As `fill`; the answer's state, STALE where an adapter is not there."""
+        """As `fill`; returns the answer's state, STALE after an error."""
         try:
             self.fill(request, out)
-        except AdapterError as error:
-            if self._problem.is_new(str(error)):
-                logger.warning("%s; the engine computes its rows", error)
+        except Exception as error:
+            self._failures.add(map(content_prefix, np.unique(request.generation).tolist()), error)
             return STALE
         return DONE
 

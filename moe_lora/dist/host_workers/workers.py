@@ -116,11 +116,15 @@ class HostWorkers:
         rows = RowRouting(groups=self._groups, row_route=row_adapter, terms=terms, adapters=adapters)
         self.backend.begin_step(_NO_STEP, rows)
         ids = None if request.ids is None else torch.from_numpy(request.ids)
-        add_to = self.backend.begin(request.layer, request.site, request.x, ids)
         deltas = out if ids is None else out.new_empty(ids.numel(), out.shape[1])
         deltas.zero_()
-        if add_to is not None:
-            add_to(deltas)
+        try:
+            add_to = self.backend.begin(request.layer, request.site, request.x, ids)
+            if add_to is not None:
+                add_to(deltas)
+        except BaseException:
+            self.backend.abandon_step()
+            raise
         if ids is not None:
             torch.index_select(deltas, 0, (ids.view(-1) >= 0).nonzero()[:, 0], out=out)
 

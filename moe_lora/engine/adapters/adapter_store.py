@@ -71,7 +71,8 @@ class AdapterStore:
     on_change: Callable[[], None] | None = None
     """Called, from another thread, when a request that waits for an adapter may be able to start."""
     on_failure: Callable[[str, Exception], None] | None = None
-    """Called, from another thread, with the content hash of an adapter that another process can't load."""
+    """Called, from another thread, with the content hash of a failed adapter and another process's error.
+    The adapter is served again after its next `keep`."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.core.errors import CapacityError
+from moe_lora.core.errors import AdapterError, CapacityError
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
 
@@ -42,7 +42,7 @@ class LeasedAdapters(AdapterStore):
         self._held: dict[int, AdapterVersion] = {}
         self._mapped: dict[str, PackedAdapter] = {}
         """By content hash, so that the server's host store can be given again what it has lost."""
-        self._leases = server.leases(self._take)
+        self._leases = server.leases(self._take, self._fail)
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
         """Put the adapter into the server's host store, from whichever thread."""
@@ -57,15 +57,22 @@ class LeasedAdapters(AdapterStore):
 
         Raises CapacityError if the server could never hold it.
         """
-        content_hash = packed.content_hash
-        self._server.store.put(packed)
-        mapped = self._server.store.get(content_hash, packed.name)
+        content_hash, store = packed.content_hash, self._server.store
+        store.put(packed)
+        try:
+            mapped = store.get(content_hash, packed.name)
+        except AdapterError as error:
+            logger.warning("adapter %s is written again: %s", packed.name, error)
+            store.remove(content_hash)
+            store.put(packed)
+            mapped = store.get(content_hash, packed.name)
         packed = super().keep(mapped, path)
         try:
             self._leases.register(content_hash)
-        except CapacityError:
+        except CapacityError as error:
             super().forget(packed)
-            raise
+            about = f"adapter {packed.name!r} of {packed.nbytes / 1e9:.6f} GB"
+            raise type(error)(f"{about} can't be served by the LoRA Server: {error}") from error
         self._mapped.setdefault(content_hash, mapped)
         return packed
 
@@ -131,6 +138,16 @@ class LeasedAdapters(AdapterStore):
         super().close()
         self._leases.stop()
         self._server.close()
+
+    def _fail(self, content_hash: str, error: Exception) -> None:
+        """The LoRA Server gave the adapter up: its lease ends."""
+        with self._lock:
+            for adapter in self._held.values():
+                if adapter.packed.content_hash == content_hash:
+                    adapter.lease = None
+            self._leases.release(content_hash)
+        if self.on_failure is not None:
+            self.on_failure(content_hash, error)
 
     def _take(self) -> None:
         """Leases came or went."""

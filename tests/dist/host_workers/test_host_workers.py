@@ -17,15 +17,42 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.dist.host_workers import worker
 from moe_lora.dist.host_workers.workers import HostWorkers, RowShares
-from moe_lora.dist.lora_server.protocol.session import FrameLayout
+from moe_lora.dist.lora_server.protocol import deltas
+from moe_lora.dist.lora_server.protocol.session import DONE, STALE, FrameLayout, lay_out_request
 from moe_lora.lora.backend import RoutedBackend
 from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content_number, no_terms
+from tests.dist.lora_server.cluster import random_adapter
+from tests.dist.lora_server.shapes import model_shape
 from tests.families import make_adapter, make_checkpoint
 from tests.models.harness import Harness
 from tests.stopped_processes import stop
 
 PROMPTS = [[5, 40, 7, 11], [9, 3], [5, 40, 7, 11], [33, 8, 60], [70, 4, 21, 90, 12]]
 NUM_TOKENS = 4
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, ValueError])
+def test_worker_refuses_what_it_can_not_compute_and_goes_on(tmp_path, monkeypatch, caplog, error):
+    """The engine computes a refused request; a worker that ended would be started again and again."""
+
+    def fail(*operands) -> None:
+        raise error("no such matrix")
+
+    shape = model_shape(0)
+    layout, store = FrameLayout(shape, torch.float32, 4), HostStore(tmp_path)
+    store.put(random_adapter("a" * 64, shape))
+    frame = torch.zeros(layout.request_bytes, dtype=torch.uint8)
+    request = lay_out_request(frame, layout, 0, 0, 2, 0, 2)
+    request.generation[:] = content_number("a" * 64)
+    out = torch.empty(2, shape.sites[0].total_out_features)
+    found = worker.StoreDeltas(shape, store)
+    assert found.compute(request, out) == DONE
+    with monkeypatch.context() as patched:
+        patched.setattr(deltas, "lora_shrink", fail)
+        assert [found.compute(request, out) for _ in range(3)] == [STALE] * 3
+    assert found.compute(request, out) == DONE
+    assert len(caplog.records) == 1
+    assert "aaa" in caplog.text
 
 
 class HostHarness(Harness):

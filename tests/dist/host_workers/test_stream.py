@@ -201,6 +201,25 @@ def test_adapter_that_nobody_has_is_said_by_the_engine_and_holds_nothing_up(stre
     assert streamed.backend.num_fallback_rows == before, "workers go on after what they refused"
 
 
+def test_step_that_is_abandoned_leaves_the_next_one_its_own_deltas(streamed):
+    """Slots are asked and their answers not taken; one adapter of the step is nowhere."""
+    backend, shape = streamed.backend, streamed.shape
+    before = backend.num_fallback_rows
+    site, rows = shape.sites[0], random_rows(3, 1)
+    x = torch.randn(NUM_ROWS, site.in_features)
+    for is_known in (True, False):
+        routing = streamed.routing(rows)
+        if not is_known:
+            routing.terms["generation"][0] = content_number("d" * 64)
+        backend.begin_step(STEP, routing)
+        for layer in range(3):
+            backend.begin(layer, 0, x, None)
+        backend.abandon_step()
+        assert (backend.num_fallback_rows > before) == (not is_known)
+        streamed.check(1, 2)
+    backend.check()
+
+
 def test_adapter_whose_file_is_gone_is_computed_by_the_engine_that_has_it_mapped(streamed):
     """A new version of the adapter, or a cleaner of temporary files, removes it before a worker reads it."""
     store, before = streamed.workers.store, streamed.backend.num_fallback_rows

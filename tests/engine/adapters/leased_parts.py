@@ -76,7 +76,7 @@ class TableServer:
     def attach(self, instance: str) -> Any:
         """What `LeasedAdapters` takes."""
 
-        def leases(on_change: Callable[[], None]) -> TableClient:
+        def leases(on_change: Callable[[], None], on_failure: Callable[..., None]) -> TableClient:
             return self._clients.setdefault(instance, TableClient(self, instance, on_change))
 
         kept: dict[str, PackedAdapter] = {}

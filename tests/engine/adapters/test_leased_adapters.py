@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -130,9 +131,76 @@ def test_adapter_that_a_new_server_has_no_room_for_is_computed_here(cluster, lea
 
 
 def test_adapter_that_could_never_be_ready_is_refused_and_forgotten(leases):
-    with pytest.raises(CapacityError, match=r"lora_server\.memory_gb"):
-        add(leases, "huge", 1, lora_rank=500)
+    large = random_adapter("content hash", SHAPE, 500)
+    with pytest.raises(CapacityError) as caught:
+        leases.keep(replace(large, name="legal"))
+    message = str(caught.value)
+    assert f"adapter 'legal' of {large.nbytes / 1e9:.6f} GB can't be served" in message
+    assert "budget for all adapters is 0.000500 GB" in message
+    assert "raise lora_server.memory_gb (--lora-server-memory-gb) to 0.0" in message
     assert len(leases) == 0
+
+
+def test_adapter_within_the_budget_waits_for_the_leases_of_others(cluster):
+    """It takes most of the budget; small ones were there before."""
+    cluster.stop(0)
+    cluster.config = replace(cluster.config, capacity=8)
+    cluster.start(0)
+    leases = LeasedAdapters(cluster.client("one"))
+    try:
+        small = [add(leases, f"s{number}", number, lora_rank=1) for number in range(4)]
+        for adapter in small:
+            held(leases, adapter)
+        large = add(leases, "large", 9, lora_rank=30)
+        assert not leases.acquire(large), "it waits"
+        for adapter in small:
+            leases.release(adapter)
+        held(leases, large)
+        assert large.lease is not None
+    finally:
+        leases.close()
+
+
+@pytest.mark.parametrize("is_wired", [True, False])
+def test_adapter_that_the_server_gives_up_is_told_and_computed_here_until_it_is_kept_again(
+    cluster, leases, monkeypatch, is_wired
+):
+    failures: list[tuple[str, Exception]] = []
+    changed = changes(leases)
+    if is_wired:
+        leases.on_failure = lambda *failure: failures.append(failure)
+    server_store = cluster.rank(0).loop.server_store
+
+    def fail(*given) -> None:
+        raise ValueError("ranks 0..513")
+
+    first = add(leases, "a", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(server_store, "_copy", fail)
+        held(leases, first)
+        until(lambda: first.lease is None and not leases._leases.acquire("a"), "it is given up")
+    leases._leases.release("a")
+    assert changed.is_set()
+    if is_wired:
+        until(lambda: failures)
+        [(content_hash, error)] = failures
+        assert content_hash == "a"
+        assert "ranks 0..513" in str(error)
+    assert leases.acquire(first)
+    assert first.lease is None
+    again = add(leases, "a", 2)
+    leases.release(first)
+    leases.forget(first.packed)
+    held(leases, again)
+    assert again.lease is not None
+    until(lambda: (server_store.loaded[again.lease.slot] == again.lease.generation).all())
+
+
+def test_damaged_file_in_the_store_is_written_again(leases):
+    leases._server.store.path("a").write_bytes(b"no adapter")
+    adapter = add(leases, "a", 1)
+    held(leases, adapter)
+    assert adapter.lease is not None
 
 
 def test_counters_are_those_of_the_backend(leases):

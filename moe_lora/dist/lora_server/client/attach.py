@@ -107,9 +107,13 @@ class LoraServerClient:
         address = await find_rank(*leader, server_rank, timeout_s)
         return await join(address, self._keys, self._hello, timeout_s)
 
-    def leases(self, on_change: Callable[[], None]) -> LeaseClient:
+    def leases(
+        self,
+        on_change: Callable[[], None],
+        on_failure: Callable[[str, Exception], None] = lambda adapter_id, error: None,
+    ) -> LeaseClient:
         """The instance's leases; its first rank has them."""
-        return LeaseClient(self._join_leader, self.store, on_change, CONNECT_TIMEOUT_S)
+        return LeaseClient(self._join_leader, self.store, on_change, CONNECT_TIMEOUT_S, on_failure)
 
     async def _join_leader(self, timeout_s: float, hear: Hear) -> Peer:
         leader, begin = (self._server.address, self._keys, self._hello), ("join_instance", self._instance)

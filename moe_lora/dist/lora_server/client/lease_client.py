@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.errors import CapacityError
+from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.dist.lora_server.protocol.content import num_blocks, send_blocks
 from moe_lora.dist.lora_server.protocol.control import Hear, network, stay_joined
-from moe_lora.dist.lora_server.protocol.control_messages import Need
+from moe_lora.dist.lora_server.protocol.control_messages import AdapterFailed, Need
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.peer import Peer, PeerEndedError
 from moe_lora.lora.row_routing import Lease
@@ -29,7 +29,8 @@ class LeaseClient:
 
     The engine's thread says what it wants and reads what was granted; the event loop of the control
     connections does the rest.  on_change: called there after leases came or went, or the leader did.
-    join_leader: connects as an instance; takes how long to look for the leader, and who hears it.
+    on_failure: called there with a failed adapter and the error; the next `register` makes the server try
+    again.  join_leader: connects as an instance; takes how long to look for the leader, and who hears it.
     Raises LoraServerError if it is not there within timeout_s.
     """
 
@@ -39,12 +40,14 @@ class LeaseClient:
         store: HostStore,
         on_change: Callable[[], None],
         timeout_s: float,
+        on_failure: Callable[[str, Exception], None] = lambda adapter_id, error: None,
     ) -> None:
         self._join_leader = join_leader
         self._store = store
         self._on_change = on_change
+        self._on_failure = on_failure
         self._registered: set[str] = set()
-        self._rejected: dict[str, str] = {}
+        self._rejected: dict[str, Exception] = {}
         # Number of the acquire, and for whom, in the order asked, so that a new leader hears it so.  The
         # engine's thread's.
         self._wanted: dict[str, tuple[int, tuple[Asker, ...]]] = {}
@@ -138,20 +141,21 @@ class LeaseClient:
         error = self._rejected.pop(adapter_id, None)
         if error is not None:
             self._registered.discard(adapter_id)
-            raise CapacityError(error)
+            raise error if isinstance(error, CapacityError) else CapacityError(str(error)) from error
 
     async def _make_known(self, peer: Peer, adapter_id: str, answer: asyncio.Future[Any]) -> None:
         """Give the content that the leader lacks, and note an adapter that it does not take."""
         try:
             if not await answer:
-                await self._give(peer, adapter_id)
-                await peer.call("register", adapter_id)
+                await (await self._give(peer, adapter_id))
+                if not await peer.call("register", adapter_id):
+                    raise LoraServerError("the LoRA Server can't read the content that it was sent")
                 if adapter_id in self._wanted and self.lease(adapter_id) is None:
                     self._acquire(adapter_id, *self._wanted[adapter_id])  # the first came before the content
         except PeerEndedError:
             return  # the next leader is told
         except Exception as error:  # whatever the leader raised
-            self._rejected[adapter_id] = str(error)
+            self._rejected[adapter_id] = error
             logger.warning("the LoRA Server does not take adapter %s: %s", adapter_id, error)
             self._on_change()
 
@@ -173,16 +177,31 @@ class LeaseClient:
 
     async def _hear(self, peer: Peer, message: Message) -> None:
         if isinstance(message, Need):
-            await self._give(peer, message.adapter_id)
+            try:
+                await self._give(peer, message.adapter_id)
+            except Exception as error:  # the leases of other adapters come over this connection too
+                logger.error("adapter %s can't be given to the LoRA Server: %s", message.adapter_id, error)
+                peer.call("fail_content", message.adapter_id, str(error))
+        elif isinstance(message, AdapterFailed):
+            self._fail(message.adapter_id, LoraServerError(message.reason))
 
-    async def _give(self, peer: Peer, adapter_id: str) -> None:
-        """Send content that the server lacks, if it is here."""
+    def _fail(self, adapter_id: str, error: Exception) -> None:
+        """The server gave the adapter up.  No lease comes before the next `register`."""
+        self._rejected[adapter_id] = error
+        self._granted.pop(adapter_id, None)
         try:
-            if await asyncio.to_thread(self._store.restore, adapter_id):
-                peer.call("give", adapter_id, num_blocks(self._store, adapter_id))
-                send_blocks(peer, self._store, adapter_id)
-                return
-            problem = "it is not in the store"
-        except (OSError, CapacityError) as error:
-            problem = str(error)
-        logger.error("adapter %s can't be given to the LoRA Server: %s", adapter_id, problem)
+            self._on_failure(adapter_id, error)
+        except Exception:
+            logger.exception("the failure of adapter %s can't be reported", adapter_id)
+        self._on_change()
+
+    async def _give(self, peer: Peer, adapter_id: str) -> asyncio.Future[Any]:
+        """Send an adapter's content to the server; returns the future answer.
+
+        Raises LoraServerError without the content, OSError and StorageError for a file or disk that fails.
+        """
+        if not await asyncio.to_thread(self._store.restore, adapter_id):
+            raise LoraServerError("it is not in the store")
+        answer = peer.call("give", adapter_id, num_blocks(self._store, adapter_id))
+        send_blocks(peer, self._store, adapter_id)
+        return answer

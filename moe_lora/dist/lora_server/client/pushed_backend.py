@@ -45,6 +45,7 @@ class PushedBackend:
         self._expected, self._state = zeros(frames.num_signals), zeros(1)
         self._answers = {site: self._answer(site) for site in frames.sites}
         self._frame: torch.Tensor | None = None
+        self._is_under_way = False
         self.lost = False
         self.num_steps = self.num_redone = 0
         group.meet()  # the server's ranks come when they have compiled what answers
@@ -63,6 +64,7 @@ class PushedBackend:
 
     def settled(self) -> bool:
         """Whether the step before was answered in full; waits for it.  Logs why not."""
+        self._is_under_way = False
         self.num_steps += 1
         state = int(self._state.item())
         if not state:
@@ -85,10 +87,20 @@ class PushedBackend:
         if self._frame is None:  # without a step buffer, on CPU
             (frame,) = routing.frames_pushed().values()
             self._frame = torch.from_numpy(frame).to(self._group.device)
+        self._is_under_way = True
         frames, client = self._frames, self._client
         laid = self._laid(frames.frame_at(client), self._frame)
         for server_rank in range(frames.num_ranks):
             self._group.put_pieces(self._window, [laid], frames.asked(client), server_rank)
+
+    def abandon_step(self) -> None:
+        """Half a step ends these puts: a server rank waits for every site of a step in a fixed order."""
+        if self._is_under_way and not self.lost:
+            self._is_under_way, self.lost = False, True
+            logger.error(
+                "a step of puts to the LoRA Server failed; until all its ranks and instances are started "
+                "together again, rows go over lora_server.transport"
+            )
 
     def _laid(self, offset_bytes: int, values: torch.Tensor) -> tuple[int, int]:
         """Values copied to a place of the own window, which the network reads; the place."""

@@ -148,6 +148,14 @@ class RemoteBackend:
         self._routing = routing
         self._rows = {}
 
+    def abandon_step(self) -> None:
+        self._routing = None
+        self._rows = {}
+        for link in self._links.values():
+            session = link.session
+            if session is not None:
+                session.abandon()
+
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
         """They are elsewhere."""
 

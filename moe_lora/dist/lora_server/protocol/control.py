@@ -288,7 +288,11 @@ class ControlServer:
             if answer is None:
                 raise LoraServerError(f"{asked.method} is not answered by this rank")
             found = await answer(visitor, *asked.args)
-        except (MoeLoraError, ValueError) as error:
+        except ConnectionError:
+            raise
+        except Exception as error:  # the connection's other adapters go on
+            if not isinstance(error, MoeLoraError | ValueError):
+                logger.exception("%s of %s failed", asked.method, visitor.peer.name)
             asked.fail(error)
             return
         if isinstance(found, asyncio.Future):

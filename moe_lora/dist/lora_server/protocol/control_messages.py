@@ -40,6 +40,16 @@ class Block(Message, frozen=True):
     data: bytes
 
 
+class AdapterFailed(Message, frozen=True):
+    """The server gave up an adapter of this instance: no rank serves the adapter any more.
+
+    A later `register` makes the adapter known again.  reason: the error of the failed rank.
+    """
+
+    adapter_id: str
+    reason: str
+
+
 class LoadOrder(Message, frozen=True):
     """runs: layer -> (first page, number of pages) on the rank that it goes to."""
 
@@ -131,6 +141,12 @@ class ServerCalls(typing.Protocol):
     def need(self, adapter_id: str) -> None:
         """Send a rank the content that it lacks, at once or when an instance has given it."""
 
+    def fail_load(self, adapter_id: str, generation: int, reason: str) -> None:
+        """Give up a generation on all ranks after an error of this rank; instances get `AdapterFailed`."""
+
+    def fail_content(self, adapter_id: str, reason: str) -> None:
+        """Answer `Need` without the content."""
+
     def join_instance(self, instance: str) -> None:
         """Let an instance ask for leases."""
 
@@ -182,5 +198,7 @@ class ServerCalls(typing.Protocol):
 _CALLS = Interface(ServerCalls)
 SERVER_SIDE = Protocol.of(ServerHello, Block, answers=_CALLS)
 CLIENT_SIDE = Protocol.of(
-    ServerWelcome, Need, Content, Block, LoadOrder, EvictOrder, ResizeOrder, RestartOrder, asks=_CALLS
+    *(ServerWelcome, Need, Content, Block, AdapterFailed),
+    *(LoadOrder, EvictOrder, ResizeOrder, RestartOrder),
+    asks=_CALLS,
 )

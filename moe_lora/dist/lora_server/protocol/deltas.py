@@ -5,7 +5,8 @@ Legend: T token rows, K experts per token, R rows of the answer, N output width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 from moe_lora.kernels.lora import lora_delta, lora_expand, lora_shrink
 from moe_lora.kernels.operands import LoraOperands, SlotTable
@@ -22,6 +24,9 @@ from .session import DeltaRequest
 
 _MAX_MAPPED = 64
 """Adapters that an instance keeps mapped for computing deltas itself; those used last stay."""
+
+_MAX_LOGGED = 256
+"""Adapter contents whose failures are remembered as logged."""
 
 
 def request_deltas(
@@ -72,6 +77,26 @@ def _into(compute: Callable[[torch.Tensor], object], out: torch.Tensor, device: 
     out.copy_(target)
 
 
+class FailureLog:
+    """Logs the first failure of each adapter content, and remembers the latest `_MAX_LOGGED` contents."""
+
+    def __init__(self, logger: logging.Logger, consequence: str) -> None:
+        self._logger = logger
+        self._consequence = consequence
+        self._logged: dict[str, None] = {}
+
+    def add(self, contents: Iterable[str], error: Exception) -> None:
+        """A request for these contents failed.  Any thread."""
+        contents = list(contents) or ["of unknown content"]
+        if all(content in self._logged for content in contents):
+            return
+        self._logged.update(dict.fromkeys(contents))
+        for oldest in list(self._logged)[:-_MAX_LOGGED]:
+            self._logged.pop(oldest, None)
+        adapters = ", ".join(contents)
+        self._logger.error("adapter %s: %s; %s", adapters, error, self._consequence, exc_info=error)
+
+
 class HostDeltas:
     """Deltas straight from adapters in host memory, by the CPU library, one adapter after another.
 
@@ -91,7 +116,10 @@ class HostDeltas:
         row_adapter: np.ndarray,
         out: torch.Tensor,
     ) -> None:
-        """As `request_deltas`; row_adapter [T]: index into `adapters` of each row of x."""
+        """As `request_deltas`; row_adapter [T]: index into `adapters` of each row of x.
+
+        Raises AdapterError, with the content hash, for a bad adapter.
+        """
         ids = None if request.ids is None else torch.from_numpy(np.ascontiguousarray(request.ids))
         some = None if ids is None or request.num_rows == ids.numel() else ids.view(-1) >= 0
         deltas = out if some is None else out.new_empty(len(some), out.shape[1])
@@ -109,10 +137,16 @@ class HostDeltas:
         return self._store.get(content_hash, content_hash), {}
 
     def _layer(self, content_hash: str, number: int) -> tuple[torch.Tensor, SlotTable]:
-        """The data of one layer, and its offsets as a table of one slot."""
+        """The data of one layer, and its offsets as a table of one slot.  Raises AdapterError."""
         packed, tables = self._adapter(content_hash)
-        layer = packed.layers[number]
-        if number not in tables:
-            table = tables[number] = SlotTable(1, 1, self._shape.num_entries, torch.device("cpu"))
-            table.write_layer(0, 0, layer.table, layer.scale, layer.data.element_size(), range(layer.nbytes))
-        return layer.data.view(torch.uint8), tables[number]
+        try:
+            layer = packed.layers[number]
+            if number not in tables:
+                table = SlotTable(1, 1, self._shape.num_entries, torch.device("cpu"))
+                table.write_layer(
+                    0, 0, layer.table, layer.scale, layer.data.element_size(), range(layer.nbytes)
+                )
+                tables[number] = table
+            return layer.data.view(torch.uint8), tables[number]
+        except Exception as error:
+            raise AdapterError(f"layer {number} of adapter {content_hash} can't be used: {error}") from error

@@ -25,7 +25,7 @@ from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 # Every array starts at a multiple of 64 bytes.
 
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 HEADER_BYTES = 64
 _ALIGN = 64
 
@@ -285,6 +285,8 @@ class ClientSession:
         self._answer_timeout_s = answer_timeout_s
         self._under_way: dict[int, Sent] = {}
         self._next = 0
+        self._first_kept = 0
+        """Nobody takes the answers of requests before this number."""
         self._broken = False
         self._answer_frames = list(answers.bytes.view(depth, layout.answer_bytes))
         self.observed: list[ExchangeTimes] | None = None
@@ -297,6 +299,10 @@ class ClientSession:
         """Nothing more is sent, and waits end with SessionLostError."""
         self._broken = True
 
+    def abandon(self) -> None:
+        """Drop the requests under way.  `frame` waits for each answer before the frame is used again."""
+        self._first_kept = self._next
+
     def frame(self) -> torch.Tensor:
         """Where the next request is to be laid out.  Raises SessionLostError."""
         oldest = self._under_way.get(self._next - self._depth)
@@ -308,6 +314,10 @@ class ClientSession:
 
     def _clear_frame(self, sent: Sent) -> None:
         """Keep elsewhere what is still needed of a request and its answer."""
+        if sent.number < self._first_kept:
+            self._wait(sent.number + 1)
+            del self._under_way[sent.number]
+            return
         answer = self._answer(sent)
         if answer is not None:
             sent.delta = answer.clone()

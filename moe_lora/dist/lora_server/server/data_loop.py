@@ -19,7 +19,7 @@ import torch
 from moe_lora.config.emulation import StageTime
 from moe_lora.core.errors import PeerGoneError
 from moe_lora.core.shape import MAX_CUDA_LORA_RANK, ModelShape
-from moe_lora.dist.lora_server.protocol.deltas import request_deltas
+from moe_lora.dist.lora_server.protocol.deltas import FailureLog, request_deltas
 from moe_lora.dist.lora_server.protocol.session import (
     DONE,
     HEADER_BYTES,
@@ -157,6 +157,7 @@ class DataLoop:
         self._wanted: dict[int, None] = {}  # instances whose turn it is, oldest announcement first
         self._told: list[tuple[RemoteWindow, itertools.count[int]]] = []
         self.num_requests = self.num_stale = self.num_host_rows = 0
+        self._failures = FailureLog(logger, "instances compute its deltas")
         self.server_store = server_store
         server_store.on_progress = self.wake
 
@@ -330,7 +331,7 @@ class DataLoop:
             self._wanted.pop(session.instance, None)
         if self._told and site.num_experts:
             self._announce(session.instance)
-        state = self._compute(session, request)
+        state = self._computed(session, request)
         if self._lora_time is not None and site.num_experts:
             num_tokens = -(-request.num_rows // self._shape.num_experts_per_token)
             busy_s = share_of_layer(site, self._shape) * self._lora_time.seconds(num_tokens)
@@ -338,6 +339,18 @@ class DataLoop:
         self.num_stale += state == STALE
         self.num_requests += 1
         session.answer(request, state, start_ns)
+
+    def _computed(self, session: ServerSession, request: DeltaRequest) -> int:
+        """As `_compute`; STALE after an error.  Raises the error of a lost device."""
+        try:
+            return self._compute(session, request)
+        except Exception as error:
+            device = self.server_store.arena.device
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            contents = map(self.server_store.contents.get, set(request.slot.tolist()))
+            self._failures.add((found[1].content_hash for found in contents if found), error)
+            return STALE
 
     def _compute(self, session: ServerSession, request: DeltaRequest) -> int:
         """Lay the deltas into the session's answer; the answer's state."""

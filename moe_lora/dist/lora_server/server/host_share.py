@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from moe_lora.core.shape import ModelShape
+from moe_lora.dist.lora_server.protocol.deltas import FailureLog
 from moe_lora.dist.lora_server.protocol.session import DeltaRequest
 from moe_lora.lora.row_routing import RoutedAdapter
 
@@ -58,7 +59,7 @@ class OnHost:
         self.deltas = torch.empty(len(self.rows), width, dtype=request.x.dtype)
         self.done, self.wanted = False, True
         self.error: Exception | None = None
-        self._adapters = adapters
+        self.adapters = adapters
         self._row_adapter = tokens[self.tokens]
         # Copies: the session's memory may go meanwhile.
         self._request = _some(request, np.flatnonzero(self.tokens))
@@ -71,7 +72,7 @@ class OnHost:
         piece = _some(self._request, tokens)
         start, self._next_row = self._next_row, self._next_row + piece.num_rows
         out = self.deltas[start : self._next_row]
-        host.compute(piece, self._adapters, self._row_adapter[tokens], out)
+        host.compute(piece, self.adapters, self._row_adapter[tokens], out)
         self.done = self._next_token >= len(self._row_adapter)
 
 
@@ -102,7 +103,9 @@ class HostShare:
         self._host = host
         self._on_done = on_done
         self._thread = ThreadPoolExecutor(1, "host-share")
-        self._of: dict[object, OnHost] = {}
+        self._of: dict[object, OnHost | None] = {}
+        """None: the host can't compute the session's request."""
+        self._failures = FailureLog(logger, "the host can't compute its rows, so instances do")
 
     def begin(
         self,
@@ -125,8 +128,12 @@ class HostShare:
             row_adapter[of_slot] = len(adapters)
             adapters.append(adapter)
         width = self._shape.sites[request.site].total_out_features
-        self._of[session] = on_host = OnHost(request, row_adapter, adapters, width)
-        self._thread.submit(self._compute, on_host)
+        try:
+            self._of[session] = on_host = OnHost(request, row_adapter, adapters, width)
+            self._thread.submit(self._compute, on_host)
+        except Exception as error:
+            self._of[session] = None
+            self._failures.add((adapter.content_hash for adapter in adapters), error)
 
     def _compute(self, on_host: OnHost) -> None:
         """A piece; the next one comes after those of others that wait."""
@@ -146,8 +153,11 @@ class HostShare:
         return session in self._of
 
     def has(self, session: object) -> bool:
-        """Whether one was, and is done."""
-        return session in self._of and self._of[session].done
+        """Whether a request was begun, and is done or has failed."""
+        if session not in self._of:
+            return False
+        on_host = self._of[session]
+        return on_host is None or on_host.done
 
     def take(self, session: object) -> OnHost | None:
         """What was computed for the session's request; None if nothing was, or could be, or is yet."""
@@ -158,7 +168,7 @@ class HostShare:
         if not on_host.done:
             return None
         if on_host.error is not None:
-            logger.warning("the host can't compute a request, so its instance does: %s", on_host.error)
+            self._failures.add((adapter.content_hash for adapter in on_host.adapters), on_host.error)
             return None
         return on_host
 

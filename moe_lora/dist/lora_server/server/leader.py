@@ -16,10 +16,17 @@ from dataclasses import asdict
 from typing import Any
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.errors import AdapterNotFoundError, CapacityError, LoraServerError
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    CapacityError,
+    LoraServerError,
+    StorageError,
+)
 from moe_lora.dist.lora_server.protocol.content import num_blocks, receive_blocks, send_blocks
 from moe_lora.dist.lora_server.protocol.control import Answer, Visitor
 from moe_lora.dist.lora_server.protocol.control_messages import (
+    AdapterFailed,
     Content,
     EvictOrder,
     LoadOrder,
@@ -35,6 +42,7 @@ from moe_lora.dist.lora_server.protocol.reach import client_name
 from moe_lora.policies.arena_shares import Asker
 
 from .leases import Grant, LeaseTable
+from .lost_content import LostContent
 from .rank_memory import shard_pages
 from .residency import Load
 
@@ -86,8 +94,7 @@ class Leader:
         """Whether `_look_again` is to come."""
         self._gives_out = False
         """Whether `_give_out` is to come, or has failed since a look succeeded."""
-        self._awaited_by: dict[str, set[int]] = {}
-        """Ranks that wait for content the store has lost."""
+        self._lost = LostContent(self._call_for_content, self._fail)
         self.addresses: dict[int, str] = {}
         """Where clients find the ranks that have joined."""
 
@@ -95,8 +102,8 @@ class Leader:
     def answers(self) -> Mapping[str, Answer]:
         """By method."""
         names = (
-            "find memory join_rank linked need join_instance register give unregister acquire release state "
-            "resize restart"
+            "find memory join_rank linked need fail_load join_instance register give fail_content unregister "
+            "acquire release state resize restart"
         )
         return {name: getattr(self, name) for name in names.split()}
 
@@ -156,8 +163,8 @@ class Leader:
         if capacity > limit:
             raise CapacityError(
                 f"capacity={capacity} is more than the memory of the LoRA Server's ranks holds, which is "
-                f"{limit} of the largest adapters; choose at most that, or start it with more "
-                "lora_server.memory_gb"
+                f"{limit} adapters of the mean size of those registered; choose at most that, or start the "
+                "LoRA Server with more lora_server.memory_gb"
             )
 
     # The other ranks of the server
@@ -224,12 +231,20 @@ class Leader:
         self._table.drop_instance(instance, time.monotonic())
         for pair in [pair for pair in self._acquires if pair[0] == instance]:
             del self._acquires[pair]
+        self._lost.drop_instance(instance)
         self._dispatch()
 
     async def register(self, visitor: Visitor, adapter_id: str) -> bool:
         if adapter_id not in self._store:
             return False
-        shares = await asyncio.to_thread(self._shares, adapter_id)
+        try:
+            shares = await asyncio.to_thread(self._shares, adapter_id)
+        except AdapterError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
+            logger.warning("adapter %s is fetched again: %s", adapter_id, error)
+            await asyncio.to_thread(self._store.remove, adapter_id)
+            return False
         if self._instances.get(visitor.instance) is visitor:  # else it speaks through a later connection now
             self._table.register(adapter_id, shares)
             self._registered_by.setdefault(adapter_id, set()).add(visitor.instance)
@@ -240,8 +255,12 @@ class Leader:
         return shard_pages(packed, self._partition, self._memory.page_bytes)
 
     async def give(self, visitor: Visitor, adapter_id: str, number: int) -> None:
-        await receive_blocks(visitor.peer, self._store, adapter_id, number)
-        for server_rank in self._awaited_by.pop(adapter_id, ()):
+        try:
+            await receive_blocks(visitor.peer, self._store, adapter_id, number)
+        except StorageError as error:
+            self._lost.fail(visitor.instance, adapter_id, str(error))
+            raise
+        for server_rank in self._lost.pop(adapter_id):
             self.supply(server_rank, adapter_id)
 
     async def unregister(self, visitor: Visitor, adapter_id: str) -> None:
@@ -332,28 +351,57 @@ class Leader:
         if asked is not None:
             asked.set_result((event.slot, self._first_generation + event.generation))
 
-    # Content that the store has lost
+    # Adapters that can't be served
+
+    async def fail_load(self, visitor: Visitor, adapter_id: str, generation: int, reason: str) -> None:
+        if self._ranks.get(visitor.server_rank) is visitor:
+            self.hear_failure(visitor.server_rank, adapter_id, generation, reason)
+
+    def hear_failure(self, server_rank: int, adapter_id: str, generation: int, reason: str) -> None:
+        """A rank gave up this load.  Earlier generations don't matter any more."""
+        if self._table.is_resident(adapter_id, generation - self._first_generation):
+            self._fail(adapter_id, f"rank {server_rank} of the LoRA Server can't load it: {reason}")
+
+    def _fail(self, adapter_id: str, reason: str) -> None:
+        """End the adapter on all ranks and notify its instances."""
+        logger.error("adapter %s is given up: %s", adapter_id, reason)
+        self._lost.pop(adapter_id)
+        concerned = self._table.fail(adapter_id, time.monotonic()) | self._registered_by.pop(
+            adapter_id, set()
+        )
+        self._dispatch()
+        for instance in sorted(concerned):
+            self._acquires.pop((instance, adapter_id), None)
+            if instance in self._instances:
+                self._instances[instance].peer.send(AdapterFailed(adapter_id, reason))
+
+    # Content that ranks lack
 
     async def need(self, visitor: Visitor, adapter_id: str) -> None:
         self.supply(visitor.server_rank, adapter_id)
 
     def supply(self, server_rank: int, adapter_id: str) -> None:
         """Send content to a rank, at once or when an instance has given it."""
-        if adapter_id not in self._store:
-            self._await_content(server_rank, adapter_id)
-        elif server_rank == LEADER:
-            self._own_regained(adapter_id)
-        elif server_rank in self._ranks:  # else it asks again when it is back
-            peer = self._ranks[server_rank].peer
-            peer.send(Content(adapter_id, num_blocks(self._store, adapter_id)))
-            send_blocks(peer, self._store, adapter_id)
+        try:
+            if adapter_id not in self._store:
+                self._lost.await_content(server_rank, adapter_id)
+            elif server_rank == LEADER:
+                self._own_regained(adapter_id)
+            elif server_rank in self._ranks:  # else it asks again when it is back
+                peer = self._ranks[server_rank].peer
+                peer.send(Content(adapter_id, num_blocks(self._store, adapter_id)))
+                send_blocks(peer, self._store, adapter_id)
+        except OSError as error:
+            logger.warning("the content of adapter %s can't be read: %s", adapter_id, error)
+            self._lost.await_content(server_rank, adapter_id)
 
-    def _await_content(self, server_rank: int, adapter_id: str) -> None:
-        """Ask an instance that has registered the adapter for its content."""
-        if adapter_id not in self._awaited_by:
-            logger.warning("the content of adapter %s was lost; it is fetched again", adapter_id)
-        self._awaited_by.setdefault(adapter_id, set()).add(server_rank)
-        for instance in sorted(self._registered_by.get(adapter_id, ())):
+    def _call_for_content(self, adapter_id: str, failed: set[str]) -> str | None:
+        """Call an instance for content, except the failed instances.  Returns its name, or None."""
+        for instance in sorted(self._registered_by.get(adapter_id, set()) - failed):
             if instance in self._instances:
                 self._instances[instance].peer.send(Need(adapter_id))
-                return
+                return instance
+        return None
+
+    async def fail_content(self, visitor: Visitor, adapter_id: str, reason: str) -> None:
+        self._lost.fail(visitor.instance, adapter_id, reason)

@@ -200,6 +200,32 @@ class LeaseTable:
         self._leases.pop(instance, None)
         self._promise()
 
+    def is_resident(self, adapter_id: str, generation: int) -> bool:
+        """Whether the adapter is resident in this generation of its slot."""
+        adapter = self._adapters.get(adapter_id)
+        return adapter is not None and adapter.slot is not None and adapter.generation == generation
+
+    def fail(self, adapter_id: str, now_s: float) -> set[str]:
+        """End all leases and waits of a failed adapter, and forget the adapter.
+
+        Its slot and pages are free at once, since puts of its generation are stale.  A later `register` makes
+        the adapter known again.  Returns the instances with a lease or a wait.
+        """
+        adapter = self._adapters.get(adapter_id)
+        if adapter is None:
+            return set()
+        adapter.retired = True
+        waiters = [waiter for waiter in self._queue if waiter.adapter is adapter]
+        holders = [instance for instance, leases in self._leases.items() if adapter_id in leases]
+        for waiter in waiters:
+            self._end_wait(waiter)
+        for instance in holders:
+            self._end_lease(instance, adapter_id, now_s)
+        if self._adapters.get(adapter_id) is adapter:
+            self._settle(adapter)
+        self._promise()
+        return {*holders, *(waiter.instance for waiter in waiters)}
+
     def grant_due(self, now_s: float) -> None:
         """`grant_waiting` if it `is_due`."""
         if self.is_due:
@@ -231,7 +257,7 @@ class LeaseTable:
         self._promise()
 
     def max_capacity(self) -> int | None:
-        """The largest number of adapters that every rank's pages hold, as `ServerPages.num_fitting` says of
+        """The number of adapters that every rank's pages hold, as `ServerPages.num_fitting` says of
         those that are registered; None if none is.
         """
         known = [adapter.shard_pages for adapter in self._adapters.values() if not adapter.retired]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -16,7 +17,7 @@ from moe_lora.core.shape import DEFAULT_LORA_RANK
 from moe_lora.dist.lora_server.protocol.control_messages import Memory
 from moe_lora.dist.lora_server.protocol.partition import Partition
 
-from .server_pages import ShardPages
+from .server_pages import ShardPages, enough_gb
 
 # Which entries of a layer a server rank holds, and the pages that its part of an adapter takes.
 #
@@ -64,6 +65,22 @@ def shard_pages(packed: PackedAdapter, partition: Partition, page_bytes: int) ->
 _MIN_PAGE_BYTES = 4096
 _PAGES_PER_LAYER = 8
 """Pages are small enough that rounding a layer's shard up to whole ones costs an eighth at most."""
+_MAX_PAGES = 1 << 18
+"""Pages of a rank, since the leader searches all pages for each layer."""
+_USUAL_SHARE = 8
+"""Room for adapters of the usual size takes at most this fraction of a device's memory: one eighth."""
+
+
+def spare_bytes(device: torch.device, num_sharers: int) -> int:
+    """Memory of each rank for adapters of the usual size, known or not.
+
+    num_sharers: ranks on the device.  A constant of the machine: a restarted leader plans the same memory.
+    """
+    if device.type == "cuda":
+        total = int(torch.cuda.get_device_properties(device).total_memory)
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total // _USUAL_SHARE // num_sharers
 
 
 def check_share(server: LoraServerConfig, num_bytes: int, total_bytes: int, num_sharers: int) -> None:
@@ -81,28 +98,59 @@ def check_share(server: LoraServerConfig, num_bytes: int, total_bytes: int, num_
 
 
 def plan_memory(
-    server: LoraServerConfig, partition: Partition, dtype: torch.dtype, packed: Sequence[PackedAdapter]
+    server: LoraServerConfig,
+    partition: Partition,
+    dtype: torch.dtype,
+    packed: Sequence[PackedAdapter],
+    spare: int | None = None,
 ) -> Memory:
-    """Room for `capacity` adapters as large as the largest of `packed`, or `memory_gb` on each rank.
+    """The budget of each rank: `memory_gb`, or `capacity` times the largest of `packed`.
 
+    Without memory_gb the budget is at least `capacity` times an adapter of rank 16 on all targets, within the
+    spare bytes (None: no limit), since larger adapters may come later.
     Raises ConfigError, with the smallest size that works, if one of `packed` does not fit.
     """
-    ranks = partition.layout.num_ranks
-    default = partition.shape.adapter_bytes(DEFAULT_LORA_RANK) * dtype.itemsize // partition.shape.dtype_bytes
-    per_layer = min([adapter.nbytes for adapter in packed] or [default]) // partition.shape.num_layers
-    page_bytes = max(_MIN_PAGE_BYTES, 2 ** int(math.log2(max(1, per_layer // ranks // _PAGES_PER_LAYER))))
-    shares = [shard_pages(adapter, partition, page_bytes) for adapter in packed]
-    least = [max((sum(share[rank].values()) for share in shares), default=1) for rank in range(ranks)]
-    if server.memory_gb is not None:
-        given = round(server.memory_gb * 1e9) // page_bytes
-        if given < max(least):
-            least_gb = math.ceil(max(least) * page_bytes / 1e3) / 1e6
+    ranks = range(partition.layout.num_ranks)
+    usual = partition.shape.adapter_bytes(DEFAULT_LORA_RANK) * dtype.itemsize // partition.shape.dtype_bytes
+    page_bytes = _page_bytes(partition, min([usual, *(adapter.nbytes for adapter in packed)]))
+    budgets = _budgets(server, partition, page_bytes, packed, usual, spare)
+    if max(budgets) > page_bytes * _MAX_PAGES:
+        page_bytes = 2 ** math.ceil(math.log2(max(budgets) / _MAX_PAGES))
+        budgets = _budgets(server, partition, page_bytes, packed, usual, spare)
+    memory = Memory(server.capacity, tuple(budget // page_bytes for budget in budgets), page_bytes)
+    for adapter in packed if server.memory_gb is not None else ():
+        shares = shard_pages(adapter, partition, page_bytes)
+        least = max(sum(shares[rank].values()) for rank in ranks)
+        if least > memory.num_pages[0]:
             raise ConfigError(
-                f"lora_server.memory_gb={server.memory_gb} is too small for one adapter; a rank of "
-                f"{partition.layout} needs at least {least_gb:.6f}"
+                f"lora_server.memory_gb={server.memory_gb} is too small for adapter {adapter.name!r} of "
+                f"{adapter.nbytes / 1e9:.6f} GB; a rank of {partition.layout} needs at least "
+                f"{enough_gb(least * page_bytes):.6f}"
             )
-        return Memory(server.capacity, (given,) * ranks, page_bytes)
-    if not packed:
-        share = -(-default // (page_bytes * ranks)) + partition.shape.num_layers
-        least = [share] * ranks
-    return Memory(server.capacity, tuple(server.capacity * pages for pages in least), page_bytes)
+    return memory
+
+
+def _page_bytes(partition: Partition, num_bytes: int) -> int:
+    """For adapters of this size or more."""
+    shard_bytes = num_bytes // partition.shape.num_layers // partition.layout.num_ranks
+    return max(_MIN_PAGE_BYTES, 2 ** int(math.log2(max(1, shard_bytes // _PAGES_PER_LAYER))))
+
+
+def _budgets(
+    server: LoraServerConfig,
+    partition: Partition,
+    page_bytes: int,
+    packed: Sequence[PackedAdapter],
+    usual: int,
+    spare: int | None,
+) -> list[int]:
+    """Bytes of each rank."""
+    num_ranks = partition.layout.num_ranks
+    if server.memory_gb is not None:
+        return [round(server.memory_gb * 1e9)] * num_ranks
+    shares = [shard_pages(adapter, partition, page_bytes) for adapter in packed]
+    largest = [max((sum(share[rank].values()) for share in shares), default=0) for rank in range(num_ranks)]
+    one_usual = (-(-usual // (page_bytes * num_ranks)) + partition.shape.num_layers) * page_bytes
+    wanted = server.capacity * one_usual
+    floor = wanted if spare is None else max(one_usual, min(wanted, spare))
+    return [max(server.capacity * pages * page_bytes, floor) for pages in largest]

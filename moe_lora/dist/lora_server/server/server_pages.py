@@ -67,15 +67,15 @@ class ServerPages:
         for rank, layers in shard_pages.items():
             needed, given = sum(layers.values()), self.pages_per_rank[rank]
             if needed > given:
-                least_gb = math.ceil(needed * page_bytes / 1e6) / 1e3
                 raise ConfigError(
-                    f"adapter {adapter_id!r} needs {needed} pages on LoRA Server rank {rank}, which has "
-                    f"{given} (lora_server.memory_gb={given * page_bytes / 1e9:g} a rank); "
-                    f"choose lora_server.memory_gb={least_gb:g} or more"
+                    f"content {adapter_id} takes {needed * page_bytes / 1e9:.6f} GB on rank {rank} of the "
+                    f"LoRA Server, whose budget for all adapters is {given * page_bytes / 1e9:.6f} GB; raise "
+                    "lora_server.memory_gb (--lora-server-memory-gb) to "
+                    f"{enough_gb(needed * page_bytes):.6f} or more"
                 )
 
     def num_fitting(self, known: Sequence[ShardPages]) -> int:
-        """How many adapters every rank holds, whichever they are: these, and others as large as the largest.
+        """How many adapters of the known ones' mean size every rank holds.
 
         Pages that lie between others and fit no run are not considered.
         """
@@ -102,10 +102,10 @@ def fits(num_pages: int, taken: Iterable[Run], wanted: Iterable[int]) -> bool:
 
 
 def _num_fitting(num_pages: int, sizes: Sequence[int]) -> int:
-    """How many adapters fit into the pages even if they are the largest ones."""
-    largest = max(sizes)
-    for count, size in enumerate(sorted(sizes, reverse=True)):
-        if size > num_pages:
-            return count
-        num_pages -= size
-    return len(sizes) + (num_pages // largest if largest else MAX_COUNT)
+    """Number of adapters of the mean size in the pages, at least 1."""
+    return max(1, num_pages * len(sizes) // sum(sizes)) if any(sizes) else MAX_COUNT
+
+
+def enough_gb(num_bytes: int) -> float:
+    """The budget for an adapter of these bytes.  Larger pages of a larger budget cost less than 0.1 %."""
+    return math.ceil(num_bytes * 1.001 / 1e3) / 1e6

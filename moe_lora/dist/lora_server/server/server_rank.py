@@ -56,8 +56,9 @@ from .device_loop import DeviceLoop
 from .device_members import DeviceMembers
 from .leader import LEADER, Leader
 from .leases import LeaseTable
-from .rank_memory import check_share, plan_memory
-from .server_store import Orders, ServerAdapterStore
+from .orders import Orders
+from .rank_memory import check_share, plan_memory, spare_bytes
+from .server_store import ServerAdapterStore
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +213,16 @@ class ServerRank:
         pings = pings_of(self._server.lease_timeout_s)
         self._control = ControlServer(address, self._keys, self._hello.agreed, {**own, **answers}, pings)
 
+    @staticmethod
+    def _report_by(report: Callable[[str, int, str], None]) -> Callable[[str, int, Exception], None]:
+        """Returns a function for any thread; it calls `report` in the event loop."""
+
+        def failed(adapter_id: str, generation: int, error: Exception) -> None:
+            reason = str(error) or type(error).__name__
+            network().loop.call_soon_threadsafe(report, adapter_id, generation, reason)
+
+        return failed
+
     # The leader
 
     def _lead(self) -> None:
@@ -226,7 +237,11 @@ class ServerRank:
             max_lora_rank=config.max_lora_rank,
         )
         packed = [adapter for adapter, _ in contents.read_all(config.adapters, leave_out_bad=True)]
-        memory = plan_memory(self._server, self._partition, self._dtype, packed)
+        num_sharers = self._partition.layout.num_ranks
+        if self._device.type == "cuda":
+            num_sharers = config.device_shares[0].num_sharers if config.device_shares else 1
+        spare = spare_bytes(self._device, num_sharers)
+        memory = plan_memory(self._server, self._partition, self._dtype, packed, spare)
         self._build(memory)
         steps: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         orders = Orders(
@@ -252,6 +267,7 @@ class ServerRank:
         if self._server.device_puts != "none":
             self._members = DeviceMembers(config)
             answers["join_devices"] = self._members.join
+        self.loop.server_store.on_failure = self._report_by(partial(leader.hear_failure, LEADER))
         self._listen(parse_address("lora_server.address", self._server.address), answers)
         leader.addresses[LEADER] = self._control.address
         self._tell_links = partial(leader.hear_links, LEADER)
@@ -268,6 +284,7 @@ class ServerRank:
         self._listen(own, {})
         self._leader: Peer | None = None
         self._orders = Orders(self.loop.server_store, self._store, self._need)
+        self.loop.server_store.on_failure = self._report_by(self._fail_load)
         self._start(stay_joined("membership", self._join_leader, self._obey))
 
     async def _join_leader(self, timeout_s: float) -> Peer:
@@ -295,17 +312,33 @@ class ServerRank:
 
     async def _hear(self, peer: Peer, message: Message) -> None:
         if isinstance(message, Content):
-            await receive_blocks(peer, self._store, message.adapter_id, message.num_blocks)
-            await self._orders.regained(message.adapter_id)
+            await self._receive(peer, message)
         elif isinstance(message, RestartOrder):
             self._restart()
         else:
             assert isinstance(message, Order)
             await self._orders.hear(message)
 
+    async def _receive(self, peer: Peer, content: Content) -> None:
+        try:
+            await receive_blocks(peer, self._store, content.adapter_id, content.num_blocks)
+        except ConnectionError:
+            raise
+        except Exception as error:  # other adapters come over this connection too
+            await self._orders.refused(content.adapter_id, error)
+        else:
+            await self._orders.regained(content.adapter_id)
+
     def _need(self, adapter_id: str) -> None:
-        assert self._leader is not None
-        self._leader.call("need", adapter_id)
+        self._call_leader("need", adapter_id)
+
+    def _fail_load(self, adapter_id: str, generation: int, reason: str) -> None:
+        self._call_leader("fail_load", adapter_id, generation, reason)
+
+    def _call_leader(self, method: str, *args: Any) -> None:
+        """Without a leader nothing is sent: the next leader orders every load anew."""
+        if self._leader is not None and not self._leader.ended.is_set():
+            self._leader.call(method, *args)
 
     # Devices that put to each other
 

@@ -1,11 +1,10 @@
-"""The adapters of one server rank: its arena, the thread that loads layer by layer, the leader's orders.
+"""The adapters of one server rank: its arena, and the thread that loads layer by layer.
 
 Legend: M slots, L layers.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
@@ -17,11 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import LayerShard, PackedAdapter, PackedLayer, shard_layer
-from moe_lora.core.errors import AdapterError, ConfigError
+from moe_lora.core.errors import ConfigError, StorageError
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.lora_server.protocol.control_messages import EvictOrder, LoadOrder, Order, ResizeOrder
 from moe_lora.dist.lora_server.protocol.partition import Partition
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.kernels.page_locked import Staging
@@ -34,15 +31,27 @@ from .server_pages import Run
 logger = logging.getLogger(__name__)
 
 
+NUM_TRIES = 3
+"""Tries of a load whose errors can pass."""
+PAUSE_S = 0.2
+"""Before the next try."""
+PASSING = (OSError, StorageError)
+
+
 @dataclass(eq=False)
 class _Loading:
-    """A load under way: layers still to come, in order.  epoch: that of the server_store when it began."""
+    """A load under way: layers still to come, in order.  epoch: that of the server_store when it began.
+
+    num_failures: of its layers.  due_s: no layer is loaded before this time.
+    """
 
     slot: int
     generation: int
     epoch: int
     packed: PackedAdapter
     runs: deque[tuple[int, Run]]
+    num_failures: int = 0
+    due_s: float = 0.0
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
@@ -100,6 +109,8 @@ class ServerAdapterStore:
         self.on_tables: Callable[[], None] = lambda: None
         """Called when `generation` or `loaded` changed: before what left is cleared, and when what came is
         there."""
+        self.on_failure: Callable[[str, int, Exception], None] = lambda content_hash, generation, error: None
+        """Called, from any thread, with content hash, generation and error of a failed load."""
         self._load_bytes_per_s = load_bytes_per_s
         self._layer_wise = layer_wise
         self.arena = _allocate(num_pages * page_bytes, device)
@@ -187,6 +198,10 @@ class ServerAdapterStore:
         self.led = led
         self.on_progress()
 
+    def has_left(self, slot: int, generation: int) -> bool:
+        """Whether the slot has, or will have, other content."""
+        return slot < len(self.generation) and generation < int(self.generation[slot])
+
     def is_stale(self, slot: np.ndarray, generation: np.ndarray) -> bool:
         """Whether some row's content has left."""
         return bool((generation < self.generation[slot]).any())
@@ -206,43 +221,71 @@ class ServerAdapterStore:
             self._load_all()
 
     def _load_all(self) -> None:
-        """Until `stop`."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopping or self._loading)
-                if self._stopping:
-                    return
-                loading = self._loading[0]
-                if self._layer_wise:
-                    self._loading.rotate(-1)
-                layer, run = loading.runs.popleft()
-                last = not loading.runs
-                if last:
-                    self._loading.remove(loading)
-            start_s = time.monotonic()
+        """Until `stop`.  An error ends the load of its adapter only."""
+        while (step := self._next_layer()) is not None:
             try:
-                num_bytes = self._load_layer(loading, layer, run)
-            except Exception:
-                logger.exception("layer %d of adapter %s can't be loaded", layer, loading.packed.content_hash)
-                self._give_up(loading)
-                continue
-            if self._load_bytes_per_s is not None:
-                time.sleep(max(0.0, num_bytes / self._load_bytes_per_s - (time.monotonic() - start_s)))
-            with self._changed:
-                if self._is_wanted(loading) and (self._layer_wise or last):
-                    self.loaded[loading.slot, layer if self._layer_wise else slice(None)] = loading.generation
-                    self.on_tables()
-            self.on_progress()
+                self._serve_layer(*step)
+            except Exception as error:
+                self._fail(*step, error)
+
+    def _next_layer(self) -> tuple[_Loading, int, Run] | None:
+        """Wait for the next layer; None once the store stops."""
+        with self._changed:
+            while not self._stopping:
+                now_s = time.monotonic()
+                loading = next((one for one in self._loading if one.due_s <= now_s), None)
+                if loading is not None:
+                    layer, run = loading.runs.popleft()
+                    if self._layer_wise or not loading.runs:
+                        self._loading.remove(loading)
+                    if self._layer_wise and loading.runs:
+                        self._loading.append(loading)
+                    return loading, layer, run
+                pauses = [one.due_s - now_s for one in self._loading]
+                self._changed.wait(min(pauses, default=None))
+        return None
+
+    def _serve_layer(self, loading: _Loading, layer: int, run: Run) -> None:
+        """Load a layer at the allowed rate, and serve the layer, or the adapter after its last layer."""
+        start_s, last = time.monotonic(), not loading.runs
+        num_bytes = self._load_layer(loading, layer, run)
+        if self._load_bytes_per_s is not None:
+            time.sleep(max(0.0, num_bytes / self._load_bytes_per_s - (time.monotonic() - start_s)))
+        with self._changed:
+            if self._is_wanted(loading) and (self._layer_wise or last):
+                self.loaded[loading.slot, layer if self._layer_wise else slice(None)] = loading.generation
+                self.on_tables()
+        self.on_progress()
+
+    def _fail(self, loading: _Loading, layer: int, run: Run, error: Exception) -> None:
+        """Try the layer again after a pause if the error can pass, else give the adapter up."""
+        content_hash = loading.packed.content_hash
+        with self._changed:
+            if not self._is_wanted(loading):
+                return
+            loading.num_failures += 1
+            if isinstance(error, PASSING) and loading.num_failures < NUM_TRIES:
+                logger.warning("layer %d of adapter %s is tried again: %s", layer, content_hash, error)
+                loading.due_s = time.monotonic() + PAUSE_S
+                loading.runs.appendleft((layer, run))
+                if loading not in self._loading:
+                    self._loading.append(loading)
+                return
+        logger.error("layer %d of adapter %s can't be loaded", layer, content_hash, exc_info=error)
+        self.give_up(content_hash, loading.slot, loading.generation, error)
+
+    def give_up(self, content_hash: str, slot: int, generation: int, error: Exception) -> None:
+        """Stop serving the content, then call `on_failure`."""
+        try:
+            self.evict(slot, generation)
+        except Exception:  # the data loop notices a lost device
+            logger.exception("slot %d can't be cleared", slot)
+        self.on_failure(content_hash, generation, error)
 
     def _is_wanted(self, loading: _Loading) -> bool:
         """Whether the load was neither evicted nor forgotten since it began; the caller holds the lock."""
         same_content = bool(self.generation[loading.slot] == loading.generation)
         return same_content and loading.epoch == self._epoch
-
-    def _give_up(self, loading: _Loading) -> None:
-        with self._changed:
-            if self._is_wanted(loading):
-                self.evict(loading.slot, loading.generation)
 
     def _load_layer(self, loading: _Loading, layer: int, run: Run) -> int:
         packed = loading.packed.layers[layer]
@@ -283,56 +326,3 @@ class ServerAdapterStore:
         self._staging.copy(part_bytes(packed, shard), target)
         if self._stream is not None:
             self._stream.synchronize()
-
-
-class Orders:
-    """The leader's orders, turned into work of the server store: in threads, since it waits for its loader.
-
-    need: asks for content that is not in the store; `regained` is called when it is.
-    """
-
-    def __init__(
-        self, server_store: ServerAdapterStore, store: HostStore, need: Callable[[str], None]
-    ) -> None:
-        self._server_store = server_store
-        self._store = store
-        self._need = need
-        self._awaiting: dict[str, list[LoadOrder]] = {}
-
-    def start_over(self, first_generation: int) -> None:
-        """A leader that knows nothing of what is here: all slots are empty from now on."""
-        self._awaiting.clear()
-        self._server_store.start_over(first_generation)
-        self._server_store.set_led(True)
-
-    async def hear(self, order: Order) -> None:
-        """Obey, or keep a load until its content is here."""
-        if isinstance(order, LoadOrder) and order.adapter_id not in self._store:
-            self._awaiting.setdefault(order.adapter_id, []).append(order)
-            self._need(order.adapter_id)
-        else:
-            await asyncio.to_thread(self.carry_out, order)
-
-    async def regained(self, adapter_id: str) -> None:
-        """Begin the loads that waited for this content."""
-        for order in self._awaiting.pop(adapter_id, []):
-            await asyncio.to_thread(self.carry_out, order)
-
-    def carry_out(self, order: Order) -> None:
-        """Begin a load whose content is in the store, evict, or make slots.
-
-        A load that fails counts as evicted: requests for it are refused and don't wait.
-        """
-        if isinstance(order, ResizeOrder):
-            self._server_store.grow(order.num_slots)
-            return
-        if isinstance(order, EvictOrder):
-            self._server_store.evict(order.slot, order.generation)
-            return
-        try:
-            packed = self._store.get(order.adapter_id, order.adapter_id)
-        except AdapterError:
-            logger.exception("adapter %s can't be loaded", order.adapter_id)
-            self._server_store.evict(order.slot, order.generation)
-            return
-        self._server_store.load(order.slot, order.generation, packed, order.runs)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.execution_context import ExecutionContext
 from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
@@ -156,6 +157,74 @@ def test_rank_that_is_gone_is_made_up_for_and_used_again_when_it_is_back():
         until(lambda: client.links[1].session not in (None, first), "the link is made again")
         assert_equal(outputs(client.backend, shape, leased, 1), expected)
         assert client.backend.num_fallback_rows == num_rows, "the rank was told what is resident"
+
+
+def begin_some(backend: LoraBackend, shape: ModelShape, routing: RowRouting, num_sites: int) -> None:
+    """A step that is cut: sites are begun, the first is added to, and nothing else."""
+    generator = torch.Generator().manual_seed(9)
+    backend.begin_step(STEP, routing)
+    for number in range(num_sites):
+        index = number % len(shape.sites)
+        site, top_k = shape.sites[index], shape.num_experts_per_token
+        ids, num_x, num_y = None, NUM_ROWS, NUM_ROWS
+        if site.num_experts:
+            ids = torch.randint(0, site.num_experts, (NUM_ROWS, top_k), generator=generator).to(torch.int32)
+            num_y = NUM_ROWS * top_k
+            num_x = num_y if site.name == "down" else NUM_ROWS
+        x = torch.randn(num_x, site.in_features, generator=generator)
+        add_to = backend.begin(number // len(shape.sites), index, x, ids)
+        if number == 0 and add_to is not None:
+            add_to(torch.zeros(num_y, site.total_out_features))
+
+
+@pytest.mark.parametrize("layout", ["EP1-PP1", "EP2-PP2"])
+@pytest.mark.parametrize("num_sites", [0, 1, 3, 7])
+def test_step_that_is_abandoned_leaves_the_next_one_its_own_deltas(layout, num_sites):
+    shape = model_shape()
+    adapters = [random_adapter("a", shape), random_adapter("b", shape, 5)]
+    with Cluster(shape, layout, max_rows=5, depth=2) as cluster:
+        cluster.put(*adapters)
+        client = cluster.client()
+        leases = cluster.granted(client, adapters)
+        routed = RoutedBackend({Source.LEASED: client.backend})
+        rows = random_rows(len(adapters), 1)
+        expected = outputs(local_backend(shape, adapters), shape, local_routing(shape, rows), 1)
+        leased = leased_routing(shape, rows, adapters, leases)
+        routed.abandon_step()
+        for _ in range(2):
+            begin_some(routed, shape, leased, num_sites)
+            routed.abandon_step()
+            assert_equal(outputs(routed, shape, leased, 1), expected)
+        assert client.backend.num_fallback_rows == 0
+        assert not any(link.session.broken for link in client.links.values())
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged", "table"])
+def test_adapter_that_can_not_be_computed_here_is_named_and_the_next_step_is_right(damage):
+    """Its lease is lost, and this host has nothing to compute its deltas from."""
+    shape = model_shape()
+    good, bad = random_adapter("good", shape), random_adapter("bad", shape)
+    with Cluster(shape, "EP2-PP1", max_rows=5, depth=2) as cluster:
+        cluster.put(good)
+        client = cluster.client()
+        leases = cluster.granted(client, [good])
+        if damage == "damaged":
+            client.store.path("bad").write_bytes(b"no adapter")
+        elif damage == "table":
+            for layer in bad.layers:
+                layer.table[:, 0] += 1
+            client.store.put(bad)
+        rows = random_rows(2, 1)
+        leased = leased_routing(shape, rows, [good, bad], [*leases, None])
+        for _ in range(2):
+            with pytest.raises(AdapterError, match="bad"):
+                outputs(client.backend, shape, leased, 1)
+            client.backend.abandon_step()
+            alone = np.where(rows == 0, 0, -1).astype(np.int32)
+            expected = outputs(local_backend(shape, [good]), shape, local_routing(shape, alone), 1)
+            assert_equal(
+                outputs(client.backend, shape, leased_routing(shape, alone, [good], leases), 1), expected
+            )
 
 
 def test_step_without_adapters_sends_nothing():

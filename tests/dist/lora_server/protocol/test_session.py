@@ -127,6 +127,40 @@ def test_refused_request_keeps_what_was_asked_when_its_frame_is_needed(pair):
     assert [pair.take(one) for one in others] == [2 * number for number in range(2 * DEPTH)]
 
 
+@pytest.mark.parametrize("num_served", range(DEPTH + 1))
+def test_after_an_abandoned_step_answers_match_the_requests_of_the_next_step(pair, num_served):
+    """The server answers some requests before the step is abandoned, the rest while the next step waits."""
+    dropped = [pair.send(number) for number in range(DEPTH)]
+    for number in range(num_served):
+        pair.serve(STALE if number % 2 else DONE)
+    pair.client.abandon()
+    threads = [threading.Timer(0.02 * number, pair.serve) for number in range(DEPTH - num_served)]
+    for thread in threads:
+        thread.start()
+    kept = []
+    for number in range(10, 10 + 2 * DEPTH):
+        kept.append(pair.send(number))
+        for thread in threads:
+            thread.join()
+        pair.serve()
+    assert [pair.take(one) for one in kept] == [2 * number for number in range(10, 10 + 2 * DEPTH)]
+    assert all(one.delta is None for one in dropped), "nobody keeps an answer that nobody takes"
+    assert pair.server.pending() is None
+    assert not pair.client.broken
+
+
+def test_abandoned_request_without_an_answer_ends_the_session_only_after_the_time_limit():
+    pair = Pair(answer_timeout_s=0.05)
+    for number in range(DEPTH):
+        pair.send(number)
+    pair.client.abandon()
+    assert not pair.client.broken
+    with pytest.raises(SessionLostError):
+        pair.client.frame()
+    assert pair.client.broken
+    pair.close()
+
+
 def test_server_that_freed_its_window_ends_the_session(pair):
     sent = pair.send(1.0)
     pair.requests.free()

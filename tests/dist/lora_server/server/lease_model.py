@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -28,8 +28,15 @@ INSTANCES = ("i", "j", "k", "l")
 class LeaseModel:
     """Calls a table, replays its events, and checks that both agree."""
 
-    def __init__(self, capacity: int) -> None:
-        self.table = LeaseTable(capacity, PAGES_PER_RANK, 1000, starvation_s=STARVATION_S)
+    def __init__(
+        self,
+        capacity: int,
+        pages_per_rank: Sequence[int] = PAGES_PER_RANK,
+        shards: Mapping[str, Mapping[int, Mapping[int, int]]] = SHARDS,
+    ) -> None:
+        self.pages_per_rank = tuple(pages_per_rank)
+        self.shards = shards
+        self.table = LeaseTable(capacity, pages_per_rank, 1000, starvation_s=STARVATION_S)
         self.capacity = capacity
         self.now_s = 0.0
         self.registered: set[str] = set()
@@ -53,7 +60,7 @@ class LeaseModel:
         self.settle()
 
     def register(self, adapter_id: str) -> None:
-        self.table.register(adapter_id, SHARDS[adapter_id])
+        self.table.register(adapter_id, self.shards[adapter_id])
         self.registered.add(adapter_id)
         self.settle()
 
@@ -106,6 +113,17 @@ class LeaseModel:
         self.table.drop_instance(instance, self.now_s)
         self.settle()
 
+    def fail(self, adapter_id: str) -> None:
+        """Its leases and waits end at once, whoever has them; nothing of it stays resident."""
+        concerned = {key[0] for key in (*self.leases, *self.waiting) if key[1] == adapter_id}
+        for kept in (self.leases, self.waiting):
+            for key in [key for key in kept if key[1] == adapter_id]:
+                del kept[key]
+        assert self.table.fail(adapter_id, self.now_s) == concerned
+        self.registered.discard(adapter_id)
+        self.settle()
+        assert adapter_id not in {load.adapter_id for load in self.slots.values()}
+
     def resize(self, capacity: int) -> None:
         self.capacity = capacity
         self.table.resize(capacity)
@@ -140,12 +158,12 @@ class LeaseModel:
     def _load(self, load: Load) -> None:
         assert load.slot not in self.slots
         assert load.generation > self.generations.get(load.slot, 0)
-        shards = SHARDS[load.adapter_id]
+        shards = self.shards[load.adapter_id]
         taken = {r: {la: count for la, (_, count) in runs.items()} for r, runs in load.runs.items()}
         assert taken == {r: layers for r, layers in shards.items() if layers}
         pages = self._pages_of(load)
         assert len(pages) == sum(sum(layers.values()) for layers in shards.values())
-        assert all(0 <= page < PAGES_PER_RANK[r] for r, page in pages)
+        assert all(0 <= page < self.pages_per_rank[r] for r, page in pages)
         assert not pages & self.owned, "a page has one owner"
         self.owned |= pages
         self.slots[load.slot] = load
@@ -201,10 +219,11 @@ class LeaseModel:
             return True
         pinned = [load for load in self.slots.values() if load.adapter_id in self.leased]
         taken = set().union(*(self._pages_of(load) for load in pinned))
-        for r, layers in SHARDS[adapter_id].items():
+        for r, layers in self.shards[adapter_id].items():
             for count in layers.values():
                 spots = [
-                    {(r, first + n) for n in range(count)} for first in range(PAGES_PER_RANK[r] - count + 1)
+                    {(r, first + n) for n in range(count)}
+                    for first in range(self.pages_per_rank[r] - count + 1)
                 ]
                 spot = next((pages for pages in spots if not pages & taken), None)
                 if spot is None:
@@ -236,6 +255,6 @@ class LeaseModel:
         assert not self.slots
         assert not self.owned
         table, residency = self.table, self.table._residency
-        assert residency.pages.num_free == PAGES_PER_RANK
+        assert residency.pages.num_free == self.pages_per_rank
         assert (list(table._queue), table._leases, table._adapters) == ([], {}, {})
         assert sorted(residency._free_slots) == list(range(len(residency._generations)))

@@ -43,6 +43,7 @@ class ServerAdapterStore:
         self.led = True
         self.slots = SlotTable(2, SHAPE.num_layers, SHAPE.num_entries, CPU)
         self.arena = torch.zeros(64, dtype=torch.uint8)
+        self.contents = {slot: (5, RoutedAdapter(f"adapter {slot}", ())) for slot in (0, 1)}
 
     def is_stale(self, slot: np.ndarray, generation: np.ndarray) -> bool:
         return bool((generation < self.generation[slot]).any())
@@ -217,7 +218,6 @@ def hosted() -> Iterator[tuple[Stage, HeldHost]]:
     host = HeldHost()
     made = Stage(host)
     made.server_store.loaded[:, 1] = 4
-    made.server_store.contents = {slot: (5, RoutedAdapter(f"adapter {slot}", ())) for slot in (0, 1)}
     yield made, host
     host.go_on.release(100)
     made.close()
@@ -259,6 +259,27 @@ def test_host_computes_no_more_of_a_request_whose_layer_has_come(hosted):
     assert stage.loop.num_host_rows == 1
 
 
+@pytest.mark.parametrize("when", ["computed", "begun"])
+def test_adapter_that_the_host_can_not_compute_is_refused_and_logged_once(hosted, monkeypatch, caplog, when):
+    stage, host = hosted
+
+    def fail(*operands) -> None:
+        raise RuntimeError("no memory today")
+
+    if when == "computed":
+        host.compute = fail
+    else:
+        monkeypatch.setattr("moe_lora.dist.lora_server.server.host_share.OnHost", fail)
+    client, other = stage.add("one"), stage.add("other")
+    stage.run()
+    for _ in range(3):
+        assert client.refused(client.send(layer=1))
+        assert other.answered(other.send(layer=0, slot=1))
+    [logged] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "adapter 0" in logged
+    assert "no memory today" in logged
+
+
 def test_request_before_its_load_command_waits_only_while_there_is_a_leader(stage):
     client = stage.add("one")
     first, second = client.send(generation=6), client.send()
@@ -289,6 +310,30 @@ def test_content_that_leaves_while_it_is_read_is_refused(stage, monkeypatch):
     sent = client.send()
     stage.run()
     assert client.refused(sent)
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, MemoryError, IndexError])
+def test_adapter_whose_deltas_fail_is_refused_and_no_session_ends(stage, monkeypatch, caplog, error):
+    compute = serving.request_deltas
+
+    def fail_for_slot_1(request, *operands, **more):
+        if 1 in request.slot:
+            raise error("these matrices can't be")
+        compute(request, *operands, **more)
+
+    monkeypatch.setattr(serving, "request_deltas", fail_for_slot_1)
+    one, other = stage.add("one"), stage.add("other")
+    stage.run()
+    for _ in range(DEPTH + 1):
+        bad, good, elsewhere = one.send(slot=1), one.send(), other.send()
+        assert one.refused(bad)
+        assert one.answered(good)
+        assert other.answered(elsewhere)
+    assert not one.dropped.is_set()
+    assert stage.loop.num_stale == DEPTH + 1
+    [logged] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "adapter 1" in logged
+    assert "can't be" in logged
 
 
 @pytest.mark.parametrize("bad", ["header", "ids"])

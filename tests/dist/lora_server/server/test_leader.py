@@ -6,17 +6,20 @@ import asyncio
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from moe_lora.core.errors import CapacityError, LoraServerError
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.core.errors import CapacityError, LoraServerError, StorageError
 from moe_lora.dist.lora_server.client.lease_client import LeaseClient
+from moe_lora.dist.lora_server.protocol import content
 from moe_lora.dist.lora_server.protocol.control import called, join, network
 from moe_lora.dist.lora_server.protocol.control_messages import Order, ServerState
 from moe_lora.dist.lora_server.server.leader import Leader
 from moe_lora.dist.lora_server.server.leases import LeaseTable
-from moe_lora.dist.lora_server.server.server_store import Orders
 from moe_lora.policies.arena_shares import ANYBODY, Asker
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
@@ -227,16 +230,203 @@ async def answered(leases: LeaseClient, adapter_id: str, number: int) -> None:
     leases._take(adapter_id, number, lease)
 
 
-def test_lease_is_granted_though_the_leaders_own_rank_can_not_load(monkeypatch):
-    def fail(orders: Orders, order: Order) -> None:
-        raise OSError(f"no {type(order).__name__} today")
+def break_loads(cluster: Cluster, server_rank: int, monkeypatch, error: Exception) -> None:
+    """That rank can't load the adapter of rank 7."""
+    server_store = cluster.rank(server_rank).loop.server_store
+    copy = server_store._copy
 
-    monkeypatch.setattr(Orders, "carry_out", fail)
-    with Cluster(SHAPE, "EP1-PP1", capacity=2) as made:
-        made.put(random_adapter("a", SHAPE))
-        one = joined(made, "one", "a")
-        one.acquire("a")
-        granted(one, "a")
+    def fail(packed, shard, target) -> None:
+        if shard.table[:, 2].max() == 7:
+            raise error
+        copy(packed, shard, target)
+
+    monkeypatch.setattr(server_store, "_copy", fail)
+
+
+@pytest.mark.parametrize("server_rank", [0, 1])
+@pytest.mark.parametrize("error", [OSError("the disk"), ValueError("ranks 0..513")], ids=["disk", "rank"])
+def test_adapter_that_one_rank_can_not_load_is_given_up_by_all_and_instances_hear_why(
+    cluster, server_rank, error
+):
+    """Others keep their leases; the adapter is tried again once it is registered again."""
+    cluster.put(random_adapter("bad", SHAPE, 7))
+    failures: list[tuple[str, str, Exception]] = []
+    clients = {name: cluster.client(name) for name in ("one", "other", "third")}
+    found = {}
+    for name, client in clients.items():
+
+        def note(adapter_id: str, error: Exception, name: str = name) -> None:
+            failures.append((name, adapter_id, error))
+
+        found[name] = client.leases(lambda: None, note)
+        cluster._leases.append(found[name])
+    one, other, third = found.values()
+    for leases in (one, other):
+        leases.register("bad")
+    for leases in (one, third):
+        leases.register("a")
+    one.acquire("a")
+    granted(one, "a")
+    lease = one.lease("a")
+    with pytest.MonkeyPatch.context() as patched:
+        break_loads(cluster, server_rank, patched, error)
+        for leases in (one, other):
+            leases.acquire("bad")
+        until(lambda: len(failures) == 2, "both are told")
+    assert {failure[:2] for failure in failures} == {("one", "bad"), ("other", "bad")}
+    assert all(str(error) in str(failure[2]) for failure in failures)
+    assert all(f"rank {server_rank} of the LoRA Server" in str(failure[2]) for failure in failures)
+    for leases in (one, other):
+        assert leases.lease("bad") is None
+        assert not leases.acquire("bad"), "none can come"
+        leases.release("bad")
+    state = settled(third)
+    assert (state.num_leases, state.num_resident, state.num_waiting) == (1, 1, 0)
+    assert one.lease("a") is lease
+    for number in range(2):
+        generation = cluster.rank(number).loop.server_store.generation
+        until(
+            lambda generation=generation: (np.delete(generation, lease.slot) % 2**20 == 2).any(),
+            "stale there",
+        )
+    one.register("bad")
+    assert one.acquire("bad")
+    granted(one, "bad")
+    for number in range(2):
+        server_store, slot = cluster.rank(number).loop.server_store, one.lease("bad").slot
+        until(lambda s=server_store, slot=slot: (s.loaded[slot] == one.lease("bad").generation).all())
+    assert len(failures) == 2
+
+
+def test_content_that_nobody_has_any_more_fails_its_adapter_only(cluster):
+    failures: list[tuple[str, Exception]] = []
+    client = cluster.client("one")
+    leases = client.leases(lambda: None, lambda *failure: failures.append(failure))
+    cluster._leases.append(leases)
+    for name in "ab":
+        leases.register(name)
+    client.store.remove("a")
+    leases.acquire("a")
+    leases.acquire("b")
+    granted(leases, "b")
+    until(lambda: failures)
+    [(adapter_id, error)] = failures
+    assert adapter_id == "a"
+    assert "instance one can't send it: it is not in the store" in str(error)
+    state = settled(leases)
+    assert (state.num_leases, state.num_resident) == (1, 1)
+    client.store.put(random_adapter("a", SHAPE))
+    leases.release("a")
+    leases.register("a")
+    leases.acquire("a")
+    granted(leases, "a")
+
+
+def test_content_is_sent_by_another_instance_when_the_first_has_lost_it_or_leaves(tmp_path):
+    with Cluster(SHAPE, "EP1-PP1", store_dir=str(tmp_path / "server"), capacity=2) as cluster:
+        failures: list[tuple[str, Exception]] = []
+        found = []
+        for name in ("one", "two", "three"):
+            client = cluster.client(name, store_dir=str(tmp_path / name))
+            client.store.put(random_adapter("a", SHAPE))
+            leases = client.leases(lambda: None, lambda *failure: failures.append(failure))
+            cluster._leases.append(leases)
+            leases.register("a")
+            found.append((client, leases))
+        HostStore(tmp_path / "server").remove("a")
+        for client, _ in found[:2]:
+            client.store.remove("a")
+        third = found[2][1]
+        third.acquire("a")
+        granted(third, "a")
+        server_store, lease = cluster.rank(0).loop.server_store, third.lease("a")
+        until(lambda: (server_store.loaded[lease.slot] == lease.generation).all())
+        assert failures == []
+
+
+@pytest.mark.parametrize("number", ["own", "of another host"])
+def test_content_that_finds_no_room_is_told_and_the_connection_stays(tmp_path, monkeypatch, number):
+    """Of the leader at the registration, of another rank at the load."""
+
+    def fail(store: HostStore, content_hash: str, blocks) -> None:
+        if content_hash == "a" and str(store.directory) == str(tmp_path / "full"):
+            next(iter(blocks))
+            raise StorageError("no space left")
+        adopt(store, content_hash, blocks)
+
+    adopt = HostStore.adopt
+    stores = {"own": ["full"], "of another host": ["leader", "full"]}[number]
+    with Cluster(SHAPE, f"EP{len(stores)}-PP1", store_dir=str(tmp_path / stores[0]), capacity=2) as cluster:
+        if len(stores) == 2:
+            cluster.stop(1)
+            shared = cluster.config
+            cluster.config = replace(shared, store_dir=str(tmp_path / "full"))
+            cluster.start(1)
+            cluster.config = shared
+        failures: list[tuple[str, Exception]] = []
+        client = cluster.client("one", store_dir=str(tmp_path / "client"))
+        client.store.put(random_adapter("a", SHAPE))
+        client.store.put(random_adapter("b", SHAPE))
+        leases = client.leases(lambda: None, lambda *failure: failures.append(failure))
+        cluster._leases.append(leases)
+        leases.register("b")
+        leases.acquire("b")
+        granted(leases, "b")
+        lease, peer = leases.lease("b"), leases._peer
+        with monkeypatch.context() as patched:
+            patched.setattr(HostStore, "adopt", fail)
+            patched.setattr(content, "_BLOCK_BYTES", 1000)
+            if number == "own":
+                with pytest.raises(StorageError, match="no space left"):
+                    leases.register("a")
+            else:
+                leases.register("a")
+                leases.acquire("a")
+                until(lambda: failures)
+                assert "no space left" in str(failures[0][1])
+                leases.release("a")
+        leases.register("a")
+        leases.acquire("a")
+        granted(leases, "a")
+        lease_a = leases.lease("a")
+        for rank in range(len(stores)):
+            server_store = cluster.rank(rank).loop.server_store
+            until(lambda s=server_store: (s.loaded[lease_a.slot] == lease_a.generation).all())
+        assert leases._peer is peer, "the connection went on"
+        assert leases.lease("b") is lease
+
+
+def test_file_that_is_damaged_at_the_leader_is_sent_again_at_the_registration(cluster):
+    client = cluster.client("one")
+    held = client.store.get("a", "a")
+    client.store.path("a").unlink()
+    client.store.path("a").write_bytes(b"no adapter")
+    leases = cluster.leases(client)
+    leases.register("a")
+    leases.acquire("a")
+    granted(leases, "a")
+    lease = leases.lease("a")
+    for number in range(2):
+        server_store = cluster.rank(number).loop.server_store
+        until(lambda s=server_store: (s.loaded[lease.slot] == lease.generation).all())
+    assert held.content_hash in client.store
+
+
+def test_answer_that_fails_for_any_reason_ends_no_connection(cluster, monkeypatch):
+    leases = joined(cluster, "one", "ab")
+    leases.acquire("b")
+    granted(leases, "b")
+    lease = leases.lease("b")
+
+    def fail(*given) -> None:
+        raise IndexError("a table of another model")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Leader, "_shares", fail)
+        with pytest.raises(CapacityError, match="a table of another model"):
+            leases.register("a")
+    assert leases.connected
+    assert leases.lease("b") is lease
 
 
 def test_instance_that_is_gone_frees_its_leases(cluster):
@@ -346,7 +536,9 @@ def test_adapter_too_large_for_the_server_is_refused_by_the_size_it_needs():
     with Cluster(SHAPE, "EP2-PP1", memory_gb=0.0005) as cluster:
         cluster.put(random_adapter("small", SHAPE), random_adapter("huge", SHAPE, 500))
         leases = joined(cluster, "one", "")
-        with pytest.raises(CapacityError, match=r"'huge' needs \d+ pages on LoRA Server rank 0, .* or more"):
+        with pytest.raises(
+            CapacityError, match=r"content huge takes 0\.\d+ GB on rank 0 .* budget .* or more"
+        ):
             leases.register("huge")
         leases.register("small")
         leases.acquire("small")

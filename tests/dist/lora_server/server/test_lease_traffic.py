@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from moe_lora.core.errors import ConfigError
 
 from .lease_model import INSTANCES, SHARDS, LeaseModel
 
@@ -60,6 +62,10 @@ class LeaseMachine(RuleBasedStateMachine):
     def drop_instance(self, instance: str) -> None:
         self.model.drop_instance(instance)
 
+    @rule(adapter_id=adapters)
+    def fail(self, adapter_id: str) -> None:
+        self.model.fail(adapter_id)
+
     @rule(capacity=capacities)
     def resize(self, capacity: int) -> None:
         self.model.resize(capacity)
@@ -71,6 +77,53 @@ class LeaseMachine(RuleBasedStateMachine):
 
 TestLeaseMachine = LeaseMachine.TestCase
 TestLeaseMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+
+pages = st.integers(1, 30)
+operations = st.lists(
+    st.tuples(st.sampled_from(["acquire", "release", "unload"]), instances, st.integers(0, 5))
+)
+
+
+@st.composite
+def budgets(draw) -> tuple[list[int], dict[str, dict[int, dict[int, int]]]]:
+    """Pages of each rank, and adapters of any size up to twice the budget."""
+    pages_per_rank = draw(st.lists(pages, min_size=1, max_size=3))
+    shards = {}
+    for number in range(draw(st.integers(1, 6))):
+        shards[f"a{number}"] = {
+            server_rank: dict(enumerate(draw(st.lists(st.integers(1, max(1, 2 * total // 3)), max_size=3))))
+            for server_rank, total in enumerate(pages_per_rank)
+        }
+    return pages_per_rank, shards
+
+
+@settings(max_examples=150, deadline=None)
+@given(budgets(), st.integers(1, 5), operations)
+def test_adapter_within_the_budget_is_granted_once_leases_end(budget, capacity, chosen):
+    """Whatever sizes come in whatever order; `LeaseModel` checks that no page has two owners."""
+    pages_per_rank, shards = budget
+    model, known = LeaseModel(capacity, pages_per_rank, shards), []
+    for name, shard in shards.items():
+        if all(sum(layers.values()) <= pages_per_rank[rank] for rank, layers in shard.items()):
+            model.register(name)
+            known.append(name)
+        else:
+            with pytest.raises(ConfigError, match=r"lora_server\.memory_gb"):
+                model.table.register(name, shard)
+    for operation, instance, number in chosen:
+        name = f"a{number}"
+        if name in known and operation == "acquire":
+            model.acquire(instance, name)
+        elif operation == "release":
+            model.release(instance, name)
+        elif name in known and operation == "unload":
+            model.drop_instance(instance)
+    for name in known:
+        for instance in INSTANCES:
+            model.acquire(instance, name)
+            assert (instance, name) in model.leases or (instance, name) in model.waiting, "never refused"
+    model.drain()
 
 
 def one_operation(model: LeaseModel, rng: random.Random) -> None:
@@ -89,6 +142,8 @@ def one_operation(model: LeaseModel, rng: random.Random) -> None:
         model.drop_instance(instance)
     elif choice < 0.83:
         model.resize(rng.randint(1, 4))
+    elif choice < 0.84:
+        model.fail(adapter_id)
     elif choice < 0.87:
         model.unregister(adapter_id)
     else:

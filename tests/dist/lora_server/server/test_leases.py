@@ -352,7 +352,7 @@ def test_capacity_below_one_is_refused(capacity):
 
 def test_adapter_larger_than_an_arena_is_refused_with_the_least_memory_that_works():
     table = LeaseTable(1, [8, 1000], 2_000_000, starvation_s=5.0)
-    message = r"needs 9 pages on LoRA Server rank 0, .* choose lora_server.memory_gb=0.018 or more"
+    message = r"takes 0.018000 GB on rank 0 of the LoRA Server, .* 0.018018 or more"
     with pytest.raises(ConfigError, match=message):
         table.register("a", {0: {0: 5, 1: 4}, 1: {0: 9}})
     table = LeaseTable(1, [9, 1000], 2_000_000, starvation_s=5.0)
@@ -385,15 +385,15 @@ def test_residents_show_who_uses_them():
     assert (view.adapter_id, view.slot, view.num_running, view.last_used_s) == ("a", 0, 2, 2.0)
 
 
-def test_largest_capacity_is_what_holds_whichever_adapters_come():
+def test_largest_capacity_is_what_the_pages_hold_of_the_mean_size():
     table = LeaseTable(1, [10, 100], 1000, starvation_s=5.0)
     assert table.max_capacity() is None
     table.register("large", {0: {0: 3, 1: 1}, 1: {0: 1}})
     assert table.max_capacity() == 2, "two of 4 pages in 10"
     table.register("small", {0: {0: 1}, 1: {0: 1}})
-    assert table.max_capacity() == 3, "4 + 1, and of the 5 left another 4"
+    assert table.max_capacity() == 4, "10 pages, two and a half each"
     for number in range(9):
         table.register(str(number), {0: {0: 1}})
-    assert table.max_capacity() == 7, "4 + 6 times 1"
+    assert table.max_capacity() == 7, "10 pages, 14 of 11 adapters"
     table.unregister("large")
     assert table.max_capacity() == 10

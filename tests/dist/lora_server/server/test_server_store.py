@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.errors import ConfigError
-from moe_lora.dist.lora_server.protocol.control_messages import EvictOrder, LoadOrder, Order
+from moe_lora.core.errors import AdapterError, ConfigError, StorageError
+from moe_lora.dist.lora_server.protocol.control_messages import EvictOrder, LoadOrder, Order, ResizeOrder
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
+from moe_lora.dist.lora_server.server.orders import Orders
 from moe_lora.dist.lora_server.server.rank_memory import shard_pages
-from moe_lora.dist.lora_server.server.server_store import Orders, ServerAdapterStore, _allocate
+from moe_lora.dist.lora_server.server.server_store import NUM_TRIES, PAUSE_S, ServerAdapterStore, _allocate
 from tests.dist.lora_server.cluster import CPU, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 
@@ -49,7 +50,7 @@ def make_store(on_progress=lambda: None, load_bytes_per_s: float | None = None) 
         PARTITION,
         0,
         capacity=CAPACITY,
-        num_pages=CAPACITY * PAGES_PER_LAYER * SHAPE.num_layers,
+        num_pages=(CAPACITY + 2) * PAGES_PER_LAYER * SHAPE.num_layers,
         page_bytes=PAGE_BYTES,
         device=CPU,
         load_bytes_per_s=load_bytes_per_s,
@@ -313,10 +314,134 @@ def test_content_that_comes_after_the_eviction_is_not_brought_back(rank, file):
     assert stale(rank.server_store, 0, 1)
 
 
-def test_damaged_content_is_refused_at_once(rank):
-    rank.hear(load_order(1))
-    rank.regain(b"no safetensors")
+def test_damaged_content_is_asked_for_again_and_loaded(rank, file):
+    async def hear() -> None:
+        await rank.orders.hear(load_order(1))
+        for number, content in enumerate((b"no safetensors", file[:-1], file)):
+            while len(rank.needed) <= number:
+                await asyncio.sleep(0.01)
+            rank.store.adopt("a", [content])
+            await rank.orders.regained("a")
+
+    asyncio.run(hear())
+    until(lambda: all(ready(rank.server_store, 0, 1)))
+    assert rank.needed == ["a"] * 3
+
+
+@pytest.mark.parametrize("problem", ["damaged", "no room", "evicted"])
+def test_content_that_can_not_be_had_is_given_up_after_some_tries(rank, file, problem):
+    failures: list[tuple] = []
+    rank.server_store.on_failure = lambda *failure: failures.append(failure)
+
+    async def hear() -> None:
+        await rank.orders.hear(load_order(1))
+        for number in range(NUM_TRIES):
+            while len(rank.needed) <= number:
+                await asyncio.sleep(0.01)
+            if problem == "damaged":
+                rank.store.adopt("a", [b"no safetensors"])
+                await rank.orders.regained("a")
+            else:
+                await rank.orders.refused("a", StorageError("no room"))
+            if problem == "evicted":
+                await rank.orders.hear(EvictOrder(0, 1))
+                await asyncio.sleep(2 * PAUSE_S)
+                break
+
+    asyncio.run(hear())
     assert stale(rank.server_store, 0, 1)
+    if problem == "evicted":
+        assert (failures, rank.needed) == ([], ["a"])
+    else:
+        [(content, generation, error)] = failures
+        assert (content, generation) == ("a", 1)
+        assert isinstance(error, AdapterError if problem == "damaged" else StorageError)
+    assert "a" not in rank.store, "a new load writes the content anew"
+    rank.store.adopt("a", [file])
+    rank.hear(load_order(2))
+    until(lambda: all(ready(rank.server_store, 0, 2)))
+
+
+def test_order_that_can_not_be_carried_out_stops_no_other(rank, file, monkeypatch):
+    def fail(*order) -> None:
+        raise MemoryError("no slots today")
+
+    rank.store.adopt("a", [file])
+    with monkeypatch.context() as patched:
+        for name in ("grow", "evict"):
+            patched.setattr(rank.server_store, name, fail)
+        rank.hear(ResizeOrder(9))
+        rank.hear(EvictOrder(1, 1))
+        rank.hear(LoadOrder("a", 99, 1, runs(0)))
+    rank.hear(load_order(1))
+    until(lambda: all(ready(rank.server_store, 0, 1)))
+
+
+def failing_copies(
+    server_store: ServerAdapterStore, monkeypatch, error: Exception, num_failures: int
+) -> None:
+    """The adapter "bad" of rank 7 can't be copied so many times."""
+    copy, left = server_store._copy, [num_failures]
+
+    def fail(packed, shard, target) -> None:
+        if shard.table[:, 2].max() == 7 and left[0]:
+            left[0] -= 1
+            raise error
+        copy(packed, shard, target)
+
+    monkeypatch.setattr(server_store, "_copy", fail)
+
+
+@pytest.mark.parametrize("layer_wise", [True, False])
+@pytest.mark.parametrize("error", [OSError("the disk"), StorageError("no file can be opened")])
+def test_load_is_tried_again_for_a_cause_that_passes_and_others_load_meanwhile(
+    monkeypatch, error, layer_wise
+):
+    server_store = make_store()
+    server_store._layer_wise = layer_wise
+    failing_copies(server_store, monkeypatch, error, NUM_TRIES - 1)
+    server_store.load(0, 1, random_adapter("bad", SHAPE, 7), BIG)
+    server_store.load(1, 1, random_adapter("good", SHAPE), runs(4))
+    until(lambda: all(ready(server_store, 1, 1)))
+    until(lambda: all(ready(server_store, 0, 1)))
+    assert not stale(server_store, 0, 1)
+    server_store.stop()
+
+
+BIG = {layer: (3 * first, 3 * number) for layer, (first, number) in runs(0).items()}
+
+
+@pytest.mark.parametrize(
+    ("error", "num_failures"),
+    [
+        (OSError("the disk"), NUM_TRIES),
+        (ValueError("ranks 0..513"), 1),
+        (MemoryError(), 1),
+        (KeyError("table"), 1),
+    ],
+)
+@pytest.mark.parametrize("tables_fail", [False, True])
+def test_load_that_fails_is_given_up_and_reported_and_the_thread_goes_on(
+    monkeypatch, error, num_failures, tables_fail
+):
+    server_store, failures = make_store(), []
+    server_store.on_failure = lambda *failure: failures.append(failure)
+    failing_copies(server_store, monkeypatch, error, num_failures)
+    if tables_fail:
+        left = [RuntimeError("no tables")]
+
+        def fail() -> None:
+            if int(server_store.generation[0]) == 2 and left:
+                raise left.pop()
+
+        server_store.on_tables = fail
+    server_store.load(0, 1, random_adapter("bad", SHAPE, 7), BIG)
+    until(lambda: failures)
+    assert failures == [("bad", 1, error)]
+    assert stale(server_store, 0, 1)
+    server_store.load(1, 1, random_adapter("good", SHAPE), runs(4))
+    until(lambda: all(ready(server_store, 1, 1)))
+    server_store.stop()
 
 
 def test_memory_that_is_not_there_is_refused_with_what_to_lower():
