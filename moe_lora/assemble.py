@@ -39,14 +39,14 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     start.
     """
     from moe_lora.dist.cluster.controller.served_registry import opened_registry
-    from moe_lora.engine.text.text import load_tokenizer
     from moe_lora.serve.access import checked_keys
     from moe_lora.serve.frontend import Frontend
+    from moe_lora.serve.served_text import read_served_text
     from moe_lora.serve.server import bound, serve_forever
 
     _check_local(cluster)
     checked_keys(cluster.front_end)
-    tokenizer, front_end = load_tokenizer(cluster.engine.model_dir), cluster.front_end
+    tokenizer, front_end = read_served_text(cluster), cluster.front_end
 
     async def run(cluster: ClusterConfig, registry: ServedRegistry | None) -> None:
         at_once = asyncio.Event()
@@ -146,15 +146,15 @@ def serve_front_end(
     name: of one of several.  listen_fds: bound sockets that the process inherits; none: it makes its own.
     reload: see `serve_forever`.  Raises ConfigError for what can be known at start.
     """
-    from moe_lora.engine.text.text import load_tokenizer
     from moe_lora.serve.access import checked_keys
     from moe_lora.serve.cluster_roles import serve_deciding, serve_directed
+    from moe_lora.serve.served_text import read_served_text
     from moe_lora.serve.server import bound
 
     name = name or ONE_FRONT_END
     front_end = cluster.front_end_named(name)
     checked_keys(front_end)
-    tokenizer = load_tokenizer(cluster.engine.model_dir)
+    tokenizer = read_served_text(cluster)
     inherited = [socket.socket(fileno=one) for one in listen_fds]
     with nullcontext(inherited) if inherited else bound(front_end) as socks:
         if cluster.controller is None:

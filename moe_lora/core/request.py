@@ -193,7 +193,10 @@ class AdapterInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What a front end must know of the engine behind it."""
+    """What a front end must know of the engine behind it.
+
+    sampling_defaults: fields of `SamplingParams` for requests without a value of their own.
+    """
 
     name: str
     model_dir: str
@@ -203,6 +206,7 @@ class ModelInfo:
     vocab_size: int
     max_loras: int
     eos_token_ids: tuple[int, ...]
+    sampling_defaults: dict[str, int | float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,8 @@ from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.ranks.followers import HOST_STORE, Allocate, Followers, RankReport, start_followers
 from moe_lora.engine.ranks.rank import Rank
-from moe_lora.engine.text.text import read_eos_token_ids
+from moe_lora.engine.text.generation_config import read_sampling_defaults
+from moe_lora.engine.text.tokenizer_files import read_eos_token_ids
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching_policies import FastLibra, Recency, make_caching_policy
 from moe_lora.policies.host_start import HostLoads
@@ -396,7 +397,8 @@ def site_ranks(shape: ModelShape, adapters: list[PackedAdapter]) -> list[int]:
 
 def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> ModelInfo:
     """What front ends are told of the engine; end tokens outside the vocabulary can't be met."""
-    model_dir = Path(config.model_dir)
+    model_dir, reads = Path(config.model_dir), config.generation_config == "auto"
+    ends = read_eos_token_ids(model_dir, with_generation_config=reads)
     return ModelInfo(
         name=model_dir.resolve().name,
         model_dir=str(model_dir),
@@ -405,5 +407,6 @@ def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> M
         max_model_len=max_model_len(config, shape),
         vocab_size=shape.vocab_size,
         max_loras=config.max_loras,
-        eos_token_ids=tuple(i for i in read_eos_token_ids(model_dir) if i < shape.vocab_size),
+        eos_token_ids=tuple(i for i in ends if i < shape.vocab_size),
+        sampling_defaults=read_sampling_defaults(model_dir) if reads else {},
     )

@@ -51,6 +51,7 @@ class ScriptedEngine:
     aborted: list[str] = field(default_factory=list)
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)
     num_tokens: int = 0
+    sampling_defaults: dict[str, int | float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in self.answers:
@@ -68,6 +69,7 @@ class ScriptedEngine:
             vocab_size=self.vocab_size,
             max_loras=4,
             eos_token_ids=(EOS,),
+            sampling_defaults=self.sampling_defaults,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:

@@ -223,13 +223,15 @@ def asked_of(
     body: SamplingFields, tokenizer: Tokenizer | None, bounds: Bounds
 ) -> tuple[SamplingParams, Sequence[str | list[int]]]:
     """How to sample, and the prompts as texts or token ids.  Raises ApiError."""
+    defaults = bounds.info.sampling_defaults
     if isinstance(body, ChatRequest):
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        sampling = body.sampling((body.top_logprobs or 0) if body.logprobs else None, limit)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = body.sampling(logprobs, limit, defaults)
         _check_choices(1, body.num_choices, bounds)
         return sampling, [_rendered(body, needed(tokenizer, "/v1/chat/completions"))]
     assert isinstance(body, CompletionRequest)
-    sampling = body.sampling(body.logprobs, body.max_tokens)
+    sampling = body.sampling(body.logprobs, body.max_tokens, defaults)
     if sampling.stop:
         needed(tokenizer, "stop (other than stop_token_ids)")
     prompts = body.prompts
@@ -241,8 +243,10 @@ def _rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
     try:
         text = tokenizer.render_chat(
             [message.for_template() for message in body.messages],
+            name=body.chat_template or None,
             add_generation_prompt=body.add_generation_prompt,
-            variables=body.chat_template_kwargs,
+            continue_final_message=body.continue_final_message,
+            variables=body.template_variables,
         )
         return whole_characters(text)
     except (ValueError, RecursionError) as error:

@@ -48,20 +48,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
         ),
         (None,),
     ),
-    **dict.fromkeys(
-        ("continue_final_message", "echo", "include_stop_str_in_output", "use_beam_search"), (None, False)
-    ),
+    **dict.fromkeys(("echo", "include_stop_str_in_output", "use_beam_search"), (None, False)),
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), (None, 0)),
     **dict.fromkeys(("length_penalty", "repetition_penalty"), (None, 1)),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True)),
-    **dict.fromkeys(
-        ("chat_template", "guided_grammar", "guided_regex", "prompt_embeds", "suffix"), (None, "")
-    ),
+    **dict.fromkeys(("guided_grammar", "guided_regex", "prompt_embeds", "suffix"), (None, "")),
     **dict.fromkeys(
         (
             "allowed_token_ids",
             "bad_words",
-            "documents",
             "functions",
             "guided_choice",
             "logits_processors",
@@ -223,9 +218,11 @@ class SamplingFields(ApiRequest):
             )
         return self
 
-    def sampling(self, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
-        """The engine's parameters.  Raises ApiError naming the field that is out of range."""
-        given = self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
+    def sampling(
+        self, logprobs: int | None, max_tokens: int | None, defaults: Mapping[str, int | float]
+    ) -> SamplingParams:
+        """The engine's parameters; defaults: of absent fields.  Raises ApiError naming the wrong field."""
+        given = {**defaults, **self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)}
         if given.get("top_k") == -1:
             given["top_k"] = 0
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -283,16 +280,13 @@ class ChatMessage(ApiModel):
     def _drop_neutral(cls, data: Any) -> Any:
         return drop_neutral(data, frozenset(), NEUTRAL_IN_MESSAGE)
 
-    def for_template(self) -> dict[str, str]:
-        content = self.content
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        entry = {"role": self.role, "content": content or ""}
-        return entry if self.name is None else {**entry, "name": self.name}
+    def for_template(self) -> dict[str, Any]:
+        """The message as the client sent it; the chat template decides on null content, as in transformers."""
+        return self.model_dump(exclude_none=True)
 
 
 class ChatRequest(SamplingFields):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.  chat_template: a name of the model's templates."""
 
     messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
@@ -300,7 +294,16 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
+    continue_final_message: bool = False
+    chat_template: Text | None = None
+    documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """chat_template_kwargs, with the documents."""
+        variables = dict(self.chat_template_kwargs or {})
+        return variables if self.documents is None else {**variables, "documents": self.documents}
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -309,7 +312,7 @@ class ChatRequest(SamplingFields):
         return self
 
     def without_prompt(self) -> Self:
-        return self.model_copy(update={"messages": []})
+        return self.model_copy(update={"messages": [], "documents": None})
 
 
 class LoadAdapterRequest(ApiModel):
