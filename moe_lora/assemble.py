@@ -41,7 +41,7 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     from moe_lora.dist.cluster.controller.served_registry import opened_registry
     from moe_lora.serve.access import checked_keys
     from moe_lora.serve.frontend import Frontend
-    from moe_lora.serve.served_text import read_served_text
+    from moe_lora.serve.served_text import adapter_texts, read_served_text
     from moe_lora.serve.server import bound, serve_forever
 
     _check_local(cluster)
@@ -55,7 +55,11 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
             local_instances(joined, registry, at_once=at_once, reload=reload) as controlled,
         ):
             frontend = Frontend(
-                client=controlled.fleet, tokenizer=tokenizer, cluster=joined, controller=controlled.controller
+                client=controlled.fleet,
+                tokenizer=tokenizer,
+                cluster=joined,
+                controller=controlled.controller,
+                adapter_texts=adapter_texts(joined, controlled.instance_registry),
             )
             await serve_forever(frontend, socks, front_end.drain_s, reload, at_once)
 

@@ -161,6 +161,9 @@ class FrontEndConfig(AccessConfig, LimitsConfig, MigrationConfig, RoutingConfig)
     )
     """Let pages of this origin call the server from a browser (https://app.example.com; * is all); may be
     given several times."""
+    adapter_chat_template: bool = setting(False, option="--adapter-chat-template", group="Adapters")
+    """Use the chat template and the end token beside an adapter for its requests, where its tokenizer has the
+    base model's tokens.  A template is a program: only for adapters of people that you trust."""
     log_level: str = setting("info", choices=LOG_LEVELS, option="--log-level", group="Where")
     """The least that front ends, the controller, instances and server ranks log."""
     drain_s: float = setting(20.0, least=0, option="--drain-s", group="Where")

@@ -29,6 +29,7 @@ from moe_lora.core.request import (
 )
 from moe_lora.engine.client.loop_client import LoopClient
 from moe_lora.engine.client.messages import Stop
+from moe_lora.engine.text.adapter_text import log_adapter_text
 from moe_lora.engine.text.detokenize import TextDelta, TextStream
 from moe_lora.engine.text.generation_config import log_generation_config
 from moe_lora.engine.text.text import load_tokenizer
@@ -147,6 +148,8 @@ class _Engine:
         if config.generation_config == "auto":
             log_generation_config(config.model_dir)
         self.client = InProcessClient(build_engine(config))
+        for name, path in config.adapters:
+            self._log_text(name, path)
 
     @property
     def info(self) -> ModelInfo:
@@ -186,7 +189,12 @@ class _Engine:
                 f"source is a {type(source).__name__}; give a PEFT directory, or a state dict and config"
             )
         path = adapter_folder(os.fspath(source), name)
-        return self.client.call("load_adapter", name, path, True, None).result()
+        info = self.client.call("load_adapter", name, path, True, None).result()
+        self._log_text(name, path)
+        return info
+
+    def _log_text(self, name: str, path: str) -> None:
+        log_adapter_text(name, path, self.info.model_dir, used=False)
 
     def unload_adapter(self, name: str) -> None:
         """Refuse new requests for `name`, wait for its running ones, free its memory."""

@@ -1,7 +1,7 @@
 """Chat templates of Hugging Face checkpoints, rendered by transformers' own function.
 
-Output: the text of `PreTrainedTokenizerBase.apply_chat_template(tokenize=False)`.  Exceptions: `content_forms`
-changes a message's content to the form that the template reads.
+Output: the text of `PreTrainedTokenizerBase.apply_chat_template(tokenize=False)`.  Two exceptions: a template
+for parts gets a text as one part, and a template for texts gets parts as lines (`content_forms`).
 """
 
 from __future__ import annotations
@@ -60,10 +60,6 @@ class ChatTemplates:
         for name in self.sources:
             with suppress(ValueError):
                 self._get(name).forms.probe_usual_roles()
-
-    def compile_ahead(self) -> None:
-        """`compile` in a thread: the import of transformers takes a second, and instances start meanwhile."""
-        threading.Thread(target=self.compile, name="chat-templates", daemon=True).start()
 
     def render(
         self,
@@ -135,11 +131,11 @@ class _Template:
         from transformers.utils import chat_template_utils
 
         self._title = "the chat template" if name == DEFAULT else f"the chat template {name!r}"
-        self._render = partial(
-            chat_template_utils.render_jinja_template, chat_template=source, **special_tokens
-        )
-        self._normalize = getattr(chat_template_utils, "_normalize_chat_messages", list)
-        self.problem = self._problem_of(source, chat_template_utils._compile_jinja_template)
+        # Any: versions of transformers differ, and mypy checks the keywords of one version.
+        functions: Any = chat_template_utils
+        self._render = partial(functions.render_jinja_template, chat_template=source, **special_tokens)
+        self._normalize: Any = getattr(functions, "_normalize_chat_messages", list)
+        self.problem = self._problem_of(source, functions._compile_jinja_template)
         self.forms = ContentForms(self.render)
 
     def _problem_of(self, source: str, compile_source: Any) -> str | None:

@@ -1,8 +1,8 @@
 """The form in which a chat template reads a message's content: a text, or a list of parts.
 
-Clients send both forms.  A template for texts prints a list as Python code; a template for parts loses a text.
-Each role is probed with two different contents in each form.  A form is fit if the outputs differ and show no
-Python code.
+Clients send both forms.  A template for texts prints a list as Python code; a template for parts loses a
+text.  Each role is probed with two different contents in each form.  A form is fit if the outputs differ and
+show no Python code.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ Place = Callable[[Any], list[Message]]
 TEXT, PARTS = "text", "parts"
 USUAL_ROLES = ("user", "system", "assistant", "tool")
 MAX_PROBES = 64
-"""Roles, with names of variables, that are probed; the content of further ones stays as the client sent it."""
+"""Most pairs of a role and variable names with a probe; further content stays as the client sent it."""
 _CONTENTS = ("qzxv", "wkjy")
 _MARK = "zxkq"
-"""A key of a probed part.  Only a template that prints whole parts shows it: in "quotes" as JSON, else as code."""
+"""A key of a probed part.  A template that prints whole parts shows the key: in JSON between double quotes,
+else as Python code."""
 
 
 class ContentForms:
@@ -97,8 +98,8 @@ def _places(role: str, other: Any) -> Iterator[Place]:
     call = {"id": "callid123", "type": "function", "function": {"name": "f", "arguments": {}}}
     calls = {"role": "assistant", "content": other, "tool_calls": [call]}
     answer = {"tool_call_id": "callid123", "name": "f"} if role == "tool" else {}
-    befores: list[list[Message]] = [[], [user], [user, assistant], [user, calls]]
-    for before in befores if role == "system" else befores[1:] + befores[:1]:
+    openings: list[list[Message]] = [[], [user], [user, assistant], [user, calls]]
+    for before in openings if role == "system" else openings[1:] + openings[:1]:
         for after in ([user], []):
             yield lambda content, before=before, after=after: [  # type: ignore[misc]
                 *before,

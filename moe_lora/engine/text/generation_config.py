@@ -88,7 +88,7 @@ def _checked(name: str, value: Any, path: Path) -> int | float:
             raise ConfigError(f"{path}: top_k={value!r} must be a whole number; {advice}")
         value = 0 if value == -1 else int(value)
     try:
-        SamplingParams(**{name: value})  # type: ignore[arg-type]
+        SamplingParams(**{name: value})
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; {advice}") from error
     return value

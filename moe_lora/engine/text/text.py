@@ -1,7 +1,7 @@
 """Text to token ids and back.
 
-A folder with tokenizer.json needs the `tokenizers` library only.  Older formats need transformers' AutoTokenizer,
-which imports torch.
+A folder with tokenizer.json needs the `tokenizers` library only.  Older formats need transformers'
+AutoTokenizer, which imports torch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Tokenizer:
     """Text to token ids and back, with the model's special tokens and chat templates.
 
     decode: the text of some tokens, without special ones unless told; ids not known give none.  backend: a
-    `tokenizers.Tokenizer`.  special_tokens: name -> text ("eos_token": "</s>").  chat_template: Jinja, or name
-    -> Jinja.  eos_token_ids: the end token.  folder: whose files it was read from.
+    `tokenizers.Tokenizer`.  special_tokens: name -> text ("eos_token": "</s>").  chat_template: Jinja, or
+    name -> Jinja.  eos_token_ids: the end token.  folder: whose files it was read from.
     """
 
     def __init__(
@@ -90,7 +90,10 @@ class Tokenizer:
         options: of `ChatTemplates.render`.  Raises ValueError without a chat template, or with its error.
         """
         if self.chat_templates is None:
-            raise ValueError("this model has no chat template; use /v1/completions with a plain prompt")
+            raise ValueError(
+                "the base model has no chat template; use /v1/completions with a plain prompt, or start the "
+                "server with --adapter-chat-template for adapters that bring a chat template"
+            )
         return self.chat_templates.render(messages, **options)
 
 

@@ -1,4 +1,4 @@
-"""Reading the files of a tokenizer: special tokens and chat templates, by transformers' rules, and end tokens."""
+"""Reads a tokenizer's files: special tokens and chat templates, by transformers' rules, and end tokens."""
 
 from __future__ import annotations
 

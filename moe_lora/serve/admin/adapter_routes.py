@@ -24,6 +24,7 @@ from moe_lora.serve.openai.protocol import (
     Text,
     UnloadAdapterRequest,
 )
+from moe_lora.serve.served_text import log_text_of
 
 
 def check_name(name: str) -> None:
@@ -85,6 +86,7 @@ def adapters_router(frontend: Frontend) -> APIRouter:
             raise bad_request(f"adapter {body.lora_name!r} can't be read: {error.strerror}") from error
         except Exception as error:
             raise to_api_error(error) from error
+        await in_daemon_thread(log_text_of, frontend.cluster, body.lora_name, path)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post("/unload_lora_adapter", response_class=PlainTextResponse, response_model=None)

@@ -264,7 +264,7 @@ _JSON_LIKE = re.compile(r"application/[^/]+\+json")
 
 
 def generating_router(frontend: Frontend) -> APIRouter:
-    preparer = Preparer(frontend.tokenizer, frontend.limits)
+    preparer = Preparer(frontend.tokenizer, frontend.limits, frontend.adapter_texts)
     router = APIRouter(tags=["generate"], route_class=prepared_route(frontend, preparer))
 
     async def answer(request: Request, form: ChoiceFormat) -> Response:

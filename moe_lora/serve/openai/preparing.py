@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 from anyio import BrokenWorkerProcess, fail_after, to_process
 from pydantic import ValidationError
 
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import return_memory
 from moe_lora.core.request import ModelInfo, SamplingParams
 from moe_lora.engine.text.text import LONG_TEXT_CHARS
@@ -25,6 +26,7 @@ from .protocol import ChatRequest, CompletionRequest, SamplingFields, whole_char
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
+    from moe_lora.serve.served_text import AdapterTexts
 
 _UNBOUNDED_ANSWER_TOKENS = 4096
 """What an answer without max_tokens counts at most: few fill the model's context."""
@@ -38,18 +40,23 @@ INLINE_BYTES = 1 << 14
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What holds for every request: of the model, and of `LimitsConfig`."""
+    """What holds for every request: of the model, and of `LimitsConfig`.
+
+    adapter_texts: None without --adapter-chat-template.
+    """
 
     info: ModelInfo
+    adapter_texts: AdapterTexts | None
     max_json_depth: int
     max_choices: int
     max_request_tokens: int
 
     @staticmethod
-    def of(info: ModelInfo, limits: Limits) -> Bounds:
+    def of(info: ModelInfo, limits: Limits, adapter_texts: AdapterTexts | None) -> Bounds:
         config = limits.config
         return Bounds(
             info=info,
+            adapter_texts=adapter_texts,
             max_json_depth=config.max_json_depth,
             max_choices=config.max_choices,
             max_request_tokens=config.max_request_tokens,
@@ -71,10 +78,19 @@ class Prepared:
 
 
 class Preparer:
-    """Prepares one front end's requests; belongs to one event loop.  tokenizer: None: of token ids only."""
+    """Prepares one front end's requests; belongs to one event loop.  tokenizer: None: of token ids only.
 
-    def __init__(self, tokenizer: Tokenizer | None, limits: Limits) -> None:
+    adapter_texts: see `served_text`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        limits: Limits,
+        adapter_texts: Callable[[], AdapterTexts] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._adapter_texts = adapter_texts
         self._limits = limits
         self._alone = asyncio.Lock()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -85,7 +101,8 @@ class Preparer:
     ) -> Prepared:
         """What a body of this kind asks for.  Raises ApiError, for the first thing that is wrong with it."""
         try:
-            return await self._prepare(kind, content, Bounds.of(info, self._limits), client)
+            texts = None if self._adapter_texts is None else self._adapter_texts()
+            return await self._prepare(kind, content, Bounds.of(info, self._limits, texts), client)
         except ApiError as error:
             if error.limit is not None:
                 self._limits.count(error.limit)
@@ -97,10 +114,13 @@ class Preparer:
         if len(content) >= INLINE_BYTES:
             return await self._elsewhere(kind, bytes(content), bounds, client)
         body = parse(kind, content, bounds.max_json_depth)
-        sampling, prompts = asked_of(body, self._tokenizer, bounds)
+        tokenizer = self._tokenizer
+        if bounds.adapter_texts is not None:
+            tokenizer = await asyncio.to_thread(tokenizer_of, body.model, tokenizer, bounds)
+        sampling, prompts = asked_of(body, tokenizer, bounds)
         add_special = cast("Any", body).add_special_tokens
         encoded = [await self._encode(prompt, add_special) for prompt in prompts]
-        return prepared(body, sampling, encoded, self._tokenizer, bounds)
+        return prepared(body, sampling, encoded, tokenizer, bounds)
 
     async def _encode(self, prompt: str | Sequence[int], add_special: bool) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -157,6 +177,7 @@ def prepare_now(
     """As `Preparer.prepare`, in one go; what it took is given back to the system."""
     try:
         body = parse(kind, content, bounds.max_json_depth)
+        tokenizer = tokenizer_of(body.model, tokenizer, bounds)
         sampling, prompts = asked_of(body, tokenizer, bounds)
         add_special = cast("Any", body).add_special_tokens
         encoded = [
@@ -207,6 +228,16 @@ def _is_deeper(data: Any, max_depth: int) -> bool:
         if not level:
             return False
     return True
+
+
+def tokenizer_of(model: str | None, tokenizer: Tokenizer | None, bounds: Bounds) -> Tokenizer | None:
+    """The tokenizer with the text files of the request's adapter.  Raises ApiError for unreadable files."""
+    if bounds.adapter_texts is None or tokenizer is None or model is None:
+        return tokenizer
+    try:
+        return bounds.adapter_texts.applied(model, tokenizer)
+    except ConfigError as error:
+        raise bad_request(f"the text files of adapter {model!r} can't be used: {error}", "model") from error
 
 
 def needed(tokenizer: Tokenizer | None, purpose: str) -> Tokenizer:

@@ -281,7 +281,7 @@ class ChatMessage(ApiModel):
         return drop_neutral(data, frozenset(), NEUTRAL_IN_MESSAGE)
 
     def for_template(self) -> dict[str, Any]:
-        """The message as the client sent it; the chat template decides on null content, as in transformers."""
+        """The message without null fields: transformers drops null fields too."""
         return self.model_dump(exclude_none=True)
 
 

@@ -1,5 +1,6 @@
 """Chat templates of one construct each, combinations, and conversations for all of them."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 LOOP = "{%% for m in messages %%}[{{ m.role }}]%s\n{%% endfor %%}"

@@ -109,7 +109,8 @@ def test_each_role_has_its_own_form():
 def test_a_template_that_needs_a_call_before_a_tool_s_answer_is_probed_behind_one():
     source = (
         "{% for m in messages %}{% if m.role == 'tool' %}{% if not messages[loop.index0 - 1].tool_calls %}"
-        "{{ raise_exception('no call') }}{% endif %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
+        "{{ raise_exception('no call') }}{% endif %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+        "{% endif %}"
         "{% endfor %}"
     )
     messages = [
