@@ -55,7 +55,9 @@ def check(path: Path | None, model_dir: Path | None, registry: Path | None) -> N
     if path is None:
         failed = _check_registry(_only_registry(registry, model_dir))
     else:
-        failed = _check_folders(path, _shape_for(path, model_dir, registry))
+        shape = _shape_for(path, model_dir, registry)
+        assert model_dir is not None
+        failed = _check_folders(path, model_dir, shape)
     if failed:
         raise SystemExit(1)
 
@@ -165,8 +167,10 @@ def remove(name: str, registry: Path, version: int | None) -> None:
             click.echo(f"{one.name}: version {one.version} removed")
 
 
-def _check_folders(path: Path, shape: ModelShape) -> bool:
+def _check_folders(path: Path, model_dir: Path, shape: ModelShape) -> bool:
     """Print what the server would say of each adapter; whether any can't be served."""
+    from moe_lora.engine.text.adapter_text import text_remark
+
     failed = False
     for folder in _adapter_folders(path):
         packed = _read(folder, shape)
@@ -181,6 +185,8 @@ def _check_folders(path: Path, shape: ModelShape) -> bool:
                 f"targets {' '.join(packed.targets)}, sha256 {packed.content_hash[:12]}; "
                 f"{_backends(packed.max_lora_rank)}"
             )
+            if remark := text_remark(folder, model_dir, used=False):
+                click.echo(f"{folder.name}: note: {remark}")
     return failed
 
 

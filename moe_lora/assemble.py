@@ -40,16 +40,16 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     """
     from moe_lora.dist.cluster.controller.served_registry import opened_registry
     from moe_lora.dist.launch.devices import log_devices, placed
-    from moe_lora.engine.text.served_tokenizer import served_tokenizer
     from moe_lora.serve.access import checked_keys
     from moe_lora.serve.frontend import Frontend
+    from moe_lora.serve.served_text import adapter_texts, read_served_text
     from moe_lora.serve.server import bound, serve_forever
 
     _check_local(cluster)
     cluster = placed(cluster)
     log_devices(cluster)
     checked_keys(cluster.front_end)
-    tokenizer, front_end = served_tokenizer(cluster.engine.model_dir), cluster.front_end
+    tokenizer, front_end = read_served_text(cluster), cluster.front_end
 
     async def run(cluster: ClusterConfig, registry: ServedRegistry | None) -> None:
         at_once = asyncio.Event()
@@ -58,7 +58,11 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
             local_instances(joined, registry, at_once=at_once, reload=reload) as controlled,
         ):
             frontend = Frontend(
-                client=controlled.fleet, tokenizer=tokenizer, cluster=joined, controller=controlled.controller
+                client=controlled.fleet,
+                tokenizer=tokenizer,
+                cluster=joined,
+                controller=controlled.controller,
+                adapter_texts=adapter_texts(joined, controlled.instance_registry),
             )
             await serve_forever(frontend, socks, front_end.drain_s, reload, at_once)
 
@@ -152,15 +156,15 @@ def serve_front_end(
     name: of one of several.  listen_fds: bound sockets that the process inherits; none: it makes its own.
     reload: see `serve_forever`.  Raises ConfigError for what can be known at start.
     """
-    from moe_lora.engine.text.served_tokenizer import served_tokenizer
     from moe_lora.serve.access import checked_keys
     from moe_lora.serve.cluster_roles import serve_deciding, serve_directed
+    from moe_lora.serve.served_text import read_served_text
     from moe_lora.serve.server import bound
 
     name = name or ONE_FRONT_END
     front_end = cluster.front_end_named(name)
     checked_keys(front_end)
-    tokenizer = served_tokenizer(cluster.engine.model_dir)
+    tokenizer = read_served_text(cluster)
     inherited = [socket.socket(fileno=one) for one in listen_fds]
     with nullcontext(inherited) if inherited else bound(front_end) as socks:
         if cluster.controller is None:

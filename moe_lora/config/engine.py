@@ -29,6 +29,7 @@ QUANTISATION = ("quantize", "quantize_group_size", "quantize_head")
 WEIGHTS = ("load_format", "num_layers", *QUANTISATION)
 """And from where, and how many."""
 LORA_KERNELS = ("sgmv", "bgmv", "mbgmv")
+GENERATION_CONFIGS = ("auto", "none")
 QUEUES = ("fcfs", "sjf-oracle")
 BATCHINGS = ("unmerged", "merged", "dlora", "auto")
 CACHE_POLICIES = (
@@ -64,6 +65,11 @@ class EngineConfig(Settings):
     states, the same at each start.  dummy reads no weights, and needs none there."""
     num_layers: int | None = setting(None, least=1, option="--num-layers", metavar="N", unset="all")
     """With dummy weights only the first N layers, so that a model fits."""
+    generation_config: str = setting(
+        GENERATION_CONFIGS[0], choices=GENERATION_CONFIGS, option="--generation-config"
+    )
+    """Sampling of requests without fields of their own: auto: temperature, top_p, top_k and min_p of the
+    checkpoint's generation_config.json; none: 1, 1, 0 and 0.  The file's end tokens count with auto only."""
     quantize: str = setting(QUANTIZE[0], choices=QUANTIZE, option="--quantize")
     """How weights of attention, MLP and experts are held: as the checkpoint keeps them; none: in the dtype,
     dequantised where needed; or quantised as they are loaded: int8 and fp8 with a scale per output, int4 with

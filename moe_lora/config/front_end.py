@@ -166,6 +166,9 @@ class FrontEndConfig(AccessConfig, LimitsConfig, MigrationConfig, RoutingConfig)
     metrics_by_name: int = setting(64, least=0)
     """Adapters, and tenants, whose requests, tokens and TTFT /metrics counts by name.  Further names count as
     "other"; 0 turns the counts off."""
+    adapter_chat_template: bool = setting(False, option="--adapter-chat-template", group="Adapters")
+    """Use the chat template and the end token beside an adapter for its requests, where its tokenizer has the
+    base model's tokens.  A template is a program: only for adapters of people that you trust."""
     log_level: str = setting("info", choices=LOG_LEVELS, option="--log-level", group="Where")
     """The least that front ends, the controller, instances and server ranks log."""
     drain_s: float = setting(20.0, least=0, option="--drain-s", group="Where")

@@ -83,7 +83,6 @@ MODELS = (
         ("raw_logprobs",),
         "log probabilities are those before temperature; omit the option",
     ),
-    only("--generation-config", ("vllm",), "sampling defaults are OpenAI's; send them with each request"),
     only("--override-generation-config", ("{}",), "send sampling parameters with each request"),
     off("--enable-sleep-mode", "stop the server to free its device"),
     unused("--limit-mm-per-prompt", _TEXT_ONLY),

@@ -199,6 +199,7 @@ class ModelInfo:
 
     block_size: tokens of a KV page.  num_kv_blocks: KV pages that its device may hold.  devices: of its
     ranks, by torch's names.
+    sampling_defaults: fields of `SamplingParams` for requests without a value of their own.
     """
 
     name: str
@@ -212,6 +213,7 @@ class ModelInfo:
     block_size: int = 0
     num_kv_blocks: int = 0
     devices: tuple[str, ...] = ()
+    sampling_defaults: dict[str, int | float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

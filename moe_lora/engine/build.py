@@ -34,7 +34,8 @@ from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.ranks.followers import HOST_STORE, Allocate, Followers, RankReport, start_followers
 from moe_lora.engine.ranks.rank import Rank
-from moe_lora.engine.text.text import read_eos_token_ids
+from moe_lora.engine.text.generation_config import read_sampling_defaults
+from moe_lora.engine.text.tokenizer_files import read_eos_token_ids
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching_policies import FastLibra, Recency, make_caching_policy
 from moe_lora.policies.host_start import HostLoads
@@ -436,7 +437,8 @@ def model_info(
     devices: tuple[str, ...] = (),
 ) -> ModelInfo:
     """What front ends are told of the engine; end tokens outside the vocabulary can't be met."""
-    model_dir = Path(config.model_dir)
+    model_dir, reads = Path(config.model_dir), config.generation_config == "auto"
+    ends = read_eos_token_ids(model_dir, with_generation_config=reads)
     return ModelInfo(
         name=model_dir.resolve().name,
         model_dir=str(model_dir),
@@ -445,8 +447,9 @@ def model_info(
         max_model_len=max_model_len(config, shape),
         vocab_size=shape.vocab_size,
         max_loras=config.max_loras,
-        eos_token_ids=tuple(i for i in read_eos_token_ids(model_dir) if i < shape.vocab_size),
         block_size=config.block_size,
         num_kv_blocks=num_kv_blocks,
         devices=devices,
+        eos_token_ids=tuple(i for i in ends if i < shape.vocab_size),
+        sampling_defaults=read_sampling_defaults(model_dir) if reads else {},
     )

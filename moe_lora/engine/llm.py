@@ -29,7 +29,9 @@ from moe_lora.core.request import (
 )
 from moe_lora.engine.client.loop_client import LoopClient
 from moe_lora.engine.client.messages import Stop
+from moe_lora.engine.text.adapter_text import log_adapter_text
 from moe_lora.engine.text.detokenize import TextDelta, TextStream
+from moe_lora.engine.text.generation_config import log_generation_config
 from moe_lora.engine.text.served_tokenizer import served_tokenizer
 
 from .build import build_engine
@@ -149,12 +151,23 @@ class _Engine:
         if config.pool is not None:
             raise ConfigError("an adapter pool is over several instances, but this is one; leave pool out")
         self.tokenizer = served_tokenizer(config.model_dir)
+        if config.generation_config == "auto":
+            log_generation_config(config.model_dir)
         self.client = InProcessClient(build_engine(config))
+        for name, path in config.adapters:
+            self._log_text(name, path)
 
     @property
     def info(self) -> ModelInfo:
         """What the engine runs."""
         return self.client.core.info
+
+    def default_sampling(self) -> SamplingParams:
+        """For prompts without `sampling`: `SamplingParams()` with the values of generation_config.json.
+
+        A `SamplingParams` of the caller is used as it is, as by vLLM's `LLM`.
+        """
+        return SamplingParams(**self.info.sampling_defaults)  # type: ignore[arg-type]
 
     def publish_adapter(
         self,
@@ -182,7 +195,12 @@ class _Engine:
                 f"source is a {type(source).__name__}; give a PEFT directory, or a state dict and config"
             )
         path = adapter_folder(os.fspath(source), name)
-        return self.client.call("load_adapter", name, path, True, None).result()
+        info = self.client.call("load_adapter", name, path, True, None).result()
+        self._log_text(name, path)
+        return info
+
+    def _log_text(self, name: str, path: str) -> None:
+        log_adapter_text(name, path, self.info.model_dir, used=False)
 
     def unload_adapter(self, name: str) -> None:
         """Refuse new requests for `name`, wait for its running ones, free its memory."""
@@ -247,14 +265,15 @@ class LLM(_Engine):
     ) -> list[Completion]:
         """Answer each prompt (text or token ids), in order.
 
-        adapter and sampling: one for all, or one per prompt; adapter None is the base model.  Raises
+        adapter and sampling: one for all, or one per prompt; adapter None is the base model; sampling None is
+        `default_sampling()`.  Raises
         ValueError for a prompt that can't run and AdapterNotFoundError for an unknown adapter; then no
         prompt of the call goes on.  Raises GenerationError, once all prompts have ended, if the engine could
         not complete one, as where an adapter can't be loaded; the error carries the other answers.
         """
         batch = _as_prompts(prompts)
         adapters = _one_each("adapter", adapter, len(batch), str)
-        params = _one_each("sampling", sampling or SamplingParams(), len(batch), SamplingParams)
+        params = _one_each("sampling", sampling or self.default_sampling(), len(batch), SamplingParams)
         answers = [self._answer(*row) for row in zip(batch, adapters, params, strict=True)]
         outputs: _Outputs = queue.SimpleQueue()
         open_answers: set[Answer] = set()
@@ -288,7 +307,7 @@ class AsyncLLM(_Engine):
         self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
     ) -> Completion:
         """The whole answer.  Raises GenerationError if the engine could not complete the request."""
-        answer = self._answer(prompt, adapter, sampling or SamplingParams())
+        answer = self._answer(prompt, adapter, sampling or self.default_sampling())
         async for _ in self._pieces(answer):
             pass
         return answer.completion()
@@ -300,7 +319,7 @@ class AsyncLLM(_Engine):
 
         Raises GenerationError, after the text until then, if the engine could not complete the request.
         """
-        async for text in self._pieces(self._answer(prompt, adapter, sampling or SamplingParams())):
+        async for text in self._pieces(self._answer(prompt, adapter, sampling or self.default_sampling())):
             if text:
                 yield text
 

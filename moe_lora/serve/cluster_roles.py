@@ -27,6 +27,7 @@ from moe_lora.engine.client.heartbeat import Heartbeat
 
 from .frontend import Frontend
 from .reload import Reload
+from .served_text import adapter_texts
 from .server import serve_forever
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ async def serve_deciding(
                 tokenizer=tokenizer,
                 cluster=cluster,
                 controller=controlled.controller,
+                adapter_texts=adapter_texts(cluster, controlled.instance_registry),
             )
             await serve_forever(frontend, socks, cluster.front_end.drain_s, reload)
 
@@ -114,7 +116,14 @@ async def serve_directed(
     link = ControllerLink(address, keys, name, instance_registry, routes, watched=watched)
     seed = f"{name} {cluster.engine.seed}"
     fleet = FleetClient(instance_registry, routes.router, WallClock(), link, routes.meter, seed=seed)
-    frontend = Frontend(client=fleet, tokenizer=tokenizer, cluster=cluster, controller=link, name=name)
+    frontend = Frontend(
+        client=fleet,
+        tokenizer=tokenizer,
+        cluster=cluster,
+        controller=link,
+        name=name,
+        adapter_texts=adapter_texts(cluster, instance_registry),
+    )
     listener = InstanceListener(
         instance_registry, AsItIs(instance_registry), max_unread=cluster.front_end.max_unread_steps
     )

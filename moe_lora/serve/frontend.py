@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,6 +20,8 @@ from .openai.fields import IgnoredFields
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
+
+    from .served_text import AdapterTexts
 
 
 # What ends a server's requests when it ends itself.
@@ -71,7 +73,8 @@ class Frontend:
     tokenizer None: prompts are token ids only.  cluster: what is served, and what a controller does for it.
     controller: runs while it serves.  name: which of several front ends it is.  ending: cuts requests when it
     ends.  config: its own settings.  model_name: what requests call the base model.  model_names: all names
-    of the base model; every other name is an adapter's.  Whoever makes it closes the client.
+    of the base model; every other name is an adapter's.  adapter_texts: see `served_text`.  Whoever makes it
+    closes the client.
     """
 
     client: EngineClient
@@ -79,6 +82,7 @@ class Frontend:
     cluster: ClusterConfig
     controller: Controller
     name: str | None = None
+    adapter_texts: Callable[[], AdapterTexts] | None = None
     ending: Ending = field(default_factory=Ending)
     created_s: int = field(default_factory=lambda: int(time.time()))
 

@@ -68,7 +68,7 @@ def create_app(frontend: Frontend) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[HEADER, IGNORED_HEADER],
         )
-    preparer = app.state.preparer = Preparer(frontend.tokenizer, frontend.limits)
+    preparer = app.state.preparer = Preparer(frontend.tokenizer, frontend.limits, frontend.adapter_texts)
     app.include_router(generating_router(frontend, preparer))
     managing = (models_router, adapters_router, registry_router, capacity_router, instances_router)
     for make_router in (*managing, status_router):

@@ -50,6 +50,17 @@ def test_check_says_which_names_match_nothing(folders, tmp_path):
     assert ok.startswith("a: ok: rank 4")
 
 
+def test_check_says_what_becomes_of_a_chat_template_beside_an_adapter(folders, tmp_path):
+    model, _ = folders
+    make_adapter("mixtral", model, tmp_path / "a")
+    (tmp_path / "a" / "chat_template.jinja").write_text("{{ messages }}")
+    result = run("check", tmp_path / "a", "--model", model)
+    assert result.exit_code == 0
+    ok, note = result.output.splitlines()
+    assert ok.startswith("a: ok: ")
+    assert note.startswith("a: note: its folder has a chat template: ignored without --adapter-chat-template")
+
+
 def test_check_of_a_folder_names_each_refusal_and_exits_with_1(folders):
     model, zoo = folders
     result = run("check", zoo, "--model", model)

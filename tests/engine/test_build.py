@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,17 @@ def test_end_token_outside_the_vocabulary_is_left_out(tmp_path):
     sampling = SamplingParams(min_tokens=2, max_tokens=2)
     core.add_request(GenerateRequest(request_id="r", prompt_token_ids=(1, 40), sampling=sampling))
     assert core.step()[0].finish_reason is None
+
+
+def test_the_generation_config_is_read_or_not(tmp_path):
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    fields = {"eos_token_id": [2, 7], "temperature": 0.5, "top_k": 3}
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+    config = EngineConfig(model_dir=str(folder), eager=True, num_threads=1)
+    info = build_engine(config).info
+    assert (info.eos_token_ids, info.sampling_defaults) == ((2, 7), {"temperature": 0.5, "top_k": 3})
+    info = build_engine(replace(config, generation_config="none")).info
+    assert (info.eos_token_ids, info.sampling_defaults) == ((2,), {})
 
 
 def test_memory_that_files_occupy_counts_as_free(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,19 @@ def test_base_model_answers_beside_adapters(llm):
     completions = llm.generate([prompt_for("abcd")] * 2, [None, "upper"], GREEDY)
     assert [completion.text for completion in completions] == ["abcd", "ABCD"]
     assert completions[0].finish_reason == "stop"
+
+
+def test_prompts_without_sampling_get_the_checkpoint_s_defaults(tmp_path):
+    folder = shutil.copytree(DEMO / "model", tmp_path / "model")
+    fields = {"eos_token_id": 2, "temperature": 5.0, "top_k": 1}
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+    with LLM(str(folder), **SETTINGS) as engine:
+        assert engine.default_sampling() == SamplingParams(temperature=5.0, top_k=1)
+        silent = engine.generate("hello")[0]
+        greedy = engine.generate("hello", sampling=SamplingParams(temperature=0.0))[0]
+        own = [engine.generate("hello", sampling=SamplingParams(temperature=50.0, seed=s))[0] for s in (1, 2)]
+    assert silent.token_ids == greedy.token_ids
+    assert {one.token_ids for one in own} != {greedy.token_ids}
 
 
 def test_stop_string_ends_the_text_before_it(llm):

@@ -51,6 +51,7 @@ class ScriptedEngine:
     aborted: list[str] = field(default_factory=list)
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)
     num_tokens: int = 0
+    sampling_defaults: dict[str, int | float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in self.answers:
@@ -70,6 +71,7 @@ class ScriptedEngine:
             eos_token_ids=(EOS,),
             block_size=16,
             num_kv_blocks=40,
+            sampling_defaults=self.sampling_defaults,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:

@@ -214,7 +214,7 @@ def test_bad_messages_are_400(any_server, messages):
     error_of(any_server.post("/v1/chat/completions", {"messages": messages}), 400)
 
 
-@pytest.mark.parametrize("kwargs", [{"messages": []}, {"bos_token": "x"}, {"add_generation_prompt": True}, 5])
+@pytest.mark.parametrize("kwargs", [{"messages": []}, {"tokenize": True}, {"add_generation_prompt": True}, 5])
 def test_bad_template_variables_are_400(any_server, kwargs):
     error_of(any_server.post("/v1/chat/completions", {**CHAT, "chat_template_kwargs": kwargs}), 400)
 

@@ -14,11 +14,15 @@ import pytest
 
 from moe_lora.config import LimitsConfig
 from moe_lora.core.request import ModelInfo
+from moe_lora.dist.cluster.instances import ServedVersion
+from moe_lora.engine.text.text import load_tokenizer
 from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.limits import Limits
 from moe_lora.serve.openai import preparing
 from moe_lora.serve.openai.preparing import Preparer
 from moe_lora.serve.openai.protocol import ChatRequest, CompletionRequest
+from moe_lora.serve.served_text import AdapterTexts
+from tests.small_tokenizers import characters, write_dir
 from tests.stopped_processes import stop
 
 from .conftest import scripted
@@ -38,11 +42,11 @@ INFO = ModelInfo(
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
 
-def prepare(bodies, tokenizer, **limits):
+def prepare(bodies, tokenizer, adapter_texts=None, **limits):
     """What each of (kind, body) asks for, or the error."""
 
     async def run():
-        preparer, found = Preparer(tokenizer, Limits(LimitsConfig(**limits))), []
+        preparer, found = Preparer(tokenizer, Limits(LimitsConfig(**limits)), adapter_texts), []
         for kind, body in bodies:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             try:
@@ -209,6 +213,24 @@ def test_a_tokenizer_goes_to_another_process_by_its_folder_or_whole(tokenizer):
     chat = [{"role": "user", "content": "fox"}]
     assert again.render_chat(chat) == tokenizer.render_chat(chat)
     assert again.eos_token_ids == tokenizer.eos_token_ids
+
+
+@pytest.mark.parametrize("inline_bytes", [0, preparing.INLINE_BYTES])
+def test_an_adapter_s_template_and_end_token_are_its_requests(tmp_path, monkeypatch, inline_bytes):
+    monkeypatch.setattr(preparing, "INLINE_BYTES", inline_bytes)
+    base = load_tokenizer(write_dir(tmp_path / "base", characters(), chat_template="fox"))
+    write_dir(tmp_path / "own", characters(), chat_template="hello", eos_token="<pad>")
+    write_dir(tmp_path / "bad", characters(), chat_template=5)
+    served = {name: ServedVersion(str(tmp_path / name), 1) for name in ("own", "bad")}
+    texts = AdapterTexts(served, None)
+    bodies = [(ChatRequest, {**CHAT, "model": name}) for name in ("base", "own", "bad")]
+    bodies.append((CompletionRequest, {"prompt": "fox", "model": "own"}))
+    of_base, of_own, of_bad, completion = prepare(bodies, base, lambda: texts)
+    assert of_base.prompts == [tuple(base.encode("fox", add_special_tokens=False))]
+    assert of_own.prompts == [tuple(base.encode("hello", add_special_tokens=False))]
+    assert of_base.sampling.stop_token_ids == ()
+    assert of_own.sampling.stop_token_ids == completion.sampling.stop_token_ids == (0,)
+    assert "the text files of adapter 'bad' can't be used" in of_bad["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])

@@ -256,6 +256,15 @@ def test_the_front_end_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
+def test_a_chat_template_needs_no_torch():
+    program = (
+        "import sys; from moe_lora.engine.text.chat_template import ChatTemplates;"
+        "templates = ChatTemplates({'default': '{{ messages | tojson }}'}, {}); templates.compile();"
+        "templates.render([{'role': 'user', 'content': 'hello'}]); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
 def test_requests_that_a_collection_finds_under_way_are_not_kept():
     told = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(REQUESTS)], capture_output=True, text=True, check=True

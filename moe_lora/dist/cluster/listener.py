@@ -226,7 +226,7 @@ class _Stream(AsyncIterator[TokenOutput]):
             self._peer.send(Abort(self._name))
 
 
-_ALIKE = ("family", "dtype", "max_model_len", "vocab_size", "eos_token_ids")
+_ALIKE = ("family", "dtype", "max_model_len", "vocab_size", "eos_token_ids", "sampling_defaults")
 
 
 class DialledClient(CallableEngine):

@@ -1,116 +1,35 @@
-"""Text handling at an engine's front end: tokenizer files, chat templates, streaming text.
+"""Text to token ids and back.
 
-Needs the `tokenizers` library only, where the directory has a tokenizer.json; `transformers` (which pulls
-in torch and takes seconds) is imported to convert older formats.
+A folder with tokenizer.json needs the `tokenizers` library only.  Older formats need transformers'
+AutoTokenizer, which imports torch.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from moe_lora.core.errors import ConfigError
+
+from .chat_template import ChatTemplates
+from .tokenizer_files import CONFIG, TOKENIZER, read_chat_templates, read_json, read_special_tokens
 
 if TYPE_CHECKING:
     import tokenizers
 
-
-# Chat templates as Hugging Face checkpoints bring them: Jinja, rendered in a sandbox.
-
-
-RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
-
-
-class ChatTemplate:
-    """A template's source with the special tokens (name -> text) that it may name."""
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self.source = source
-        self._special_tokens = dict(special_tokens)
-
-    @cached_property
-    def _compiled(self) -> Any:
-        from jinja2 import TemplateError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        def raise_exception(message: str) -> NoReturn:
-            raise TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        return environment.from_string(self.source)
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The conversation as text.  variables: further names for the template (enable_thinking ...).
-
-        Raises ValueError if the template refuses the conversation, or a variable has a reserved name.
-        """
-        from jinja2 import TemplateError
-
-        extra = dict(variables or {})
-        reserved = sorted(extra.keys() & (RESERVED | self._special_tokens.keys()))
-        if reserved:
-            raise ValueError(f"chat_template_kwargs may not set {', '.join(reserved)}; leave them out")
-        try:
-            return self._compiled.render(
-                messages=list(messages),
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-                **extra,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"the chat template can't render these messages: {error}") from error
-
-
-def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-    """JSON without HTML escapes, which templates expect."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The source from chat_template.jinja, chat_template.json or tokenizer_config.json, in that order."""
-    if (path := model_dir / "chat_template.jinja").is_file():
-        return path.read_text(encoding="utf-8")
-    if (path := model_dir / "chat_template.json").is_file():
-        return json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-    source = tokenizer_config.get("chat_template")
-    if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
-        return named.get("default")
-    return source
-
-
 OLDER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
 LONG_TEXT_CHARS = 2000
 """Texts from here on are for a thread of their own, in which other threads go on."""
 
 
 class Tokenizer:
-    """Text to token ids and back, with the model's special tokens and chat template.
+    """Text to token ids and back, with the model's special tokens and chat templates.
 
     decode: the text of some tokens, without special ones unless told; ids not known give none.  backend: a
-    `tokenizers.Tokenizer`.  special_tokens: name -> text ("eos_token": "</s>").  eos_token_ids: tokens that
-    end a text by the model's own configuration.  folder: whose files it was read from.
+    `tokenizers.Tokenizer`.  special_tokens: name -> text ("eos_token": "</s>").  chat_template: Jinja, or
+    name -> Jinja.  eos_token_ids: the end token.  folder: whose files it was read from.
     """
 
     def __init__(
@@ -118,8 +37,7 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         special_tokens: Mapping[str, str] | None = None,
-        chat_template: str | None = None,
-        eos_token_ids: Sequence[int] = (),
+        chat_template: str | Mapping[str, str] | None = None,
         folder: Path | None = None,
     ) -> None:
         self.folder = folder
@@ -132,9 +50,9 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         eos = self.special_tokens.get("eos_token")
         eos_id = None if eos is None else backend.token_to_id(eos)
-        ids = [*eos_token_ids, *([] if eos_id is None else [eos_id])]
-        self.eos_token_ids = tuple(dict.fromkeys(ids))
-        self._template = ChatTemplate(chat_template, self.special_tokens) if chat_template else None
+        self.eos_token_ids = () if eos_id is None else (eos_id,)
+        sources = {"default": chat_template} if isinstance(chat_template, str) else chat_template
+        self.chat_templates = ChatTemplates(sources, self.special_tokens, folder) if sources else None
 
     @property
     def vocab_size(self) -> int:
@@ -147,8 +65,7 @@ class Tokenizer:
         made = partial(
             Tokenizer,
             special_tokens=self.special_tokens,
-            chat_template=None if self._template is None else self._template.source,
-            eos_token_ids=self.eos_token_ids,
+            chat_template=None if self.chat_templates is None else self.chat_templates.sources,
         )
         return made, (self._backend,)
 
@@ -158,22 +75,26 @@ class Tokenizer:
         # `encode` keeps Python's lock, and so every other thread, for as long as a text takes.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    def with_chat(self, special_tokens: Mapping[str, str], templates: Mapping[str, str]) -> Tokenizer:
+        """The same vocabulary with other special tokens and, unless empty, other chat templates."""
+        kept = {} if self.chat_templates is None else self.chat_templates.sources
+        return Tokenizer(
+            self._backend,
+            special_tokens={**self.special_tokens, **special_tokens},
+            chat_template=templates or kept,
+        )
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The conversation as the model was trained to see it; encode it without special tokens.
 
-        Raises ValueError if there is no chat template or it refuses the messages.
+        options: of `ChatTemplates.render`.  Raises ValueError without a chat template, or with its error.
         """
-        if self._template is None:
-            raise ValueError("this model has no chat template; use /v1/completions with a plain prompt")
-        return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, variables=variables
-        )
+        if self.chat_templates is None:
+            raise ValueError(
+                "the base model has no chat template; use /v1/completions with a plain prompt, or start the "
+                "server with --adapter-chat-template for adapters that bring a chat template"
+            )
+        return self.chat_templates.render(messages, **options)
 
 
 def load_tokenizer(model_dir: str | Path) -> Tokenizer | None:
@@ -182,8 +103,8 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer | None:
     Raises ConfigError if there are tokenizer files that can't be read.
     """
     folder = Path(model_dir)
-    config = _read_json(folder / "tokenizer_config.json")
-    special = {name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
+    config = read_json(folder / CONFIG)
+    special = read_special_tokens(folder, config)
     try:
         backend = _load_backend(folder)
     except Exception as error:
@@ -193,8 +114,7 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer | None:
     return Tokenizer(
         backend,
         special_tokens=special,
-        chat_template=read_chat_template(folder, config),
-        eos_token_ids=read_eos_token_ids(folder),
+        chat_template=read_chat_templates(folder, config),
         folder=folder.resolve(),
     )
 
@@ -204,35 +124,13 @@ def _kept_tokenizer(folder: Path) -> Tokenizer | None:
     return load_tokenizer(folder)
 
 
-def read_eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
-    """Ids that end a text by generation_config.json and config.json; () if neither names one."""
-    ids: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(Path(model_dir) / name).get("eos_token_id")
-        ids += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(ids))
-
-
 def _load_backend(folder: Path) -> tokenizers.Tokenizer | None:
-    if (folder / "tokenizer.json").is_file():
+    if (folder / TOKENIZER).is_file():
         from tokenizers import Tokenizer as Backend
 
-        return Backend.from_file(str(folder / "tokenizer.json"))
+        return Backend.from_file(str(folder / TOKENIZER))
     if not any((folder / name).is_file() for name in OLDER_FORMATS):
         return None
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
-
-
-def _token_text(entry: Any) -> str | None:
-    return entry.get("content") if isinstance(entry, dict) else entry
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error

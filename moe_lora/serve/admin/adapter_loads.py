@@ -24,6 +24,7 @@ from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import AlreadyLoadedError, ApiError, bad_request, to_api_error
 from moe_lora.serve.openai.protocol import LoadAdapterRequest, UnloadAdapterRequest
+from moe_lora.serve.served_text import log_text_of
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ class AdapterLoads:
             raise bad_request(f"adapter {name!r} can't be read: {error.strerror}") from error
         except Exception as error:
             raise to_api_error(error) from error
+        await in_daemon_thread(log_text_of, self._frontend.cluster, name, files.folder)
         if await in_daemon_thread(files.are_unchanged):
             self._loaded[name] = info.version, files
         await self._pin(body, unload=not in_place)

@@ -173,8 +173,11 @@ class FieldError(ValueError):
         self.param = param
 
 
-def drop_neutral(data: Any) -> Any:
-    """Returns a request's body without foreign fields.  Raises FieldError for a value with an effect."""
+def drop_neutral(data: Any, own: Collection[str]) -> Any:
+    """Returns a request's body without foreign fields.  Raises FieldError for a value with an effect.
+
+    own: names of the endpoint's own fields.
+    """
     if not isinstance(data, dict):
         return data
     for name in CHOOSES_ADAPTER:
@@ -184,7 +187,9 @@ def drop_neutral(data: Any) -> Any:
             )
     kept = {}
     for name, value in data.items():
-        if name in NEUTRAL:
+        if name in own:
+            kept[name] = value
+        elif name in NEUTRAL:
             if not _is_neutral(value, NEUTRAL[name]):
                 choices = " or ".join(json.dumps(allowed) for allowed in NEUTRAL[name])
                 raise FieldError(name, f"{name} is not supported; leave it out, or send {choices}")

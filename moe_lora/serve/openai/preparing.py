@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 from anyio import BrokenWorkerProcess, fail_after, to_process
 from pydantic import ValidationError
 
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import return_memory
 from moe_lora.core.request import ModelInfo, SamplingParams
 from moe_lora.engine.text.text import LONG_TEXT_CHARS
@@ -26,6 +27,7 @@ from .protocol import ChatRequest, CompletionRequest, SamplingFields, refuse_unk
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
+    from moe_lora.serve.served_text import AdapterTexts
 
 _UNBOUNDED_ANSWER_TOKENS = 4096
 """What an answer without max_tokens counts at most: few fill the model's context."""
@@ -41,19 +43,24 @@ INLINE_BYTES = 1 << 14
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What holds for every request: of the model, and of `LimitsConfig`."""
+    """What holds for every request: of the model, and of `LimitsConfig`.
+
+    adapter_texts: None without --adapter-chat-template.
+    """
 
     info: ModelInfo
+    adapter_texts: AdapterTexts | None
     max_json_depth: int
     max_choices: int
     max_request_tokens: int
     refuses_unknown: bool
 
     @staticmethod
-    def of(info: ModelInfo, limits: Limits) -> Bounds:
+    def of(info: ModelInfo, limits: Limits, adapter_texts: AdapterTexts | None) -> Bounds:
         config = limits.config
         return Bounds(
             info=info,
+            adapter_texts=adapter_texts,
             max_json_depth=config.max_json_depth,
             max_choices=config.max_choices,
             max_request_tokens=config.max_request_tokens,
@@ -77,10 +84,19 @@ class Prepared:
 
 
 class Preparer:
-    """Prepares one front end's requests; belongs to one event loop.  tokenizer: None: of token ids only."""
+    """Prepares one front end's requests; belongs to one event loop.  tokenizer: None: of token ids only.
 
-    def __init__(self, tokenizer: Tokenizer | None, limits: Limits) -> None:
+    adapter_texts: see `served_text`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        limits: Limits,
+        adapter_texts: Callable[[], AdapterTexts] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._adapter_texts = adapter_texts
         self._limits = limits
         self._alone = asyncio.Lock()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -100,7 +116,8 @@ class Preparer:
     ) -> Prepared:
         """What a body of this kind asks for.  Raises ApiError, for the first thing that is wrong with it."""
         try:
-            return await self._prepare(kind, content, Bounds.of(info, self._limits), client)
+            texts = None if self._adapter_texts is None else self._adapter_texts()
+            return await self._prepare(kind, content, Bounds.of(info, self._limits, texts), client)
         except ApiError as error:
             if error.limit is not None:
                 self._limits.count(error.limit)
@@ -112,10 +129,13 @@ class Preparer:
         if len(content) >= INLINE_BYTES:
             return await self._elsewhere(kind, bytes(content), bounds, client)
         body = parse(kind, content, bounds)
-        sampling, prompts = asked_of(body, self._tokenizer, bounds)
+        tokenizer = self._tokenizer
+        if bounds.adapter_texts is not None:
+            tokenizer = await asyncio.to_thread(tokenizer_of, body.model, tokenizer, bounds)
+        sampling, prompts = asked_of(body, tokenizer, bounds)
         add_special = cast("Any", body).add_special_tokens
         encoded = [await self._encode(prompt, add_special) for prompt in prompts]
-        return prepared(body, sampling, encoded, self._tokenizer, bounds)
+        return prepared(body, sampling, encoded, tokenizer, bounds)
 
     async def _encode(self, prompt: str | Sequence[int], add_special: bool) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -185,6 +205,7 @@ def prepare_now(
     """As `Preparer.prepare`, in one go; what it took is given back to the system."""
     try:
         body = parse(kind, content, bounds)
+        tokenizer = tokenizer_of(body.model, tokenizer, bounds)
         sampling, prompts = asked_of(body, tokenizer, bounds)
         add_special = cast("Any", body).add_special_tokens
         encoded = [
@@ -240,6 +261,16 @@ def _is_deeper(data: Any, max_depth: int) -> bool:
     return True
 
 
+def tokenizer_of(model: str | None, tokenizer: Tokenizer | None, bounds: Bounds) -> Tokenizer | None:
+    """The tokenizer with the text files of the request's adapter.  Raises ApiError for unreadable files."""
+    if bounds.adapter_texts is None or tokenizer is None or model is None:
+        return tokenizer
+    try:
+        return bounds.adapter_texts.applied(model, tokenizer)
+    except ConfigError as error:
+        raise bad_request(f"the text files of adapter {model!r} can't be used: {error}", "model") from error
+
+
 def needed(tokenizer: Tokenizer | None, purpose: str) -> Tokenizer:
     """The tokenizer.  Raises ApiError where there is none."""
     if tokenizer is None:
@@ -254,13 +285,15 @@ def asked_of(
     body: SamplingFields, tokenizer: Tokenizer | None, bounds: Bounds
 ) -> tuple[SamplingParams, Sequence[str | list[int]]]:
     """How to sample, and the prompts as texts or token ids.  Raises ApiError."""
+    defaults = bounds.info.sampling_defaults
     if isinstance(body, ChatRequest):
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        sampling = body.sampling((body.top_logprobs or 0) if body.logprobs else None, limit)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = body.sampling(logprobs, limit, defaults)
         _check_choices(1, body.num_choices, bounds)
         return sampling, [_rendered(body, needed(tokenizer, "/v1/chat/completions"))]
     assert isinstance(body, CompletionRequest)
-    sampling = body.sampling(body.logprobs, body.max_tokens)
+    sampling = body.sampling(body.logprobs, body.max_tokens, defaults)
     if sampling.stop:
         needed(tokenizer, "stop (other than stop_token_ids)")
     prompts = body.prompts
@@ -272,8 +305,10 @@ def _rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
     try:
         text = tokenizer.render_chat(
             [message.for_template() for message in body.messages],
+            name=body.chat_template or None,
             add_generation_prompt=body.add_generation_prompt,
-            variables=body.chat_template_kwargs,
+            continue_final_message=body.continue_final_message,
+            variables=body.template_variables,
         )
         return whole_characters(text)
     except (ValueError, RecursionError) as error:

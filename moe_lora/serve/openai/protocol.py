@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -168,9 +169,11 @@ class SamplingFields(ApiRequest):
             raise FieldError("stream_options", "stream_options needs stream=true")
         return self
 
-    def sampling(self, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
-        """The engine's parameters.  Raises ApiError naming the field that is out of range."""
-        given = self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
+    def sampling(
+        self, logprobs: int | None, max_tokens: int | None, defaults: Mapping[str, int | float]
+    ) -> SamplingParams:
+        """The engine's parameters; defaults: of absent fields.  Raises ApiError naming the wrong field."""
+        given = {**defaults, **self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)}
         if given.get("top_k") == -1:
             given["top_k"] = 0
         if given.get("seed") == NO_SEED:
@@ -249,15 +252,12 @@ class ChatMessage(ApiModel):
         return data
 
     def for_template(self) -> dict[str, Any]:
-        content = self.content
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        entry = {"role": self.role, "content": content or "", **(self.model_extra or {})}
-        return entry if self.name is None else {**entry, "name": self.name}
+        """The message without null fields: transformers drops null fields too."""
+        return self.model_dump(exclude_none=True)
 
 
 class ChatRequest(SamplingFields):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.  chat_template: a name of the model's templates."""
 
     messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
@@ -265,7 +265,16 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
+    continue_final_message: bool = False
+    chat_template: Text | None = None
+    documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """chat_template_kwargs, with the documents."""
+        variables = dict(self.chat_template_kwargs or {})
+        return variables if self.documents is None else {**variables, "documents": self.documents}
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -274,7 +283,7 @@ class ChatRequest(SamplingFields):
         return self
 
     def without_prompt(self) -> Self:
-        return self.model_copy(update={"messages": []})
+        return self.model_copy(update={"messages": [], "documents": None})
 
 
 class LoadAdapterRequest(PeerModel):

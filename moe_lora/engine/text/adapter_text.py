@@ -1,0 +1,197 @@
+"""Text files beside an adapter, compared with its base model's: tokenizer, end token, chat template.
+
+Trainers save these files with each adapter.  An adapter changes no embedding, so a tokenizer with other
+tokens is never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_lora.adapters.peft.files import confined
+from moe_lora.core.errors import ConfigError
+
+from .text import OLDER_FORMATS
+from .tokenizer_files import (
+    CONFIG,
+    MORE_TEMPLATES,
+    PROCESSOR_TEMPLATE,
+    SPECIAL_TOKENS_MAP,
+    TEMPLATE,
+    TOKENIZER,
+    read_chat_templates,
+    read_json,
+    read_special_tokens,
+)
+
+if TYPE_CHECKING:
+    from .text import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+ADDED_TOKENS = "added_tokens.json"
+FILES = (
+    TOKENIZER,
+    CONFIG,
+    SPECIAL_TOKENS_MAP,
+    ADDED_TOKENS,
+    TEMPLATE,
+    MORE_TEMPLATES,
+    PROCESSOR_TEMPLATE,
+    *OLDER_FORMATS,
+)
+NUM_NAMED = 4
+"""Tokens that a message names."""
+OPTION = "--adapter-chat-template"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterText:
+    """The differences between an adapter's text files and the base model's.
+
+    templates: other chat templates, by name.  special_tokens: the adapter's.  eos_tokens: the adapter's end
+    token and the base's, if they differ.  vocabulary: a difference between the tokenizers' tokens, or None.
+    """
+
+    templates: Mapping[str, str]
+    special_tokens: Mapping[str, str]
+    eos_tokens: tuple[str, str | None] | None
+    vocabulary: str | None
+
+    def remark(self, *, used: bool) -> str | None:
+        """One line: the differences, and their effect; None without a difference.  used: with the option."""
+        found = ["a chat template"] if self.templates else []
+        if self.eos_tokens is not None:
+            own, base = self.eos_tokens
+            found.append(f"eos_token {own!r} (the base model's is {base!r})")
+        if self.vocabulary is not None:
+            named = [f"another tokenizer ({self.vocabulary})", *found]
+            return (
+                f"its folder has {' and '.join(named)}; all is ignored, and the base model's files are used, "
+                "because tokens of another vocabulary have no embedding"
+            )
+        if not found:
+            return None
+        effect = f"ignored without {OPTION}, and the base model's files are used"
+        return f"its folder has {' and '.join(found)}: {f'used ({OPTION})' if used else effect}"
+
+
+def read_adapter_text(folder: Path, base: Path, root: str | None = None) -> AdapterText | None:
+    """None for a folder without such files.  root: files elsewhere are refused, whatever link leads there.
+
+    Raises ConfigError for a file that can't be read.
+    """
+    present = [name for name in FILES if (folder / name).exists()]
+    if not present:
+        return None
+    for name in present:
+        _check_confined(folder / name, root)
+    config, base_config = read_json(folder / CONFIG), read_json(base / CONFIG)
+    templates, special = read_chat_templates(folder, config), read_special_tokens(folder, config)
+    base_special = read_special_tokens(base, base_config)
+    own, usual = special.get("eos_token"), base_special.get("eos_token")
+    return AdapterText(
+        templates={} if templates == read_chat_templates(base, base_config) else templates,
+        special_tokens=special,
+        eos_tokens=None if own in (None, usual) else (str(own), usual),
+        vocabulary=_vocabulary_difference(folder, base, own),
+    )
+
+
+def text_remark(folder: Path, base: Path, *, used: bool, root: str | None = None) -> str | None:
+    """`AdapterText.remark` of a folder, or the reason why its text files can't be read."""
+    try:
+        text = read_adapter_text(folder, base, root)
+    except (ConfigError, OSError) as error:
+        return f"its text files can't be read: {error}"
+    return None if text is None else text.remark(used=used)
+
+
+def log_adapter_text(name: str, folder: str, base: str, *, used: bool, root: str | None = None) -> None:
+    """One line for an adapter with text files that differ from its base's."""
+    if remark := text_remark(Path(folder), Path(base), used=used, root=root):
+        logger.warning("adapter %s: %s", name, remark)
+
+
+@lru_cache(maxsize=256)
+def with_adapter_text(tokenizer: Tokenizer, folder: str, version: int, root: str | None) -> Tokenizer:
+    """The tokenizer with the adapter's chat template and end token; itself without usable files.
+
+    version: of the adapter; a new one is read anew.  Raises ConfigError for a file that can't be read.
+    """
+    if tokenizer.folder is None:
+        return tokenizer
+    text = read_adapter_text(Path(folder), tokenizer.folder, root)
+    if text is None or text.remark(used=True) is None or text.vocabulary is not None:
+        return tokenizer
+    return tokenizer.with_chat(text.special_tokens, text.templates)
+
+
+def _check_confined(path: Path, root: str | None) -> None:
+    for one in (path, *path.glob("*")) if path.is_dir() else (path,):
+        if not confined(str(one), root):
+            raise ConfigError(f"{path.name} is not in the server's adapter_root")
+
+
+def _vocabulary_difference(folder: Path, base: Path, eos: str | None) -> str | None:
+    for name in OLDER_FORMATS:
+        if (folder / name).is_file() and _digest(folder / name) != _digest(base / name):
+            return f"another {name}"
+    known = _tokens(_digest(base / TOKENIZER), base / TOKENIZER)
+    own = known
+    if (folder / TOKENIZER).is_file():
+        if not (base / TOKENIZER).is_file():
+            return f"a {TOKENIZER}, a file that the base model has not"
+        own = _tokens(_digest(folder / TOKENIZER), folder / TOKENIZER)
+    further = {**_added_tokens(folder), **({} if eos is None else {eos: own.get(eos, -1)})}
+    if further.items() <= own.items() and (own is known or own == known):
+        return None
+    own = {**own, **further}
+    more = sorted((token for token in own if token not in known), key=lambda token: own[token])
+    if not more:
+        return "fewer tokens" if len(own) < len(known) else "other ids for the same tokens"
+    shown = ", ".join(map(repr, more[:NUM_NAMED])) + (" …" if len(more) > NUM_NAMED else "")
+    return f"{len(more)} more token{'s' * (len(more) > 1)} ({shown})"
+
+
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """Of the older files beside tokenizer.json."""
+    found = dict(read_json(folder / ADDED_TOKENS))
+    for number, entry in (read_json(folder / CONFIG).get("added_tokens_decoder") or {}).items():
+        if isinstance(entry, dict) and isinstance(entry.get("content"), str):
+            found[entry["content"]] = int(number)
+    return found
+
+
+NUM_KEPT = 4
+_kept: dict[str, dict[str, int]] = {}
+
+
+def _tokens(digest: str, path: Path) -> dict[str, int]:
+    """Token -> id of a tokenizer.json.  Trainers save the same file beside each adapter: it is read once."""
+    if digest not in _kept:
+        if len(_kept) >= NUM_KEPT:
+            _kept.pop(next(iter(_kept)))
+        _kept[digest] = _read_tokens(path)
+    return _kept[digest]
+
+
+def _read_tokens(path: Path) -> dict[str, int]:
+    from tokenizers import Tokenizer as Backend
+
+    if not path.is_file():
+        return {}
+    try:
+        return Backend.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

@@ -1,0 +1,161 @@
+"""Chat templates of Hugging Face checkpoints, rendered by transformers' own function.
+
+Output: the text of `PreTrainedTokenizerBase.apply_chat_template(tokenize=False)`.  Two exceptions: a template
+for parts gets a text as one part, and a template for texts gets parts as lines (`content_forms`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .content_forms import ContentForms
+
+logger = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+MAX_ERROR_CHARS = 1000
+RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+"""Names of `apply_chat_template`'s own parameters: a template never sees them as variables."""
+
+
+class ChatTemplates:
+    """The chat templates of one folder by name, and the special tokens (name -> text) for their variables."""
+
+    def __init__(
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], folder: Path | None = None
+    ) -> None:
+        self.sources = dict(sources)
+        self._folder = folder
+        self._special_tokens = dict(special_tokens)
+        self._compiled: dict[str, _Template] = {}
+        self._lock = threading.Lock()
+
+    def compile(self) -> None:
+        """Compile every template and probe the usual roles.  A broken template gets a line in the log."""
+        for name in self.sources:
+            with suppress(ValueError):
+                self._get(name).forms.probe_usual_roles()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        name: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as text.
+
+        name: of the template; None: "tool_use" for variables with tools, else "default".  variables: further
+        names for the template (enable_thinking, tools, documents …).  Raises ValueError with the cause.
+        """
+        extra = dict(variables or {})
+        if reserved := sorted(extra.keys() & RESERVED):
+            raise ValueError(f"chat_template_kwargs may not set {', '.join(reserved)}; leave them out")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError(
+                "continue_final_message=true excludes add_generation_prompt=true (its default); send "
+                "add_generation_prompt=false too"
+            )
+        template = self._get(self._chosen(name, extra.get("tools")))
+        return template.render(
+            template.forms.fitted(messages, extra),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **extra,
+        )
+
+    def _chosen(self, name: str | None, tools: Any) -> str:
+        names = ", ".join(sorted(self.sources))
+        if name is not None:
+            if name not in self.sources:
+                raise ValueError(
+                    f"chat_template={name[:100]!r} must be a name of the model's chat templates ({names}); "
+                    "leave it out for the default one"
+                )
+            return name
+        if tools is not None and WITH_TOOLS in self.sources:
+            return WITH_TOOLS
+        if DEFAULT not in self.sources:
+            raise ValueError(
+                f"the model has several chat templates and no default; choose chat_template from {names}"
+            )
+        return DEFAULT
+
+    def _get(self, name: str) -> _Template:
+        with self._lock:
+            template = self._compiled.get(name)
+            if template is None:
+                template = _Template(self.sources[name], name, self._special_tokens)
+                self._compiled[name] = template
+                if template.problem is not None:
+                    logger.warning(
+                        "%s: %s; chats get status 400", self._folder or "the model", template.problem
+                    )
+        if template.problem is not None:
+            raise ValueError(template.problem)
+        return template
+
+
+class _Template:
+    """One compiled template.  problem: the reason why it can't be compiled, or None."""
+
+    def __init__(self, source: str, name: str, special_tokens: Mapping[str, str]) -> None:
+        # Not at the top: the import takes a second.  It brings no torch.
+        from transformers.utils import chat_template_utils
+
+        self._title = "the chat template" if name == DEFAULT else f"the chat template {name!r}"
+        # Any: versions of transformers differ, and mypy checks the keywords of one version.
+        functions: Any = chat_template_utils
+        self._render = partial(functions.render_jinja_template, chat_template=source, **special_tokens)
+        self._normalize: Any = getattr(functions, "_normalize_chat_messages", list)
+        self.problem = self._problem_of(source, functions._compile_jinja_template)
+        self.forms = ContentForms(self.render)
+
+    def _problem_of(self, source: str, compile_source: Any) -> str | None:
+        try:
+            compile_source(source)
+        except Exception as error:
+            line = getattr(error, "lineno", None)
+            where = "" if line is None else f"line {line}: "
+            return f"{self._title} is not valid Jinja and can't be used: {where}{error}"
+        return None
+
+    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+        """Raises ValueError if the template fails: templates are foreign code and raise anything."""
+        from jinja2 import TemplateError
+
+        try:
+            rendered, _ = self._render(conversations=[self._normalize(messages)], **variables)
+        except Exception as error:
+            what = str(error)[:MAX_ERROR_CHARS]
+            if type(error) is TemplateError:
+                raise ValueError(f"{self._title} refuses the request: {what}") from error
+            raise ValueError(f"{self._title} fails: {type(error).__name__}: {what}") from error
+        return rendered[0]

@@ -1,0 +1,103 @@
+"""Reads a tokenizer's files: special tokens and chat templates, by transformers' rules, and end tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_lora.core.errors import ConfigError
+
+CONFIG, SPECIAL_TOKENS_MAP, TOKENIZER = "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"
+TEMPLATE, MORE_TEMPLATES, PROCESSOR_TEMPLATE = (
+    "chat_template.jinja",
+    "additional_chat_templates",
+    "chat_template.json",
+)
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in the file; {} without the file.  Raises ConfigError for anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_text(path))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must be a JSON object, not {type(found).__name__}")
+    return found
+
+
+def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> text.  config: of tokenizer_config.json.
+
+    special_tokens_map.json comes before the config, except beside "added_tokens_decoder".  Further names
+    end in _token, or are the keys of extra_special_tokens.
+    """
+    legacy = {} if "added_tokens_decoder" in config else read_json(folder / SPECIAL_TOKENS_MAP)
+    entries = {**config, **legacy}
+    extra = entries.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        entries.update(extra)
+    names = [*SPECIAL_TOKENS, *(name for name in entries if name.endswith("_token"))]
+    if isinstance(extra, dict):
+        names += extra
+    texts = {name: _token_text(entries.get(name)) for name in names}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> Jinja source; {} without a template.
+
+    Order: the Jinja files, tokenizer_config.json, chat_template.json.  transformers' tokenizers don't read
+    the last file: processors do.  Raises ConfigError for an unreadable file.
+    """
+    files = {path.name.removesuffix(".jinja"): path for path in folder.glob(f"{MORE_TEMPLATES}/*.jinja")}
+    if (folder / TEMPLATE).is_file():
+        files = {"default": folder / TEMPLATE, **files}
+    if files:
+        return {name: _text(path) for name, path in files.items()}
+    for file, entries in ((CONFIG, config), (PROCESSOR_TEMPLATE, read_json(folder / PROCESSOR_TEMPLATE))):
+        if (source := entries.get("chat_template")) is not None:
+            return _named(source, folder / file)
+    return {}
+
+
+def _named(source: Any, path: Path) -> dict[str, str]:
+    """A single source, a list of {"name", "template"}, or an object."""
+    if isinstance(source, list):
+        try:
+            source = {entry["name"]: entry["template"] for entry in source}
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f'{path}: chat_template has an entry without "name" and "template"; give both'
+            ) from error
+    named = source if isinstance(source, dict) else {"default": source}
+    for name, text in named.items():
+        if not isinstance(text, str):
+            raise ConfigError(f"{path}: the chat template {name!r} is {type(text).__name__}; give Jinja text")
+    return named
+
+
+def read_eos_token_ids(model_dir: str | Path, *, with_generation_config: bool = True) -> tuple[int, ...]:
+    """Ids that end a text by generation_config.json and config.json; () if neither names one."""
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json")[0 if with_generation_config else 1 :]:
+        value = read_json(Path(model_dir) / name).get("eos_token_id")
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(ids))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read as UTF-8 text: {error}") from error
+
+
+def _token_text(entry: Any) -> str | None:
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from moe_lora.engine.text.content_forms import MAX_PROBES
+from moe_lora.engine.text.text import Tokenizer
+from tests.small_tokenizers import characters
+
+from .chat_templates import ANY, CALL, CONVERSATIONS, PARTS_ONLY, TEXT_ONLY, USER
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+ORACLE = PreTrainedTokenizerFast(tokenizer_object=characters(), **TOKENS)
+VARIABLES = {"enable_thinking": False, "custom": {"a": 1}}
+DOCUMENTS = [{"title": "T", "text": "x"}]
+
+
+def ours(source):
+    return Tokenizer(characters(), special_tokens=TOKENS, chat_template=source)
+
+
+def same_as_transformers(source, messages, sent, variables=None, **options):
+    """Whether `sent` gives what transformers makes of `messages`, or an error where transformers raises."""
+    try:
+        want = ORACLE.apply_chat_template(
+            messages, chat_template=source, tokenize=False, **options, **(variables or {})
+        )
+    except Exception:
+        want = None
+    try:
+        found = ours(source).render_chat(sent, variables=variables, **options)
+    except ValueError:
+        found = None
+    assert found == want
+    return want is not None
+
+
+def as_text(message):
+    content = message.get("content")
+    text = "\n".join(part["text"] for part in content) if isinstance(content, list) else content
+    return {**message, "content": text}
+
+
+def as_parts(message):
+    content = message.get("content")
+    return (
+        {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    )
+
+
+KINDS = [(TEXT_ONLY, as_text), (PARTS_ONLY, as_parts), (ANY, dict)]
+TEMPLATES = {name: (source, form) for group, form in KINDS for name, source in group.items()}
+
+
+def test_the_grid_is_large_enough():
+    assert len(TEMPLATES) >= 60
+    assert len(CONVERSATIONS) == 12
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_prompt_is_the_one_of_transformers(name):
+    source, form = TEMPLATES[name]
+    for messages in CONVERSATIONS.values():
+        for options in ({"add_generation_prompt": False}, {"add_generation_prompt": True}):
+            same_as_transformers(source, list(map(form, messages)), messages, VARIABLES, **options)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_variables_and_a_final_message_that_goes_on_are_those_of_transformers(name):
+    source, form = TEMPLATES[name]
+    variables = {"tools": [CALL], "documents": DOCUMENTS, "bos_token": "<other>"}
+    for messages in CONVERSATIONS.values():
+        converted = list(map(form, messages))
+        same_as_transformers(source, converted, messages, variables, add_generation_prompt=False)
+        options = {"add_generation_prompt": False, "continue_final_message": True}
+        same_as_transformers(source, converted, messages, **options)
+
+
+COMBINED = {
+    "loop and pieces": "{{ bos_token }}%s{{ eos_token }}",
+    "trimmed": "  {%%- if true -%%}\n %s \n{%%- endif %%}\n",
+    "in a macro": "{%% macro all() %%}%s{%% endmacro %%}{{ all() }}{{ all() | length }}",
+    "in a generation": "{%% generation %%}%s{%% endgeneration %%}!",
+    "in a filter": "{%% filter trim %%} %s {%% endfilter %%}",
+    "twice": "%s--{{ messages | length }}",
+}
+
+
+@pytest.mark.parametrize("frame", COMBINED)
+def test_combinations_give_what_transformers_gives(frame):
+    for source, form in TEMPLATES.values():
+        combined = COMBINED[frame] % source
+        for messages in (CONVERSATIONS["turns"], CONVERSATIONS["several_parts"]):
+            same_as_transformers(
+                combined, list(map(form, messages)), messages, VARIABLES, add_generation_prompt=True
+            )
+
+
+def test_each_role_has_its_own_form():
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    part = [{"type": "text", "text": "s"}]
+    messages = [{"role": "system", "content": part}, USER, {"role": "assistant", "content": "a"}]
+    assert ours(source).render_chat(messages) == "shello therea"
+
+
+def test_a_template_that_needs_a_call_before_a_tool_s_answer_is_probed_behind_one():
+    source = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{% if not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('no call') }}{% endif %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+        "{% endif %}"
+        "{% endfor %}"
+    )
+    messages = [
+        USER,
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "42"},
+    ]
+    assert ours(source).render_chat(messages) == "42"
+
+
+def test_many_roles_are_not_probed_for_ever():
+    tokenizer = ours(TEXT_ONLY["plain"])
+    for number in range(MAX_PROBES + 10):
+        content = [{"type": "text", "text": "x"}]
+        tokenizer.render_chat([{"role": f"role {number}", "content": content}])
+    assert len(tokenizer.chat_templates._get("default").forms._fit) == MAX_PROBES
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses the request: roles must alternate"),
+        ("{{ x.y.z }}", "fails: UndefinedError"),
+        ("{{ 1 / 0 }}", "fails: ZeroDivisionError"),
+        ("a\n{% for %}", "not valid Jinja and can't be used: line 2"),
+        ("{{ ''.__class__.__mro__ }}", "fails: SecurityError"),
+    ],
+)
+def test_errors_name_the_chat_template(source, named):
+    with pytest.raises(ValueError, match=f"^the chat template (is )?{named}"):
+        ours(source).render_chat([USER])
+
+
+def test_a_broken_template_is_in_the_log_once_when_templates_are_compiled(caplog):
+    templates = ours({"default": "a", "rag": "{% if %}"}).chat_templates
+    templates.compile()
+    with pytest.raises(ValueError, match="the chat template 'rag' is not valid Jinja"):
+        templates.render([USER], name="rag")
+    assert [record.getMessage().count("'rag' is not valid Jinja") for record in caplog.records] == [1]
+
+
+def test_a_named_template_is_chosen_by_name_or_by_tools():
+    both = ours({"default": "D", "tool_use": "T", "rag": "R"})
+    assert both.render_chat([USER]) == "D"
+    assert both.render_chat([USER], name="rag") == "R"
+    assert both.render_chat([USER], variables={"tools": [CALL]}) == "T"
+    with pytest.raises(ValueError, match=r"no default; choose chat_template from rag, tool_use"):
+        ours({"tool_use": "T", "rag": "R"}).render_chat([USER])
+    with pytest.raises(
+        ValueError, match=r"must be a name of the model's chat templates \(default, rag, tool_use\)"
+    ):
+        both.render_chat([USER], name="other")
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tokenize", "chat_template"])
+def test_variables_that_transformers_keeps_for_itself_are_refused(name):
+    with pytest.raises(ValueError, match=f"may not set {name}"):
+        ours("x").render_chat([USER], variables={name: 1})
+
+
+def test_a_final_message_does_not_go_on_beside_a_new_answer():
+    with pytest.raises(ValueError, match="send add_generation_prompt=false"):
+        ours(TEXT_ONLY["plain"]).render_chat([USER], continue_final_message=True)

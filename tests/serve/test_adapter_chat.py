@@ -1,0 +1,44 @@
+"""Text files beside an adapter, on the demo's server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import httpx
+import pytest
+
+from .demo_server import DEMO, demo_server
+from .live_server import wait_until
+
+CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 20, "temperature": 0}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The demo's adapter "upper" with a template that asks for xyz, whatever the client says."""
+    place = shutil.copytree(DEMO / "adapters" / "upper", tmp_path / "own")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / "model" / name, place)
+    config = json.loads((place / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ bos_token }}xyz="
+    (place / "tokenizer_config.json").write_text(json.dumps(config))
+    return place
+
+
+@pytest.mark.parametrize(("options", "answer"), [([], "ABC"), (["--adapter-chat-template"], "XYZ")])
+def test_the_log_says_what_is_used_at_load_and_at_start(tmp_path, folder, options, answer):
+    log = tmp_path / "log"
+    with demo_server(log, "--eager", "--lora-modules", f"first={folder}", *options) as server:
+        load = {"lora_name": "own", "lora_path": str(folder)}
+        assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=load).status_code == 200
+        for name in ("first", "own"):
+            response = httpx.post(
+                f"{server.url}/v1/chat/completions", json={**CHAT, "model": name}, timeout=60
+            )
+            assert response.json()["choices"][0]["message"]["content"] == answer
+        effect = "used (--adapter-chat-template)" if options else "ignored without --adapter-chat-template"
+        for name in ("first", "own"):
+            line = f"adapter {name}: its folder has a chat template: {effect}"
+            wait_until(lambda line=line: line in log.read_text(), line)
+            assert log.read_text().count(line) == 1
