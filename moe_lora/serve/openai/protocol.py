@@ -90,7 +90,7 @@ class ApiRequest(PeerModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, data: Any) -> Any:
-        return drop_neutral(data)
+        return drop_neutral(data, cls.model_fields)
 
 
 MAX_STOP_STRINGS = 32
