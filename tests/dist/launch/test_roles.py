@@ -130,7 +130,7 @@ class Hangs:
 
 
 def test_a_process_that_is_to_be_started_again_ends_whatever_its_engine_hangs_at(monkeypatch):
-    core = SimpleNamespace(info=SimpleNamespace(max_model_len=64))
+    core = SimpleNamespace(info=SimpleNamespace(max_model_len=64), attach_notes=lambda _: None)
     monkeypatch.setattr("moe_lora.dist.cluster.instance_links.FrontEndLinks", Hangs)
     monkeypatch.setattr("moe_lora.engine.loop.EngineLoop", Hangs)
     monkeypatch.setattr("moe_lora.engine.build.build_engine", lambda *_: core)
