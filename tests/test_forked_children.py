@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_lora.core.processes import start_child
+from tests.patience import PATIENCE_S
 
 from .forked_children import ForkedChild
 
@@ -23,7 +24,7 @@ def test_forked_child_is_a_child_as_any_other():
     assert os.getsid(process.pid) == process.pid
     assert process.poll() is None
     process.kill()
-    assert process.wait(20) == -signal.SIGKILL
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL
     with pytest.raises((EOFError, OSError)):
         connection.recv_bytes()
 
@@ -31,4 +32,4 @@ def test_forked_child_is_a_child_as_any_other():
 def test_forked_child_ends_with_the_exit_status_of_its_module():
     process, connection = start_child("moe_lora.no_such_module", num_threads=1)
     connection.close()
-    assert process.wait(20) == 1
+    assert process.wait(PATIENCE_S) == 1

@@ -143,6 +143,7 @@ def _in_own_thread(work: Callable[[], EngineCore]) -> EngineCore:
 
 
 def _build(config: EngineConfig, followers: Followers) -> EngineCore:
+    logger.info("loading %s", config.model_dir)
     rank = Rank(config)
     shape, page_bytes = rank.shape, rank.layout.page_bytes
     followers.settle()

@@ -27,7 +27,6 @@ from moe_lora.lora.row_routing import (
     no_terms,
 )
 from moe_lora.models.causal_lm import CausalLM, DecoderLayer, LayerForward
-from moe_lora.models.compiled_layers import CompiledLayers
 from moe_lora.scheduling.views import Scheduled
 
 from .execution_context import ExecutionContext
@@ -103,6 +102,9 @@ class ModelRunner:
         self._groups = (groups,) * len(context.channels)
         self._compiled: LayerForward = DecoderLayer.__call__
         if not eager:
+            # The compiler's own import takes as long as torch's.
+            from moe_lora.models.compiled_layers import CompiledLayers
+
             self._compiled = CompiledLayers(len(self._buckets))
 
     def lora_rows(self) -> dict[str, int]:

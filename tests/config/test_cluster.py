@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.dist.cluster_jobs import Cluster, Host, alive, local_answers, make_requests, until
+from tests.patience import PATIENCE_S
 
 REQUESTS = make_requests(16)
 NOBODY = "no LLM instance is running: none has dialled in"
@@ -77,7 +78,7 @@ def test_requests_of_an_instance_that_is_killed_go_on_at_the_other(running, expe
     busy = r'instance_requests_running{instance="instance-2",model_name="demo"} [1-9]'
     until(lambda: re.search(busy, metrics(running.cluster)), lambda: metrics(running.cluster))
     second.process.kill()
-    second.process.wait(10)
+    second.process.wait(PATIENCE_S)
     assert drive.answers() == expected * 4
     assert running.front_end.count("instance instance-2 left") == 1
 
@@ -94,7 +95,7 @@ def test_instance_dials_a_new_front_end_with_its_model_in_place(running, expecte
 def test_torchrun_killed_outright_leaves_no_worker(running):
     [worker] = running.instance.workers()
     os.kill(running.instance.process.pid, signal.SIGKILL)
-    running.instance.process.wait(10)
+    running.instance.process.wait(PATIENCE_S)
     until(lambda: not alive(worker), lambda: "the worker outlives its torchrun")
     running.front_end.wait_for("no LLM instance is left; one may dial in at 127.0.0.1:")
     [(status, message)] = running.cluster.drive(REQUESTS[:1]).done()

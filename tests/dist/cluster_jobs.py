@@ -22,6 +22,7 @@ import yaml
 from moe_lora.core import processes
 from moe_lora.core.request import SamplingParams
 from moe_lora.dist.net.keys import make_keys
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "demo"
@@ -80,7 +81,7 @@ class Job:
         everyone = descendants(self.process.pid)
         self.process.terminate()
         try:
-            code = self.process.wait(40)
+            code = self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.patience import PATIENCE_S
+
 from .cluster_jobs import ADAPTERS, Cluster, Host, Job, local_answers, make_requests, until
 
 REQUESTS = make_requests(16)
@@ -64,7 +66,7 @@ def test_instances_divide_the_adapters_and_outlive_front_end_and_holder(cluster,
     assert cluster.answers(REQUESTS) == expected
     assert sum(held(cluster)) == len(ADAPTERS), "the new front end knew who holds what"
     instances[0].process.kill()
-    instances[0].process.wait(10)
+    instances[0].process.wait(PATIENCE_S)
     assert cluster.answers(REQUESTS) == expected
     until(lambda: max(held(cluster)) == len(ADAPTERS), lambda: str(held(cluster)))
     cluster.plain_instance("instance-1")

@@ -7,6 +7,8 @@ import signal
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 from .cluster_jobs import Cluster, Host, local_answers, make_requests, until
 
 pytestmark = pytest.mark.slow
@@ -27,6 +29,6 @@ def test_ranks_of_a_torchrun_job_are_one_instance_and_end_together(tmp_path):
         follower = max(instance.workers())
         os.kill(follower, signal.SIGKILL)
         until(lambda: front_end.count("instance instance-1 left"), lambda: "rank 0 goes on alone")
-        assert instance.process.wait(40) != 0
+        assert instance.process.wait(PATIENCE_S) != 0
     finally:
         cluster.stop()

@@ -10,6 +10,8 @@ import httpx
 import pytest
 import yaml
 
+from tests.patience import PATIENCE_S
+
 from .cluster_jobs import (
     ADAPTERS,
     DEMO,
@@ -74,7 +76,7 @@ class ControlledCluster(Cluster):
         return self.drive(requests)
 
     def post(self, name: str, path: str, body: dict) -> httpx.Response:
-        return httpx.post(f"{self.urls[name]}{path}", json=body, timeout=30, trust_env=False)
+        return httpx.post(f"{self.urls[name]}{path}", json=body, timeout=PATIENCE_S, trust_env=False)
 
     def load(self, name: str, adapter: str = LOADED, **more: object) -> httpx.Response:
         body = {"lora_name": adapter, "lora_path": str(DEMO / "adapters" / ADAPTERS[0]), **more}
@@ -138,7 +140,7 @@ def test_a_controller_killed_under_requests_costs_none(running, expected):
     until(lambda: cluster.metric("two", "moe_lora:placement_tables_total") >= 2, lambda: "no second table")
     drives = [cluster.over(name, of_loaded(REQUESTS) * 3) for name in FRONT_ENDS]
     running.controller.process.kill()
-    running.controller.process.wait(10)
+    running.controller.process.wait(PATIENCE_S)
     until(
         lambda: not any(cluster.metric(name, "moe_lora:controller_up") for name in FRONT_ENDS),
         lambda: "the controller's end is not noticed",
@@ -167,7 +169,7 @@ def test_a_front_end_that_is_killed_leaves_the_other(running, expected):
     cluster = running.cluster
     drive = cluster.over("two", of_loaded(REQUESTS) * 3)
     running.front_ends["one"].process.kill()
-    running.front_ends["one"].process.wait(10)
+    running.front_ends["one"].process.wait(PATIENCE_S)
     assert drive.answers() == expected * 3
     assert cluster.load("two", "more").status_code == 200
     running.front_ends["one"] = cluster.front_end_named("one")
@@ -180,7 +182,7 @@ def test_without_front_ends_or_controller_instances_still_know_what_is_served(ru
     cluster = running.cluster
     for job in (running.controller, *running.front_ends.values()):
         job.process.kill()
-        job.process.wait(10)
+        job.process.wait(PATIENCE_S)
     running.controller = cluster.controller()
     # What its log holds is of the one before it, too.
     served = {name: job.count("Serving demo at") for name, job in running.front_ends.items()}

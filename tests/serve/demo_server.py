@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_lora.core import processes
+from tests.patience import PATIENCE_S
 
 DEMO = Path(__file__).parents[2] / "demo"
 START_TIMEOUT_S = 120.0
@@ -62,7 +63,7 @@ class DemoServer:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(PATIENCE_S)
 
 
 @contextlib.contextmanager
@@ -79,7 +80,7 @@ def demo_server(log: Path, *options: str, anew: bool = False) -> Iterator[DemoSe
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(30)
+                process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from moe_lora.config import LimitsConfig
 from moe_lora.serve.limits import Limits
 from moe_lora.serve.server import HttpServer
+from tests.patience import PATIENCE_S
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Served:
     def at(
         cls, url: str, model: str, adapter: str, *, max_model_len: int, vocab_size: int
     ) -> Iterator[Served]:
-        with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
+        with httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False) as http:
             yield cls(url, model, adapter, max_model_len, vocab_size, http)
 
 
@@ -80,20 +81,19 @@ class ServerThread:
 
     def __enter__(self) -> ServerThread:
         self._thread.start()
-        assert self._ready.wait(30), "the server did not start"
+        assert self._ready.wait(PATIENCE_S), "the server did not start"
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._server.stop()
-        self._thread.join(30)
+        self._thread.join(PATIENCE_S)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Poll for up to 20 s, then fail saying what did not happen."""
-    for _ in range(2000):
-        if condition():
-            return
+    """Poll for up to PATIENCE_S, then fail saying what did not happen."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S:g} s: {what}"
         time.sleep(0.01)
-    raise AssertionError(f"not within 20 s: {what}")

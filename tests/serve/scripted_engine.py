@@ -35,7 +35,7 @@ class ScriptedEngine:
 
     answers: model name -> token ids (None: the base).  step_s: pause before each token.
     tokens_per_step: how many tokens an output carries.  fail_after: tokens until a request fails.
-    refuse: why no request can run.
+    refuse: why no request can run.  hang_after: tokens of all requests until no request gets a further one.
     """
 
     answers: Mapping[str | None, Sequence[int]]
@@ -45,6 +45,7 @@ class ScriptedEngine:
     tokens_per_step: int = 1
     fail_after: int | None = None
     refuse: str | None = None
+    hang_after: int | None = None
     alive: bool = True
     requests: list[GenerateRequest] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
@@ -99,6 +100,8 @@ class ScriptedEngine:
         done = 0
         while True:
             await asyncio.sleep(self.step_s)
+            if self.hang_after is not None and self.num_tokens >= self.hang_after:
+                await asyncio.Event().wait()
             self._check_alive()
             if request.request_id in self.aborted:
                 yield self._output(request, (), "abort")

@@ -30,6 +30,7 @@ from moe_lora.serve import access, api_keys, cluster_roles
 from moe_lora.serve.api_keys import ApiKey, KeyRing, add_key, read_keys, remove_key
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.server import create_app
+from tests.patience import PATIENCE_S
 
 from .conftest import as_served, frontend_of
 from .live_server import ServerThread
@@ -83,7 +84,7 @@ def tenants(engine, tokenizer, tmp_path, front_end) -> Iterator[Tenants]:
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 20.0
+    deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
@@ -99,7 +100,7 @@ def under_way(tenants: Tenants, who: str, **fields: object) -> Iterator[None]:
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     place = tenants.http.base_url
-    with socket.create_connection((place.host, place.port), timeout=20) as connection:
+    with socket.create_connection((place.host, place.port), timeout=PATIENCE_S) as connection:
         connection.sendall(head.encode() + body)
         until(lambda: tenants.engine.running)
         yield

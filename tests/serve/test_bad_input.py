@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
+from tests.patience import PATIENCE_S
+
 HUGE = 10**400
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -282,7 +284,7 @@ def test_messages_name_the_field_and_what_it_takes(any_server, path, body, param
 def raw(server, *parts):
     """The first bytes that answer what is sent, over a connection of its own."""
     place = urlsplit(server.url)
-    with socket.create_connection((place.hostname, place.port), timeout=20) as connection:
+    with socket.create_connection((place.hostname, place.port), timeout=PATIENCE_S) as connection:
         try:
             for part in parts:
                 connection.sendall(part)

@@ -22,6 +22,7 @@ from moe_lora.dist.cluster.controller import capacity_controller
 from moe_lora.dist.cluster.controller.capacity_controller import CapacityController
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 from moe_lora.provision.online import DemandWindow
+from tests.patience import PATIENCE_S
 
 from .conftest import app_of, as_served
 from .live_server import Served
@@ -309,7 +310,7 @@ def test_evaluations_go_on_after_one_that_failed(engine, paper, clock, monkeypat
             await asyncio.sleep(0.001)
         task.cancel()
 
-    asyncio.run(asyncio.wait_for(watch(), 20.0))
+    asyncio.run(asyncio.wait_for(watch(), PATIENCE_S))
     assert caplog.text.count("can't be evaluated") == 1
 
 

@@ -22,6 +22,7 @@ import pytest
 
 from demo.tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
 from tests.dist.cluster_jobs import alive
+from tests.patience import PATIENCE_S
 
 from .demo_server import DEMO, demo_server
 from .live_server import wait_until
@@ -163,7 +164,7 @@ def test_signal_lets_a_stream_finish_and_nothing_of_the_server_is_left(tmp_path,
             held = files_of([server.process.pid, *processes])
             server.process.send_signal(number)
             rest = [line for line in lines if line]
-        assert server.process.wait(30) == 0
+        assert server.process.wait(PATIENCE_S) == 0
     assert (rest[-1], '"finish_reason":"length"' in rest[-2]) == ("data: [DONE]", True)
     assert server.engine_pids() == []
     assert len(processes) >= 2
@@ -242,7 +243,7 @@ def files_of(pids: list[int]) -> set[str]:
 def test_dead_engine_turns_health_and_requests_into_503_until_it_is_back(tmp_path):
     with demo_server(tmp_path / "log", "--eager") as server:
         os.kill(server.engine_pid(), signal.SIGKILL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         with httpx.Client(base_url=server.url, trust_env=False) as http:
             while http.get("/health").status_code == 200:
                 assert time.monotonic() < deadline

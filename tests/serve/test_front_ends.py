@@ -174,7 +174,7 @@ def test_an_instance_that_hangs_in_a_step_is_started_again(tmp_path, monkeypatch
     (tmp_path / "sitecustomize.py").write_text(HANGS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("HANGS", str(tmp_path))
-    options = ("--heartbeat-timeout-s", "1", "--heartbeat-dead-s", "3")
+    options = ("--heartbeat-timeout-s", "5", "--heartbeat-dead-s", "10")
     with demo_server(tmp_path / "log", *OPTIONS, *SEVERAL, *options, anew=True) as server:
         until_whole(server)
         text, first = complete(server), pids(server)["instance-0"]

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from demo.tasks import TASKS, prompt_for
 from moe_lora.cli.main import main
+from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
 
 from .demo_server import DEMO, DemoServer, demo_server
@@ -229,11 +230,11 @@ def test_a_drained_instance_has_no_request_left_while_its_streams_go_on(pair):
         listed = httpx.get(f"{pair.url}/v1/instances", trust_env=False, timeout=30).json()
         assert [one["devices"] for one in listed["data"]] == [["cpu"], ["cpu"]]
         # A controller that has just begun waits for what dials in.
-        last = httpx.post(f"{pair.url}/v1/instances/instance-1/drain", trust_env=False, timeout=30)
+        last = httpx.post(f"{pair.url}/v1/instances/instance-1/drain", trust_env=False, timeout=PATIENCE_S)
         assert (last.status_code, "no other takes" in last.text) == (400, True)
-        unknown = httpx.post(f"{pair.url}/v1/instances/nobody/drain", trust_env=False, timeout=30)
+        unknown = httpx.post(f"{pair.url}/v1/instances/nobody/drain", trust_env=False, timeout=PATIENCE_S)
         assert (unknown.status_code, "instance-1" in unknown.text) == (404, True)
-        unknown = httpx.post(f"{pair.url}/v1/instances/nobody/undrain", trust_env=False, timeout=30)
+        unknown = httpx.post(f"{pair.url}/v1/instances/nobody/undrain", trust_env=False, timeout=PATIENCE_S)
         assert (unknown.status_code, "instance-1" in unknown.text) == (400, True)
     finally:
         command(pair, "undrain", "instance-0")
@@ -387,7 +388,7 @@ def test_a_second_signal_ends_at_once_also_a_stopped_instance(tmp_path):
         server.process.send_signal(signal.SIGTERM)
         until(lambda: "Ending:" in server.log.read_text())
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(15) == 0  # STOP_S is 20 for each kind
+        assert server.process.wait(PATIENCE_S) == 0  # STOP_S is 20 for each kind
         assert all(gone(pid) for pid in everyone)
 
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from moe_lora.serve.openai import preparing
 from moe_lora.serve.openai.preparing import Preparer
 from moe_lora.serve.openai.protocol import ChatRequest, CompletionRequest
 from moe_lora.serve.served_text import AdapterTexts
+from tests.patience import PATIENCE_S
 from tests.small_tokenizers import characters, write_dir
 from tests.stopped_processes import stop
 
@@ -42,11 +44,20 @@ INFO = ModelInfo(
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
 
+PATIENT = LimitsConfig(check_timeout_s=PATIENCE_S)
+"""A busy machine takes longer than the default to start the process that checks large bodies."""
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    monkeypatch.setattr(preparing, "START_S", PATIENCE_S)
+
+
 def prepare(bodies, tokenizer, adapter_texts=None, **limits):
     """What each of (kind, body) asks for, or the error."""
 
     async def run():
-        preparer, found = Preparer(tokenizer, Limits(LimitsConfig(**limits)), adapter_texts), []
+        preparer, found = Preparer(tokenizer, Limits(replace(PATIENT, **limits)), adapter_texts), []
         for kind, body in bodies:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             try:
@@ -110,7 +121,7 @@ def test_checks_that_end_while_their_process_starts_are_503_and_leave_one_proces
             with pytest.raises(ApiError) as refused:
                 await preparer.prepare(CompletionRequest, body, INFO, "client")
             assert refused.value.status == 503
-        limits.change(LimitsConfig())
+        limits.change(PATIENT)
         found = await preparer.prepare(CompletionRequest, body, INFO, "client")
         assert os.getpriority(os.PRIO_PROCESS, started[0].pid) == max(usual, preparing.CHECK_NICE)
         return found.prompts, [one.returncode for one in started]
@@ -169,23 +180,22 @@ def test_a_process_that_stands_still_between_two_bodies_is_ended_and_the_next_on
     body = bytearray(b'{"prompt": "hello"}')
 
     async def run():
-        preparer = Preparer(tokenizer, Limits(LimitsConfig()))
+        preparer = Preparer(tokenizer, Limits(PATIENT))
         await preparer.prepare(CompletionRequest, body, INFO, "client")
         stop(started[0].pid)
         monkeypatch.setattr(preparing, "START_S", 0.05)
         with pytest.raises(ApiError) as refused:
             await preparer.prepare(CompletionRequest, body, INFO, "client")
-        monkeypatch.undo()
-        monkeypatch.setattr(preparing, "INLINE_BYTES", 0)
+        monkeypatch.setattr(preparing, "START_S", PATIENCE_S)
         await preparer.prepare(CompletionRequest, body, INFO, "client")
         return refused.value.status, len(started), started[0].returncode
 
-    assert asyncio.run(run()) == (503, 1, -signal.SIGKILL)
+    assert asyncio.run(run()) == (503, 2, -signal.SIGKILL)
 
 
 def endless(kind, content, tokenizer, bounds):
     Path(json.loads(content)["prompt"]).touch()
-    time.sleep(60)
+    time.sleep(2 * PATIENCE_S)
 
 
 def test_a_check_that_is_given_up_ends_with_its_process(tokenizer, started, tmp_path, monkeypatch):
@@ -194,7 +204,7 @@ def test_a_check_that_is_given_up_ends_with_its_process(tokenizer, started, tmp_
     body = bytearray(json.dumps({"prompt": str(begun)}).encode())
 
     async def run():
-        preparer = Preparer(tokenizer, Limits(LimitsConfig()))
+        preparer = Preparer(tokenizer, Limits(PATIENT))
         check = asyncio.create_task(preparer.prepare(CompletionRequest, body, INFO, "client"))
         while not begun.exists():
             assert not check.done()
@@ -312,7 +322,7 @@ def test_one_choice_may_wait_whatever_it_counts(tokenizer):
 
 def test_large_bodies_over_http(tokenizer):
     engine = scripted(tokenizer, max_model_len=40_000)
-    with limited_server(tokenizer, engine) as (served, frontend):
+    with limited_server(tokenizer, engine, check_timeout_s=PATIENCE_S) as (served, frontend):
         text = served.post("/v1/completions", {"prompt": "hello" * 6000, "max_tokens": 1})
         assert text.json()["usage"]["prompt_tokens"] == 30_000 + len(tokenizer.encode(""))
         ids = served.post("/v1/completions", {"prompt": [5] * 30_000, "max_tokens": 1})

@@ -23,6 +23,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.processes import set_log_level
 from moe_lora.serve.limits import Limits
 from moe_lora.serve.reload import Reload, hang_ups_ignored, on_hang_up
+from tests.patience import PATIENCE_S
 
 from .live_server import wait_until
 from .served_tenants import make_certificate
@@ -175,7 +176,7 @@ def test_a_new_certificate_is_shown_from_a_hang_up_on_and_half_of_one_is_not(tmp
         wait_until(lambda: shown() == in_file(), "the new certificate is shown")
         assert in_file() != first
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     assert process.returncode == 0

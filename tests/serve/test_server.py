@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 from contextlib import ExitStack
 
 import httpx
@@ -17,9 +17,10 @@ import pytest
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.serve.server import bind, bind_admin, create_app
+from tests.patience import PATIENCE_S
 
 from .conftest import frontend_of
-from .live_server import ServerThread
+from .live_server import ServerThread, wait_until
 
 REQUESTS = """
     import gc
@@ -69,15 +70,15 @@ def start(step_s, drain_s=1, files=None, **engine):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_short_requests_finish_and_ends_cleanly(number):
-    process, url = start(step_s=0.002)
+    process, url = start(step_s=0.002, drain_s=PATIENCE_S)
     try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=30) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(number)
             rest = list(lines)
         assert "data: [DONE]" in rest
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     assert process.returncode == 0
@@ -85,24 +86,28 @@ def test_a_signal_lets_short_requests_finish_and_ends_cleanly(number):
 
 
 def test_what_runs_after_the_drain_ends_with_an_error_event_and_what_has_no_token_yet_with_a_503():
-    process, url = start(step_s=1.5)
+    process, url = start(step_s=0, hang_after=1)
     waiting: list[httpx.Response] = []
     body = {**LONG, "stream": False}
 
     def wait() -> None:
-        waiting.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30))
+        waiting.append(httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S))
+
+    def both_run() -> bool:
+        metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+        return re.search(r"^vllm:num_requests_running(\{.*\})? 2(\.0)?$", metrics, re.MULTILINE) is not None
 
     try:
         thread = threading.Thread(target=wait)
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=30) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S) as response:
             lines = response.iter_lines()
             next(lines)
             thread.start()
-            time.sleep(0.3)
+            wait_until(both_run, "two requests run")
             process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         thread.join()
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     assert rest[-1] == "data: [DONE]"
@@ -116,14 +121,14 @@ def test_what_runs_after_the_drain_ends_with_an_error_event_and_what_has_no_toke
 def test_a_second_signal_ends_it_at_once():
     process, url = start(step_s=0.5, drain_s=1000)
     try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=30) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
             assert process.stdout.readline().startswith("Ending:")
             process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     assert "the server is shutting down" in rest[-2]
@@ -139,14 +144,14 @@ def test_what_nobody_sends_or_reads_holds_up_no_end():
         try:
             for one in (unread, unsent):
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                one.settimeout(30)
+                one.settimeout(PATIENCE_S)
                 one.connect(("127.0.0.1", int(url.rpartition(":")[2])))
             unread.sendall(head + body)
             unsent.sendall(head + body[:20])
             assert unread.recv(100).startswith(b"HTTP/1.1 200")
             process.send_signal(signal.SIGTERM)
             assert unsent.recv(4096).startswith(b"HTTP/1.1 503")
-            output, _ = process.communicate(timeout=30)
+            output, _ = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
     assert process.returncode == 0
@@ -178,7 +183,7 @@ def test_connections_for_which_no_files_are_left_are_refused_and_that_is_said_on
     socks = []
     try:
         for _ in range(400):
-            socks.append(socket.create_connection(("127.0.0.1", port), timeout=30))
+            socks.append(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S))
         answers = [one.recv(4096) for one in socks[-20:]]
         assert all(answer.startswith(b"HTTP/1.1 503") for answer in answers if answer)
         assert any(answers)
@@ -186,10 +191,10 @@ def test_connections_for_which_no_files_are_left_are_refused_and_that_is_said_on
             one.close()
         response = None
         while response is None or response.status_code == 503:
-            response = httpx.get(f"{url}/version", timeout=30)
+            response = httpx.get(f"{url}/version", timeout=PATIENCE_S)
         assert response.status_code == 200
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     assert output.count("raise it with ulimit -n") == 1

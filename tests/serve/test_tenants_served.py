@@ -20,6 +20,7 @@ import pytest
 from moe_lora.config import FrontEndConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.serve.access import checked_keys
+from tests.patience import PATIENCE_S
 
 from .demo_server import DEMO
 from .served_tenants import (
@@ -52,7 +53,7 @@ def test_who_asks_for_ten_times_as_much_is_not_served_before_another(tenants):
 
 def test_what_comes_without_tls_is_not_served(tenants):
     place = httpx.URL(tenants.url)
-    with socket.create_connection((place.host, place.port), timeout=20) as plain:
+    with socket.create_connection((place.host, place.port), timeout=PATIENCE_S) as plain:
         plain.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"200" not in plain.recv(1000)
 
@@ -61,7 +62,7 @@ def test_connections_count_before_their_handshake(tenants):
     place, other = httpx.URL(tenants.url), ("127.0.0.2", 0)
 
     def connect() -> socket.socket:
-        return socket.create_connection((place.host, place.port), timeout=20, source_address=other)
+        return socket.create_connection((place.host, place.port), timeout=PATIENCE_S, source_address=other)
 
     def refused() -> float:
         text = tenants.ask("ops", "GET", "/metrics", admin=True).text
@@ -153,7 +154,7 @@ def raw(tenants: ServedTenants, *parts: bytes) -> bytes:
     """What is answered to these bytes on one connection."""
     place = httpx.URL(tenants.url)
     with (
-        socket.create_connection((place.host, place.port), timeout=20) as plain,
+        socket.create_connection((place.host, place.port), timeout=PATIENCE_S) as plain,
         tenants.context.wrap_socket(plain, server_hostname=place.host) as connection,
     ):
         for part in parts:

@@ -213,6 +213,9 @@ def serve_instance(
     )
     os.environ.update(worker_environment(config.threads_per_process))
     use_devices(config.device_shares)
+    if starts:
+        # The first start left its code on disk.  Processes that compile would import torch beside this one.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if place.dist_rank:
         from moe_lora.engine.ranks.follower import follow_rank_0
 
@@ -248,6 +251,7 @@ def _serve_engine(
 
     stuck_s: see `end_stuck`.
     """
+    gc.disable()  # until `collect_rarely`: imports make many objects, and next to no garbage
     from moe_lora.dist.cluster.instance_links import FrontEndLinks
     from moe_lora.engine.build import build_engine
     from moe_lora.engine.client.messages import Hello, Inbox
@@ -380,5 +384,6 @@ def collect_rarely() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, FULL_COLLECTION_EVERY)

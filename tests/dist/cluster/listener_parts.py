@@ -23,6 +23,7 @@ from moe_lora.dist.net.thread import LoopThread
 from moe_lora.engine.client.heartbeat import Heartbeat, Pulse
 from moe_lora.engine.client.messages import Abort, Call, Generate, Hello, Inbox, Outputs, Reply, Stop
 from moe_lora.policies.routing import RoundRobin
+from tests.patience import PATIENCE_S
 
 from .fleet_parts import INFO, fleet_client
 
@@ -167,9 +168,9 @@ class Instance:
     def stop(self) -> None:
         self.loop.may_go_on.set()
         self.dial.stop()
-        self._running.result(10)
+        self._running.result(PATIENCE_S)
         self._thread.stop()
-        self.loop.join(10)
+        self.loop.join(PATIENCE_S)
         assert not self.loop.is_alive()
 
 
@@ -214,7 +215,7 @@ class FrontEnd:
 
         self._staying = asyncio.run_coroutine_threadsafe(stay(), self.thread.loop)
         self._staying.add_done_callback(tell)
-        self.socket = str(place.result(10))
+        self.socket = str(place.result(PATIENCE_S))
 
     def names(self) -> list[str]:
         return sorted(instance.name for instance in self.instance_registry.live)
@@ -236,12 +237,12 @@ class FrontEnd:
         if not self._closed:
             self._closed = True
             self.thread.loop.call_soon_threadsafe(self._closing.set)
-            self._staying.result(20)
+            self._staying.result(PATIENCE_S)
             self.thread.stop()
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -24,6 +24,7 @@ from moe_lora.dist.cluster.failover import MAX_RESENDS
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.policies.routing import LeastOutstanding, RoundRobin, TokenMeter
+from tests.patience import PATIENCE_S
 
 from .fleet_parts import CountingEngine, fleet_client
 
@@ -121,7 +122,7 @@ def test_aborted_request_ends_though_its_instance_does_not_answer():
         return reasons
 
     with patch("moe_lora.dist.cluster.routing_client.ABORT_S", 0.05):
-        assert asyncio.run(asyncio.wait_for(run(), 20)) == [None, "abort"]
+        assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == [None, "abort"]
 
 
 class NumberedEngine(CountingEngine):

@@ -21,6 +21,7 @@ from moe_lora.dist.cluster.listener import AsItIs, CatchUp, DialledClient
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.engine.client.heartbeat import Heartbeat
 from moe_lora.engine.client.messages import Abort, Dead, Outputs
+from tests.patience import PATIENCE_S
 
 from .fleet_parts import INFO
 from .listener_parts import ADVICE, FrontEnd, Instance, until
@@ -71,7 +72,7 @@ def test_a_load_waits_for_instances_that_may_still_be_dialling_in(front_end, joi
     loading.join(0.3)
     assert loading.is_alive()
     first = join("one", adapters=START)
-    loading.join(20)
+    loading.join(PATIENCE_S)
     assert first.loop.adapters == {**START, "new": ("places/new", 1)}
 
 
@@ -101,7 +102,7 @@ def test_requests_of_one_that_leaves_go_on_at_another(front_end, join):
     join("two", number=2, adapters=START)
     until(lambda: front_end.names() == ["one", "two"])
     leaving.dial.stop()
-    asking.join(20)
+    asking.join(PATIENCE_S)
     assert answers == [(1, 2)]
     assert front_end.names() == ["two"]
 
@@ -135,7 +136,7 @@ def test_what_a_late_waker_says_of_a_request_that_went_on_elsewhere_is_refused(m
         loop.holds.clear()
     assert {front_end.ask(str(n)) for n in range(2)} == {(1,), (2,)}  # behind all that was said
     other.loop.say("a~1", 2, "length")
-    asking.join(20)
+    asking.join(PATIENCE_S)
     assert answers == [(1, 2, 2)]
 
 
@@ -163,7 +164,7 @@ def test_what_is_said_of_a_request_that_was_given_up_is_refused(front_end, join)
     until(lambda: silent.loop.aborted == ["a"])
     until_both(front_end)
     other.loop.say("a~1", 2, "length")
-    asking.join(20)
+    asking.join(PATIENCE_S)
     assert answers == [(1, 2, 2)]
 
 
@@ -182,7 +183,7 @@ def test_request_of_an_engine_at_one_long_step_stays_with_it(made):
     until(lambda: front_end.names() == ["two"])
     time.sleep(1.0)  # some looks later, which beats come between
     hangs.may_go_on.set()
-    asking.join(20)
+    asking.join(PATIENCE_S)
     assert sorted(answers) == [(0,), (1,)]
     assert [one.num_resent for one in front_end.instance_registry.instances] == [0, 0]
 
@@ -279,7 +280,7 @@ def test_lost_front_end_ends_its_requests(front_end, join, made):
     asking.start()
     until(lambda: instance.loop.held)
     front_end.close()
-    asking.join(20)
+    asking.join(PATIENCE_S)
     assert len(errors) == 1
     until(lambda: instance.loop.aborted == ["a"])
     # The same id may come again, and what is said of the first is not taken for the second's.

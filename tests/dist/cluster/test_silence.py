@@ -20,6 +20,7 @@ from moe_lora.core.request import FleetStats, GenerateRequest, SamplingParams
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.engine.client.heartbeat import Heartbeat
 from tests.dist.cluster_jobs import children
+from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
 
 from .listener_parts import HELD_TOKENS, FrontEnd, until
@@ -80,7 +81,7 @@ def tokens_out(front_end: FrontEnd, name: str) -> int:
 
 
 def test_request_of_a_stopped_instance_goes_on_elsewhere_long_before_it_counts_as_dead(pair):
-    front_end, first, _ = pair(Heartbeat(timeout_s=1.0, dead_s=120.0))
+    front_end, first, _ = pair(Heartbeat(timeout_s=5.0, dead_s=120.0))
     answers: list = []
     asking = [ask_aside(front_end, request_id, answers) for request_id in "ab"]
     until(lambda: tokens_out(front_end, "one") == tokens_out(front_end, "two") == HELD_TOKENS - 1)
@@ -96,7 +97,7 @@ def test_request_of_a_stopped_instance_goes_on_elsewhere_long_before_it_counts_a
     for request_id in "ab":
         front_end.run(front_end.fleet.abort(request_id))
     for thread in asking:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert sorted(answers) == [(1, 2), (2,)]
     # It was never ended, and is the same as before.
     assert sum(one.num_resent for one in front_end.instance_registry.instances) == 1
@@ -105,7 +106,7 @@ def test_request_of_a_stopped_instance_goes_on_elsewhere_long_before_it_counts_a
 
 
 def test_request_of_one_that_stays_stopped_alone_waits_until_another_is_there(made):
-    made.append(front_end := FrontEnd(adapters=START, heartbeat=Heartbeat(timeout_s=1.0, dead_s=120.0)))
+    made.append(front_end := FrontEnd(adapters=START, heartbeat=Heartbeat(timeout_s=5.0, dead_s=120.0)))
     made.append(first := Process("one", 1, front_end.socket))
     until(lambda: front_end.names() == ["one"])
     answers: list = []
@@ -116,14 +117,14 @@ def test_request_of_one_that_stays_stopped_alone_waits_until_another_is_there(ma
     assert answers == []
     assert asking.is_alive()
     made.append(Process("two", 2, front_end.socket))
-    asking.join(20)
+    asking.join(PATIENCE_S)
     assert answers == [(1, 2)]
 
 
 CONFIG = EngineConfig(
     model_dir=str(ROOT / "demo" / "model"), dtype="float32", eager=True, num_threads=1, num_instances=2
 )
-FRONT_END = FrontEndConfig(routing="round_robin", heartbeat_timeout_s=2.0, heartbeat_dead_s=3.5)
+FRONT_END = FrontEndConfig(routing="round_robin", heartbeat_timeout_s=5.0, heartbeat_dead_s=10.0)
 
 
 @pytest.fixture

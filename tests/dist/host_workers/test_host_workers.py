@@ -89,7 +89,7 @@ class Served:
             store.put(packed)
         layout = FrameLayout(shape, torch.float32, max_rows=16)
         self.num_layers = shape.num_layers
-        self.workers = HostWorkers(layout, store, num_workers, 3, answer_timeout_s=1.0)
+        self.workers = HostWorkers(layout, store, num_workers, 3, answer_timeout_s=5.0)
         self.backend = self.workers.backend
 
     def logits(self, streams: list[int], present: np.ndarray | None = None) -> list[torch.Tensor]:

@@ -33,6 +33,7 @@ from tests.dist.lora_server.client.test_remote_backend import (
 )
 from tests.dist.lora_server.cluster import random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
+from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
 
 from .queued_stream import QueuedStream
@@ -56,7 +57,7 @@ class Streamed:
         self.local = local_backend(shape, self.adapters)
         self.stream = stream or QueuedStream()
         layout = FrameLayout(shape, torch.float32, C * max(1, shape.num_experts_per_token))
-        self.workers = HostWorkers(layout, store, num_workers, C, answer_timeout_s=1.0, stream=self.stream)
+        self.workers = HostWorkers(layout, store, num_workers, C, answer_timeout_s=5.0, stream=self.stream)
         self.backend = self.workers.backend
         self.links = list(self.workers.links.values())
 
@@ -131,7 +132,7 @@ def test_workers_killed_while_the_stream_waits_change_nothing_and_come_back(stre
     for pid in pids:
         stop(pid)
     found = {seed: streamed.queued(seed) for seed in (4, 5)}
-    assert streamed.stream.waiting.wait(20)
+    assert streamed.stream.waiting.wait(PATIENCE_S)
     for number, pid in enumerate(pids):
         os.kill(pid, signal.SIGKILL if number < num_killed else signal.SIGCONT)
     streamed.stream.synchronize()
@@ -242,10 +243,10 @@ def test_engine_that_ends_while_its_stream_waits_answers_first(tmp_path):
     [pid] = streamed.workers.pids
     stop(pid)
     found = streamed.queued(1)
-    assert streamed.stream.waiting.wait(20)
+    assert streamed.stream.waiting.wait(PATIENCE_S)
     closing = threading.Thread(target=streamed.workers.close)
     closing.start()
-    closing.join(20)
+    closing.join(PATIENCE_S)
     assert not closing.is_alive()
     assert_equal(found, streamed.expected(1))
     assert not any(link.is_alive() for link in streamed.links)

@@ -145,7 +145,7 @@ def test_what_ends_is_started_again_for_ever(caplog):
 def test_one_that_stays_stopped_is_started_again_and_one_that_wakes_is_left_alone(caplog):
     caplog.set_level("INFO", logger="moe_lora")
     other = replace(SLEEPING, name="other")
-    with keeping(SLEEPING, other, dead_s=1.0):
+    with keeping(SLEEPING, other, dead_s=5.0):
         until(lambda: pids(caplog, "sleeper") and pids(caplog, "other"), lambda: caplog.text)
         forgotten, woken = pids(caplog, "sleeper")[0], pids(caplog, "other")[0]
         stop(woken)

@@ -23,6 +23,7 @@ from moe_lora.dist.launch import roles
 from moe_lora.dist.launch.roles import JobPlace, serve_instance, serve_lora_server
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.engine.client.heartbeat import Pulse
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 SERVER = "lora_server: {layout: EP2-PP1, address: '127.0.0.1:1', store_dir: store}\n"
@@ -142,12 +143,12 @@ def test_a_process_that_is_to_be_started_again_ends_whatever_its_engine_hangs_at
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == roles.RESTART_CODE
 
 
-def ends(scenario: Callable[[Pulse], None], limit_s: float) -> int | None:
-    """The exit code of a process that ends if it is stuck; None: it went on for three seconds."""
+def ends(scenario: Callable[[Pulse], None], limit_s: float, watched_s: float) -> int | None:
+    """The exit code of a process that ends if it is stuck; None: it went on for watched_s."""
 
     async def watched() -> None:
         threading.Thread(target=scenario, args=(pulse,), daemon=True).start()
-        with move_on_after(3.0):
+        with move_on_after(watched_s):
             await roles.end_stuck(pulse, limit_s)
 
     pid, pulse = os.fork(), Pulse()
@@ -181,6 +182,6 @@ def many_steps(pulse: Pulse) -> None:
 
 def test_an_engine_that_is_stuck_ends_its_process_and_one_that_gets_on_does_not(monkeypatch):
     monkeypatch.setattr(roles, "LOOK_S", 0.05)
-    assert ends(stuck, 1.0) == 1
-    assert ends(many_steps, 1.0) is None
-    assert ends(stopped_for_a_while, 1.5) is None
+    assert ends(stuck, 1.0, PATIENCE_S) == 1
+    assert ends(many_steps, 1.0, 3.0) is None
+    assert ends(stopped_for_a_while, 1.5, 3.0) is None

@@ -24,15 +24,16 @@ from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.dist.lora_server.server.host_share import HostCompute
 from moe_lora.dist.lora_server.server.server_rank import ServerRank
 from moe_lora.lora.row_routing import Lease
+from tests.patience import PATIENCE_S
 
 CPU = torch.device("cpu")
 
 
 def until(condition: Callable[[], object], what: str = "the condition holds") -> None:
-    """Poll for up to 20 s."""
-    deadline_s = time.monotonic() + 20.0
+    """Poll for up to PATIENCE_S."""
+    deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline_s, f"not within 20 s: {what}"
+        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S:g} s: {what}"
         time.sleep(0.005)
 
 
@@ -120,7 +121,7 @@ class Cluster:
     def stop(self, number: int) -> None:
         rank, thread = self._ranks.pop(number)
         rank.stop()
-        thread.join(20.0)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
     def client(self, instance: str = "i", client_rank: int = 0, **settings: Any) -> LoraServerClient:

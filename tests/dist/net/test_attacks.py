@@ -13,6 +13,7 @@ from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import AUTHORITY, AUTHORITY_KEY, MEMBER, Keys, make_keys
+from tests.patience import PATIENCE_S
 
 from .parts import Note, Relay, dialled, error_of, serving, until
 
@@ -67,7 +68,7 @@ def test_stranger_without_a_certificate_is_turned_away(keys):
             reader, writer = await asyncio.open_connection("127.0.0.1", place.port, ssl=context)
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
             with contextlib.suppress(ssl.SSLError, ConnectionError):
-                assert await asyncio.wait_for(reader.read(), 10) == b""
+                assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
             writer.close()
             assert server.peers == []
 
@@ -84,7 +85,7 @@ def test_stranger_without_tls_is_turned_away_and_others_served(keys, garbage):
             writer.write(garbage)
             writer.write_eof()
             with contextlib.suppress(ConnectionError):
-                await asyncio.wait_for(reader.read(), 10)
+                await asyncio.wait_for(reader.read(), PATIENCE_S)
             writer.close()
             async with dialled(place, keys) as peer:
                 assert await peer.call("double", 1) == 2
@@ -110,7 +111,7 @@ def test_relay_that_adds_bytes_ends_the_connection_and_nothing_of_it_is_taken(
                 assert there is not None
                 there.write(bytes_in_between)
                 peer.send(Note(1))
-                await asyncio.wait_for(peer.ended.wait(), 10)
+                await asyncio.wait_for(peer.ended.wait(), PATIENCE_S)
                 await until(lambda: server.ends)
                 assert len(server.notes) <= 1
 

@@ -15,6 +15,7 @@ from moe_lora.dist.net import connection
 from moe_lora.dist.net.codec import CallFrame, Protocol, encode
 from moe_lora.dist.net.connection import Pings, dial, stay_connected
 from moe_lora.dist.net.peer import Peer, PeerEndedError
+from tests.patience import PATIENCE_S
 
 from .parts import CLIENT, Note, Secret, dialled, error_of, serving, until
 
@@ -55,7 +56,7 @@ def test_calls_fail_when_the_connection_ends(place):
             server.peers[0].end("enough for today")
             with pytest.raises(PeerEndedError, match="enough for today"):
                 await waiting
-            await asyncio.wait_for(peer.ended.wait(), 10)
+            await asyncio.wait_for(peer.ended.wait(), PATIENCE_S)
             with pytest.raises(PeerEndedError, match="enough for today"):
                 await peer.call("double", 1)
             peer.send(Note(1))  # of no use, and no error
@@ -81,7 +82,7 @@ def test_cancellation_that_comes_with_the_first_message_is_not_lost(place):
             peer = Peer(await dial("address", place, None), SimpleNamespace(receives=receives), "the server")
             task = asyncio.create_task(use())
             peer.send(Note(1))
-            await asyncio.wait([task], timeout=10)
+            await asyncio.wait([task], timeout=PATIENCE_S)
             assert task.cancelled()
             peer.end()
             await peer.closed()
@@ -114,7 +115,7 @@ def test_abandoned_calls_are_waited_for_by_nobody_but_who_wants_all_to_be_done(p
             await asyncio.sleep(0.05)
             assert not settled.done()
             server.waiting[0].answer(None)
-            await asyncio.wait_for(settled, 10)
+            await asyncio.wait_for(settled, PATIENCE_S)
 
     asyncio.run(talk())
 
@@ -125,7 +126,7 @@ def test_unknown_type_ends_the_connection_and_says_so(place):
             peer.send(Secret("x"))
             await until(lambda: server.ends)
             assert "not understood" in server.ends[0]
-            await asyncio.wait_for(peer.ended.wait(), 10)
+            await asyncio.wait_for(peer.ended.wait(), PATIENCE_S)
             assert "not understood" in peer.problem
             assert server.notes == []
 
@@ -150,7 +151,7 @@ def test_stranger_who_does_not_speak_it_is_turned_away_and_others_served(place, 
             reader, writer = await asyncio.open_unix_connection(place.path)
             writer.write(garbage)
             writer.write_eof()
-            await asyncio.wait_for(reader.read(), 15)
+            await asyncio.wait_for(reader.read(), PATIENCE_S)
             writer.close()
             async with dialled(place) as peer:
                 assert await peer.call("double", 1) == 2
@@ -159,13 +160,13 @@ def test_stranger_who_does_not_speak_it_is_turned_away_and_others_served(place, 
     asyncio.run(talk())
 
 
-async def raw_frame(place: Address, header: bytes, body: bytes = b"") -> tuple[bool, str]:
-    """Open a connection, then write these bytes beneath it; whether it ended, and why."""
+async def raw_frame(place: Address, content: bytes, wait_s: float = PATIENCE_S) -> tuple[bool, str]:
+    """Open a connection, then write these bytes beneath it; whether it ended within wait_s, and why."""
     async with serving(place) as (server, _):
         connection = await dial("address", place, None)
-        connection.transport.write(header + body)
+        connection.transport.write(content)
         try:
-            await asyncio.wait_for(connection.wait_closed(), 1)
+            await asyncio.wait_for(connection.wait_closed(), wait_s)
         except asyncio.TimeoutError:
             connection.transport.abort()
             await until(lambda: server.ends)
@@ -182,7 +183,7 @@ def test_frame_of_2_gb_is_refused_before_it_is_read(place):
 
 
 def test_half_a_frame_is_no_message(place):
-    ended, why = asyncio.run(raw_frame(place, b"\x82\xe4" + b"\x00" * 20))
+    ended, why = asyncio.run(raw_frame(place, b"\x82\xe4" + b"\x00" * 20, wait_s=0.5))
     assert not ended
     assert why
 

@@ -14,6 +14,7 @@ from bench.gpu.exchange_parts import send_and_receive
 from moe_lora.dist.transport.device_puts import PUT_BLOCKS, STATUS_BYTES, WORDS_PER_SIGNAL, AnswerRows
 from moe_lora.kernels.triton.configs import interpreted
 from moe_lora.kernels.triton.exchange import ENDED
+from tests.patience import PATIENCE_S
 
 from . import symmetric_memory
 from .peers import pattern
@@ -41,7 +42,7 @@ def peers_memory(group) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def until(word: torch.Tensor, value: int) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + PATIENCE_S
     while int(word) < value:
         assert time.monotonic() < deadline_s, f"{int(word)} after 20 s"
         time.sleep(0.0005)

@@ -14,13 +14,14 @@ from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
+from tests.patience import PATIENCE_S
 
 SHAPE = model_shape(num_experts=4, num_layers=2)
 
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with Cluster(SHAPE, capacity=1, lease_timeout_s=1.0, memory_gb=0.0005) as made:
+    with Cluster(SHAPE, capacity=1, lease_timeout_s=5.0, memory_gb=0.0005) as made:
         yield made
 
 
@@ -50,7 +51,7 @@ def test_adapter_is_ready_once_it_is_leased_and_change_is_told(leases):
     adapter = add(leases, "a", 1)
     changed = changes(leases)
     leases.acquire(adapter)  # the lease may be here at once
-    assert changed.wait(20.0)
+    assert changed.wait(PATIENCE_S)
     assert leases.acquire(adapter)
     assert adapter.lease is not None
     assert list(leases.resident()) == [adapter]
@@ -66,7 +67,7 @@ def test_adapter_without_room_waits_until_another_is_let_go(leases):
     changed = changes(leases)
     leases.release(first)
     while not leases.acquire(second):  # the first change may tell that the other's lease ended
-        assert changed.wait(20.0)
+        assert changed.wait(PATIENCE_S)
         changed.clear()
 
 
@@ -108,7 +109,7 @@ def test_waiting_request_starts_without_a_lease_when_the_server_goes(cluster, le
     assert not leases.acquire(second)
     changed = changes(leases)
     cluster.stop(0)
-    assert changed.wait(20.0), "a stalled engine would never look again"
+    assert changed.wait(PATIENCE_S), "a stalled engine would never look again"
     until(lambda: first.lease is None)
     assert leases.acquire(second)
     assert second.lease is None
@@ -125,7 +126,7 @@ def test_adapter_that_a_new_server_has_no_room_for_is_computed_here(cluster, lea
     changed = changes(leases)
     cluster.start(0)
     until(lambda: leases._leases.connected)
-    assert changed.wait(20.0)
+    assert changed.wait(PATIENCE_S)
     held(leases, large)
     assert large.lease is None
 

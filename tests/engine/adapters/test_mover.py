@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from moe_lora.engine.adapters.transfers import Mover
+from tests.patience import PATIENCE_S
 
 CPU = torch.device("cpu")
 
@@ -28,7 +29,7 @@ def test_copies_are_done_in_turn_on_another_thread_and_told():
             number, copied(lambda number=number: seen.append((number, threading.current_thread() is here)), 8)
         )
     for _ in range(5):
-        assert told.acquire(timeout=20.0)
+        assert told.acquire(timeout=PATIENCE_S)
     assert mover.finished() == [(number, None) for number in range(5)]
     assert mover.finished() == []
     assert seen == [(number, False) for number in range(5)]
@@ -43,8 +44,8 @@ def test_submitting_and_asking_wait_for_no_copy():
     mover.submit(2, copied(lambda: None, 8))
     assert mover.finished() == []
     may_end.set()
-    assert told.acquire(timeout=20.0)
-    assert told.acquire(timeout=20.0)
+    assert told.acquire(timeout=PATIENCE_S)
+    assert told.acquire(timeout=PATIENCE_S)
     assert mover.finished() == [(1, None), (2, None)]
     mover.close()
 
@@ -59,7 +60,7 @@ def test_failure_is_told_where_the_copies_are_asked_for_and_ends_no_other():
     mover.submit(1, copied(fail, 8))
     mover.submit(2, copied(lambda: None, 8))
     for _ in range(2):
-        assert told.acquire(timeout=20.0)
+        assert told.acquire(timeout=PATIENCE_S)
     (first, error), second = mover.finished()
     assert (first, str(error), second) == (1, "the disk is gone", (2, None))
     mover.close()
@@ -93,7 +94,7 @@ def test_what_a_step_copied_is_there_before_the_next_one_begins():
     def steps() -> Iterator[int]:
         yield 8
         seen.append("first is there")
-        assert may_go_on.wait(20.0)
+        assert may_go_on.wait(PATIENCE_S)
         yield 8
 
     mover = Mover(CPU, told.release, bytes_per_s=1000.0)
@@ -104,6 +105,6 @@ def test_what_a_step_copied_is_there_before_the_next_one_begins():
         time.sleep(0.001)
     assert mover.finished() == []
     may_go_on.set()
-    assert told.acquire(timeout=20.0)
+    assert told.acquire(timeout=PATIENCE_S)
     assert mover.finished() == [(1, None)]
     mover.close()

@@ -10,9 +10,10 @@ import pytest
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.engine.client.heartbeat import Heartbeat
 from tests.dist.cluster.listener_parts import HELD_TOKENS, FrontEnd, Instance, until
+from tests.patience import PATIENCE_S
 
 START = {"start": ("places/start", 1)}
-PATIENT = Heartbeat(timeout_s=1.0, dead_s=60.0)
+PATIENT = Heartbeat(timeout_s=5.0, dead_s=60.0)
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ class Aside(threading.Thread):
             self.result = error
 
     def done(self) -> object:
-        self.join(20)
+        self.join(PATIENCE_S)
         assert not self.is_alive()
         return self.result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from tempfile import TemporaryDirectory
@@ -24,6 +25,7 @@ from moe_lora.dist.cluster.listener import CatchUp
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.net.keys import Keys
 from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config
+from tests.patience import PATIENCE_S
 
 START = (("a", "places/a"), ("b", "places/b"))
 NAMES = ("one", "two")
@@ -34,11 +36,10 @@ def engines(num_engines: int = 2) -> list[CountingEngine]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
         await asyncio.sleep(0.01)
-    raise AssertionError("not within 20 s")
 
 
 class ControllerSide:

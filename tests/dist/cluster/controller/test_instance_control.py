@@ -14,6 +14,7 @@ from moe_lora.dist.cluster.controller import instance_control
 from moe_lora.dist.cluster.controller.instance_control import InstanceControl
 from moe_lora.dist.cluster.listener import DialledClient
 from tests.dist.cluster.listener_parts import FrontEnd, Instance, until
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_others_that_have_not_dialled_in_yet_are_waited_for(made, monkeypatch):
         assert front_end.instance_registry.drained == frozenset()
         made.append(Instance(name, front_end.socket, number=number))
         until(lambda name=name: name in front_end.names())
-    draining.join(20)
+    draining.join(PATIENCE_S)
     assert front_end.instance_registry.drained == {"one"}
     assert answers(front_end, "drained") == {(1,)}
 
@@ -126,7 +127,7 @@ def test_one_that_is_started_again_is_drained_until_its_next_process_takes_part(
     assert not second.dial.restarts
     assert answers(front_end, "meanwhile") == {(1,)}
     made.append(Instance("one", front_end.socket, number=7))
-    restarting.join(20)
+    restarting.join(PATIENCE_S)
     assert errors == []
     assert answers(front_end, "after") == {(1,), (7,)}
 
@@ -146,7 +147,7 @@ def test_one_that_is_just_coming_back_is_waited_for_and_then_started_again(front
     made.append(back := Instance("one", front_end.socket, number=5))
     until(lambda: back.dial.restarts)
     made.append(Instance("one", front_end.socket, number=7))
-    restarting.join(20)
+    restarting.join(PATIENCE_S)
     assert errors == []
     assert answers(front_end, "after") == {(1,), (7,)}
 
@@ -169,7 +170,7 @@ def test_what_an_operator_says_while_one_is_started_again_counts_after_it(
     front_end.run(control.drain("one") if drained_after else control.undrain("one"))
     assert front_end.instance_registry.drained == {"one"}
     made.append(Instance("one", front_end.socket, number=7))
-    restarting.join(20)
+    restarting.join(PATIENCE_S)
     assert errors == []
     assert front_end.instance_registry.drained == (frozenset({"one"}) if drained_after else frozenset())
 
@@ -184,7 +185,7 @@ def test_one_that_falls_silent_before_it_was_told_to_end_is_not_told(front_end, 
         return errors
 
     until(fail)
-    restarting.join(20)
+    restarting.join(PATIENCE_S)
     with pytest.raises(EngineDeadError, match="end its process"):
         raise errors[0]
     assert not made[1].dial.restarts

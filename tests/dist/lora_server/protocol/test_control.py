@@ -26,6 +26,7 @@ from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.keys import Keys, make_keys
 from moe_lora.dist.net.peer import Peer, PeerEndedError
 from tests.dist.lora_server.cluster import until
+from tests.patience import PATIENCE_S
 
 AGREED = {"protocol": 3, "dtype": "torch.float32", "num_layers": 4}
 HELLO = ServerHello("me", AGREED)
@@ -159,7 +160,7 @@ def test_peer_that_is_gone_ends_both_directions():
 
 
 def test_silent_peer_is_given_up_and_a_quiet_one_is_not():
-    with serving(silence_s=1.0) as served:
+    with serving(silence_s=5.0) as served:
         quiet, silent = Client(served), Client(served)
         network().loop.call_soon_threadsafe(silent.peer._socket.transport.pause_reading)  # no pong leaves
         until(lambda: served.num_left == 1)
@@ -183,7 +184,7 @@ def test_send_does_not_wait_for_a_peer_that_does_not_read():
 
 
 def test_message_that_stops_half_way_ends_the_connection_once_nothing_more_comes():
-    with serving(silence_s=1.0) as served:
+    with serving(silence_s=5.0) as served:
         client = Client(served)
 
         async def half() -> None:
@@ -212,7 +213,7 @@ def test_peer_that_says_no_hello_is_turned_away():
     with serving() as served, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(served.server.address)
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        stranger.settimeout(20.0)
+        stranger.settimeout(PATIENCE_S)
         while stranger.recv(1000):
             pass
         assert not served.visitors

@@ -26,6 +26,7 @@ from moe_lora.kernels.operands import SlotTable
 from moe_lora.lora.row_routing import RoutedAdapter
 from tests.dist.lora_server.cluster import CPU, until
 from tests.dist.lora_server.shapes import model_shape
+from tests.patience import PATIENCE_S
 
 SHAPE = model_shape()
 LAYOUT = FrameLayout(SHAPE, torch.float32, 4)
@@ -120,7 +121,7 @@ class Stage:
     def close(self) -> None:
         self.loop.stop()
         if self._thread.ident is not None:
-            self._thread.join(20.0)
+            self._thread.join(PATIENCE_S)
             assert not self._thread.is_alive()
         for client in self.clients:
             client.transport.close()
@@ -204,7 +205,7 @@ class HeldHost:
     def compute(self, request, adapters, row_adapter, out) -> None:
         [adapter] = {adapters[index].content_hash for index in row_adapter.tolist()}
         self.pieces.append((adapter, len(row_adapter)))
-        assert self.go_on.acquire(timeout=20)
+        assert self.go_on.acquire(timeout=PATIENCE_S)
         assert out.shape[0] == request.num_rows == len(request.slot)
         out.zero_()
 
@@ -367,9 +368,9 @@ def test_memory_of_a_removed_session_is_given_back_once_the_loop_is_past_it(stag
     stage.loop.remove(client.served)
     assert not client.served.left.is_set()
     stage.run()
-    assert client.served.left.wait(20.0)
+    assert client.served.left.wait(PATIENCE_S)
     stage.loop.stop()
-    stage._thread.join(20.0)
+    stage._thread.join(PATIENCE_S)
     late = stage.add("late")
     stage.loop.remove(late.served)
     assert late.served.left.is_set(), "the loop has ended"

@@ -25,6 +25,7 @@ from moe_lora.dist.transport.device_puts import WORDS_PER_SIGNAL, SymmetricWindo
 from tests import stand_in_device
 from tests.dist.lora_server.cluster import CPU
 from tests.dist.lora_server.shapes import model_shape
+from tests.patience import PATIENCE_S
 
 pytest.importorskip("triton")
 SHAPE = model_shape()
@@ -46,7 +47,7 @@ class Stream:
     def synchronize(self) -> None:
         locked = device_loop._capturing.locked()
         self._noted.append(f"synchronize {'in a capture' if locked else 'alone'}")
-        assert self.at_rest.wait(20.0), "nobody waits for an idle instance"
+        assert self.at_rest.wait(PATIENCE_S), "nobody waits for an idle instance"
 
 
 class Graph:
@@ -130,7 +131,7 @@ def test_an_idle_instance_keeps_no_other_from_being_captured(session_of):
     waiting.start()
     other = threading.Thread(target=busy.prepare, daemon=True)
     other.start()
-    other.join(20.0)
+    other.join(PATIENCE_S)
     captured = not other.is_alive()
     idle.stream.at_rest.set()
     waiting.join()

@@ -23,14 +23,15 @@ from moe_lora.dist.lora_server.server.leases import LeaseTable
 from moe_lora.policies.arena_shares import ANYBODY, Asker
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
+from tests.patience import PATIENCE_S
 
 SHAPE = model_shape(num_experts=4, num_layers=2)
 
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """Room for two of the adapters "a" to "e"; a silent instance is given up after a second."""
-    with Cluster(SHAPE, "EP2-PP1", capacity=2, lease_timeout_s=1.0) as made:
+    """Room for two of the adapters "a" to "e"; a silent instance is given up after five seconds."""
+    with Cluster(SHAPE, "EP2-PP1", capacity=2, lease_timeout_s=5.0) as made:
         made.put(*(random_adapter(name, SHAPE) for name in "abcde"))
         yield made
 
@@ -481,7 +482,7 @@ def test_new_leader_is_told_what_was_registered_and_wanted(cluster):
     cluster.stop(0)
     until(lambda: not leases.connected)
     assert leases.lease("a") is None
-    assert changes.acquire(timeout=20.0), "also told to those that only wait"
+    assert changes.acquire(timeout=PATIENCE_S), "also told to those that only wait"
     assert not leases.acquire("c"), "nothing can come now"
     cluster.start(0)
     granted(leases, "a")

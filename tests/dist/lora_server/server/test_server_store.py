@@ -20,6 +20,7 @@ from moe_lora.dist.lora_server.server.rank_memory import shard_pages
 from moe_lora.dist.lora_server.server.server_store import NUM_TRIES, PAUSE_S, ServerAdapterStore, _allocate
 from tests.dist.lora_server.cluster import CPU, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
+from tests.patience import PATIENCE_S
 
 SHAPE = model_shape()
 PARTITION = Partition(SHAPE, Layout.parse("EP2-PP1"), 1)
@@ -35,7 +36,7 @@ class Gate:
 
     def __call__(self) -> None:
         if threading.current_thread().name == "adapter-loads":
-            assert self._passes.acquire(timeout=20.0)
+            assert self._passes.acquire(timeout=PATIENCE_S)
 
     def let(self, num_layers: int = 1) -> None:
         self._passes.release(num_layers)
@@ -183,11 +184,13 @@ def test_layer_written_before_starting_over_does_not_count_for_the_same_load_sen
     monkeypatch.setattr(time, "sleep", pause)
     server_store = make_store(load_bytes_per_s=1e9)
     server_store.load(0, 5, random_adapter("a", SHAPE), runs(0))
-    assert pauses.acquire(timeout=20.0), "the first layer is written, and waits for the rate limit"
+    assert pauses.acquire(timeout=PATIENCE_S), "the first layer is written, and waits for the rate limit"
     server_store.start_over(1)
     server_store.load(0, 5, random_adapter("a", SHAPE), runs(0))
     gate.let(1)
-    assert pauses.acquire(timeout=20.0), "the old load's step is over, the new one's first layer is written"
+    assert pauses.acquire(timeout=PATIENCE_S), (
+        "the old load's step is over, the new one's first layer is written"
+    )
     assert not any(ready(server_store, 0, 5))
     gate.let(1000)
     until(lambda: all(ready(server_store, 0, 5)))
@@ -208,7 +211,7 @@ class Staged:
         self.noted.append("copy")
         with ThreadPoolExecutor(1) as other:
             for meanwhile in self._meanwhile:
-                other.submit(meanwhile).result(timeout=20.0)
+                other.submit(meanwhile).result(timeout=PATIENCE_S)
         self._meanwhile.clear()
         target.copy_(source)
 
