@@ -51,7 +51,8 @@ def ask(client: InProcessClient, adapter: str) -> tuple[list[int], TokenOutput]:
     tokens: list[int] = []
     while True:
         output = outputs.get(timeout=60)
-        assert isinstance(output, TokenOutput), output
+        if isinstance(output, Exception):
+            raise output
         tokens += output.token_ids
         if output.finish_reason is not None:
             return tokens, output
