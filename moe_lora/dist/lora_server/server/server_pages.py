@@ -63,9 +63,10 @@ class ServerPages:
         )
 
     def check_fits(self, adapter_id: str, shard_pages: ShardPages, page_bytes: int) -> None:
-        """Raises ConfigError if a rank could never hold its shard."""
-        for rank, layers in shard_pages.items():
-            needed, given = sum(layers.values()), self.pages_per_rank[rank]
+        """Raises ConfigError if a rank could never hold its shard, for the rank with the largest shard."""
+        shards = sorted(((sum(layers.values()), rank) for rank, layers in shard_pages.items()), reverse=True)
+        for needed, rank in shards:
+            given = self.pages_per_rank[rank]
             if needed > given:
                 raise ConfigError(
                     f"content {adapter_id} takes {needed * page_bytes / 1e9:.6f} GB on rank {rank} of the "

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_lora.core.errors import ConfigError
 from moe_lora.dist.lora_server.server.server_pages import ServerPages, fits
 
 lengths = st.lists(st.integers(1, 4), max_size=8)
@@ -22,6 +24,12 @@ def test_nothing_is_taken_where_one_run_finds_no_place():
     pages.free(first)
     assert pages.alloc({0: {0: 1}, 1: {0: 1, 1: 3}}) is None
     assert pages.num_free == (4, 4)
+
+
+def test_refused_adapter_is_told_the_budget_that_all_its_ranks_need():
+    pages = ServerPages((4, 4, 4))
+    with pytest.raises(ConfigError, match=r"0\.009000 GB on rank 1 .* is 0\.004000 GB; .* 0\.009009 or more"):
+        pages.check_fits("a", {0: {0: 5}, 1: {0: 8, 1: 1}, 2: {0: 1}}, 1_000_000)
 
 
 def test_wanted_runs_take_their_room_from_the_gaps():
