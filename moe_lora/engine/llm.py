@@ -16,7 +16,7 @@ import torch
 from moe_lora.adapters.peft.files import adapter_folder
 from moe_lora.config import EngineConfig
 from moe_lora.config.settings import check_names, settings_of
-from moe_lora.core.errors import ConfigError, EngineDeadError, GenerationError
+from moe_lora.core.errors import AdapterFailedError, ConfigError, EngineDeadError, GenerationError
 from moe_lora.core.request import (
     AdapterInfo,
     EngineStats,
@@ -115,6 +115,10 @@ class Answer:
                 self.finish_reason = "stop"
         self._text.append(text)
         return text
+
+    def fail(self, problem: str) -> None:
+        """End an answer that the engine refused."""
+        self.problem, self.finish_reason = problem, "error"
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None
@@ -283,6 +287,10 @@ class LLM(_Engine):
                 self.client.submit(answer.request, partial(_put, outputs, answer))
             while open_answers:
                 answer, item = outputs.get()
+                if isinstance(item, AdapterFailedError):
+                    answer.fail(str(item))
+                    open_answers.discard(answer)
+                    continue
                 if isinstance(item, Exception):
                     raise item
                 if answer not in open_answers:
@@ -324,11 +332,15 @@ class AsyncLLM(_Engine):
                 yield text
 
     async def _pieces(self, answer: Answer) -> AsyncIterator[str]:
-        async for output in self.client.generate(answer.request):
-            yield answer.take(output)
-            if answer.finish_reason is not None:
-                _raise_problems([answer], [answer.completion()])
-                return
+        try:
+            async for output in self.client.generate(answer.request):
+                yield answer.take(output)
+                if answer.finish_reason is not None:
+                    break
+        except AdapterFailedError as error:
+            answer.fail(str(error))
+        if answer.problem is not None:
+            _raise_problems([answer], [answer.completion()])
 
 
 def _raise_problems(answers: Sequence[Answer], completions: Sequence[Completion]) -> None:

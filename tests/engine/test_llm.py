@@ -190,7 +190,7 @@ def test_a_request_that_the_engine_can_not_complete_raises_in_asyncio_too(monkey
     assert base == "abcd"
     for error in failed:
         assert isinstance(error, GenerationError)
-        assert "could not be copied" in error.problems[0]
+        assert "the disk is gone" in error.problems[0]
         assert [one.finish_reason for one in error.completions] == ["error"]
     engine.close()
 

@@ -98,8 +98,9 @@ def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
     largest = max((source.lora_rank for layer in found.layers for source in layer), default=0)
     if largest > max_lora_rank:
         raise AdapterError(
-            f"{where}: the LoRA rank {largest} is above max_lora_rank={max_lora_rank} of this server; raise "
-            f"--max-lora-rank (up to {MAX_CUDA_LORA_RANK} on CUDA), or train the adapter with a lower rank"
+            f"{where}: the LoRA rank {largest} is above max_lora_rank={max_lora_rank} of this server; start "
+            f"the server with --max-lora-rank {largest} or more (at most {MAX_CUDA_LORA_RANK} on CUDA), or "
+            "train the adapter with a lower rank"
         )
 
 
