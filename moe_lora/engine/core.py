@@ -206,8 +206,9 @@ class EngineCore:
             gains.extend(self._take(*gain) for gain in drawn)
 
         found = run_apart((i for i in plan if self._goes_on(i.sequence)), error, self._runner, complete)
+        may_pass = not found.num_done and len(found.adapters) > 1
         for adapter, problem in found.adapters:
-            self._adapters.failures.compute_failed(adapter, problem)
+            self._adapters.failures.compute_failed(adapter, problem, may_pass=may_pass)
             self._failed.append(adapter)
         for sequence, problem in found.requests:
             gains.append(self._finish(sequence, f"this request could not be computed: {problem}"))
@@ -222,13 +223,16 @@ class EngineCore:
         elif self._adapters.failures.load_failed(adapter, error):
             self._failed.append(adapter)
 
-    def _end_failed(self) -> list[TokenOutput]:
-        """The last outputs of all requests whose adapter has failed."""
+    def _hear_failures(self) -> None:
+        """Take over what other processes reported of adapters; never of a version that comes later."""
         for content_hash, error in self._adapters.failures.reported():
             for adapter in self._adapters.versions.values():
                 if adapter.packed.content_hash == content_hash:
                     self._adapters.failures.load_failed(adapter, error, may_repeat=False)
                     self._failed.append(adapter)
+
+    def _end_failed(self) -> list[TokenOutput]:
+        """The last outputs of all requests whose adapter has failed."""
         failed, self._failed = self._failed, []
         problems: dict[AdapterVersion | None, str] = {}
         for adapter in failed:
@@ -270,7 +274,7 @@ class EngineCore:
             only = self._merging.decide(requests, held_back=scheduler.held_back)
         plan = scheduler.schedule(only)
         self._transfers.send()
-        while self._transfers.blocking and self._transfers.wait_for_adapters():
+        while self._transfers.blocking and not self._failed and self._transfers.wait_for_adapters():
             plan = scheduler.schedule(only)
             self._transfers.send()
         return plan
@@ -281,6 +285,7 @@ class EngineCore:
         Returns in how many seconds it needs that again, whatever happens; None: not before something does.
         """
         self._transfers.settle()
+        self._hear_failures()
         self.moves.tend()
         self._adapters.bring_pinned()
         if not self._sequences:
@@ -374,6 +379,7 @@ class EngineCore:
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
     ) -> AdapterInfo:
         """Serve an adapter from now on (see `AdapterManager.add`)."""
+        self._hear_failures()
         adapter = self._adapters.add(packed, path, replace=replace, version=version)
         self._contents.serve(adapter.name, adapter.packed.content_hash)
         self._transfers.send()

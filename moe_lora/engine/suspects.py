@@ -18,7 +18,9 @@ Item = Scheduled[sequence.Sequence]
 
 @dataclass
 class Found:
-    """What the parts showed.  adapters, requests: failed ones, each with its error."""
+    """What the parts showed.  num_done: parts that succeeded.  adapters, requests: failed, with errors."""
+
+    num_done: int = 0
 
     adapters: list[tuple[AdapterVersion, Exception]] = field(default_factory=list)
     requests: list[tuple[sequence.Sequence, Exception]] = field(default_factory=list)
@@ -40,12 +42,12 @@ def run_apart(
         sum(map(len, parts.values())),
         exc_info=error,
     )
-    found, num_done = Found(), 0
+    found = Found()
     runner.abandon()
     for part in parts.values():
         try:
             complete(part)
-            num_done += 1
+            found.num_done += 1
         except Exception as problem:
             runner.abandon()
             first = part[0].sequence
@@ -53,7 +55,7 @@ def run_apart(
                 found.requests.append((first, problem))
             else:
                 found.adapters.append((first.adapter, problem))
-    if not num_done:
+    if not found.num_done:
         try:
             runner.probe()
         except Exception:

@@ -103,6 +103,9 @@ class FleetClient:
                 attempt, resumable.next = resumable.next, None
                 if attempt is None:
                     instance, trial = await self._choose(resumable)
+                    if resumable.aborted:
+                        self._release(trial)
+                        break
                     attempt = Attempt(instance, self._continued(resumable), limit)
                     if left is not None:
                         left.num_resent += 1
@@ -133,8 +136,7 @@ class FleetClient:
                         if not resumable.aborted:
                             self._check_resend(resumable, left, error)
                 finally:
-                    if trial is not None:
-                        self._instance_registry.suspects.release(trial)
+                    self._release(trial)
                     await attempt.close()
                 if resumable.next is not None:
                     resumable.switch(resumable.next)
@@ -152,12 +154,15 @@ class FleetClient:
         try:
             instance = self._next_instance(resumable)
         except BaseException:
-            if trial is not None:
-                suspects.release(trial)
+            self._release(trial)
             raise
         if trial is not None:
             trial.instance = instance.name
         return instance, trial
+
+    def _release(self, trial: Trial | None) -> None:
+        if trial is not None:
+            self._instance_registry.suspects.release(trial)
 
     def _note_token(self, adapter: str, output: TokenOutput, trial: Trial | None) -> Trial | None:
         if not output.token_ids:
@@ -342,7 +347,8 @@ class FleetClient:
         content_hash: str | None = None,
     ) -> AdapterInfo:
         assert version is content_hash is None, "the controller says which"
-        return await self._adapters.load_adapter(name, path, replace)
+        is_refused = self._instance_registry.suspects.problem(name) is not None
+        return await self._adapters.load_adapter(name, path, replace or is_refused)
 
     async def unload_adapter(self, name: str) -> None:
         await self._adapters.unload_adapter(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 60.0
 """A request of a suspect waits so long for its trial."""
+ALONE_S = 30.0
+"""After so long the second instance is not expected any more: a trial needs one."""
+MOST_DEATHS = 2
+"""An adapter that gained tokens before is refused after one more death: two unrelated kills may meet it."""
 _LOOK_S = 0.05
 
 
@@ -60,10 +65,14 @@ class Suspects:
         """An instance died; adapters: those in its notes."""
         trial = self._trial
         if trial is not None and trial.adapter in adapters and trial.instance == instance:
-            self._refuse(trial.adapter, instance)
             self._trial = None
-            self._change()
-            return  # the others ran beside it
+            num_deaths = (
+                len(self._suspects[trial.adapter].instances) + 1 if trial.adapter in self._suspects else 1
+            )
+            if num_deaths > (MOST_DEATHS if trial.adapter in self._proven else 1):
+                self._refuse(trial.adapter, instance)
+                self._change()
+                return  # the others ran beside it
         for name in sorted(adapters - self._refused.keys()):
             self._suspects.setdefault(name, _Suspect()).instances.append(instance)
         if adapters:
@@ -76,7 +85,8 @@ class Suspects:
     def note_token(self, adapter: str, trial: Trial | None) -> None:
         """A request of the adapter gained a token; trial: the one that it was."""
         self._proven.add(adapter)
-        if trial is not None and self._suspects.pop(adapter, None) is not None:
+        if trial is not None:
+            self._suspects.pop(adapter, None)
             self.release(trial)
 
     def forget(self, adapter: str) -> None:
@@ -97,10 +107,11 @@ class Suspects:
     async def admit(self, adapter: str) -> Trial | None:
         """Return when a request of the adapter may be sent; a Trial if it is the one that shows.
 
-        An adapter without a token so far is tried only while a second instance lives, if there are several:
-        a trial must not take the last one from all other requests.
+        An adapter without a token waits up to ALONE_S for a second live instance, if there are several: a trial
+        must not take the last one from all other requests.
         Raises AdapterFailedError for a refused adapter, EngineDeadError if no trial is possible in time.
         """
+        began_s = time.monotonic()
         with move_on_after(WAIT_S):
             while True:
                 problem = self._refused.get(adapter)
@@ -108,19 +119,22 @@ class Suspects:
                     raise AdapterFailedError(problem)
                 if adapter not in self._suspects or not self._num_live():
                     return None  # without an instance the router says so
-                if self._trial is None and self._may_try(adapter):
+                if self._trial is None and self._may_try(adapter, time.monotonic() - began_s):
                     self._trial = Trial(adapter)
                     return self._trial
                 with move_on_after(_LOOK_S):  # instances come and go without a word here
                     await self._changed.wait()
+        if adapter in self._proven:
+            return None  # other trials took the time
         where = self._suspects[adapter].instances[-1] if adapter in self._suspects else "an instance"
         raise EngineDeadError(
-            f"adapter {adapter!r} may have ended instance {where}, and no second instance was there within "
-            f"{WAIT_S:.0f} s to try it; send the request again once more instances run"
+            f"adapter {adapter!r} may have ended instance {where}, and other adapters were tried before it "
+            f"for {WAIT_S:.0f} s; send the request again"
         )
 
-    def _may_try(self, adapter: str) -> bool:
-        least = 1 if adapter in self._proven else min(2, self._num_known())
+    def _may_try(self, adapter: str, waited_s: float) -> bool:
+        alone = adapter in self._proven or waited_s >= ALONE_S
+        least = 1 if alone else min(2, self._num_known())
         return self._num_live() >= least
 
     def release(self, trial: Trial) -> None:

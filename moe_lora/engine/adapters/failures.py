@@ -77,13 +77,22 @@ class AdapterFailures:
         self._note(adapter, f"it could not be loaded: {_said(error)}", pause_s)
         return True
 
-    def compute_failed(self, adapter: AdapterVersion, error: Exception) -> None:
-        """Note an error of a step that computed this adapter alone."""
-        self._note(adapter, f"computing its deltas failed: {_said(error)}", None)
+    def compute_failed(self, adapter: AdapterVersion, error: Exception, *, may_pass: bool = False) -> None:
+        """Note an error of a step that computed this adapter alone.
+
+        may_pass: other adapters of the step failed alike, so the cause may lie elsewhere.
+        """
+        may_pass = may_pass or isinstance(error, (MemoryError, *PASSING))
+        self._note(
+            adapter, f"computing its deltas failed: {_said(error)}", FIRST_PAUSE_S if may_pass else None
+        )
 
     def loaded(self, adapter: AdapterVersion) -> None:
-        """A load succeeded."""
-        self.forget(adapter.uid)
+        """A load to the device succeeded: this ends a failure with a pause, no other."""
+        self._num_loads.pop(adapter.uid, None)
+        failure = self._failures.get(adapter.uid)
+        if failure is not None and failure.retry_s is not None:
+            del self._failures[adapter.uid]
 
     def forget(self, uid: int) -> None:
         self._num_loads.pop(uid, None)
@@ -95,10 +104,13 @@ class AdapterFailures:
         return None if failure is None else failure.reason
 
     def check(self, adapter: AdapterVersion) -> None:
-        """Raises AdapterFailedError while the adapter is unavailable and no other try is due."""
+        """Raises AdapterFailedError while the adapter is unavailable; a failure whose pause is over ends."""
         failure = self._failures.get(adapter.uid)
-        if failure is not None and (failure.retry_s is None or self._clock.now_s() < failure.retry_s):
+        if failure is None:
+            return
+        if failure.retry_s is None or self._clock.now_s() < failure.retry_s:
             raise AdapterFailedError(self.message(adapter))
+        del self._failures[adapter.uid]
 
     def message(self, adapter: AdapterVersion) -> str:
         """What clients are told; the adapter has failed."""

@@ -18,7 +18,13 @@ from moe_lora.adapters.peft.files import (
     open_file,
 )
 from moe_lora.adapters.registry.registry import RegisteredAdapter
-from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, CapacityError
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterExistsError,
+    AdapterNotFoundError,
+    CapacityError,
+    MoeLoraError,
+)
 from moe_lora.core.request import name_problem
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.frontend import Frontend
@@ -140,8 +146,10 @@ class AdapterLoads:
             how = "unload it first, or send load_inplace=true to replace it"
             what = f"the LoRA adapter {name!r} has already been loaded; {how}"
             raise AlreadyLoadedError(400, what, "lora_name") from error
+        except MoeLoraError as error:
+            raise to_api_error(error) from error
         except OSError as error:
-            raise bad_request(f"adapter {name!r} can't be read: {error.strerror}") from error
+            raise bad_request(f"adapter {name!r} can't be read: {error.strerror or error}") from error
         except Exception as error:
             raise to_api_error(error) from error
         await in_daemon_thread(log_text_of, self._frontend.cluster, name, files.folder)

@@ -130,13 +130,55 @@ def test_without_an_instance_nobody_waits_here():
     asyncio.run(run())
 
 
-def test_request_whose_trial_never_comes_is_told_why(monkeypatch):
+def test_request_whose_trial_never_comes_is_told_why_and_a_proven_adapter_goes_on(monkeypatch):
     monkeypatch.setattr(module, "WAIT_S", 0.2)
+
+    async def run() -> None:
+        fleet = Fleet()
+        fleet.suspects.note_token("proven", None)
+        fleet.die("0", "a", "b", "proven")
+        await fleet.try_at("a", "1")
+        with pytest.raises(EngineDeadError, match="'b' may have ended instance 0, and other adapters were"):
+            await fleet.suspects.admit("b")
+        assert await fleet.suspects.admit("proven") is None
+
+    asyncio.run(run())
+
+
+def test_a_second_instance_that_stays_away_is_not_awaited_for_ever(monkeypatch):
+    monkeypatch.setattr(module, "ALONE_S", 0.1)
 
     async def run() -> None:
         fleet = Fleet(live=1)
         fleet.die("0", "a")
-        with pytest.raises(EngineDeadError, match="'a' may have ended instance 0, and no second instance"):
+        assert (await fleet.try_at("a", "1")).adapter == "a"
+
+    asyncio.run(run())
+
+
+def test_adapter_that_gained_tokens_is_refused_after_one_more_death():
+    async def run() -> None:
+        fleet = Fleet()
+        fleet.suspects.note_token("a", None)
+        fleet.die("0", "a")
+        await fleet.try_at("a", "1")
+        fleet.die("1", "a", "b")
+        await fleet.try_at("a", "2")
+        fleet.die("2", "a")
+        with pytest.raises(AdapterFailedError, match="instances 0, 1, 2 died"):
             await fleet.suspects.admit("a")
+        assert (await fleet.try_at("b", "0")).adapter == "b"
+
+    asyncio.run(run())
+
+
+def test_trial_of_an_adapter_that_is_loaded_anew_meanwhile_ends_with_its_token():
+    async def run() -> None:
+        fleet = Fleet()
+        fleet.die("0", "a", "b")
+        trial = await fleet.try_at("a", "1")
+        fleet.suspects.forget("a")
+        fleet.suspects.note_token("a", trial)
+        assert (await fleet.try_at("b", "1")).adapter == "b"
 
     asyncio.run(run())
