@@ -35,7 +35,7 @@ class ScriptedEngine:
 
     answers: model name -> token ids (None: the base).  step_s: pause before each token.
     tokens_per_step: how many tokens an output carries.  fail_after: tokens until a request fails.
-    refuse: why no request can run.  hang_after: tokens of all requests until no request gets a further one.
+    refuse: why no request can run.  hang_after: tokens of all requests; further tokens never come.
     """
 
     answers: Mapping[str | None, Sequence[int]]
@@ -100,8 +100,8 @@ class ScriptedEngine:
         done = 0
         while True:
             await asyncio.sleep(self.step_s)
-            if self.hang_after is not None and self.num_tokens >= self.hang_after:
-                await asyncio.Event().wait()
+            while self._hangs() and request.request_id not in self.aborted:
+                await asyncio.sleep(0.01)
             self._check_alive()
             if request.request_id in self.aborted:
                 yield self._output(request, (), "abort")
@@ -117,6 +117,9 @@ class ScriptedEngine:
             yield self._output(request, token_ids, reason)
             if reason is not None:
                 return
+
+    def _hangs(self) -> bool:
+        return self.hang_after is not None and self.num_tokens >= self.hang_after
 
     def _ends(self, request: GenerateRequest, token_id: int) -> bool:
         sampling = request.sampling
