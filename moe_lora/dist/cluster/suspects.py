@@ -107,8 +107,8 @@ class Suspects:
     async def admit(self, adapter: str) -> Trial | None:
         """Return when a request of the adapter may be sent; a Trial if it is the one that shows.
 
-        An adapter without a token waits up to ALONE_S for a second live instance, if there are several: a trial
-        must not take the last one from all other requests.
+        An adapter without a token waits up to ALONE_S for a second live instance, if there are several: a
+        trial must not take the last one from all other requests.
         Raises AdapterFailedError for a refused adapter, EngineDeadError if no trial is possible in time.
         """
         began_s = time.monotonic()
