@@ -166,8 +166,12 @@ async def _see() -> None:
 
 
 async def _warm(tokenizer: Tokenizer | None) -> None:
-    """Starts the process, and reads the tokenizer there."""
+    """Starts the process, and reads the tokenizer there.
+
+    The process gives way before its imports: they take seconds, and requests run already.
+    """
     with fail_after(FIRST_START_S):
+        await to_process.run_sync(os.setpriority, os.PRIO_PROCESS, 0, _priority(), cancellable=True)
         await to_process.run_sync(_started, tokenizer, cancellable=True)
 
 
@@ -176,7 +180,11 @@ def _started(tokenizer: Tokenizer | None = None) -> None:
 
     tokenizer: read when this call arrived; later calls find it.
     """
-    os.setpriority(os.PRIO_PROCESS, 0, max(CHECK_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+    os.setpriority(os.PRIO_PROCESS, 0, _priority())
+
+
+def _priority() -> int:
+    return max(CHECK_NICE, os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def prepare_now(
