@@ -42,6 +42,7 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     from moe_lora.engine.text.text import load_tokenizer
     from moe_lora.serve.access import checked_keys
     from moe_lora.serve.frontend import Frontend
+    from moe_lora.serve.openai.checking_process import CheckingProcess
     from moe_lora.serve.server import bound, serve_forever
 
     _check_local(cluster)
@@ -49,13 +50,18 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     tokenizer, front_end = load_tokenizer(cluster.engine.model_dir), cluster.front_end
 
     async def run(cluster: ClusterConfig, registry: ServedRegistry | None) -> None:
-        at_once = asyncio.Event()
+        at_once, checks = asyncio.Event(), CheckingProcess(tokenizer)
+        checks.start()  # while instances load
         async with (
             local_lora_server(cluster, at_once, reload) as joined,
             local_instances(joined, registry, at_once=at_once, reload=reload) as controlled,
         ):
             frontend = Frontend(
-                client=controlled.fleet, tokenizer=tokenizer, cluster=joined, controller=controlled.controller
+                client=controlled.fleet,
+                tokenizer=tokenizer,
+                cluster=joined,
+                controller=controlled.controller,
+                checks=checks,
             )
             await serve_forever(frontend, socks, front_end.drain_s, reload, at_once)
 

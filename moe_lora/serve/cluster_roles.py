@@ -26,6 +26,7 @@ from moe_lora.dist.net.keys import keys_of
 from moe_lora.engine.client.heartbeat import Heartbeat
 
 from .frontend import Frontend
+from .openai.checking_process import CheckingProcess
 from .reload import Reload
 from .server import serve_forever
 
@@ -73,6 +74,8 @@ async def serve_deciding(
     """
     setting = "front_end.engines_address"
     place = parse_address(setting, cluster.engines_address())
+    checks = CheckingProcess(tokenizer)
+    checks.start()
     with opened_registry(cluster) as (cluster, registry):
         async with controlled_fleet(
             cluster,
@@ -88,6 +91,7 @@ async def serve_deciding(
                 tokenizer=tokenizer,
                 cluster=cluster,
                 controller=controlled.controller,
+                checks=checks,
             )
             await serve_forever(frontend, socks, cluster.front_end.drain_s, reload)
 
@@ -105,6 +109,8 @@ async def serve_directed(
     at start.
     """
     assert cluster.controller is not None
+    checks = CheckingProcess(tokenizer)
+    checks.start()
     place, keys = cluster.dialled_addresses()[name], keys_of(cluster)
     address = parse_address("controller.address", cluster.controller.address)
     heartbeat = Heartbeat.of(cluster.front_end)
@@ -114,7 +120,9 @@ async def serve_directed(
     link = ControllerLink(address, keys, name, instance_registry, routes, watched=watched)
     seed = f"{name} {cluster.engine.seed}"
     fleet = FleetClient(instance_registry, routes.router, WallClock(), link, routes.meter, seed=seed)
-    frontend = Frontend(client=fleet, tokenizer=tokenizer, cluster=cluster, controller=link, name=name)
+    frontend = Frontend(
+        client=fleet, tokenizer=tokenizer, cluster=cluster, controller=link, name=name, checks=checks
+    )
     listener = InstanceListener(
         instance_registry, AsItIs(instance_registry), max_unread=cluster.front_end.max_unread_steps
     )

@@ -16,6 +16,7 @@ from moe_lora.serve.metrics.metrics import Metrics
 
 from .http_errors import ApiError
 from .limits import REFUSALS, Limits
+from .openai.checking_process import CheckingProcess
 from .openai.fields import IgnoredFields
 
 if TYPE_CHECKING:
@@ -69,9 +70,10 @@ class Frontend:
     """One engine as one HTTP application sees it.
 
     tokenizer None: prompts are token ids only.  cluster: what is served, and what a controller does for it.
-    controller: runs while it serves.  name: which of several front ends it is.  ending: cuts requests when it
-    ends.  config: its own settings.  model_name: what requests call the base model; every other name is an
-    adapter's.  Whoever makes it closes the client.
+    controller: runs while it serves.  name: which of several front ends it is.  checks: checks large bodies;
+    None: starts with the first of them.  ending: cuts requests when it ends.  config: its own settings.
+    model_name: what requests call the base model; every other name is an adapter's.  Whoever makes it closes
+    the client.
     """
 
     client: EngineClient
@@ -79,6 +81,7 @@ class Frontend:
     cluster: ClusterConfig
     controller: Controller
     name: str | None = None
+    checks: CheckingProcess | None = None
     ending: Ending = field(default_factory=Ending)
     created_s: int = field(default_factory=lambda: int(time.time()))
 

@@ -16,7 +16,8 @@ from moe_lora.config import LimitsConfig
 from moe_lora.core.request import ModelInfo
 from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.limits import Limits
-from moe_lora.serve.openai import preparing
+from moe_lora.serve.openai import checking_process, preparing
+from moe_lora.serve.openai.checking_process import CheckingProcess
 from moe_lora.serve.openai.preparing import Preparer
 from moe_lora.serve.openai.protocol import ChatRequest, CompletionRequest
 from tests.stopped_processes import stop
@@ -108,7 +109,7 @@ def test_checks_that_end_while_their_process_starts_are_503_and_leave_one_proces
             assert refused.value.status == 503
         limits.change(LimitsConfig())
         found = await preparer.prepare(CompletionRequest, body, INFO, "client")
-        assert os.getpriority(os.PRIO_PROCESS, started[0].pid) == max(usual, preparing.CHECK_NICE)
+        assert os.getpriority(os.PRIO_PROCESS, started[0].pid) == max(usual, checking_process.CHECK_NICE)
         return found.prompts, [one.returncode for one in started]
 
     prompts, codes = asyncio.run(run())
@@ -119,9 +120,10 @@ def test_checks_that_end_while_their_process_starts_are_503_and_leave_one_proces
 @pytest.mark.parametrize("sent", ["at once", "later"])
 def test_the_process_starts_with_the_server_and_the_first_body_finds_it(tokenizer, started, sent):
     async def run():
-        preparer = Preparer(tokenizer, Limits(LimitsConfig()))
-        preparer.start()
-        while sent == "later" and not preparer.is_started:
+        process = CheckingProcess(tokenizer)
+        preparer = Preparer(tokenizer, Limits(LimitsConfig()), process)
+        process.start()
+        while sent == "later" and not process.is_started:
             await asyncio.sleep(0.01)
         body = bytearray(b'{"prompt": "hello"}')
         found = await preparer.prepare(CompletionRequest, body, INFO, "client")
@@ -148,10 +150,11 @@ def test_a_server_starts_the_process_before_a_large_body_comes(demo):
 
 def test_a_start_that_fails_is_tried_again_by_the_first_body(tokenizer, started, monkeypatch):
     async def run():
-        preparer = Preparer(tokenizer, Limits(LimitsConfig()))
-        monkeypatch.setattr(preparing, "FIRST_START_S", 0.001)
-        preparer.start()
-        while not preparer.is_started:
+        process = CheckingProcess(tokenizer)
+        preparer = Preparer(tokenizer, Limits(LimitsConfig()), process)
+        monkeypatch.setattr(checking_process, "FIRST_START_S", 0.001)
+        process.start()
+        while not process.is_started:
             await asyncio.sleep(0.01)
         body = bytearray(b'{"prompt": "hello"}')
         return (await preparer.prepare(CompletionRequest, body, INFO, "client")).prompts
@@ -168,7 +171,7 @@ def test_a_process_that_stands_still_between_two_bodies_is_ended_and_the_next_on
         preparer = Preparer(tokenizer, Limits(LimitsConfig()))
         await preparer.prepare(CompletionRequest, body, INFO, "client")
         stop(started[0].pid)
-        monkeypatch.setattr(preparing, "START_S", 0.05)
+        monkeypatch.setattr(checking_process, "START_S", 0.05)
         with pytest.raises(ApiError) as refused:
             await preparer.prepare(CompletionRequest, body, INFO, "client")
         monkeypatch.undo()
