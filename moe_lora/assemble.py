@@ -42,6 +42,7 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     from moe_lora.dist.launch.devices import log_devices, placed
     from moe_lora.serve.access import checked_keys
     from moe_lora.serve.frontend import Frontend
+    from moe_lora.serve.openai.checking_process import CheckingProcess
     from moe_lora.serve.served_text import adapter_texts, read_served_text
     from moe_lora.serve.server import bound, serve_forever
 
@@ -52,7 +53,8 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     tokenizer, front_end = read_served_text(cluster), cluster.front_end
 
     async def run(cluster: ClusterConfig, registry: ServedRegistry | None) -> None:
-        at_once = asyncio.Event()
+        at_once, checks = asyncio.Event(), CheckingProcess(tokenizer)
+        checks.start()  # while instances load
         async with (
             local_lora_server(cluster, at_once, reload) as joined,
             local_instances(joined, registry, at_once=at_once, reload=reload) as controlled,
@@ -63,6 +65,7 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
                 cluster=joined,
                 controller=controlled.controller,
                 adapter_texts=adapter_texts(joined, controlled.instance_registry),
+                checks=checks,
             )
             await serve_forever(frontend, socks, front_end.drain_s, reload, at_once)
 

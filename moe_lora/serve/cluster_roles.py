@@ -26,6 +26,7 @@ from moe_lora.dist.net.keys import keys_of
 from moe_lora.engine.client.heartbeat import Heartbeat
 
 from .frontend import Frontend
+from .openai.checking_process import CheckingProcess
 from .reload import Reload
 from .served_text import adapter_texts
 from .server import serve_forever
@@ -74,6 +75,8 @@ async def serve_deciding(
     """
     setting = "front_end.engines_address"
     place = parse_address(setting, cluster.engines_address())
+    checks = CheckingProcess(tokenizer)
+    checks.start()
     with opened_registry(cluster) as (cluster, registry):
         async with controlled_fleet(
             cluster,
@@ -90,6 +93,7 @@ async def serve_deciding(
                 cluster=cluster,
                 controller=controlled.controller,
                 adapter_texts=adapter_texts(cluster, controlled.instance_registry),
+                checks=checks,
             )
             await serve_forever(frontend, socks, cluster.front_end.drain_s, reload)
 
@@ -107,6 +111,8 @@ async def serve_directed(
     at start.
     """
     assert cluster.controller is not None
+    checks = CheckingProcess(tokenizer)
+    checks.start()
     place, keys = cluster.dialled_addresses()[name], keys_of(cluster)
     address = parse_address("controller.address", cluster.controller.address)
     heartbeat = Heartbeat.of(cluster.front_end)
@@ -123,6 +129,7 @@ async def serve_directed(
         controller=link,
         name=name,
         adapter_texts=adapter_texts(cluster, instance_registry),
+        checks=checks,
     )
     listener = InstanceListener(
         instance_registry, AsItIs(instance_registry), max_unread=cluster.front_end.max_unread_steps

@@ -16,6 +16,7 @@ from moe_lora.serve.metrics.metrics import Metrics
 
 from .http_errors import ApiError
 from .limits import REFUSALS, Limits
+from .openai.checking_process import CheckingProcess
 from .openai.fields import IgnoredFields
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class Frontend:
     tokenizer None: prompts are token ids only.  cluster: what is served, and what a controller does for it.
     controller: runs while it serves.  name: which of several front ends it is.  ending: cuts requests when it
     ends.  config: its own settings.  model_name: what requests call the base model.  model_names: all names
-    of the base model; every other name is an adapter's.  adapter_texts: see `served_text`.  Whoever makes it
-    closes the client.
+    of the base model; every other name is an adapter's.  adapter_texts: see `served_text`.  checks: checks
+    large bodies; None: starts with the first of them.  Whoever makes it closes the client.
     """
 
     client: EngineClient
@@ -83,6 +84,7 @@ class Frontend:
     controller: Controller
     name: str | None = None
     adapter_texts: Callable[[], AdapterTexts] | None = None
+    checks: CheckingProcess | None = None
     ending: Ending = field(default_factory=Ending)
     created_s: int = field(default_factory=lambda: int(time.time()))
 

@@ -68,7 +68,7 @@ def create_app(frontend: Frontend) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[HEADER, IGNORED_HEADER],
         )
-    preparer = app.state.preparer = Preparer(frontend.tokenizer, frontend.limits, frontend.adapter_texts)
+    preparer = Preparer(frontend.tokenizer, frontend.limits, frontend.checks, frontend.adapter_texts)
     app.include_router(generating_router(frontend, preparer))
     managing = (models_router, adapters_router, registry_router, capacity_router, instances_router)
     for make_router in (*managing, status_router):
@@ -264,9 +264,8 @@ async def serve_forever(
     """
     access = frontend.config
     limits = frontend.limits
-    app = create_app(frontend)
     config = uvicorn.Config(
-        app,
+        create_app(frontend),
         log_config=None,
         log_level="error",  # what clients get wrong is counted, not logged
         access_log=False,
@@ -307,7 +306,6 @@ async def serve_forever(
     gc.freeze()
     gc.collect()  # the collector would wait for a quarter of what it found the last time, which is frozen
     gc.set_threshold(*RARE_COLLECTIONS)
-    app.state.preparer.start()
     deciding = asyncio.create_task(frontend.controller.run())
     try:
         await frontend.controller.ready()

@@ -19,7 +19,8 @@ from moe_lora.dist.cluster.instances import ServedVersion
 from moe_lora.engine.text.text import load_tokenizer
 from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.limits import Limits
-from moe_lora.serve.openai import preparing
+from moe_lora.serve.openai import checking_process, preparing
+from moe_lora.serve.openai.checking_process import CheckingProcess
 from moe_lora.serve.openai.preparing import Preparer
 from moe_lora.serve.openai.protocol import ChatRequest, CompletionRequest
 from moe_lora.serve.served_text import AdapterTexts
@@ -50,14 +51,17 @@ PATIENT = LimitsConfig(check_timeout_s=PATIENCE_S)
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
-    monkeypatch.setattr(preparing, "START_S", PATIENCE_S)
+    monkeypatch.setattr(checking_process, "START_S", PATIENCE_S)
 
 
 def prepare(bodies, tokenizer, adapter_texts=None, **limits):
     """What each of (kind, body) asks for, or the error."""
 
     async def run():
-        preparer, found = Preparer(tokenizer, Limits(replace(PATIENT, **limits)), adapter_texts), []
+        preparer, found = (
+            Preparer(tokenizer, Limits(replace(PATIENT, **limits)), adapter_texts=adapter_texts),
+            [],
+        )
         for kind, body in bodies:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             try:
@@ -123,7 +127,7 @@ def test_checks_that_end_while_their_process_starts_are_503_and_leave_one_proces
             assert refused.value.status == 503
         limits.change(PATIENT)
         found = await preparer.prepare(CompletionRequest, body, INFO, "client")
-        assert os.getpriority(os.PRIO_PROCESS, started[0].pid) == max(usual, preparing.CHECK_NICE)
+        assert os.getpriority(os.PRIO_PROCESS, started[0].pid) == max(usual, checking_process.CHECK_NICE)
         return found.prompts, [one.returncode for one in started]
 
     prompts, codes = asyncio.run(run())
@@ -134,9 +138,10 @@ def test_checks_that_end_while_their_process_starts_are_503_and_leave_one_proces
 @pytest.mark.parametrize("sent", ["at once", "later"])
 def test_the_process_starts_with_the_server_and_the_first_body_finds_it(tokenizer, started, sent):
     async def run():
-        preparer = Preparer(tokenizer, Limits(LimitsConfig()))
-        preparer.start()
-        while sent == "later" and not preparer.is_started:
+        process = CheckingProcess(tokenizer)
+        preparer = Preparer(tokenizer, Limits(PATIENT), process)
+        process.start()
+        while sent == "later" and not process.is_started:
             await asyncio.sleep(0.01)
         body = bytearray(b'{"prompt": "hello"}')
         found = await preparer.prepare(CompletionRequest, body, INFO, "client")
@@ -163,10 +168,11 @@ def test_a_server_starts_the_process_before_a_large_body_comes(demo):
 
 def test_a_start_that_fails_is_tried_again_by_the_first_body(tokenizer, started, monkeypatch):
     async def run():
-        preparer = Preparer(tokenizer, Limits(LimitsConfig()))
-        monkeypatch.setattr(preparing, "FIRST_START_S", 0.001)
-        preparer.start()
-        while not preparer.is_started:
+        process = CheckingProcess(tokenizer)
+        preparer = Preparer(tokenizer, Limits(PATIENT), process)
+        monkeypatch.setattr(checking_process, "FIRST_START_S", 0.001)
+        process.start()
+        while not process.is_started:
             await asyncio.sleep(0.01)
         body = bytearray(b'{"prompt": "hello"}')
         return (await preparer.prepare(CompletionRequest, body, INFO, "client")).prompts
@@ -183,10 +189,10 @@ def test_a_process_that_stands_still_between_two_bodies_is_ended_and_the_next_on
         preparer = Preparer(tokenizer, Limits(PATIENT))
         await preparer.prepare(CompletionRequest, body, INFO, "client")
         stop(started[0].pid)
-        monkeypatch.setattr(preparing, "START_S", 0.05)
+        monkeypatch.setattr(checking_process, "START_S", 0.05)
         with pytest.raises(ApiError) as refused:
             await preparer.prepare(CompletionRequest, body, INFO, "client")
-        monkeypatch.setattr(preparing, "START_S", PATIENCE_S)
+        monkeypatch.setattr(checking_process, "START_S", PATIENCE_S)
         await preparer.prepare(CompletionRequest, body, INFO, "client")
         return refused.value.status, len(started), started[0].returncode
 

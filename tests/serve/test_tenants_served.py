@@ -262,9 +262,11 @@ def _(tenants):
 
 @way("fields that say whose a request is")
 def _(tenants):
-    cached(tenants, "globex", prompt=tenants.prompt)
-    for field in ("tenant", "share", "salt", "api_key", "cache_salt"):
-        assert cached(tenants, "acme", prompt=tenants.prompt, **{field: "globex"}) == 0, field
+    for number, field in enumerate(("tenant", "share", "salt", "api_key", "cache_salt")):
+        prompt = [number + 3, number + 4, *tenants.prompt]
+        cached(tenants, "globex", prompt=prompt)
+        assert cached(tenants, "globex", prompt=prompt) > 0
+        assert cached(tenants, "acme", prompt=prompt, **{field: "globex"}) == 0, field
     for field in ("adapter", "lora_path", "request_ids"):
         answer = tenants.ask("acme", "POST", "/v1/completions", {"prompt": "hello", field: "globex"})
         assert answer.status_code == 400, field
@@ -272,7 +274,7 @@ def _(tenants):
 
 @way("another tenant's salt")
 def _(tenants):
-    prompt = tenants.prompt
+    prompt = tenants.prompt[::-1]
     assert cached(tenants, "globex", prompt=prompt, cache_salt="same") == 0
     assert cached(tenants, "globex", prompt=prompt, cache_salt="same") > 0
     assert cached(tenants, "acme", prompt=prompt, cache_salt="same") == 0

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
@@ -22,6 +21,7 @@ from moe_lora.engine.text.text import LONG_TEXT_CHARS
 from moe_lora.serve.http_errors import ApiError, ContextLengthError, bad_request, describe_validation
 from moe_lora.serve.limits import RETRY_S, Limits
 
+from .checking_process import CheckingProcess
 from .fields import shown_name
 from .protocol import ChatRequest, CompletionRequest, SamplingFields, refuse_unknown, whole_characters
 
@@ -31,12 +31,6 @@ if TYPE_CHECKING:
 
 _UNBOUNDED_ANSWER_TOKENS = 4096
 """What an answer without max_tokens counts at most: few fill the model's context."""
-START_S = 30.0
-"""For the other process to start, or to say that it is there."""
-FIRST_START_S = 300.0
-"""For its first start, beside all that starts with the server, and to read the tokenizer."""
-CHECK_NICE = 5
-"""Of the other process: a third of what a process of usual priority gets of a core that both want."""
 INLINE_BYTES = 1 << 14
 """Bodies from here on are checked in the other process; smaller ones take the event loop milliseconds."""
 
@@ -86,30 +80,23 @@ class Prepared:
 class Preparer:
     """Prepares one front end's requests; belongs to one event loop.  tokenizer: None: of token ids only.
 
-    adapter_texts: see `served_text`.
+    process: checks large bodies; None: a process that starts with the first of them.  adapter_texts: see
+    `served_text`.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer | None,
         limits: Limits,
+        process: CheckingProcess | None = None,
         adapter_texts: Callable[[], AdapterTexts] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._adapter_texts = adapter_texts
         self._limits = limits
+        self._process = process or CheckingProcess(tokenizer)
         self._alone = asyncio.Lock()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._starting: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Starts the other process, so that the first large body does not wait."""
-        self._begin(_warm(self._tokenizer))
-
-    @property
-    def is_started(self) -> bool:
-        """True after the last start of the other process, also after a failed start."""
-        return self._starting is not None and self._starting.done()
 
     async def prepare(
         self, kind: type[SamplingFields], content: bytearray, info: ModelInfo, client: str
@@ -154,7 +141,7 @@ class Preparer:
         try:
             with fail_after(limits.config.check_timeout_s):
                 async with turn, self._alone:
-                    await asyncio.shield(self._start())
+                    await self._process.ready()
                     return await to_process.run_sync(
                         prepare_now, kind, content, self._tokenizer, bounds, cancellable=True
                     )
@@ -164,39 +151,6 @@ class Preparer:
         except (BrokenWorkerProcess, OSError) as error:
             what = "the process that checks large requests ended, or can't be started; send this one again"
             raise limits.refusal("check_time", ApiError(503, what, retry_s=RETRY_S)) from error
-
-    def _start(self) -> asyncio.Task[None]:
-        """Done when the other process is there.  It outlives who waits for it: a process whose start is
-        cancelled would be neither used nor ended, and the next request would start another one.
-        """
-        if self._starting is None or self._starting.done():
-            return self._begin(_see())
-        return self._starting
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        self._starting = asyncio.create_task(work)
-        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return self._starting
-
-
-async def _see() -> None:
-    """Have the process started if it is not there, or ended if it stands still."""
-    with fail_after(START_S):
-        await to_process.run_sync(_started, cancellable=True)
-
-
-async def _warm(tokenizer: Tokenizer | None) -> None:
-    """Starts the process, and reads the tokenizer there."""
-    with fail_after(FIRST_START_S):
-        await to_process.run_sync(_started, tokenizer, cancellable=True)
-
-
-def _started(tokenizer: Tokenizer | None = None) -> None:
-    """What a process does that only has to be there: it gives way to those that have tokens for clients.
-
-    tokenizer: read when this call arrived; later calls find it.
-    """
-    os.setpriority(os.PRIO_PROCESS, 0, max(CHECK_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def prepare_now(

@@ -1,0 +1,85 @@
+"""The process for checks of large bodies: starts with the front end, and again after its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from anyio import fail_after, to_process
+
+if TYPE_CHECKING:
+    from moe_lora.engine.text.text import Tokenizer
+
+START_S = 30.0
+"""For the process to start, or to answer."""
+FIRST_START_S = 300.0
+"""For the start beside instances that load, and for the tokenizer."""
+_CODE = "moe_lora.serve.openai.preparing"
+CHECK_NICE = 5
+"""Priority of the process: beside a process of usual priority it gets a third of a core."""
+
+
+class CheckingProcess:
+    """One process of an event loop, for calls of `anyio.to_process`.
+
+    tokenizer: read there at the start.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._starting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Starts the process in the background.  A failed start is repeated by `ready`."""
+        self._begin(_warm(self._tokenizer))
+
+    @property
+    def is_started(self) -> bool:
+        """True after the last start, also after a failed start."""
+        return self._starting is not None and self._starting.done()
+
+    async def ready(self) -> None:
+        """Returns when the process answers.  Starts a process if there is none, and ends a stopped one.
+
+        A start outlives its callers: a process with a cancelled start would be neither used nor ended.
+        Raises TimeoutError, BrokenWorkerProcess and OSError.
+        """
+        if self._starting is None or self._starting.done():
+            self._begin(_see())
+        assert self._starting is not None
+        await asyncio.shield(self._starting)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._starting = asyncio.create_task(work)
+        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+async def _warm(tokenizer: Tokenizer | None) -> None:
+    """Starts the process, and reads code and tokenizer there.
+
+    The process gives way before its imports: they take seconds.
+    """
+    with fail_after(FIRST_START_S):
+        await to_process.run_sync(os.setpriority, os.PRIO_PROCESS, 0, _priority(), cancellable=True)
+        await to_process.run_sync(_read, tokenizer, cancellable=True)
+
+
+async def _see() -> None:
+    with fail_after(START_S):
+        await to_process.run_sync(_started, cancellable=True)
+
+
+def _read(tokenizer: Tokenizer | None) -> None:
+    """Runs in the process.  tokenizer: kept there since the call was decoded."""
+    import_module(_CODE)
+
+
+def _started() -> None:
+    os.setpriority(os.PRIO_PROCESS, 0, _priority())
+
+
+def _priority() -> int:
+    return max(CHECK_NICE, os.getpriority(os.PRIO_PROCESS, 0))
