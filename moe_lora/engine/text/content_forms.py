@@ -93,7 +93,10 @@ def _places(role: str, other: Any) -> Iterator[Place]:
     """Conversations around a message of this role; templates refuse some orders of roles."""
     user, assistant = {"role": "user", "content": other}, {"role": "assistant", "content": other}
     if role == "user":
-        yield lambda content: [{"role": role, "content": content}]
+        for roles in (("user",), ("user", "assistant", "user"), ("system", "user")):
+            yield lambda content, roles=roles: [  # type: ignore[misc]
+                {"role": one, "content": content} for one in roles
+            ]
         return
     call = {"id": "callid123", "type": "function", "function": {"name": "f", "arguments": {}}}
     calls = {"role": "assistant", "content": other, "tool_calls": [call]}
