@@ -1,7 +1,7 @@
-"""Text files beside an adapter, compared with its base model's: tokenizer, end token, chat template.
+"""Text files beside an adapter, compared with the base model's: tokenizer, end token, chat template.
 
-Trainers save these files with each adapter.  An adapter changes no embedding, so a tokenizer with other
-tokens is never used.
+Trainers save such files with an adapter.  An adapter changes no embedding: a tokenizer with other tokens
+is never used.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ OPTION = "--adapter-chat-template"
 class AdapterText:
     """The differences between an adapter's text files and the base model's.
 
-    templates: other chat templates, by name.  special_tokens: the adapter's.  eos_tokens: the adapter's end
-    token and the base's, if they differ.  vocabulary: a difference between the tokenizers' tokens, or None.
+    templates: chat templates unlike the base's, by name.  special_tokens: the adapter's.  eos_tokens: the
+    adapter's end token and the base's, if different.  vocabulary: a difference between the tokens, or None.
     """
 
     templates: Mapping[str, str]
@@ -65,7 +65,7 @@ class AdapterText:
     vocabulary: str | None
 
     def remark(self, *, used: bool) -> str | None:
-        """One line: the differences, and their effect; None without a difference.  used: with the option."""
+        """The differences and the effect in a line; None without a difference.  used: with the option."""
         found = ["a chat template"] if self.templates else []
         if self.eos_tokens is not None:
             own, base = self.eos_tokens
@@ -83,9 +83,9 @@ class AdapterText:
 
 
 def read_adapter_text(folder: Path, base: Path, root: str | None = None) -> AdapterText | None:
-    """None for a folder without such files.  root: files elsewhere are refused, whatever link leads there.
+    """The differences; None for a folder without text files.  root: the files must lie there, links followed.
 
-    Raises ConfigError for a file that can't be read.
+    Raises ConfigError for an unreadable file.
     """
     present = [name for name in FILES if (folder / name).exists()]
     if not present:
@@ -105,7 +105,7 @@ def read_adapter_text(folder: Path, base: Path, root: str | None = None) -> Adap
 
 
 def text_remark(folder: Path, base: Path, *, used: bool, root: str | None = None) -> str | None:
-    """`AdapterText.remark` of a folder, or the reason why its text files can't be read."""
+    """`AdapterText.remark` of a folder, or the reason why the text files can't be read."""
     try:
         text = read_adapter_text(folder, base, root)
     except (ConfigError, OSError) as error:
@@ -114,16 +114,16 @@ def text_remark(folder: Path, base: Path, *, used: bool, root: str | None = None
 
 
 def log_adapter_text(name: str, folder: str, base: str, *, used: bool, root: str | None = None) -> None:
-    """One line for an adapter with text files that differ from its base's."""
+    """Writes the remark, if there is a difference."""
     if remark := text_remark(Path(folder), Path(base), used=used, root=root):
         logger.warning("adapter %s: %s", name, remark)
 
 
 @lru_cache(maxsize=256)
 def with_adapter_text(tokenizer: Tokenizer, folder: str, version: int, root: str | None) -> Tokenizer:
-    """The tokenizer with the adapter's chat template and end token; itself without usable files.
+    """The tokenizer with the adapter's chat template and end token; the same tokenizer without usable files.
 
-    version: of the adapter; a new one is read anew.  Raises ConfigError for a file that can't be read.
+    version: of the adapter; a new version is read anew.  Raises ConfigError for an unreadable file.
     """
     if tokenizer.folder is None:
         return tokenizer
@@ -174,7 +174,7 @@ _kept: dict[str, dict[str, int]] = {}
 
 
 def _tokens(digest: str, path: Path) -> dict[str, int]:
-    """Token -> id of a tokenizer.json.  Trainers save the same file beside each adapter: it is read once."""
+    """Token -> id of a tokenizer.json.  Equal files beside many adapters are read once."""
     if digest not in _kept:
         if len(_kept) >= NUM_KEPT:
             _kept.pop(next(iter(_kept)))

@@ -1,7 +1,7 @@
 """Chat templates of Hugging Face checkpoints, rendered by transformers' own function.
 
 Output: the text of `PreTrainedTokenizerBase.apply_chat_template(tokenize=False)`.  Two exceptions: a template
-for parts gets a text as one part, and a template for texts gets parts as lines (`content_forms`).
+for parts gets a text as a part, and a template for texts gets parts as lines (`content_forms`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RESERVED = frozenset(
 
 
 class ChatTemplates:
-    """The chat templates of one folder by name, and the special tokens (name -> text) for their variables."""
+    """The chat templates of a folder by name, and special tokens (name -> text) as variables."""
 
     def __init__(
         self, sources: Mapping[str, str], special_tokens: Mapping[str, str], folder: Path | None = None
@@ -124,14 +124,14 @@ class ChatTemplates:
 
 
 class _Template:
-    """One compiled template.  problem: the reason why it can't be compiled, or None."""
+    """A compiled template.  problem: the compiler's error, or None."""
 
     def __init__(self, source: str, name: str, special_tokens: Mapping[str, str]) -> None:
-        # Not at the top: the import takes a second.  It brings no torch.
+        # Not at the top: the import takes a second, though without torch.
         from transformers.utils import chat_template_utils
 
         self._title = "the chat template" if name == DEFAULT else f"the chat template {name!r}"
-        # Any: versions of transformers differ, and mypy checks the keywords of one version.
+        # Any: versions of transformers differ, and mypy checks keywords of a single version.
         functions: Any = chat_template_utils
         self._render = partial(functions.render_jinja_template, chat_template=source, **special_tokens)
         self._normalize: Any = getattr(functions, "_normalize_chat_messages", list)

@@ -1,7 +1,7 @@
-"""The form in which a chat template reads a message's content: a text, or a list of parts.
+"""The form of a message's content for a chat template: a text, or a list of parts.
 
 Clients send both forms.  A template for texts prints a list as Python code; a template for parts loses a
-text.  Each role is probed with two different contents in each form.  A form is fit if the outputs differ and
+text.  Every role is probed with two contents in both forms.  A form is fit if the outputs differ and
 show no Python code.
 """
 
@@ -24,7 +24,7 @@ else as Python code."""
 
 
 class ContentForms:
-    """The fit forms of each role.  render: messages, variables -> text; raises ValueError where it fails."""
+    """The fit forms by role.  render: messages, variables -> text; ValueError for a failure."""
 
     def __init__(self, render: Callable[..., str]) -> None:
         self._render = render
@@ -35,15 +35,15 @@ class ContentForms:
             self.fit(role, {})
 
     def fit(self, role: str, variables: Mapping[str, Any]) -> frozenset[str]:
-        """The forms that the template reads in messages of this role; empty: unknown.
+        """The fit forms in messages of this role; empty: unknown.
 
-        variables: of the request.  They count where the template fails without them.
+        variables: of the request; they count if the template fails without variables.
         """
         found = self._kept((role,), {})
         return found if found or not variables else self._kept((role, *sorted(variables)), variables)
 
     def fitted(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[Message]:
-        """The messages; where only the other form of a content is fit, that form."""
+        """The messages, with content in the only fit form."""
         return [self._fitted(message, variables) for message in messages]
 
     def _fitted(self, message: Message, variables: Mapping[str, Any]) -> Message:
@@ -93,7 +93,10 @@ def _places(role: str, other: Any) -> Iterator[Place]:
     """Conversations around a message of this role; templates refuse some orders of roles."""
     user, assistant = {"role": "user", "content": other}, {"role": "assistant", "content": other}
     if role == "user":
-        yield lambda content: [{"role": role, "content": content}]
+        for roles in (("user",), ("user", "assistant", "user"), ("system", "user")):
+            yield lambda content, roles=roles: [  # type: ignore[misc]
+                {"role": one, "content": content} for one in roles
+            ]
         return
     call = {"id": "callid123", "type": "function", "function": {"name": "f", "arguments": {}}}
     calls = {"role": "assistant", "content": other, "tool_calls": [call]}

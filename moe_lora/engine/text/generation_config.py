@@ -49,7 +49,7 @@ NO_EFFECT = frozenset(
 def read_sampling_defaults(model_dir: str | Path) -> dict[str, int | float]:
     """The `DEFAULTED` fields of the checkpoint's generation_config.json, as `SamplingParams` takes them.
 
-    Raises ConfigError for a value outside of its range.
+    Raises ConfigError for a value out of range.
     """
     path = Path(model_dir) / FILE
     entries = read_json(path)
@@ -57,12 +57,12 @@ def read_sampling_defaults(model_dir: str | Path) -> dict[str, int | float]:
 
 
 def unused_fields(model_dir: str | Path) -> dict[str, Any]:
-    """Fields of generation_config.json that would change tokens and are not used."""
+    """Fields of generation_config.json without an effect here that ask for other tokens."""
     return {name: value for name, value in read_json(Path(model_dir) / FILE).items() if _asks(name, value)}
 
 
 def log_generation_config(model_dir: str | Path) -> None:
-    """Which fields are the defaults of requests, and which fields have no effect."""
+    """Writes the defaults of requests, and the fields without an effect."""
     if defaults := read_sampling_defaults(model_dir):
         logger.info("generation_config.json: where a request is silent, %s", _listed(defaults))
     if unused := unused_fields(model_dir):

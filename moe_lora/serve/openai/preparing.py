@@ -117,7 +117,7 @@ class Preparer:
             return await self._elsewhere(kind, bytes(content), bounds, client)
         body = parse(kind, content, bounds)
         tokenizer = self._tokenizer
-        if bounds.adapter_texts is not None:
+        if bounds.adapter_texts is not None and body.model in bounds.adapter_texts.adapters:
             tokenizer = await asyncio.to_thread(tokenizer_of, body.model, tokenizer, bounds)
         sampling, prompts = asked_of(body, tokenizer, bounds)
         add_special = cast("Any", body).add_special_tokens

@@ -121,6 +121,15 @@ def test_a_template_that_needs_a_call_before_a_tool_s_answer_is_probed_behind_on
     assert ours(source).render_chat(messages) == "42"
 
 
+def test_a_template_that_refuses_a_single_message_is_probed_with_more():
+    source = (
+        "{% if messages | length < 2 %}{{ raise_exception('two') }}{% endif %}"
+        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    )
+    messages = [USER, {"role": "assistant", "content": " a"}, {"role": "user", "content": " b"}]
+    assert ours(source).render_chat(messages) == "hello there a b"
+
+
 def test_many_roles_are_not_probed_for_ever():
     tokenizer = ours(TEXT_ONLY["plain"])
     for number in range(MAX_PROBES + 10):
