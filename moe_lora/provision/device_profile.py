@@ -63,8 +63,15 @@ class Table:
         return time_s
 
 
+class MissingRateError(ConfigError):
+    """A plan needs a rate that the profile does not have."""
+
+
+MEANINGS = {"load_bytes_per_s": "copies from host to device", "net_bytes_per_s": "network between GPUs"}
+
+
 class Gpu(FileContent):
-    """One GPU (or, measured on CPUs, one rank).  Rates are those of its data sheet; None = not known.
+    """One GPU (or, measured on CPUs, one rank).  Peak rates; None = not known.
 
     instance_memory_share, server_memory_share: parts of the memory that weights, KV and adapters of an
     instance, and adapters of a LoRA Server, may take.  load_bytes_per_s: host to device.
@@ -73,10 +80,20 @@ class Gpu(FileContent):
     memory_gib: Positive
     instance_memory_share: Share
     server_memory_share: Share
-    load_bytes_per_s: Positive
+    load_bytes_per_s: Positive | None = None
     bytes_per_s: Positive | None = None
     flop_per_s: Positive | None = None
     net_bytes_per_s: Positive | None = None
+
+    def needed(self, rate: str, profile: str) -> float:
+        """The rate of that name.  Raises ConfigError where the profile does not have the rate."""
+        found: float | None = getattr(self, rate)
+        if found is None:
+            raise MissingRateError(
+                f"profile {profile!r} has no {rate} ({MEANINGS[rate]}): nobody measured it there; give "
+                f"--assume {rate}=BYTES, or a profile with the rate and its source"
+            )
+        return found
 
     @property
     def memory_bytes(self) -> float:
@@ -89,7 +106,6 @@ class RatedGpu(Gpu):
 
     bytes_per_s: Positive
     flop_per_s: Positive
-    net_bytes_per_s: Positive
 
 
 class Sizes(FileContent):
@@ -159,7 +175,7 @@ class Efficiency(FileContent):
 
     memory: Share
     flop: Share
-    net: Share
+    net: Share | None = None
 
 
 _Latency = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
@@ -175,10 +191,18 @@ class FixedTimes(FileContent):
     sync_per_rank: _Latency = 0.0
 
 
+Part = Literal["decode", "prefill", "chunks", "adapters", "loads", "prefixes", "several GPUs", "LoRA Server"]
+"""What of a plan may have run on a device."""
+
+
 class _Device(FileContent):
-    """sources: where the numbers come from."""
+    """about: whose numbers these are, in a sentence.  ran: parts of a plan that ran on this device with this
+    code, each with what ran (`Part`).  sources: where the numbers come from.
+    """
 
     name: Annotated[str, Field(min_length=1)]
+    about: str = ""
+    ran: Annotated[dict[Part, str], Field(default_factory=dict)]
     fixed_us: FixedTimes = FixedTimes()
     sources: Annotated[dict[str, Any], Field(default_factory=dict)]
 

@@ -66,7 +66,7 @@ def check_instances(cluster: Cluster, num_instances: int) -> None:
     why = "fit beside the weights" if limit == "kv" else "the base model decodes within the TPOT SLO"
     raise SloError(
         f"--instances {num_instances}: {batch:.1f} requests each or more, {batch - most:.1f} more than "
-        f"the {most} that {why}; give {least} or more"
+        f"the {most:g} that {why}; give {least} or more"
     )
 
 
