@@ -53,6 +53,12 @@ _ADAPTERS = (
 _CLUSTER = (
     click.option("--model", required=True, help="Folder with a config.json, or a name such as Mixtral-8x7B."),
     click.option("--hardware", default="hopper96", show_default=True, help="Profile: name, or JSON file."),
+    click.option(
+        "--assume",
+        multiple=True,
+        metavar="RATE=BYTES",
+        help="Bytes per second that the profile lacks: load_bytes_per_s or net_bytes_per_s.",
+    ),
     click.option("--instance-gpus", type=int, help="GPUs of one.  [default: table 3's, else 1]"),
 )
 _RESULT = (
@@ -96,8 +102,8 @@ def provision(**options: Any) -> None:
     from .provision_inputs import model_dir_of, plan_inputs
 
     check_targets(out=options["out"], report=options["report"])
-    inputs = plan_inputs(options)
     trace = read_trace(options["trace"], options["format"], limit=NUM_REQUESTS)
+    inputs = plan_inputs(options, trace)
     try:
         plan = checked_plan(inputs, trace)
     except SloError as error:

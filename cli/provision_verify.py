@@ -26,7 +26,7 @@ def verified(inputs: PlanInputs, plan: Plan, trace: Trace) -> tuple[dict[str, An
 
     place = place_of(plan)
     load = planned_load(inputs, planned_rate(inputs, plan), trace, seed=SEED)
-    found = replays(Cluster(inputs), place.layout, place.num_instances, load)
+    found = replays(Cluster(inputs), place, load)
     judged = verdicts(inputs, found, OTHER_DRAWS)
     held = holds(inputs, found, OTHER_DRAWS)
     content = {

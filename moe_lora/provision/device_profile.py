@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -197,12 +198,13 @@ Part = Literal["decode", "prefill", "chunks", "adapters", "loads", "prefixes", "
 
 class _Device(FileContent):
     """about: whose numbers these are, in a sentence.  ran: parts of a plan that ran on this device with this
-    code, each with what ran (`Part`).  sources: where the numbers come from.
+    code, each with what ran.  models_run: models that did, with all their layers.  sources: where the numbers come from.
     """
 
     name: Annotated[str, Field(min_length=1)]
     about: str = ""
     ran: Annotated[dict[Part, str], Field(default_factory=dict)]
+    models_run: tuple[str, ...] = ()
     fixed_us: FixedTimes = FixedTimes()
     sources: Annotated[dict[str, Any], Field(default_factory=dict)]
 
@@ -251,6 +253,22 @@ Profile = MeasuredProfile | RooflineProfile
 def shipped_profiles() -> tuple[str, ...]:
     """Names of the profiles that come with the package."""
     return tuple(sorted(Path(file.name).stem for file in _shipped().iterdir() if file.name.endswith(".json")))
+
+
+def with_rates(profile: Profile, assumed: Mapping[str, float]) -> Profile:
+    """The profile with rates that it lacks.  Raises ConfigError for a rate that it has, or no such rate."""
+    for name, value in assumed.items():
+        if name not in MEANINGS:
+            raise ConfigError(f"assumed rate {name!r} is unknown; choose one of {', '.join(MEANINGS)}")
+        known = getattr(profile.gpu, name)
+        if known is not None:
+            raise ConfigError(
+                f"profile {profile.name!r} has {name}={known:g}; leave the assumption out, or copy the profile "
+                "and change the rate there"
+            )
+        if not 0 < value < math.inf:
+            raise ConfigError(f"assumed {name}={value} must be finite and above 0")
+    return profile.model_copy(update={"gpu": profile.gpu.model_copy(update=dict(assumed))})
 
 
 def _shipped() -> Any:

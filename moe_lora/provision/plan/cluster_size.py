@@ -33,6 +33,7 @@ MS = 1e3
 _PRECISION = 1e-6
 MOST_STEP_TOKENS, LEAST_STEP_TOKENS = 8192, 64
 """Of a step's token budget; it is a multiple of the second."""
+GRID = 1.05
 PARTS_OF_A_ROW = 16
 """A mean step of prompts may have less than one decode row: batches are counted in such parts then."""
 
@@ -65,7 +66,8 @@ class Cluster:
             for name in ESTIMATORS
         }
         self._miss_share = cache(partial(miss_share, inputs.probabilities))
-        self._alone: dict[tuple[int, int], float] = {}
+        self.alone: dict[tuple[int | None, int], float] = {}
+        """Rows without loads, by EP degree (None: coupled) and instances."""
         self._step_tokens: dict[tuple[int | None, int], int] = {}
 
     def ffn_budget_s(self, batch: float) -> float:
@@ -106,13 +108,19 @@ class Cluster:
         return per_row.pairs / per_row.tokens if per_row.tokens else 0.0
 
     @cached_property
-    def _least_rows(self) -> float:
+    def least_rows(self) -> float:
         """Decode rows of the mean step with one token."""
         return 1 / (1 + self.stages.prompts.tokens)
 
     def needed(self, global_batch: float) -> int:
-        """M* of a global batch, by the estimator of the inputs."""
-        return self.capacity_of[self.inputs.estimator](global_batch * self.in_service)
+        """M* of a global batch, by the estimator of the inputs.
+
+        Beside prompts of the next batch of a grid, as M* of many nearly equal batches is asked for.
+        """
+        in_service = global_batch * self.in_service
+        if self.inputs.prompts is not None and in_service > 0:
+            in_service = GRID ** math.ceil(math.log(in_service, GRID) - _PRECISION)
+        return self.capacity_of[self.inputs.estimator](in_service)
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -179,29 +187,39 @@ class Cluster:
             return inputs.global_batch / num_instances
         key = layout.ep, num_instances
         if not loads:
-            if key not in self._alone:
-                self._alone[key] = self._fixed_point(lambda rows: self.tpot_s(layout.ep, rows), 0.0, key[1])
-            return self._alone[key]
+            if key not in self.alone:
+                self.alone[key] = self.fixed_point(lambda rows: self.tpot_s(layout.ep, rows), 0.0, key[1])
+            return self.alone[key]
         assert inputs.rate_per_s is not None, "a load has a rate or a global batch"
         queue = self.load_queue(layout, inputs.rate_per_s)
         # No step is shorter than without loads, so the way leads over the rows of those.
-        return self._fixed_point(
+        return self.fixed_point(
             lambda rows: queue.step_s(self.tpot_s(layout.ep, rows), num_instances, inputs.shape.num_layers),
             self.steady_rows(layout, num_instances, loads=False),
             num_instances,
         )
 
-    def _fixed_point(self, longer_s: Callable[[float], float], rows: float, num_instances: int) -> float:
-        """From `rows` on.  longer_s: a step of so many rows."""
+    def fixed_point(self, longer_s: Callable[[float], float], rows: float, num_instances: int) -> float:
+        """Rows that keep running, from `rows` on.  longer_s: a step of so many rows."""
         assert self.inputs.rate_per_s is not None
         per_instance = self.inputs.rate_per_s * self.inputs.output_tokens / num_instances
         most = self.max_batch[0] / (1 + self.margin)
-        tpot_s = longer_s(max(self._least_rows, rows))
+        tpot_s = longer_s(max(self.least_rows, rows))
         while tpot_s * per_instance > rows * (1 + _PRECISION):
-            rows = tpot_s * per_instance
+            before, rows, before_s = rows, tpot_s * per_instance, tpot_s
             if rows > most or tpot_s > self.inputs.slo_tpot_s:
                 break
             tpot_s = longer_s(rows)
+            if self.inputs.prompts is None or rows <= before:
+                continue
+            # Beside prompts steps nearly fill up and the way is long: the secant shortens it.  Times are convex
+            # there, so that it does not lead past the solution; where it would, it is not taken.
+            slope = (tpot_s - before_s) * per_instance / (rows - before)
+            if slope < 1:
+                further = rows + (tpot_s * per_instance - rows) / (1 - slope)
+                further_s = longer_s(further)
+                if further_s * per_instance >= further:
+                    rows, tpot_s = further, further_s
         return rows
 
     def batch(self, layout: Layout, num_instances: int, *, loads: bool) -> float:
@@ -234,7 +252,7 @@ class Cluster:
         t = step(batch L / (output tokens t)) for every batch, found by bisection.
         """
         unhindered_s = self.tpot_s(layout.ep, batch)
-        requests = num_instances * max(self._least_rows, batch) / self.inputs.output_tokens
+        requests = num_instances * max(self.least_rows, batch) / self.inputs.output_tokens
 
         def at(step_s: float) -> tuple[float, LoadQueue]:
             queue = self.load_queue(layout, requests / step_s)
@@ -253,7 +271,7 @@ class Cluster:
 
     def tpot_s(self, ep: int, batch: float) -> float:
         """layers * (attention + max(experts, LoRA round)) of a mean step, which has one token at least."""
-        return self.inputs.shape.num_layers * self.stages.layer_s(ep, max(self._least_rows, batch))
+        return self.inputs.shape.num_layers * self.stages.layer_s(ep, max(self.least_rows, batch))
 
     def first_token_s(self, layout: Layout, tpot_s: float) -> tuple[float, float]:
         """(load, steps): P95 TTFT of requests that start at once, and whose prompts wait for no other, is the

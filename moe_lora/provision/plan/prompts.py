@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
-from moe_lora.core.errors import ConfigError
 from moe_lora.provision.lower_bound import Work, work_of
 from moe_lora.sim.prefix_hits import BlockHits, PrefixHits, StatedHits
 from moe_lora.workload.conversations import MOONCAKE_BLOCK
@@ -60,10 +59,8 @@ def prompt_load(requests: Sequence[TraceRequest], stated: float | None = None) -
     """The prompts of a trace.
 
     stated: share of each prompt's tokens in computed prefixes; None: as the trace's block hashes say, 0 where
-    the trace has none.  Raises ConfigError for a share outside [0, 1).
+    the trace has none.
     """
-    if stated is not None and not 0 <= stated < 1:
-        raise ConfigError(f"prefix_hit_share={stated} must be 0 or more, and less than 1")
     hits = _block_hits(requests) if stated is None else [_hit(one, stated) for one in requests]
     lengths = [(one.prompt_tokens, hit, one.output_tokens) for one, hit in zip(requests, hits, strict=True)]
     computed = sorted(prompt - hit for prompt, hit, _ in lengths)

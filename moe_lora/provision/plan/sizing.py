@@ -99,6 +99,8 @@ def candidates(cluster: Cluster, num_instances: int) -> list[Candidate]:
         return found
     fewest: int | None = None
     sized = []
+    if cluster.inputs.prompts is not None:  # batches differ by EP degree: M* of the largest stands for them
+        alone = dict.fromkeys(alone, max(alone[one.layout] for one in found))
     for one in found:
         own = one.feasible and fewest in (None, one.layout.num_ranks)
         batch = one.batch if own else alone[one.layout]
@@ -139,14 +141,16 @@ def most_rows(cluster: Cluster, layout: Layout, num_instances: int) -> int:
         return cluster.base_holds(rows) and all(_equations(cluster, layout, num_instances, rows).values())
 
     batch = cluster.batch(layout, num_instances, loads=False)
-    return most_running(cluster, layout.ep, batch, in_time)
+    return most_running(cluster, layout.ep, batch, in_time, cluster.kv_requests)
 
 
-def most_running(cluster: Cluster, ep: int | None, batch: float, in_time: Callable[[int], bool]) -> int:
+def most_running(
+    cluster: Cluster, ep: int | None, batch: float, in_time: Callable[[int], bool], kv_requests: float
+) -> int:
     """See `most_rows`; ep: of the LoRA Server, None: deltas on the instance."""
     running = batch * cluster.in_service
     least = math.ceil(running + 4 * math.sqrt(running))
-    most = min(MOST_ROWS, int(cluster.kv_requests))
+    most = min(MOST_ROWS, int(kv_requests))
     if cluster.inputs.prompts is not None:
         most = min(most, cluster.step_tokens(ep, batch))
         least = min(least, most)

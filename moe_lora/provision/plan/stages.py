@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -220,9 +221,9 @@ class StageTimes:
         if self._efficiency is None:  # measured rows of this model: every token counts as one
             assert own is not None
             return own.seconds(step.all_rows)
-        flops = 4.0 * self._shape.num_heads * self._shape.head_dim * step.pairs
-        flops += 2.0 * self._attention_weights * step.prompt_tokens
-        return decode_s + flops / (self._sizes.instance_gpus * self._rates()[1] * self._efficiency.flop)
+        flops = 2.0 * self._attention_weights * step.prompt_tokens
+        flop_per_s = self._sizes.instance_gpus * self._rates()[1] * self._efficiency.flop
+        return decode_s + flops / flop_per_s + step.pairs * self.pair_s
 
     @property
     def _attention_weights(self) -> float:
@@ -237,8 +238,24 @@ class StageTimes:
         """attention + max(experts, receive + compute + send)."""
         return self.attention_of(step) + max(self.experts_of(step), self.server_of(ep, step).total_s)
 
+    @cached_property
+    def pair_s(self) -> float:
+        """Of a layer, for a prompt token and a token that it attends to; 0 where only rows were measured."""
+        if self._efficiency is None:
+            return 0.0
+        flops = 4.0 * self._shape.num_heads * self._shape.head_dim
+        return flops / (self._sizes.instance_gpus * self._rates()[1] * self._efficiency.flop)
+
     def experts_stage(self) -> StageTime:
         """Every GPU holds E/p experts and reads them all in each step."""
+        return self._experts_stage
+
+    def attention_stage(self) -> StageTime:
+        """Every GPU reads all attention weights (data-parallel), and the KV of its own rows."""
+        return self._attention_stage
+
+    @cached_property
+    def _experts_stage(self) -> StageTime:
         sizes, reached, (bytes_per_s, flop_per_s) = self._sizes, self._needed(), self._rates()
         return StageTime(
             least_s=self._share(self._weights.expert_bits)
@@ -246,8 +263,8 @@ class StageTimes:
             per_row_s=sizes.row_flop / (sizes.instance_gpus * flop_per_s) / reached.flop,
         )
 
-    def attention_stage(self) -> StageTime:
-        """Every GPU reads all attention weights (data-parallel), and the KV of its own rows."""
+    @cached_property
+    def _attention_stage(self) -> StageTime:
         shape, reached, (bytes_per_s, _) = self._shape, self._needed(), self._rates()
         share = self._share(self._weights.attention_bits)
         weight_bytes = share * shape.dtype_bytes * self._attention_weights
