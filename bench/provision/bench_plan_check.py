@@ -90,7 +90,7 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     else:
         place = place_of(plan)
         load = planned_load(inputs, inputs.rate_per_s, trace, seed=SEED)
-        checked = replays(cluster, place.layout, place.num_instances, load)
+        checked = replays(cluster, place, load)
         result |= {
             "tpot_s": plan.tpot_s,
             "p95_ttft_s": plan.p95_ttft_s,

@@ -63,6 +63,10 @@ class PlaceSearch:
             self._layouts[layout.num_ranks].append(layout)
 
     @property
+    def instance_gpus(self) -> int:
+        return self._inputs.instance_gpus
+
+    @property
     def num_replayed(self) -> int:
         """Clusters."""
         return len(self._found)

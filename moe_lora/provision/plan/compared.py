@@ -9,9 +9,8 @@ from moe_lora.core.errors import SloError
 from moe_lora.provision.device_profile import MissingRateError
 from moe_lora.workload.traces.records import Trace
 
-from .checked import FARTHEST, PlaceSearch, checked_server_plan, replaced, searched_loads
+from .checked import PATIENCE, PlaceSearch, checked_server_plan, replaced, searched_loads
 from .cluster_size import Cluster
-from .coupled import Coupled
 from .coupled_plan import coupled_plan
 from .coupled_search import CoupledSearch
 from .inputs import PlanInputs
@@ -101,19 +100,25 @@ def _of_given(inputs: PlanInputs, coupled: Plan, trace: Trace) -> Plan:
 def _server_below(search: PlaceSearch, limit: int) -> SizedCluster | None:
     """The smallest cluster with a LoRA Server of fewer GPUs than `limit` that holds; None: none was found."""
     low = _first(lambda number: bool(search.of(number)), 1, limit - 1) or limit
-    place, high = None, limit
-    number = limit - 1
-    while number >= low:
-        found = search.holding(number)
-        if found is None:
-            break
-        place, high = found, number
-        number -= max(1, (high - low) // 2) if high > low else 1
-    floor = max(low - 1, number)
-    while place is not None and high - floor > 1:
-        middle = (high + floor) // 2
+    tried = range(limit - 1, max(low, limit - PATIENCE) - 1, -1)
+    found = next(filter(None, map(search.holding, tried)), None)
+    if found is None:
+        return None
+    place, high, low = found, found.num_gpus(search.instance_gpus), low - 1
+    while high - low > 1:
+        middle = (high + low) // 2
         found = search.holding(middle)
-        place, high, floor = (place, high, middle) if found is None else (found, middle, floor)
+        place, high, low = (place, high, middle) if found is None else (found, middle, low)
+    return _walked_down(search, place)
+
+
+def _walked_down(search: PlaceSearch, place: SizedCluster) -> SizedCluster:
+    """Fewer GPUs hold now and then where more did not: as many numbers are tried as an instance has GPUs."""
+    number, missed = place.num_gpus(search.instance_gpus) - 1, 0
+    while missed < max(PATIENCE, search.instance_gpus) and number >= 1:
+        found = search.holding(number)
+        place, missed = (place, missed + 1) if found is None else (found, 0)
+        number -= 1
     return place
 
 
@@ -130,14 +135,26 @@ def _first(holds: Callable[[int], bool], low: int, high: int) -> int | None:
 def _coupled_wins(cluster: Cluster, coupled: Plan, search: PlaceSearch) -> str:
     """Why, and how far a LoRA Server is by the models."""
     total = coupled.total_gpus
-    number = _first(lambda gpus: bool(search.of(gpus, 1.0)), total, MOST * total)
+    number, by = _first(lambda gpus: bool(search.of(gpus, 1.0)), total, MOST * total), " by the models"
+    if number == total:
+        number, by = _replayed_from(search, total), ""
     if number is None:
-        far = f"a LoRA Server takes more than {MOST * total} GPUs by the models"
+        far = f"a LoRA Server takes more than {(MOST if by else 2) * total} GPUs{by}"
     elif number == total:
-        far = "a LoRA Server of as many GPUs or fewer holds by the models, and none did in the simulator"
+        far = "a LoRA Server takes as many GPUs"
     else:
-        far = f"a LoRA Server takes {number} GPUs by the models, {number - total} more"
+        far = f"a LoRA Server takes {number} GPUs{by}, {number - total} more"
     return f"coupled: {far}; {_server_cost(cluster)}"
+
+
+def _replayed_from(search: PlaceSearch, number: int) -> int | None:
+    """GPUs of a cluster with a LoRA Server that holds, from `number` up to twice as many, a tenth at a time."""
+    most = 2 * number
+    while number <= most:
+        if search.holding(number) is not None:
+            return number
+        number += max(1, number // 10)
+    return None
 
 
 def _server_cost(cluster: Cluster) -> str:

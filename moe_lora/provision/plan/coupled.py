@@ -19,6 +19,9 @@ from .stages import StepTokens
 SPLITS = (0.5, 1.0, 0.0)
 """Parts of the memory that neither M* nor the mean KV needs, given to adapters, in the order of trial."""
 
+MOST_PROMPTS = 0.95
+"""Share of an instance's time: above it queues of prompts grow for longer than a replay lasts."""
+
 
 class Coupled:
     """Coupled clusters for the load of `cluster`, whose LoRA Server is left out."""
@@ -38,10 +41,10 @@ class Coupled:
     def batch(self, num_instances: int) -> float:
         """Rows of an instance that a plan is made for: those that keep running (Little's law), and the margin.
 
-        Infinite where full steps do not keep up with the prompts.
+        Infinite where prompts in full steps take more than MOST_PROMPTS of the time.
         """
         inputs, cluster = self._inputs, self._cluster
-        if self.prompt_share(num_instances) >= 1:
+        if self.prompt_share(num_instances) > MOST_PROMPTS:
             return math.inf
         if inputs.global_batch is not None:
             return inputs.global_batch / num_instances

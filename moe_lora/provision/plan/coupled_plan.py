@@ -35,6 +35,7 @@ def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
     queues = at_slots["corrected"] < TAIL
     return Plan(
         kind="coupled",
+        kv_gb_per_rank=_kv_bytes(cluster, place) / inputs.instance_gpus / 1e9,
         capacity=own,
         capacity_paper=needed["paper"],
         capacity_corrected=needed["corrected"],
@@ -78,6 +79,13 @@ def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
         ran=ran(inputs, place),
         never_ran=never_ran(inputs, place),
     )
+
+
+def _kv_bytes(cluster: Cluster, place: SizedCluster) -> float:
+    """Of an instance."""
+    inputs = cluster.inputs
+    context = inputs.shape.kv_bytes_per_token() * inputs.context_tokens
+    return Coupled(cluster).kv_requests(place.slots) * context
 
 
 def _layer_ms(cluster: Cluster, batch: float) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from moe_lora.core.errors import SloError
 
 from .cluster_size import MS, Cluster
-from .coupled import Coupled
+from .coupled import MOST_PROMPTS, Coupled
 from .evidence import bound_of
 from .place import SizedCluster
 from .verify import PlannedLoad, Replay, holds, missed_texts, replays, verdicts
@@ -138,8 +138,8 @@ class CoupledSearch:
 
     def _why_no_place(self, num_instances: int) -> str:
         share = self._coupled.prompt_share(num_instances)
-        if share >= 1:
-            return f"full steps of prompts take {share:.0%} of their time"
+        if share > MOST_PROMPTS:
+            return f"full steps of prompts take {share:.0%} of their time, {MOST_PROMPTS:.0%} at most is planned"
         return "the KV of the requests that run leaves no room for an adapter beside the weights"
 
     def _too_slow(self, num_instances: int) -> str:

@@ -179,7 +179,8 @@ class Plan:
     binding_constraint: what asked for the number of server GPUs, of gpus_by_constraint, or the budget;
     rate_limited_by: what stops a budget's rate.  p95_ttft_s: None where requests would queue for adapters.
     p95_decode_ttft_s: without the prompt.  prompt_share: of an instance's time, in full steps.
-    max_num_batched_tokens: rows of a step; None where another device computes prompts.
+    max_num_batched_tokens: rows of a step; None where another device computes prompts.  kv_gb_per_rank: of
+    coupled instances, which divide their memory between KV and adapters.
     rate_per_s: requests.  running_per_instance, tpot_s: what keeps running at that rate, and its TPOT.
     global_batch, batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1's): with the margin.
     serviceable_rate_per_s: the highest rate that the budget holds; None without one.
@@ -231,6 +232,7 @@ class Plan:
     ran: tuple[str, ...]
     never_ran: tuple[str, ...]
     kind: str = "lora_server"
+    kv_gb_per_rank: float | None = None
     compared: str = ""
     checked: tuple[Replay, ...] = ()
 
