@@ -46,6 +46,8 @@ def plan_inputs(options: dict[str, Any], trace: Trace) -> PlanInputs:
     refuse_widths(shape, quantisation["quantize"], quantisation["quantize_group_size"])
     load = trace_statistics(options["trace"], options["format"])
     popularity, source = _popularity(options, load)
+    goals = {name: options[name] for name in settings_of(PlanGoals)}
+    PlanGoals(**goals)  # checks them
     instance_gpus, assumed = options["instance_gpus"], _assumed(options["assume"])
     if instance_gpus is None:
         instance_gpus = known.instance_gpus if known else 1
@@ -64,7 +66,7 @@ def plan_inputs(options: dict[str, Any], trace: Trace) -> PlanInputs:
         output_tokens=load.output_tokens.mean,
         context_tokens=load.prompt_tokens.mean + load.output_tokens.mean,
         rate_per_s=_rate(options, load),
-        **{name: options[name] for name in settings_of(PlanGoals)},
+        **goals,
     )
 
 

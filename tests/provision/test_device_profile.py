@@ -97,7 +97,7 @@ def test_bad_profile_names_file_and_field(tmp_path: Path, path: str, value: Any,
 
 
 def test_unreadable_profile_names_the_shipped_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="shipped are hopper96"):
+    with pytest.raises(ConfigError, match="shipped are h200, hopper96"):
         read_profile(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ConfigError, match="not a JSON object"):

@@ -288,16 +288,32 @@ class Cluster:
         return load_s, STEPS_TO_FIRST_TOKEN * tpot_s + self.prefill_s(layout.ep, tpot_s)
 
     def prefill_s(self, ep: int | None, tpot_s: float) -> float:
-        """Further steps of the longest prompt but 5 %: full ones, which no other prompt shares.
+        """What the longest prompt but 5 % adds to the steps to the first token: full steps without other prompts.
 
-        tpot_s: of a mean step.  One step of a prompt is among the steps to the first token.
+        tpot_s: of a mean step; the last step of the prompt is one of these, and its own tokens.
         """
         prompts = self.inputs.prompts
         if prompts is None:
             return 0.0
         tokens = self.step_tokens(ep, 0.0)
         further = math.ceil(prompts.p95_computed / tokens) - 1
-        return further * max(tokens * self.token_s(ep), tpot_s)
+        last = prompts.p95_computed - further * tokens
+        return further * max(tokens * self.token_s(ep), tpot_s) + last * self.token_s(ep)
+
+    def check_prompts(self) -> None:
+        """Raises SloError if the base model alone takes longer for the longest prompt but 5 % than the SLO."""
+        prompts, slo_s = self.inputs.prompts, self.inputs.slo_ttft_s
+        if prompts is None:
+            return
+        tokens = prompts.p95_computed
+        step = StepTokens(0.0, tokens, 1.0, tokens * tokens / 2)
+        base_s = self.inputs.shape.num_layers * (self.stages.attention_of(step) + self.stages.experts_of(step))
+        if base_s > slo_s:
+            raise SloError(
+                f"TTFT SLO {slo_s:g} s: 5 % of the prompts compute {tokens:.0f} tokens or more, which take the "
+                f"base model alone {base_s:.3f} s on the {self.inputs.instance_gpus} GPUs of an instance, "
+                f"{base_s - slo_s:.3f} s too long; raise --slo-ttft-s or --instance-gpus"
+            )
 
     def token_s(self, ep: int | None) -> float:
         """Of a prompt token in a full step."""

@@ -31,6 +31,7 @@ def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     if inputs.prompts is None:
         return checked_server_plan(inputs, trace)
     cluster = Cluster(inputs)
+    cluster.check_prompts()
     coupled, refused = _coupled(cluster, trace)
     if coupled is None:
         return _server_only(inputs, trace, refused)
@@ -51,7 +52,7 @@ def _server_only(inputs: PlanInputs, trace: Trace, refused: Exception | None) ->
         plan = checked_server_plan(inputs, trace)
     except (SloError, MissingRateError) as error:
         if isinstance(error, MissingRateError) and isinstance(refused, MissingRateError):
-            raise
+            raise refused from error
         raise SloError(f"{refused}. Nor does a LoRA Server: {error}") from error
     return replace(plan, compared=f"a LoRA Server, as coupled instances do not hold the load: {refused}")
 

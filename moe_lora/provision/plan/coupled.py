@@ -89,6 +89,8 @@ class Coupled:
             return []
         least = min(most, self._cluster.needed(self.batch(num_instances)))
         slots = dict.fromkeys(least + round(part * (most - least)) for part in SPLITS)
+        if most == len(self._inputs.probabilities):  # every adapter has a slot, and nothing is loaded
+            slots = {most: None} | (slots if self._inputs.profile.gpu.load_bytes_per_s else {})
         return [SizedCluster(None, num_instances, one) for one in slots]
 
     def nearness(self, place: SizedCluster) -> float:

@@ -61,6 +61,7 @@ def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
         instance_gpus=inputs.instance_gpus,
         rate_per_s=rate_per_s,
         global_batch=batch * num_instances,
+        requests_in_service=batch * num_instances * cluster.in_service,
         batch_per_instance=batch,
         running_per_instance=running,
         max_num_seqs=coupled.most_rows(place),

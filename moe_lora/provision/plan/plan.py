@@ -183,6 +183,7 @@ class Plan:
     coupled instances, which divide their memory between KV and adapters.
     rate_per_s: requests.  running_per_instance, tpot_s: what keeps running at that rate, and its TPOT.
     global_batch, batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1's): with the margin.
+    requests_in_service: those of the global batch, and those whose prompts are being computed.
     serviceable_rate_per_s: the highest rate that the budget holds; None without one.
     checked: the replays that it was chosen by.  lower_bound: GPUs that the load needs at peak rates; None where
     the profile has none.  compared: why this kind and not the other, and how far the other is.  ran, never_ran:
@@ -214,6 +215,7 @@ class Plan:
     instance_gpus: int
     rate_per_s: float
     global_batch: float
+    requests_in_service: float
     batch_per_instance: float
     running_per_instance: float
     max_num_seqs: int
@@ -309,6 +311,7 @@ def _plan(cluster: Cluster, server: ServerSize, split: Split | None) -> Plan:
         instance_gpus=inputs.instance_gpus,
         rate_per_s=rate_per_s,
         global_batch=load,
+        requests_in_service=load * cluster.in_service,
         batch_per_instance=chosen.batch,
         running_per_instance=running,
         max_num_seqs=most_rows(cluster, layout, num_instances),

@@ -44,11 +44,13 @@ def _deployed(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _sized(plan: Plan) -> Iterator[tuple[str, str]]:
     target = plan.inputs["target_iar"]
-    using = f"using {plan.expected_active:.1f} adapters (expected)"
-    yield "Requests at once", f"{plan.global_batch:.1f}, {using}"
+    each = " on each instance" if plan.kind == "coupled" else ""
+    using = f"using {plan.expected_active:.1f} adapters{each} (expected)"
+    running = "" if plan.inputs["prompts"] is None else f" decode, {plan.requests_in_service:.1f} with prompts"
+    yield "Requests at once", f"{plan.global_batch:.1f}{running}, {using}"
     by_each = f"by the paper's model {plan.capacity_paper}, by the corrected one {plan.capacity_corrected}"
     yield "M*", f"{plan.capacity} adapters for {target:.1%} admitted at once ({by_each})"
-    if plan.capacity < plan.expected_active:
+    if plan.capacity < plan.expected_active and (plan.kind != "coupled" or plan.slots < plan.expected_active):
         waits = f"who has to wait, waits {plan.mean_wait_s:.2f} s for a slot on average"
         yield "", f"fewer than are active: {waits}; raise --target-iar where that is too long"
     yield "IAR at M*", _rates(plan.iar, plan.iar_corrected)
