@@ -3,8 +3,8 @@
     python -m bench.gpu.device_profile > moe_lora/provision/profiles/h200.json
 
 Only parts that ran alone on the GPU count, whole models of each model's last commit.  A decode step is fitted
-as layers * fixed + bytes / rate (relative least squares); deltas as a fixed time per layer beside their bytes at
-that rate.  What no record has is left out.
+as layers * fixed + bytes / rate (relative least squares); deltas as a fixed time per layer beside their
+bytes at that rate.  What no record has is left out.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def profile() -> dict[str, Any]:
     return {
         "name": "h200",
         "kind": "roofline",
-        "about": "measured with this code on one NVIDIA H200 (docs/results/gpu.md); peak rates are the fastest "
+        "about": "measured with this code on one NVIDIA H200 (docs/results/gpu.md); peak rates are the "
+        "fastest "
         "copy and GEMM measured, not the data sheet's",
         "gpu": {
             "memory_gib": MEMORY_GIB,
@@ -111,7 +112,8 @@ def profile() -> dict[str, Any]:
             "efficiency.memory, fixed_us.attention": f"decode: fitted to {len(steps)} steps of whole models",
             "efficiency.flop": f"prefill: the slower model's share of a GEMM, {slowest['model']} at "
             f"{slowest['commit']}, {slowest['TFLOP_s']:.0f} TFLOP/s",
-            "fixed_us.compute": "zipf_adapters: step with adapters less the base model's and the adapters' bytes",
+            "fixed_us.compute": "zipf_adapters: step with adapters less the base model's and the adapters' "
+            "bytes",
             "left out": "load_bytes_per_s (copies from host to device), net_bytes_per_s, stages of a LoRA "
             "Server: never measured",
         },

@@ -198,7 +198,8 @@ Part = Literal["decode", "prefill", "chunks", "adapters", "loads", "prefixes", "
 
 class _Device(FileContent):
     """about: whose numbers these are, in a sentence.  ran: parts of a plan that ran on this device with this
-    code, each with what ran.  models_run: models that did, with all their layers.  sources: where the numbers come from.
+    code, each with what ran.  models_run: models that did, with all their layers.  sources: where the
+    numbers come from.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -263,7 +264,8 @@ def with_rates(profile: Profile, assumed: Mapping[str, float]) -> Profile:
         known = getattr(profile.gpu, name)
         if known is not None:
             raise ConfigError(
-                f"profile {profile.name!r} has {name}={known:g}; leave the assumption out, or copy the profile "
+                f"profile {profile.name!r} has {name}={known:g}; leave the assumption out, or copy the "
+                f"profile "
                 "and change the rate there"
             )
         if not 0 < value < math.inf:

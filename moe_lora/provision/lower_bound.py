@@ -11,8 +11,8 @@ R LoRA rank.
     bytes of a pair    KV of a token                    (decode reads the context of each row)
 
 The delta is that of one A for gate and up, the least form.  Of GPT-OSS only every second layer attends to the
-whole context.  Left out, so that the bound stays one: output head, embedding, gate, norms, weights read again in each step,
-network, loads, and every goal.
+whole context.  Left out, so that the bound stays one: output head, embedding, gate, norms, weights read
+again in each step, network, loads, and every goal.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def work_of(lengths: Sequence[tuple[int, int, int]]) -> Work:
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """gpus: the bound.  flop_gpus, byte_gpus, memory_gpus: GPUs' worth of operations, of bytes, of weights."""
+    """gpus: the bound.  flop_gpus, byte_gpus, memory_gpus: GPUs' worth of operations, of bytes, of
+    weights."""
 
     gpus: int
     flop_gpus: float

@@ -233,7 +233,10 @@ def test_mix_of_ranks_and_shared_form(trace: Path) -> None:
         (["--adapters", "8", "--assume", "net_bytes_per_s"], "is not RATE=BYTES_PER_S"),
         (["--adapters", "8", "--assume", "speed=3"], "assumed rate 'speed' is unknown"),
         (["--adapters", "8", "--assume", "net_bytes_per_s=3"], "has net_bytes_per_s=5e+10"),
-        (["--adapters", "8", "--hardware", "h200", "--assume", "net_bytes_per_s=-3"], "must be finite and above"),
+        (
+            ["--adapters", "8", "--hardware", "h200", "--assume", "net_bytes_per_s=-3"],
+            "must be finite and above",
+        ),
     ],
 )
 def test_what_can_not_be_is_refused_with_status_2(trace: Path, arguments: list[str], message: str) -> None:

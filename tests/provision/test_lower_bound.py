@@ -41,7 +41,8 @@ def bound(work: Work, **changes):
 
 
 def test_work_is_that_of_tokens_and_of_what_they_attend_to() -> None:
-    # 3 prompt tokens attend to 1 + 2 + 3, two outputs become inputs and attend to 4 and 5 (themselves included).
+    # 3 prompt tokens attend to 1 + 2 + 3, two outputs become inputs and attend to 4 and 5 (themselves
+    # included).
     work = work_of([(3, 0, 3)])
     assert work == Work(computed_tokens=5, prompt_pairs=6, decode_pairs=9)
     hit = work_of([(3, 2, 3)])

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from moe_lora.core.errors import ConfigError
 from moe_lora.config.emulation import StageTime
+from moe_lora.core.errors import ConfigError
 from moe_lora.sim.system import simulate
 from moe_lora.sim.system_config import InstanceConfig, LocalConfig, StepRows, SystemConfig
 from moe_lora.workload.replay_plan import PlannedRequest

@@ -86,7 +86,10 @@ class PlaceSearch:
 
     def of(self, num_gpus: int, farthest: float | None = None) -> list[SizedCluster]:
         """Clusters of so many GPUs that may hold by the models, those with most to spare first."""
-        near = [(self._nearness(layout, number), layout.ep, number, layout) for layout, number in self._all_of(num_gpus)]
+        near = [
+            (self._nearness(layout, number), layout.ep, number, layout)
+            for layout, number in self._all_of(num_gpus)
+        ]
         near = [one for one in near if one[0] <= (self._farthest if farthest is None else farthest)]
         return [SizedCluster(layout, number) for *_, number, layout in sorted(near, key=lambda one: one[:2])]
 
@@ -136,7 +139,9 @@ class PlaceSearch:
         if busy > self._busiest:
             return math.inf
         # A slot is held for a step more than a request has tokens: while its lease is asked for.
-        held = batch * cluster.in_service * num_instances * inputs.adapter_share * (1 + 1 / inputs.output_tokens)
+        held = (
+            batch * cluster.in_service * num_instances * inputs.adapter_share * (1 + 1 / inputs.output_tokens)
+        )
         server = one.longest_s / cluster.layer_budget_s if inputs.prompts is not None else 0.0
         return max(
             busy,

@@ -92,7 +92,9 @@ class Cluster:
         def in_time(parts: int) -> bool:
             prompt_tokens = max(0.0, parts * LEAST_STEP_TOKENS - rows)
             step = StepTokens(rows, prompt_tokens, 1.0, prompt_tokens * self._context_of_a_token)
-            layer_s = self.stages.coupled_layer_s(step) if ep is None else self.stages.remote_layer_s(ep, step)
+            layer_s = (
+                self.stages.coupled_layer_s(step) if ep is None else self.stages.remote_layer_s(ep, step)
+            )
             return layer_s <= self.layer_budget_s
 
         key = ep, math.ceil(rows)
@@ -212,7 +214,8 @@ class Cluster:
             tpot_s = longer_s(rows)
             if self.inputs.prompts is None or rows <= before:
                 continue
-            # Beside prompts steps nearly fill up and the way is long: the secant shortens it.  Times are convex
+            # Beside prompts steps nearly fill up and the way is long: the secant shortens it.  Times are
+            # convex
             # there, so that it does not lead past the solution; where it would, it is not taken.
             slope = (tpot_s - before_s) * per_instance / (rows - before)
             if slope < 1:
@@ -288,7 +291,8 @@ class Cluster:
         return load_s, STEPS_TO_FIRST_TOKEN * tpot_s + self.prefill_s(layout.ep, tpot_s)
 
     def prefill_s(self, ep: int | None, tpot_s: float) -> float:
-        """What the longest prompt but 5 % adds to the steps to the first token: full steps without other prompts.
+        """What the longest prompt but 5 % adds to the steps to the first token: full steps without other
+        prompts.
 
         tpot_s: of a mean step; the last step of the prompt is one of these, and its own tokens.
         """
@@ -301,16 +305,20 @@ class Cluster:
         return further * max(tokens * self.token_s(ep), tpot_s) + last * self.token_s(ep)
 
     def check_prompts(self) -> None:
-        """Raises SloError if the base model alone takes longer for the longest prompt but 5 % than the SLO."""
+        """Raises SloError if the base model alone takes longer for the longest prompt but 5 % than the
+        SLO."""
         prompts, slo_s = self.inputs.prompts, self.inputs.slo_ttft_s
         if prompts is None:
             return
         tokens = prompts.p95_computed
         step = StepTokens(0.0, tokens, 1.0, tokens * tokens / 2)
-        base_s = self.inputs.shape.num_layers * (self.stages.attention_of(step) + self.stages.experts_of(step))
+        base_s = self.inputs.shape.num_layers * (
+            self.stages.attention_of(step) + self.stages.experts_of(step)
+        )
         if base_s > slo_s:
             raise SloError(
-                f"TTFT SLO {slo_s:g} s: 5 % of the prompts compute {tokens:.0f} tokens or more, which take the "
+                f"TTFT SLO {slo_s:g} s: 5 % of the prompts compute {tokens:.0f} tokens or more, which take "
+                f"the "
                 f"base model alone {base_s:.3f} s on the {self.inputs.instance_gpus} GPUs of an instance, "
                 f"{base_s - slo_s:.3f} s too long; raise --slo-ttft-s or --instance-gpus"
             )

@@ -25,8 +25,8 @@ MOST = 4
 def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     """The cheaper kind of cluster that holds in replays of the trace and of Poisson arrivals.
 
-    Where another device computes prompts, only a LoRA Server is looked at (InfiniLoRA).  Raises SloError where
-    neither kind holds, ConfigError for what can't be sized.
+    Where another device computes prompts, only a LoRA Server is looked at (InfiniLoRA).  Raises SloError
+    where neither kind holds, ConfigError for what can't be sized.
     """
     if inputs.prompts is None:
         return checked_server_plan(inputs, trace)
@@ -77,7 +77,8 @@ def _cheaper(cluster: Cluster, coupled: Plan, trace: Trace) -> Plan:
     fewer = coupled.total_gpus - plan.total_gpus
     return replace(
         plan,
-        compared=f"a LoRA Server, as it holds adapters once for all instances: coupled instances take {fewer} "
+        compared=f"a LoRA Server, as it holds adapters once for all instances: coupled instances take "
+        f"{fewer} "
         f"GPUs more ({coupled.total_gpus})",
     )
 
@@ -91,7 +92,8 @@ def _of_given(inputs: PlanInputs, coupled: Plan, trace: Trace) -> Plan:
     more = plan.total_gpus - coupled.total_gpus
     if more >= 0:
         return replace(
-            coupled, compared=f"coupled: a LoRA Server takes {plan.total_gpus} GPUs, {more} more ({plan.layout})"
+            coupled,
+            compared=f"coupled: a LoRA Server takes {plan.total_gpus} GPUs, {more} more ({plan.layout})",
         )
     return replace(
         plan, compared=f"a LoRA Server: coupled instances take {coupled.total_gpus} GPUs, {-more} more"
@@ -149,7 +151,8 @@ def _coupled_wins(cluster: Cluster, coupled: Plan, search: PlaceSearch) -> str:
 
 
 def _replayed_from(search: PlaceSearch, number: int) -> int | None:
-    """GPUs of a cluster with a LoRA Server that holds, from `number` up to twice as many, a tenth at a time."""
+    """GPUs of a cluster with a LoRA Server that holds, from `number` up to twice as many, a tenth at a
+    time."""
     most = 2 * number
     while number <= most:
         if search.holding(number) is not None:

@@ -34,7 +34,8 @@ class CoupledSearch:
         self._held: dict[int, SizedCluster | None] = {}
 
     def smallest(self) -> SizedCluster:
-        """The place of the fewest instances that holds; with given instances or GPUs, the best split of these.
+        """The place of the fewest instances that holds; with given instances or GPUs, the best split of
+        these.
 
         Raises SloError where none is found, with what is missed.
         """
@@ -45,7 +46,7 @@ class CoupledSearch:
         first = self.fewest() if number is None else number
         self._loads = self._loads_of(self._rate_per_s(first))
         if number is not None:
-            found = self._holding(number)
+            found = self.holding(number)
             if found is None:
                 raise SloError(self._shortfall(number))
             return found
@@ -92,7 +93,10 @@ class CoupledSearch:
         assert inputs.rate_per_s is not None
         return inputs.rate_per_s * (1 + inputs.load_margin)
 
-    def _holding(self, num_instances: int) -> SizedCluster | None:
+    def holding(self, num_instances: int) -> SizedCluster | None:
+        """The first split of so many instances that holds."""
+        if not self._loads:
+            self._loads = self._loads_of(self._rate_per_s(num_instances))
         if num_instances not in self._held:
             inputs = self._cluster.inputs
             places = self._coupled.places(num_instances)
@@ -104,7 +108,7 @@ class CoupledSearch:
     def _bisected(self, first: int) -> SizedCluster:
         """Fewer instances never hold more: between the last that misses and the first that holds."""
         low, high, most = self._least() - 1, first, MOST * first + MORE
-        while (found := self._holding(high)) is None:
+        while (found := self.holding(high)) is None:
             if high >= most:
                 raise SloError(self._shortfall(first))
             low, high = high, min(most, high + max(1, high // GROWTH))
@@ -112,14 +116,14 @@ class CoupledSearch:
             low = max(low, self._first_miss(low, high))
         while high - low > 1:
             middle = (low + high) // 2
-            smaller = self._holding(middle)
+            smaller = self.holding(middle)
             low, high, found = (middle, high, found) if smaller is None else (low, middle, smaller)
         return found
 
     def _first_miss(self, low: int, high: int) -> int:
         """A number below `high` that misses, from one fewer on in growing steps; at least `low`."""
         step = 1
-        while high - step > low and self._holding(high - step) is not None:
+        while high - step > low and self.holding(high - step) is not None:
             step *= 2
         return max(low, high - step)
 
@@ -132,14 +136,17 @@ class CoupledSearch:
             )
         said = missed_texts(verdicts(inputs, self.replayed(places[0])))
         return (
-            f"simulated, {places[0]}: {'; '.join(said)}; raise --slo-ttft-s or --slo-tpot-s, give more GPUs, or "
+            f"simulated, {places[0]}: {'; '.join(said)}; raise --slo-ttft-s or --slo-tpot-s, give more "
+            f"GPUs, or "
             "lower the load"
         )
 
     def _why_no_place(self, num_instances: int) -> str:
         share = self._coupled.prompt_share(num_instances)
         if share > MOST_PROMPTS:
-            return f"full steps of prompts take {share:.0%} of their time, {MOST_PROMPTS:.0%} at most is planned"
+            return (
+                f"full steps of prompts take {share:.0%} of their time, {MOST_PROMPTS:.0%} at most is planned"
+            )
         return "the KV of the requests that run leaves no room for an adapter beside the weights"
 
     def _too_slow(self, num_instances: int) -> str:
@@ -153,9 +160,11 @@ class CoupledSearch:
         queue = coupled.queue(places[0], batch, tpot_s)
         ttft_s = coupled.p95_ttft_s(places[0], tpot_s, queue)
         return (
-            f"coupled instances of {inputs.instance_gpus} GPUs, however many: P95 TTFT {ttft_s:.3f} s without any "
+            f"coupled instances of {inputs.instance_gpus} GPUs, however many: P95 TTFT {ttft_s:.3f} s "
+            f"without any "
             f"queue, {cluster.prefill_s(None, tpot_s):.3f} s of it for further steps of a long prompt (SLO "
             f"{inputs.slo_ttft_s:g} s), TPOT {tpot_s * MS:.1f} ms (SLO {inputs.slo_tpot_s * MS:g} ms); the "
-            f"{'steps are' if ttft_s > inputs.slo_ttft_s else 'step is'} the longer term; raise --slo-ttft-s or "
+            f"{'steps are' if ttft_s > inputs.slo_ttft_s else 'step is'} the longer term; raise "
+            f"--slo-ttft-s or "
             "--slo-tpot-s, or --instance-gpus"
         )

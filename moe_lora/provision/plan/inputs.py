@@ -33,10 +33,11 @@ class PlanInputs(PlanGoals):
 
     model: name or folder, as given.  mix: of the adapters.  probabilities: [N], of each adapter.
     weights: how an instance holds the base model's.
-    rate_per_s, output_tokens, context_tokens: of the load, means.  prompts: those that instances compute; None:
-    another device computes prompts (InfiniLoRA section 2.1).
+    rate_per_s, output_tokens, context_tokens: of the load, means.  prompts: those that instances compute;
+    None: another device computes prompts (InfiniLoRA section 2.1).
     trace_rate_per_s: the trace's mean where rate_per_s is that, or the trace's peak; else None.
-    assumed: rates of the profile that the user gave.  adapters_are_traces: probabilities are those of the adapters that the trace names.  adapter_share: of the
+    assumed: rates of the profile that the user gave.  adapters_are_traces: probabilities are those of the
+    adapters that the trace names.  adapter_share: of the
     requests, those for an adapter; the others ask the base model.
     Raises ConfigError for numbers that can't be right.
     """

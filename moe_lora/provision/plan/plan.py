@@ -20,8 +20,8 @@ from moe_lora.provision.lower_bound import LowerBound
 from moe_lora.workload.popularity.popularity import checked_probabilities
 
 from .cluster_size import MS, Cluster
-from .inputs import PlanInputs
 from .evidence import bound_of, check_bound, never_ran, ran
+from .inputs import PlanInputs
 from .memory import KNOWN_MODELS, bytes_text, server_bytes
 from .place import SizedCluster
 from .sizing import (
@@ -185,9 +185,9 @@ class Plan:
     global_batch, batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1's): with the margin.
     requests_in_service: those of the global batch, and those whose prompts are being computed.
     serviceable_rate_per_s: the highest rate that the budget holds; None without one.
-    checked: the replays that it was chosen by.  lower_bound: GPUs that the load needs at peak rates; None where
-    the profile has none.  compared: why this kind and not the other, and how far the other is.  ran, never_ran:
-    parts of the plan by whether they ran on such hardware.
+    checked: the replays that it was chosen by.  lower_bound: GPUs that the load needs at peak rates; None
+    where the profile has none.  compared: why this kind and not the other, and how far the other is.  ran,
+    never_ran: parts of the plan by whether they ran on such hardware.
     """
 
     capacity: int
@@ -319,10 +319,7 @@ def _plan(cluster: Cluster, server: ServerSize, split: Split | None) -> Plan:
         p95_decode_ttft_s=decode_s if at_slots["corrected"] >= TAIL else None,
         prompt_share=None
         if inputs.prompts is None
-        else rate_per_s
-        / num_instances
-        * inputs.prompts.computed_tokens
-        * cluster.token_s(layout.ep),
+        else rate_per_s / num_instances * inputs.prompts.computed_tokens * cluster.token_s(layout.ep),
         max_num_batched_tokens=None
         if inputs.prompts is None
         else cluster.step_tokens(layout.ep, cluster.batch(layout, num_instances, loads=True)),

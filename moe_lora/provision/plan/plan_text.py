@@ -46,7 +46,9 @@ def _sized(plan: Plan) -> Iterator[tuple[str, str]]:
     target = plan.inputs["target_iar"]
     each = " on each instance" if plan.kind == "coupled" else ""
     using = f"using {plan.expected_active:.1f} adapters{each} (expected)"
-    running = "" if plan.inputs["prompts"] is None else f" decode, {plan.requests_in_service:.1f} with prompts"
+    running = (
+        "" if plan.inputs["prompts"] is None else f" decode, {plan.requests_in_service:.1f} with prompts"
+    )
     yield "Requests at once", f"{plan.global_batch:.1f}{running}, {using}"
     by_each = f"by the paper's model {plan.capacity_paper}, by the corrected one {plan.capacity_corrected}"
     yield "M*", f"{plan.capacity} adapters for {target:.1%} admitted at once ({by_each})"
@@ -84,7 +86,10 @@ def _expected(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "P95 TTFT", f"{predicted}, without prefill ({slo})"
         else:
             yield "P95 TTFT", f"{predicted}, waits for other prompts not ({slo})"
-            yield "P95 decode TTFT", f"{(plan.p95_decode_ttft_s or 0.0) * 1e3:.1f} ms predicted, without the prompt"
+            yield (
+                "P95 decode TTFT",
+                f"{(plan.p95_decode_ttft_s or 0.0) * 1e3:.1f} ms predicted, without the prompt",
+            )
     at_load = f"{plan.tpot_at_load_s * 1e3:.2f} ms at the batch sized for"
     yield "TPOT", f"{plan.tpot_s * 1e3:.2f} ms, {at_load} (SLO {given['slo_tpot_s']:g} s)"
     base = f"attention {ms['attention']:.3f} ms, experts {ms['experts']:.3f} ms"
@@ -128,7 +133,8 @@ def _prompts(plan: Plan, prompts: Mapping[str, Any]) -> str:
     source = "as stated" if prompts["stated"] else "by the trace's block hashes" if share else ""
     hits = f"{share:.1%} of it in computed prefixes, {source}" if source else "no prefix hits"
     rows = f"steps of up to {plan.max_num_batched_tokens} rows"
-    return f"{tokens:.0f} tokens on average, {hits}; {plan.prompt_share or 0.0:.0%} of an instance's time, {rows}"
+    return f"{tokens:.0f} tokens on average, {hits}; {plan.prompt_share or 0.0:.0%} of an instance's time, "
+        f"{rows}"
 
 
 def _rates(paper: float, corrected: float) -> str:
@@ -184,8 +190,10 @@ def plan_yaml(
             "capacity": plan.slots,
             "memory_gb": plan.memory_gb_per_rank,
         }
-    held = f"each instance holds {plan.slots}" if plan.kind == "coupled" else (
-        f"the server's GPUs hold {plan.slots}; bound by {plan.binding_constraint}"
+    held = (
+        f"each instance holds {plan.slots}"
+        if plan.kind == "coupled"
+        else (f"the server's GPUs hold {plan.slots}; bound by {plan.binding_constraint}")
     )
     bound = plan.lower_bound
     lines = [

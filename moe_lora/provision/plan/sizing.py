@@ -131,8 +131,8 @@ def loaded(cluster: Cluster, layout: Layout, num_instances: int) -> Candidate:
 def most_rows(cluster: Cluster, layout: Layout, num_instances: int) -> int:
     """Most requests that an instance may decode at once: within the TPOT SLO, (5), (6) and its KV.
 
-    MOST_ROWS at most, as an engine keeps tables of that many, but always the mean requests in service and four
-    standard deviations of a Poisson count.  A multiple of ROUND where that is not too few.
+    MOST_ROWS at most, as an engine keeps tables of that many, but always the mean requests in service and
+    four standard deviations of a Poisson count.  A multiple of ROUND where that is not too few.
     """
 
     def in_time(rows: int) -> bool:

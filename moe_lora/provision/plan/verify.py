@@ -58,7 +58,8 @@ class Replay:
     admitted_at_once: share of the requests that found their adapter's slot at once, the IAR; where another
     device computes prompts, also KV and a place in the batch.  waited_for_adapter, waited_for_room: shares
     that waited for an adapter's slot, and for KV, the batch or the tokens of a step.  p95_ttft_s: queue,
-    adapter load and prompt.  p95_decode_ttft_s: queue, adapter load and first decode step, without the prompt.
+    adapter load and prompt.  p95_decode_ttft_s: queue, adapter load and first decode step, without the
+    prompt.
     Values are None of no requests.  loads_per_s: of adapters.  stopped: given up, as it could no longer hold
     the goals; the values are those of the requests until then.
     """
@@ -124,7 +125,8 @@ def planned_load(
     return PlannedLoad(
         rate_per_s=rate_per_s,
         requests={
-            kind: _by_conversation(make_plan(repeated, options, popularity)) for kind, options in kinds.items()
+            kind: _by_conversation(make_plan(repeated, options, popularity))
+            for kind, options in kinds.items()
         },
         popular=popular,
     )
@@ -204,9 +206,7 @@ def _coupled_system(cluster: Cluster, place: SizedCluster, popular: Sequence[str
     load_s = coupled.load_s(place.slots)
     return SystemConfig(
         num_instances=place.num_instances,
-        instance=_instance(
-            cluster, place, coupled.most_rows(place), coupled.kv_requests(place.slots)
-        ),
+        instance=_instance(cluster, place, coupled.most_rows(place), coupled.kv_requests(place.slots)),
         adapters=LocalConfig(
             capacity=place.slots,
             load_bytes_per_s=inputs.adapter_bytes / load_s if load_s else math.inf,
@@ -217,9 +217,7 @@ def _coupled_system(cluster: Cluster, place: SizedCluster, popular: Sequence[str
     )
 
 
-def _instance(
-    cluster: Cluster, place: SizedCluster, max_num_seqs: int, kv_requests: float
-) -> InstanceConfig:
+def _instance(cluster: Cluster, place: SizedCluster, max_num_seqs: int, kv_requests: float) -> InstanceConfig:
     inputs = cluster.inputs
     shared: dict[str, Any] = {
         "num_layers": inputs.shape.num_layers,

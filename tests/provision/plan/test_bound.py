@@ -54,7 +54,8 @@ def load_inputs(trace: Trace, model: str, hit: float | None = None, **changes: A
 
 
 def independent_bound(given_inputs: PlanInputs, trace: Trace, hit: float) -> float:
-    """GPUs' worth of the dense operations alone, counted here once more: 2 FLOP a weight that a token meets."""
+    """GPUs' worth of the dense operations alone, counted here once more: 2 FLOP a weight that a token
+    meets."""
     shape, number = given_inputs.shape, len(trace.requests)
     heads = shape.num_heads + shape.num_kv_heads
     weights = 2 * shape.hidden_size * shape.head_dim * heads
@@ -64,7 +65,9 @@ def independent_bound(given_inputs: PlanInputs, trace: Trace, hit: float) -> flo
         for one in trace.requests
     )
     rate = given_inputs.rate_per_s or 0.0
-    return rate * tokens / number * 2 * weights * shape.num_layers / (given_inputs.profile.gpu.flop_per_s or 1)
+    return (
+        rate * tokens / number * 2 * weights * shape.num_layers / (given_inputs.profile.gpu.flop_per_s or 1)
+    )
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -87,7 +90,9 @@ def test_no_plan_is_below_its_bound(model, hardware, rate, lengths, hit, margin)
         assume(False)
     assert plan.lower_bound is not None
     assert plan.total_gpus >= plan.lower_bound.gpus
-    assert plan.lower_bound.flop_gpus >= (1 + margin) * independent_bound(given_inputs, trace, hit) * (1 - 1e-9)
+    assert plan.lower_bound.flop_gpus >= (1 + margin) * independent_bound(given_inputs, trace, hit) * (
+        1 - 1e-9
+    )
 
 
 def test_times_beyond_the_profiles_own_peak_are_refused(tmp_path: Path) -> None:
@@ -99,14 +104,15 @@ def test_times_beyond_the_profiles_own_peak_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     profile = read_profile(path)
     assert isinstance(profile, MeasuredProfile)
-    with pytest.raises(SloError, match="fewer than the lower bound, .* times beyond its own peak rates"):
+    with pytest.raises(SloError, match=r"fewer than the lower bound, .* times beyond its own peak rates"):
         make_plan(inputs(profile=profile, probabilities=zipf(4)))
 
 
 def test_prefix_hits_are_subtracted() -> None:
     trace = trace_of([(4000, 20)])
     found = {
-        hit: checked_plan(load_inputs(trace, "Mixtral-8x7B", hit, rate_per_s=20.0), trace) for hit in (0.0, 0.9)
+        hit: checked_plan(load_inputs(trace, "Mixtral-8x7B", hit, rate_per_s=20.0), trace)
+        for hit in (0.0, 0.9)
     }
     bounds = {hit: plan.lower_bound for hit, plan in found.items()}
     assert bounds[0.9].flop_gpus < 0.2 * bounds[0.0].flop_gpus

@@ -68,8 +68,8 @@ def test_plan_holds_by_other_draws(kind: str, coupled: Plan, served: Plan) -> No
 
 
 def test_fewer_instances_do_not_hold(coupled: Plan) -> None:
+    given = load_inputs(PROMPTS, "Mixtral-8x7B", rate_per_s=40.0, instances=coupled.instances // 2)
     with pytest.raises(SloError, match="coupled instances"):
-        given = load_inputs(PROMPTS, "Mixtral-8x7B", rate_per_s=40.0, instances=coupled.instances // 2)
         checked_plan(given, PROMPTS)
 
 
@@ -115,7 +115,9 @@ def test_h200_plans_what_was_measured_and_names_the_rest() -> None:
 def test_h200_refuses_loads_that_nobody_measured_until_the_user_gives_a_rate() -> None:
     profile = read_profile("h200")
     changes = {"rate_per_s": 10.0, "probabilities": zipf(4000, 0.5), "instance_gpus": 1}
-    with pytest.raises(ConfigError, match="no load_bytes_per_s .copies from host to device.: nobody measured"):
+    with pytest.raises(
+        ConfigError, match=r"no load_bytes_per_s .copies from host to device.: nobody measured"
+    ):
         checked_plan(load_inputs(PROMPTS, "GPT-OSS-20B", profile=profile, **changes), PROMPTS)
     assumed = {"load_bytes_per_s": 5e10}
     given = load_inputs(
@@ -142,5 +144,8 @@ def test_assumptions_do_not_replace_what_a_profile_has(assumed: dict[str, float]
 
 def test_prompts_that_take_longer_than_the_slo_alone_are_refused() -> None:
     long = trace_of([(30000, 20)])
-    with pytest.raises(SloError, match="5 % of the prompts compute 30000 tokens or more, .* base model alone .* raise --slo-ttft-s"):
+    with pytest.raises(
+        SloError,
+        match=r"5 % of the prompts compute 30000 tokens or more, .* base model alone .* raise --slo-ttft-s",
+    ):
         checked_plan(load_inputs(long, "Mixtral-8x7B", rate_per_s=1.0, slo_ttft_s=1.0), long)
