@@ -90,9 +90,9 @@ def provision(**options: Any) -> None:
 
     Instances hold adapters beside their weights, or a LoRA Server does (InfiniLoRA section 4.2): the cheaper
     kind is the answer.  Models of admission, steps and loads say where to look; the plan is the smallest
-    cluster near there that holds in a simulation, which takes seconds.  Exit status: 0, a plan that
-    holds; 1, none was found or
-    --verify missed a target, and the first line says why; 2, options or files that can't be used.
+    cluster near there that holds in a simulation, which takes seconds.  Exit status: 0, a plan that holds; 1,
+    none was found or --verify missed a target, and the first line says why; 2, options or files that can't be
+    used.
     """
     from moe_lora.core.errors import SloError
     from moe_lora.provision.plan.compared import checked_plan

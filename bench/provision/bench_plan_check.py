@@ -45,8 +45,8 @@ from .plan_cases import model_inputs, zipf
 TRACE = Path(__file__).parents[2] / "demo" / "trace.csv"
 RATES, ADAPTERS, EXPONENTS = (100, 200, 400), (128, 512, 2000), (0.6, 1.2)
 STEP = 1  # GPU: of the LoRA Server, the smallest that a cluster can grow by
-CHECKS, SEEDS = (1, 4, 5), (1, 3)  # of the check (1 as of --verify) and of the search; plans are chosen
-by 0, 2 FARTHEST, BUSIEST = 1.5, 1.2  # of the search; a plan's own stops at 1.3 and 1.1
+CHECKS, SEEDS = (1, 4, 5), (1, 3)  # of the check (1: --verify) and of the search; plans are chosen by 0, 2
+FARTHEST, BUSIEST = 1.5, 1.2  # of the search; a plan's own stops at 1.3 and 1.1
 AT_MOST = 8  # clusters of equally many GPUs, twice what a plan tries
 PATIENCE = 3  # successive numbers of GPUs without any that holds
 MOST_GPUS = 96  # up to which a refused load is searched

@@ -264,9 +264,8 @@ def with_rates(profile: Profile, assumed: Mapping[str, float]) -> Profile:
         known = getattr(profile.gpu, name)
         if known is not None:
             raise ConfigError(
-                f"profile {profile.name!r} has {name}={known:g}; leave the assumption out, or copy the "
-                f"profile "
-                "and change the rate there"
+                f"profile {profile.name!r} has {name}={known:g}; leave the assumption out, or change the rate "
+                "in a copy of the profile"
             )
         if not 0 < value < math.inf:
             raise ConfigError(f"assumed {name}={value} must be finite and above 0")

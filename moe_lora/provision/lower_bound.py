@@ -55,8 +55,7 @@ def work_of(lengths: Sequence[tuple[int, int, int]]) -> Work:
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """gpus: the bound.  flop_gpus, byte_gpus, memory_gpus: GPUs' worth of operations, of bytes, of
-    weights."""
+    """gpus: the bound.  flop_gpus, byte_gpus, memory_gpus: GPUs for operations, KV reads, weights."""
 
     gpus: int
     flop_gpus: float

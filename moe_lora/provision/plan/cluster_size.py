@@ -214,9 +214,8 @@ class Cluster:
             tpot_s = longer_s(rows)
             if self.inputs.prompts is None or rows <= before:
                 continue
-            # Beside prompts steps nearly fill up and the way is long: the secant shortens it.  Times are
-            # convex
-            # there, so that it does not lead past the solution; where it would, it is not taken.
+            # Beside prompts steps nearly fill up and the way is long: the secant shortens the way.  Times are
+            # convex there, so that a secant stays below the solution; beyond, the secant is not taken.
             slope = (tpot_s - before_s) * per_instance / (rows - before)
             if slope < 1:
                 further = rows + (tpot_s * per_instance - rows) / (1 - slope)
@@ -291,10 +290,9 @@ class Cluster:
         return load_s, STEPS_TO_FIRST_TOKEN * tpot_s + self.prefill_s(layout.ep, tpot_s)
 
     def prefill_s(self, ep: int | None, tpot_s: float) -> float:
-        """What the longest prompt but 5 % adds to the steps to the first token: full steps without other
-        prompts.
+        """What the longest prompt but 5 % adds to the steps to the first token, beside no other prompt.
 
-        tpot_s: of a mean step; the last step of the prompt is one of these, and its own tokens.
+        tpot_s: of a mean step; the prompt's last step is a mean step and its own tokens.
         """
         prompts = self.inputs.prompts
         if prompts is None:
@@ -305,8 +303,7 @@ class Cluster:
         return further * max(tokens * self.token_s(ep), tpot_s) + last * self.token_s(ep)
 
     def check_prompts(self) -> None:
-        """Raises SloError if the base model alone takes longer for the longest prompt but 5 % than the
-        SLO."""
+        """Raises SloError if the base model alone takes too long for the longest prompt but 5 %."""
         prompts, slo_s = self.inputs.prompts, self.inputs.slo_ttft_s
         if prompts is None:
             return
@@ -318,8 +315,7 @@ class Cluster:
         if base_s > slo_s:
             raise SloError(
                 f"TTFT SLO {slo_s:g} s: 5 % of the prompts compute {tokens:.0f} tokens or more, which take "
-                f"the "
-                f"base model alone {base_s:.3f} s on the {self.inputs.instance_gpus} GPUs of an instance, "
+                f"the base model alone {base_s:.3f} s on the {self.inputs.instance_gpus} GPUs of an instance, "
                 f"{base_s - slo_s:.3f} s too long; raise --slo-ttft-s or --instance-gpus"
             )
 

@@ -77,9 +77,8 @@ def _cheaper(cluster: Cluster, coupled: Plan, trace: Trace) -> Plan:
     fewer = coupled.total_gpus - plan.total_gpus
     return replace(
         plan,
-        compared=f"a LoRA Server, as it holds adapters once for all instances: coupled instances take "
-        f"{fewer} "
-        f"GPUs more ({coupled.total_gpus})",
+        compared="a LoRA Server, as it holds adapters once for all instances: coupled instances take "
+        f"{fewer} GPUs more ({coupled.total_gpus})",
     )
 
 
@@ -151,8 +150,7 @@ def _coupled_wins(cluster: Cluster, coupled: Plan, search: PlaceSearch) -> str:
 
 
 def _replayed_from(search: PlaceSearch, number: int) -> int | None:
-    """GPUs of a cluster with a LoRA Server that holds, from `number` up to twice as many, a tenth at a
-    time."""
+    """GPUs of a cluster with a LoRA Server that holds, up to twice as many, a tenth at a time."""
     most = 2 * number
     while number <= most:
         if search.holding(number) is not None:

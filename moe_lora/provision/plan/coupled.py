@@ -39,8 +39,7 @@ class Coupled:
         return self._inputs.shape.num_layers * self.layer_s(max(self._cluster.least_rows, batch))
 
     def batch(self, num_instances: int) -> float:
-        """Rows of an instance that a plan is made for: those that keep running (Little's law), and the
-        margin.
+        """Rows of an instance that a plan is made for: running rows (Little's law), and the margin.
 
         Infinite where prompts in full steps take more than MOST_PROMPTS of the time.
         """
@@ -79,8 +78,7 @@ class Coupled:
         return inputs.adapter_bytes / (inputs.instance_gpus * rate)
 
     def places(self, num_instances: int) -> list[SizedCluster]:
-        """Splits of the instances' memory between adapters and KV, in the order of trial; none that fits:
-        []."""
+        """Splits of an instance's memory between adapters and KV, in the order of trial."""
         running = self.batch(num_instances) * self._cluster.in_service
         if math.isinf(running):
             return []

@@ -34,8 +34,7 @@ class CoupledSearch:
         self._held: dict[int, SizedCluster | None] = {}
 
     def smallest(self) -> SizedCluster:
-        """The place of the fewest instances that holds; with given instances or GPUs, the best split of
-        these.
+        """The place of the fewest instances that holds; with a given number, its best split.
 
         Raises SloError where none is found, with what is missed.
         """
@@ -137,8 +136,7 @@ class CoupledSearch:
         said = missed_texts(verdicts(inputs, self.replayed(places[0])))
         return (
             f"simulated, {places[0]}: {'; '.join(said)}; raise --slo-ttft-s or --slo-tpot-s, give more "
-            f"GPUs, or "
-            "lower the load"
+            "GPUs, or lower the load"
         )
 
     def _why_no_place(self, num_instances: int) -> str:
@@ -161,10 +159,8 @@ class CoupledSearch:
         ttft_s = coupled.p95_ttft_s(places[0], tpot_s, queue)
         return (
             f"coupled instances of {inputs.instance_gpus} GPUs, however many: P95 TTFT {ttft_s:.3f} s "
-            f"without any "
-            f"queue, {cluster.prefill_s(None, tpot_s):.3f} s of it for further steps of a long prompt (SLO "
+            f"without any queue, {cluster.prefill_s(None, tpot_s):.3f} s of it for further steps of a long prompt (SLO "
             f"{inputs.slo_ttft_s:g} s), TPOT {tpot_s * MS:.1f} ms (SLO {inputs.slo_tpot_s * MS:g} ms); the "
             f"{'steps are' if ttft_s > inputs.slo_ttft_s else 'step is'} the longer term; raise "
-            f"--slo-ttft-s or "
-            "--slo-tpot-s, or --instance-gpus"
+            "--slo-ttft-s or --slo-tpot-s, or --instance-gpus"
         )

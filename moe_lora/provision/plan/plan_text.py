@@ -132,9 +132,10 @@ def _prompts(plan: Plan, prompts: Mapping[str, Any]) -> str:
     share, tokens = prompts["hit_share"], prompts["prompt_tokens"]
     source = "as stated" if prompts["stated"] else "by the trace's block hashes" if share else ""
     hits = f"{share:.1%} of it in computed prefixes, {source}" if source else "no prefix hits"
-    rows = f"steps of up to {plan.max_num_batched_tokens} rows"
-    return f"{tokens:.0f} tokens on average, {hits}; {plan.prompt_share or 0.0:.0%} of an instance's time, "
-        f"{rows}"
+    time = f"{plan.prompt_share or 0.0:.0%} of an instance's time"
+    return (
+        f"{tokens:.0f} tokens on average, {hits}; {time}, steps of up to {plan.max_num_batched_tokens} rows"
+    )
 
 
 def _rates(paper: float, corrected: float) -> str:

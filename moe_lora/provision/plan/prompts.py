@@ -24,8 +24,7 @@ class PromptLoad:
     """Prompts that the instances compute.
 
     prompt_tokens: mean.  hit_share: of these, in prefixes that an endless cache has.  p95_computed: 95 %
-    of the
-    prompts compute at most so many tokens.  output_tokens: mean.  work: of a mean request.  stated: hit_share
+    of the prompts compute at most so many tokens.  output_tokens: mean.  work: of a mean request.  stated: hit_share
     is given by an option, not found in the trace.
     """
 
