@@ -264,7 +264,8 @@ def with_rates(profile: Profile, assumed: Mapping[str, float]) -> Profile:
         known = getattr(profile.gpu, name)
         if known is not None:
             raise ConfigError(
-                f"profile {profile.name!r} has {name}={known:g}; leave the assumption out, or change the rate "
+                f"profile {profile.name!r} has {name}={known:g}; leave the assumption out, or change the "
+                f"rate "
                 "in a copy of the profile"
             )
         if not 0 < value < math.inf:

@@ -362,6 +362,7 @@ def test_the_readmes_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (line,) = [line for line in text.splitlines() if line.startswith("moe-lora provision")]
     words = [word.replace("demo/trace.csv", str(ROOT / "demo" / "trace.csv")) for word in line.split()[1:]]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(replayed, "NUM_REQUESTS", 12_000)
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
     assert read_cluster("plan.yaml").engine.max_num_batched_tokens < 2048
@@ -370,6 +371,7 @@ def test_the_readmes_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         int(re.search(rf"^{name} +(\d+)", result.output, re.MULTILINE)[1])  # type: ignore[index]
         for name in ("GPUs in all", "Lower bound")
     )
+    assert f"answers {total} GPUs, beside a lower bound of {bound} at peak rates" in text
     assert total >= bound >= 70  # 400,000 prompt tokens/s of 26 GFLOP each, at 148 TFLOP/s
 
 

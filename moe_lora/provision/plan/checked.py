@@ -21,6 +21,7 @@ from .cluster_size import Cluster
 from .inputs import PlanInputs
 from .place import SizedCluster
 from .plan import CHECK, Plan, make_plan, plan_of
+from .prompts import CHUNK_TOKENS
 from .sizing import candidate
 from .verify import PlannedLoad, Replay, holds, missed_texts, planned_load, replays, verdicts
 
@@ -34,6 +35,8 @@ BUSIEST = 1.1
 """... and those whose links are that busy at most, by the model of misses."""
 SEEDS = 0, 2
 """Of the draws that a plan is chosen by."""
+CHUNKS, LEAST_REQUESTS = 4, 1500
+"""Requests of the search are fewer where a prompt takes more steps, but not fewer than these."""
 GROWTH = 10
 """Where nothing holds, a tenth more GPUs are tried next; up to MOST times as many and MORE."""
 MOST, MORE = 2, 16
@@ -191,9 +194,12 @@ def searched_loads(
 ) -> list[PlannedLoad]:
     """What places are tried with: two thirds of the requests of a check, and then as many by other draws.
 
-    Half of these where prompts count, as each of them takes several steps.
+    Half of these where prompts count, and fewer of prompts that take more than CHUNKS steps.
     """
-    most = verify.NUM_REQUESTS if inputs.prompts is None else verify.NUM_REQUESTS // 2
+    most = verify.NUM_REQUESTS
+    if inputs.prompts is not None:
+        chunks = inputs.prompts.computed_tokens / CHUNK_TOKENS
+        most = max(min(LEAST_REQUESTS, most), int(most / 2 / max(1.0, chunks / CHUNKS)))
     return [
         planned_load(inputs, rate_per_s, trace, num_requests=max(1, number), seed=seed)
         for number, seed in zip((2 * most // 3, most), seeds, strict=True)

@@ -315,7 +315,8 @@ class Cluster:
         if base_s > slo_s:
             raise SloError(
                 f"TTFT SLO {slo_s:g} s: 5 % of the prompts compute {tokens:.0f} tokens or more, which take "
-                f"the base model alone {base_s:.3f} s on the {self.inputs.instance_gpus} GPUs of an instance, "
+                f"the base model alone {base_s:.3f} s on the {self.inputs.instance_gpus} GPUs of an "
+                f"instance, "
                 f"{base_s - slo_s:.3f} s too long; raise --slo-ttft-s or --instance-gpus"
             )
 

@@ -150,12 +150,12 @@ def _coupled_wins(cluster: Cluster, coupled: Plan, search: PlaceSearch) -> str:
 
 
 def _replayed_from(search: PlaceSearch, number: int) -> int | None:
-    """GPUs of a cluster with a LoRA Server that holds, up to twice as many, a tenth at a time."""
+    """GPUs of a cluster with a LoRA Server that holds, up to twice as many, a quarter at a time."""
     most = 2 * number
     while number <= most:
         if search.holding(number) is not None:
             return number
-        number += max(1, number // 10)
+        number += max(1, number // 4)
     return None
 
 

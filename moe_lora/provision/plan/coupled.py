@@ -82,15 +82,18 @@ class Coupled:
         running = self.batch(num_instances) * self._cluster.in_service
         if math.isinf(running):
             return []
-        context = self._inputs.shape.kv_bytes_per_token() * self._inputs.context_tokens
-        kv_bytes = (running + 4 * math.sqrt(running)) * context
+        token_bytes, prompts = self._inputs.shape.kv_bytes_per_token(), self._inputs.prompts
+        longest = 0 if prompts is None else prompts.longest
+        tokens = max(longest, (running + 4 * math.sqrt(running)) * self._inputs.context_tokens)
+        kv_bytes = tokens * token_bytes
         most = min(len(self._inputs.probabilities), int((self._room - kv_bytes) / self._inputs.adapter_bytes))
-        if most < 1:
+        loads = self._inputs.profile.gpu.load_bytes_per_s is not None
+        if most < (1 if loads else len(self._inputs.probabilities)):
             return []
         least = min(most, self._cluster.needed(self.batch(num_instances)))
         slots = dict.fromkeys(least + round(part * (most - least)) for part in SPLITS)
         if most == len(self._inputs.probabilities):  # every adapter has a slot, and nothing is loaded
-            slots = {most: None} | (slots if self._inputs.profile.gpu.load_bytes_per_s else {})
+            slots = {most: None} | (slots if loads else {})
         return [SizedCluster(None, num_instances, one) for one in slots]
 
     def nearness(self, place: SizedCluster) -> float:

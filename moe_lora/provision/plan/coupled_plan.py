@@ -74,7 +74,7 @@ def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
         serviceable_rate_per_s=None,
         layer_ms=_layer_ms(cluster, batch),
         metrics=None,
-        assumptions=assumptions(inputs, batch * num_instances),
+        assumptions=assumptions(inputs, batch * num_instances, coupled=True),
         inputs=inputs.to_json(),
         lower_bound=bound,
         ran=ran(inputs, place),

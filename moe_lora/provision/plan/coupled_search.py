@@ -16,6 +16,8 @@ from .verify import PlannedLoad, Replay, holds, missed_texts, replays, verdicts
 GROWTH = 16
 """Where nothing holds, a sixteenth more instances are tried next; up to MOST times as many and MORE."""
 MOST, MORE = 2, 8
+WAITED = 0.01
+"""Share of requests that wait for a slot, above which another split has more slots, and below more KV."""
 IDLE = 0.02
 """Share of an instance's time below which further instances change no step."""
 
@@ -93,16 +95,24 @@ class CoupledSearch:
         return inputs.rate_per_s * (1 + inputs.load_margin)
 
     def holding(self, num_instances: int) -> SizedCluster | None:
-        """The first split of so many instances that holds."""
+        """A split of so many instances that holds."""
         if not self._loads:
             self._loads = self._loads_of(self._rate_per_s(num_instances))
         if num_instances not in self._held:
-            inputs = self._cluster.inputs
-            places = self._coupled.places(num_instances)
-            self._held[num_instances] = next(
-                (place for place in places if holds(inputs, self.replayed(place))), None
-            )
+            self._held[num_instances] = self._first_split(self._coupled.places(num_instances))
         return self._held[num_instances]
+
+    def _first_split(self, places: list[SizedCluster]) -> SizedCluster | None:
+        """The first place if it holds; else the one with more of what its requests waited for."""
+        if not places:
+            return None
+        inputs, first = self._cluster.inputs, places[0]
+        if holds(inputs, self.replayed(first)):
+            return first
+        waited = any((one.waited_for_adapter or 0.0) > WAITED for one in self.replayed(first))
+        slots = [place.slots for place in places]
+        other = places[slots.index(max(slots) if waited else min(slots))]
+        return other if other != first and holds(inputs, self.replayed(other)) else None
 
     def _bisected(self, first: int) -> SizedCluster:
         """Fewer instances never hold more: between the last that misses and the first that holds."""
@@ -140,12 +150,15 @@ class CoupledSearch:
         )
 
     def _why_no_place(self, num_instances: int) -> str:
+        """Raises MissingRateError where adapters would have to be loaded, and the profile has no rate."""
         share = self._coupled.prompt_share(num_instances)
         if share > MOST_PROMPTS:
             return (
                 f"full steps of prompts take {share:.0%} of their time, {MOST_PROMPTS:.0%} at most is planned"
             )
-        return "the KV of the requests that run leaves no room for an adapter beside the weights"
+        gpu, name = self._cluster.inputs.profile.gpu, self._cluster.inputs.profile.name
+        gpu.needed("load_bytes_per_s", name)  # not all adapters fit
+        return "the KV of requests that run, or of the longest one, leaves no room for an adapter"
 
     def _too_slow(self, num_instances: int) -> str:
         """Why no number of coupled instances meets the goals."""
@@ -159,7 +172,8 @@ class CoupledSearch:
         ttft_s = coupled.p95_ttft_s(places[0], tpot_s, queue)
         return (
             f"coupled instances of {inputs.instance_gpus} GPUs, however many: P95 TTFT {ttft_s:.3f} s "
-            f"without any queue, {cluster.prefill_s(None, tpot_s):.3f} s of it for further steps of a long prompt (SLO "
+            f"without any queue, {cluster.prefill_s(None, tpot_s):.3f} s of it for further steps of a long "
+            f"prompt (SLO "
             f"{inputs.slo_ttft_s:g} s), TPOT {tpot_s * MS:.1f} ms (SLO {inputs.slo_tpot_s * MS:g} ms); the "
             f"{'steps are' if ttft_s > inputs.slo_ttft_s else 'step is'} the longer term; raise "
             "--slo-ttft-s or --slo-tpot-s, or --instance-gpus"

@@ -37,8 +37,8 @@ class PlanInputs(PlanGoals):
     None: another device computes prompts (InfiniLoRA section 2.1).
     trace_rate_per_s: the trace's mean where rate_per_s is that, or the trace's peak; else None.
     assumed: rates of the profile that the user gave.  adapters_are_traces: probabilities are those of the
-    adapters that the trace names.  adapter_share: of the requests, those for an adapter; the others ask the base model.
-    Raises ConfigError for numbers that can't be right.
+    adapters that the trace names.  adapter_share: of the requests, those for an adapter; the others ask
+    the base model. Raises ConfigError for numbers that can't be right.
     """
 
     model: str

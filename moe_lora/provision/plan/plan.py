@@ -82,7 +82,18 @@ _FORMS = {
 }
 
 
-def assumptions(inputs: PlanInputs, global_batch: float) -> tuple[str, ...]:
+_BESIDE = (
+    "deltas are computed beside the base GEMMs; experts are chosen evenly; waiting at the server for other "
+    "instances is in the simulated times, not in the predicted TPOT; instances are at layers of all stages "
+    "evenly (equation 6)"
+)
+_COUPLED = (
+    "deltas are computed after the base GEMMs, experts are chosen evenly; the default router spreads requests "
+    "over instances"
+)
+
+
+def assumptions(inputs: PlanInputs, global_batch: float, *, coupled: bool = False) -> tuple[str, ...]:
     """One sentence each: adapter form, load, popularity, hardware, model."""
     shape, mix = inputs.shape, inputs.mix
     other = "shared" if mix.form == "separate" else "separate"
@@ -101,10 +112,10 @@ def assumptions(inputs: PlanInputs, global_batch: float) -> tuple[str, ...]:
         f"({other}: {bytes_text(other_bytes)})",
         _load(inputs, global_batch),
         "requests arrive independently of each other; service times do not depend on the adapter",
-        f"times and memory by profile {inputs.profile.name}; deltas are computed beside the base GEMMs; "
-        "experts are chosen evenly; waiting at the server for other instances is in the simulated times, not "
-        "in the predicted TPOT; instances are at layers of all stages evenly (equation 6)",
+        f"times and memory by profile {inputs.profile.name}; {_COUPLED if coupled else _BESIDE}",
     ]
+    if inputs.prompts is not None:
+        said.append("times of prompts are operations at the share of the FLOP rate that the profile reaches")
     if inputs.adapter_share < 1:
         said.append(f"{1 - inputs.adapter_share:.1%} of the requests ask for the base model and take no slot")
     if len(mix.ranks) > 1:

@@ -24,8 +24,9 @@ class PromptLoad:
     """Prompts that the instances compute.
 
     prompt_tokens: mean.  hit_share: of these, in prefixes that an endless cache has.  p95_computed: 95 %
-    of the prompts compute at most so many tokens.  output_tokens: mean.  work: of a mean request.  stated: hit_share
-    is given by an option, not found in the trace.
+    of the prompts compute at most so many tokens.  output_tokens: mean.  work: of a mean request.
+    stated: hit_share is given by an option, not found in the trace.
+    longest: most tokens of a prompt and its answer.
     """
 
     prompt_tokens: float
@@ -34,6 +35,7 @@ class PromptLoad:
     output_tokens: float
     work: Work
     stated: bool
+    longest: int
 
     @property
     def computed_tokens(self) -> float:
@@ -72,6 +74,7 @@ def prompt_load(requests: Sequence[TraceRequest], stated: float | None = None) -
         output_tokens=sum(one.output_tokens for one in requests) / number,
         work=work_of(lengths),
         stated=stated is not None,
+        longest=max(one.prompt_tokens + one.output_tokens for one in requests),
     )
 
 

@@ -59,8 +59,8 @@ class Replay:
     device computes prompts, also KV and a place in the batch.  waited_for_adapter, waited_for_room: shares
     that waited for an adapter's slot, and for KV, the batch or the tokens of a step.  p95_ttft_s: queue,
     adapter load and prompt.  p95_decode_ttft_s: queue, adapter load and first decode step, without the
-    prompt.  Values are None of no requests.  loads_per_s: of adapters.  stopped: given up, as it could no longer hold
-    the goals; the values are those of the requests until then.
+    prompt.  Values are None of no requests.  loads_per_s: of adapters.  stopped: given up, as it could no
+    longer hold the goals; the values are those of the requests until then.
     """
 
     arrivals: str
