@@ -88,8 +88,8 @@ _BESIDE = (
     "evenly (equation 6)"
 )
 _COUPLED = (
-    "deltas are computed after the base GEMMs, experts are chosen evenly; the default router spreads requests "
-    "over instances"
+    "deltas are computed after the base GEMMs; experts are chosen evenly; the default router spreads "
+    "requests over instances"
 )
 
 
