@@ -56,6 +56,7 @@ def _content(
     return {
         "name": f"{name} on {clock.device.type}",
         "kind": "tables",
+        "about": "measured on this machine by moe-lora profile: one layer, not compiled, one process",
         "gpu": {
             "memory_gib": _memory_bytes(clock) / 2**30,
             "instance_memory_share": 0.9,

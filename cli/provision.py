@@ -53,6 +53,12 @@ _ADAPTERS = (
 _CLUSTER = (
     click.option("--model", required=True, help="Folder with a config.json, or a name such as Mixtral-8x7B."),
     click.option("--hardware", default="hopper96", show_default=True, help="Profile: name, or JSON file."),
+    click.option(
+        "--assume",
+        multiple=True,
+        metavar="RATE=BYTES",
+        help="Bytes per second that the profile lacks: load_bytes_per_s or net_bytes_per_s.",
+    ),
     click.option("--instance-gpus", type=int, help="GPUs of one.  [default: table 3's, else 1]"),
 )
 _RESULT = (
@@ -80,14 +86,16 @@ def _options(function: Any) -> Any:
 @_options
 @input_errors
 def provision(**options: Any) -> None:
-    """The smallest cluster that holds a trace's load within two SLOs (InfiniLoRA section 4.2).
+    """The smallest cluster that holds a trace's load, prompts included, within two SLOs.
 
-    Models of admission, steps and loads say where to look; the plan is the smallest cluster near there that
-    holds in a simulation, which takes seconds.  Exit status: 0, a plan that holds; 1, none was found or
-    --verify missed a target, and the first line says why; 2, options or files that can't be used.
+    Instances hold adapters beside their weights, or a LoRA Server does (InfiniLoRA section 4.2): the cheaper
+    kind is the answer.  Models of admission, steps and loads say where to look; the plan is the smallest
+    cluster near there that holds in a simulation, which takes seconds.  Exit status: 0, a plan that holds; 1,
+    none was found or --verify missed a target, and the first line says why; 2, options or files that can't be
+    used.
     """
     from moe_lora.core.errors import SloError
-    from moe_lora.provision.plan.checked import checked_plan
+    from moe_lora.provision.plan.compared import checked_plan
     from moe_lora.provision.plan.plan_text import plan_lines
     from moe_lora.provision.plan.verify import NUM_REQUESTS
     from moe_lora.report.results import check_targets
@@ -96,8 +104,8 @@ def provision(**options: Any) -> None:
     from .provision_inputs import model_dir_of, plan_inputs
 
     check_targets(out=options["out"], report=options["report"])
-    inputs = plan_inputs(options)
     trace = read_trace(options["trace"], options["format"], limit=NUM_REQUESTS)
+    inputs = plan_inputs(options, trace)
     try:
         plan = checked_plan(inputs, trace)
     except SloError as error:
@@ -119,6 +127,8 @@ def provision(**options: Any) -> None:
         from moe_lora.report.html import write_plan_report
 
         batch = plan.global_batch * inputs.adapter_share
+        if plan.kind == "coupled":
+            batch /= plan.instances
         curves = iar_curves(inputs.probabilities, batch, 2 * plan.slots)
         write_plan_report(options["report"], content, lines, curves)
         click.echo(f"report: {options['report']}", err=options["as_json"])

@@ -17,19 +17,24 @@ from moe_lora.config.settings import settings_of
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.weight_format import refuse_widths, weight_format
-from moe_lora.provision.device_profile import read_profile
+from moe_lora.provision.device_profile import read_profile, with_rates
 from moe_lora.provision.plan.inputs import PlanInputs
 from moe_lora.provision.plan.memory import AdapterMix, KnownModel, known_model
+from moe_lora.provision.plan.prompts import prompt_load
 from moe_lora.workload.popularity.named import USUAL_ZIPF, parse_popularity
 from moe_lora.workload.popularity.popularity import Popularity
 from moe_lora.workload.statistics import TraceStatistics, trace_statistics
+from moe_lora.workload.traces.records import Trace
 
 _HALF_TIME = 0.5
 _OF_TRACE = "the trace's adapters"
 
 
-def plan_inputs(options: dict[str, Any]) -> PlanInputs:
-    """Read trace, popularity, model and profile.  Raises ValueError and click.UsageError."""
+def plan_inputs(options: dict[str, Any], trace: Trace) -> PlanInputs:
+    """Read popularity, model, profile and the trace's statistics.  Raises ValueError and click.UsageError.
+
+    trace: the part of the trace that is replayed, whose prompts are counted.
+    """
     model, shape, config, known = _model(options["model"])
     quantisation = {name: options[name] for name in QUANTISATION}
     EngineConfig(model_dir="", **quantisation)  # checks them
@@ -41,7 +46,9 @@ def plan_inputs(options: dict[str, Any]) -> PlanInputs:
     refuse_widths(shape, quantisation["quantize"], quantisation["quantize_group_size"])
     load = trace_statistics(options["trace"], options["format"])
     popularity, source = _popularity(options, load)
-    instance_gpus = options["instance_gpus"]
+    goals = {name: options[name] for name in settings_of(PlanGoals)}
+    PlanGoals(**goals)  # checks them
+    instance_gpus, assumed = options["instance_gpus"], _assumed(options["assume"])
     if instance_gpus is None:
         instance_gpus = known.instance_gpus if known else 1
     return PlanInputs(
@@ -49,7 +56,9 @@ def plan_inputs(options: dict[str, Any]) -> PlanInputs:
         shape=shape,
         mix=_mix(options, popularity, known),
         weights=weight_format(config, **quantisation),
-        profile=read_profile(options["hardware"]),
+        profile=with_rates(read_profile(options["hardware"]), assumed),
+        assumed=assumed,
+        prompts=prompt_load(trace.requests, options["prefix_hit_share"]),
         instance_gpus=instance_gpus,
         probabilities=np.asarray(popularity.probabilities),
         popularity_source=source,
@@ -57,7 +66,7 @@ def plan_inputs(options: dict[str, Any]) -> PlanInputs:
         output_tokens=load.output_tokens.mean,
         context_tokens=load.prompt_tokens.mean + load.output_tokens.mean,
         rate_per_s=_rate(options, load),
-        **{name: options[name] for name in settings_of(PlanGoals)},
+        **goals,
     )
 
 
@@ -95,6 +104,20 @@ def _mix(options: dict[str, Any], popularity: Popularity, known: KnownModel | No
     if known is None:
         raise click.UsageError("give --lora-rank: only named models have a usual rank")
     return AdapterMix(ranks=((known.lora_rank, 1.0),), form=form)
+
+
+def _assumed(given: tuple[str, ...]) -> dict[str, float]:
+    """RATE=VALUE pairs."""
+    found = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise click.BadParameter(
+                f"{text!r} is not RATE=BYTES_PER_S, such as load_bytes_per_s=5e10", param_hint="--assume"
+            ) from None
+    return found
 
 
 def _given_ranks(given: tuple[str, ...]) -> tuple[tuple[int, float], ...]:

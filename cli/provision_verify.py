@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 SEED = 1
 """Of arrivals and adapters; plans are chosen by others (`checked.SEEDS`)."""
 
-_COLUMNS = ("at once", "waited for a slot", "waited for KV or batch", "P95 TTFT", "TPOT", "loads/s")
+_COLUMNS = (
+    *("at once", "waited for a slot", "waited for KV or batch"),
+    *("P95 TTFT", "P95 decode TTFT", "TPOT", "loads/s"),
+)
 
 
 def verified(inputs: PlanInputs, plan: Plan, trace: Trace) -> tuple[dict[str, Any], list[str], str]:
@@ -26,7 +29,7 @@ def verified(inputs: PlanInputs, plan: Plan, trace: Trace) -> tuple[dict[str, An
 
     place = place_of(plan)
     load = planned_load(inputs, planned_rate(inputs, plan), trace, seed=SEED)
-    found = replays(Cluster(inputs), place.layout, place.num_instances, load)
+    found = replays(Cluster(inputs), place, load)
     judged = verdicts(inputs, found, OTHER_DRAWS)
     held = holds(inputs, found, OTHER_DRAWS)
     content = {
@@ -50,6 +53,7 @@ def _replay_lines(found: Sequence[Replay]) -> list[str]:
             _shown(one.waited_for_adapter, ".2%"),
             _shown(one.waited_for_room, ".2%"),
             _shown(one.p95_ttft_s, ".3f") + " s",
+            _shown(one.p95_decode_ttft_s, ".3f") + " s",
             _shown(one.mean_tpot_s, ".4f") + " s",
             _shown(one.loads_per_s, ".1f"),
         )

@@ -86,7 +86,7 @@ class Device:
 
     def load_s(self, num_gpus: int) -> float:
         """One adapter, each GPU loading its part."""
-        return self.adapter_bytes / (num_gpus * self.gpu.load_bytes_per_s)
+        return self.adapter_bytes / (num_gpus * self.gpu.needed("load_bytes_per_s", "dbrx_hopper96"))
 
     def step_profile(
         self, num_layers: int, slowdown: float, *, kernel_ratio: float, overlap: bool

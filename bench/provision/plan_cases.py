@@ -96,7 +96,10 @@ def zipf(num_adapters: int, s: float) -> NDArray[np.float64]:
 
 
 def model_inputs(name: str, **given: Any) -> PlanInputs:
-    """A model of table 3 as the planner takes it, with its usual adapters, on the paper's hardware."""
+    """A model of table 3 as the planner takes it, with its usual adapters and goals, on the paper's hardware.
+
+    Without `prompts` another device computes these, as in the paper.
+    """
     known = known_model(name)
     usual: dict[str, Any] = {
         "model": known.name,
@@ -104,6 +107,7 @@ def model_inputs(name: str, **given: Any) -> PlanInputs:
         "mix": AdapterMix(ranks=((known.lora_rank, 1.0),)),
         "profile": read_profile("hopper96"),
         "instance_gpus": known.instance_gpus,
+        "slo_ttft_s": 0.25,
     }
     return PlanInputs(**usual | given)
 

@@ -72,7 +72,7 @@ def plan_of(case: Case) -> list[PlannedRequest]:
 def system_of(case: Case, device: Device) -> SystemConfig:
     num_layers = device.shape.num_layers
     profile = device.step_profile(num_layers, 1.0, kernel_ratio=1.0, overlap=True)
-    rate = device.gpu.load_bytes_per_s
+    rate = device.gpu.needed("load_bytes_per_s", "its profile")
     adapters = (
         SimLoraServerConfig(
             capacity=case.slots, load_bytes_per_s=4 * rate * case.server_stages, num_stages=case.server_stages

@@ -27,8 +27,12 @@ class PlanGoals(Settings):
     """Split so many."""
     instances: int | None = setting(None, least=1, option="--instances", unset="chosen")
     """So many LLM instances."""
-    slo_ttft_s: float = setting(0.25, above=0, option="--slo-ttft-s")
-    """P95 of TTFT, without prefill."""
+    prefix_hit_share: float | None = setting(
+        None, least=0, option="--prefix-hit-share", unset="by the trace's block hashes, 0 without them"
+    )
+    """Share of every prompt with KV from earlier requests."""
+    slo_ttft_s: float = setting(2.0, above=0, option="--slo-ttft-s")
+    """P95 of TTFT, prefill included."""
     slo_tpot_s: float = setting(0.1, above=0, option="--slo-tpot-s")
     """Mean TPOT."""
     target_iar: float = setting(0.95, above=0, most=1, option="--target-iar")
@@ -40,6 +44,11 @@ class PlanGoals(Settings):
         super().__post_init__()
         if self.gpus is not None and self.instances is not None:
             raise ConfigError("gpus and instances are both given; a budget is split by the plan: give one")
+        if self.prefix_hit_share is not None and not self.prefix_hit_share < 1:
+            raise ConfigError(
+                f"prefix_hit_share={self.prefix_hit_share} must be 0 or more, and less than 1: a request "
+                "computes one token of its prompt at least"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -63,8 +64,15 @@ class Table:
         return time_s
 
 
+class MissingRateError(ConfigError):
+    """A plan needs a rate that the profile does not have."""
+
+
+MEANINGS = {"load_bytes_per_s": "copies from host to device", "net_bytes_per_s": "network between GPUs"}
+
+
 class Gpu(FileContent):
-    """One GPU (or, measured on CPUs, one rank).  Rates are those of its data sheet; None = not known.
+    """One GPU (or, measured on CPUs, one rank).  Peak rates; None = not known.
 
     instance_memory_share, server_memory_share: parts of the memory that weights, KV and adapters of an
     instance, and adapters of a LoRA Server, may take.  load_bytes_per_s: host to device.
@@ -73,10 +81,20 @@ class Gpu(FileContent):
     memory_gib: Positive
     instance_memory_share: Share
     server_memory_share: Share
-    load_bytes_per_s: Positive
+    load_bytes_per_s: Positive | None = None
     bytes_per_s: Positive | None = None
     flop_per_s: Positive | None = None
     net_bytes_per_s: Positive | None = None
+
+    def needed(self, rate: str, profile: str) -> float:
+        """The rate of that name.  Raises ConfigError where the profile does not have the rate."""
+        found: float | None = getattr(self, rate)
+        if found is None:
+            raise MissingRateError(
+                f"profile {profile!r} has no {rate} ({MEANINGS[rate]}): nobody measured it there; give "
+                f"--assume {rate}=BYTES, or a profile with the rate and its source"
+            )
+        return found
 
     @property
     def memory_bytes(self) -> float:
@@ -89,7 +107,6 @@ class RatedGpu(Gpu):
 
     bytes_per_s: Positive
     flop_per_s: Positive
-    net_bytes_per_s: Positive
 
 
 class Sizes(FileContent):
@@ -159,7 +176,7 @@ class Efficiency(FileContent):
 
     memory: Share
     flop: Share
-    net: Share
+    net: Share | None = None
 
 
 _Latency = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
@@ -175,10 +192,20 @@ class FixedTimes(FileContent):
     sync_per_rank: _Latency = 0.0
 
 
+Part = Literal["decode", "prefill", "chunks", "adapters", "loads", "prefixes", "several GPUs", "LoRA Server"]
+"""What of a plan may have run on a device."""
+
+
 class _Device(FileContent):
-    """sources: where the numbers come from."""
+    """about: whose numbers these are, in a sentence.  ran: parts of a plan that ran on this device with this
+    code, each with what ran.  models_run: models that did, with all their layers.  sources: where the
+    numbers come from.
+    """
 
     name: Annotated[str, Field(min_length=1)]
+    about: str = ""
+    ran: Annotated[dict[Part, str], Field(default_factory=dict)]
+    models_run: tuple[str, ...] = ()
     fixed_us: FixedTimes = FixedTimes()
     sources: Annotated[dict[str, Any], Field(default_factory=dict)]
 
@@ -227,6 +254,23 @@ Profile = MeasuredProfile | RooflineProfile
 def shipped_profiles() -> tuple[str, ...]:
     """Names of the profiles that come with the package."""
     return tuple(sorted(Path(file.name).stem for file in _shipped().iterdir() if file.name.endswith(".json")))
+
+
+def with_rates(profile: Profile, assumed: Mapping[str, float]) -> Profile:
+    """The profile with rates that it lacks.  Raises ConfigError for a rate that it has, or no such rate."""
+    for name, value in assumed.items():
+        if name not in MEANINGS:
+            raise ConfigError(f"assumed rate {name!r} is unknown; choose one of {', '.join(MEANINGS)}")
+        known = getattr(profile.gpu, name)
+        if known is not None:
+            raise ConfigError(
+                f"profile {profile.name!r} has {name}={known:g}; leave the assumption out, or change the "
+                f"rate "
+                "in a copy of the profile"
+            )
+        if not 0 < value < math.inf:
+            raise ConfigError(f"assumed {name}={value} must be finite and above 0")
+    return profile.model_copy(update={"gpu": profile.gpu.model_copy(update=dict(assumed))})
 
 
 def _shipped() -> Any:

@@ -251,7 +251,7 @@ def write_plan_report(
     """
     figures = (
         ("Requests that start at once, by capacity", iar_figure(plan, curves)),
-        ("LoRA Server GPUs that each constraint needs", gpus_figure(plan)),
+        _bars(plan),
     )
     page = _TEMPLATES.get_template("plan").render(
         title=f"Plan: {plan['inputs']['model']}",
@@ -281,16 +281,28 @@ def iar_figure(plan: Mapping[str, Any], curves: Curves) -> Figure:
     return figure
 
 
-def gpus_figure(plan: Mapping[str, Any]) -> Figure:
-    """A bar for each constraint; the highest one binds."""
+def _bars(plan: Mapping[str, Any]) -> tuple[str, Figure]:
+    """The plan's second figure: what asks for GPUs of a LoRA Server, or the plan beside its lower bound."""
+    if plan["kind"] == "coupled":
+        bound = {} if plan["lower_bound"] is None else {"lower bound": plan["lower_bound"]["gpus"]}
+        bars = bound | {"this plan": plan["total_gpus"]}
+        chosen = f"Chosen: {plan['instances']} coupled instances"
+        return "GPUs in all", gpus_figure(bars, "this plan", chosen, "GPUs")
+    bars, chosen = plan["gpus_by_constraint"], f"Chosen: {plan['lora_server_gpus']} as {plan['layout']}"
+    figure = gpus_figure(bars, plan["binding_constraint"], chosen, "GPUs, each constraint alone")
+    return "LoRA Server GPUs that each constraint needs", figure
+
+
+def gpus_figure(bars: Mapping[str, int], marked: str, title: str, unit: str) -> Figure:
+    """A bar for each name."""
     figure, axes = new_figure(2.2)
     axis = axes[0, 0]
-    names, gpus = zip(*plan["gpus_by_constraint"].items(), strict=True)
-    fills = [color(1) if name == plan["binding_constraint"] else GRAY for name in names]
+    names, gpus = tuple(bars), tuple(bars.values())
+    fills = [color(1) if name == marked else GRAY for name in names]
     axis.barh(range(len(names)), gpus, color=fills)
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.grid(False, axis="y")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    label(axis, f"Chosen: {plan['lora_server_gpus']} as {plan['layout']}", "GPUs, each constraint alone", "")
+    label(axis, title, unit, "")
     return figure

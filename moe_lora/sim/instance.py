@@ -85,8 +85,9 @@ class SimInstance:
         self._events = events
         self._on_finish = on_finish
         self._waiting = WaitingRequests(shortest_first=config.shortest_first)
-        has_prompts = config.prefill is not None or config.steps is not None
-        self._running = RunningRequests(config.max_num_batched_tokens if has_prompts else None, config.steps)
+        budget = config.max_num_batched_tokens if config.has_prompts else None
+        self._running = RunningRequests(budget, config.steps)
+        self._prefix_hits = None if config.prefix_hits is None else config.prefix_hits()
         self._free_kv_tokens = math.inf if config.kv_tokens is None else config.kv_tokens
         self._stretch: Stretch | None = None
         self._outstanding_tokens = 0
@@ -216,6 +217,9 @@ class SimInstance:
     def _take(self, request: SimRequest, now_s: float) -> bool:
         """Give the request its place; whether it starts now."""
         self._free_kv_tokens -= request.num_tokens
+        if self._prefix_hits is not None:
+            request.num_cached = self._prefix_hits.match(request)
+            self._outstanding_tokens -= request.num_cached
         adapter = self._source.adapter(request)
         if adapter is not None and adapter.told_s > now_s:
             self._running.join_at(adapter.told_s, request)
@@ -233,6 +237,8 @@ class SimInstance:
 
     def _finish(self, request: SimRequest) -> None:
         self._free_kv_tokens += request.num_tokens
+        if self._prefix_hits is not None:
+            self._prefix_hits.add(request, self._free_kv_tokens)
         self.load.end(request.adapter, request.prompt_tokens, started=True)
         if self._source.release(request):
             self._waiting.freed()

@@ -20,11 +20,12 @@ class SimRequest:
     """What is asked for, and when what happened to it (seconds; NaN: not yet).
 
     arrival_s: at the instance that serves it.  adapter: None for the base model.
+    num_cached: tokens of its prompt with KV from earlier requests.
     admitted_s: it has left the queue, and the load of its adapter is over where that holds up the step.
     first_token_s, finish_s: first and last token.  decode_ttft_s: queue, adapter load and first decode step,
     without prefill (InfiniLoRA section 2.3, footnote).  at_once: it started with the first step after its
-    arrival.  waited_for_adapter: it did not, as its adapter got no slot when it was first looked at; of the
-    others KV or the batch had no room.
+    arrival.  waited_for_adapter: it did not, as its adapter got no slot at some step; of the others KV or the
+    batch had no room.
     num_steps_before: those that its instance had begun when it came.  prompt_left: tokens of its prompt
     that no step was planned for, once it is computed here.
     """
@@ -38,6 +39,8 @@ class SimRequest:
     instance: int = -1
     num_steps_before: int = 0
     prompt_left: int = 0
+    num_cached: int = 0
+    hash_ids: tuple[int, ...] = ()
     at_once: bool = False
     waited_for_adapter: bool = False
     admitted_s: float = math.nan
@@ -61,6 +64,11 @@ class SimRequest:
         return self.prompt_tokens + self.output_tokens
 
     @property
+    def ttft_s(self) -> float:
+        """From arrival to the first token.  Equal to decode_ttft_s where prompts are computed elsewhere."""
+        return self.first_token_s - self.arrival_s
+
+    @property
     def tpot_s(self) -> float:
         """(finish - first token) / (output tokens - 1); NaN for a single token."""
         if self.output_tokens < 2:
@@ -78,8 +86,8 @@ class RunningRequests:
 
     def __init__(self, prefill_tokens: int | None, steps: StepModel | None = None) -> None:
         self.num_rows = self.num_steps = self.num_with_adapter = 0
-        self.num_prompt_tokens = 0
-        """Of the next step."""
+        self.num_prompt_tokens = self.num_prompt_pairs = 0
+        """Of the next step: see `system_config.StepRows`."""
         self.decode: StepWork | None = None if steps is None else steps.work()
         """Decode rows of the next step."""
         self.prompts: list[Row] = []
@@ -92,6 +100,11 @@ class RunningRequests:
 
     def __len__(self) -> int:
         return self.num_rows + len(self._prompts) + len(self._joining)
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts with tokens in the next step."""
+        return len(self.prompts)
 
     @property
     def is_idle(self) -> bool:
@@ -132,13 +145,13 @@ class RunningRequests:
         if self._prefill_tokens is None:
             self._add_row(request, request.output_tokens)
         else:
-            request.prompt_left = max(1, request.prompt_tokens)
+            request.prompt_left = max(1, request.prompt_tokens - request.num_cached)
             self._prompts.append(request)
             self._plan(request)
 
     def continue_prompts(self) -> None:
         """Plan the next step: tokens of prompts that are under way, the oldest first."""
-        self.num_prompt_tokens = 0
+        self.num_prompt_tokens = self.num_prompt_pairs = 0
         self.prompts.clear()
         for request in self._prompts:
             if not self.has_room:
@@ -193,8 +206,10 @@ class RunningRequests:
     def _plan(self, request: SimRequest) -> None:
         assert self._prefill_tokens is not None
         num_tokens = min(request.prompt_left, self._prefill_tokens - self.num_rows - self.num_prompt_tokens)
+        before = max(1, request.prompt_tokens) - request.prompt_left
         request.prompt_left -= num_tokens
         self.num_prompt_tokens += num_tokens
+        self.num_prompt_pairs += num_tokens * before + num_tokens * (num_tokens + 1) // 2
         self.prompts.append(Row(request.adapter, request.lora_rank, num_tokens))
 
 
@@ -253,6 +268,9 @@ class WaitingRequests:
                 del self._refused[request.index]
         for request in self._new.values():
             request.waited_for_adapter = whole or request.adapter in turned_away
+        if turned_away:
+            for request in self._refused.values():
+                request.waited_for_adapter |= request.adapter in turned_away
         self._refused.update(self._new)
         self._new.clear()
         self._freed = not whole

@@ -140,16 +140,14 @@ class LoadLink:
 
 
 class LocalAdapters(AdapterSource):
-    """Of a coupled instance: `capacity` slots of its own, idle adapters evicted; a load holds up the step, as
-    it does in vLLM's S-LoRA.
+    """Of a coupled instance: `capacity` slots of its own, idle adapters evicted.  See `LocalConfig.blocking`.
 
     link: from the host's memory.  fetches: to it, from other hosts', one after the other.
     """
 
-    loads_first = True
-
     def __init__(self, config: LocalConfig, adapter_bytes: AdapterBytes, clock: Clock) -> None:
         super().__init__(clock)
+        self.loads_first = config.blocking
         self.link = LoadLink(config.load_bytes_per_s)
         self.fetches = LoadLink(config.fetch_bytes_per_s)
         self.starvation_s = config.starvation_s
@@ -157,6 +155,8 @@ class LocalAdapters(AdapterSource):
         self._adapter_bytes = adapter_bytes
         self._resident: dict[str, SimAdapter] = {}
         self._on_host: set[str] | None = None
+        for before, name in enumerate(reversed(config.prefetched), start=-len(config.prefetched)):
+            self._resident[name] = self._adapters[name] = SimAdapter(name, last_used_s=float(before))
 
     def begin_with(self, names: Iterable[str]) -> None:
         """The host has these adapters and no others.  If this is never called, it has all."""
@@ -181,7 +181,11 @@ class LocalAdapters(AdapterSource):
         if self._on_host is not None and adapter.name not in self._on_host:
             self._on_host.add(adapter.name)
             there_s = self.fetches.load(there_s, num_bytes)[1]
-        adapter.first_layer_s, adapter.last_layer_s = self.link.load(there_s, num_bytes)
+        loaded_s = self.link.load(there_s, num_bytes)
+        if self.loads_first:
+            adapter.first_layer_s, adapter.last_layer_s = loaded_s
+        else:
+            adapter.told_s = loaded_s[1]
         return True
 
     def let_go(self, adapter: SimAdapter) -> bool:

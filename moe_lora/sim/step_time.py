@@ -19,7 +19,7 @@ class StepTime:
     By a profile, a layer of T rows: attention(T) + experts(T) + lora(T), deltas on the instance;
     attention(T) + max(experts(T), transfer(T) + lora(T)), or the sum without overlap, when they are remote.
     By a model: a decode step over the decode rows and a prefill step over the prompts, one after the other;
-    the whole is then one layer.
+    the whole is then one layer.  By times of layers: as these say, prompts included.
     """
 
     def __init__(self, config: InstanceConfig, *, remote: bool) -> None:
@@ -27,7 +27,12 @@ class StepTime:
         self._remote = remote
 
     def layer_s(self, running: RunningRequests) -> tuple[float, float]:
-        """Seconds of a layer's decode rows, the LoRA Server working for nobody else, and of their deltas."""
+        """Seconds of a layer's rows, the LoRA Server working for nobody else, and of their deltas.
+
+        Times of layers include prompt tokens; by a profile or a model `prompts_s` adds these.
+        """
+        if self._config.layers is not None:
+            return self._config.layers.layer_s(running)
         profile, num_rows = self._config.profile, running.num_rows
         if profile is None:
             assert self._config.steps is not None

@@ -166,11 +166,11 @@ class System:
 
         admitted_at_once: share that started with the first step after their arrival.  waited_for_adapter,
         waited_for_room: of the others, those that waited for an adapter's slot, and for KV or the batch; the
-        three sum to 1.  ttft: as `SimRequest.decode_ttft_s`.
+        three sum to 1.  ttft, decode_ttft: as in `SimRequest`.
         """
         at_once = self.column("at_once", since_s)
         for_adapter = self.column("waited_for_adapter", since_s)
-        ttft_s = self.column("decode_ttft_s", since_s)
+        ttft_s = self.column("ttft_s", since_s)
         tpot_s = self.column("tpot_s", since_s)
         return {
             "kind": "simulated",
@@ -181,6 +181,7 @@ class System:
             "mean_ttft_s": mean(ttft_s),
             "p50_ttft_s": percentile(ttft_s, 50),
             "p95_ttft_s": percentile(ttft_s, 95),
+            "p95_decode_ttft_s": percentile(self.column("decode_ttft_s", since_s), 95),
             "mean_tpot_s": mean(tpot_s[~np.isnan(tpot_s)]),
         }
 
@@ -211,6 +212,7 @@ class System:
             planned.prompt_tokens,
             planned.output_tokens,
             0 if planned.adapter is None else self._lora_ranks.get(planned.adapter, 0),
+            hash_ids=planned.hash_ids,
         )
         self._router.choose(request, self.instances).add(request)
 

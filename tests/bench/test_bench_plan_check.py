@@ -14,18 +14,16 @@ from bench.provision import bench_plan_check
 from bench.provision.bench_plan_check import cells, summary
 
 ROOT = Path(__file__).parents[2]
-PLAN = {"layout": "EP1-PP1", "total_gpus": 3}
+PLAN = {"kind": "coupled", "layout": "EP1-PP1", "total_gpus": 3}
 
 
 def result(**changes: object) -> dict[str, object]:
     return {
-        "modelled": PLAN,
         "plan": PLAN,
         "held": True,
         "held_strictly": True,
         "excess_gpus": 0,
         "wrongly_refused": False,
-        "model_s": 1.0,
         "plan_s": 1.0,
         "search_s": 1.0,
         **changes,
@@ -49,7 +47,7 @@ def test_both_kinds_of_error_are_counted() -> None:
     )
     text = "\n".join(lines)
     assert "5 cells: 4 plans, 1 refused" in text
-    assert "held within 2 points and 10 %: 3 of 4" in text
+    assert "held by 3 draws within 2 points and 10 %: 3 of 4" in text
     assert "more than 1 GPU above the smallest found: 1 (by 1: 1; most: 3)" in text
     assert "wrongly refused: 1 of 1" in text
 

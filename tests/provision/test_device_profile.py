@@ -79,7 +79,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("kind", "guess", "kind='guess' is unknown; choose one of tables, roofline"),
         ("gpu.memory_gib", -1, "gpu.memory_gib=-1: .* greater than 0"),
         ("gpu.server_memory_share", 1.2, "gpu.server_memory_share=1.2: .* less than or equal to 1"),
-        ("gpu.load_bytes_per_s", None, "gpu.load_bytes_per_s: Field required"),
+        ("gpu.memory_gib", None, "gpu.memory_gib: Field required"),
         ("gpu.colour", "red", "gpu: colour is not .* allowed are memory_gib"),
         ("server_us.x", {}, r"server_us.x.\[key\]=x: .* valid integer"),
         ("server_us.4.send", [207, "396"], "server_us.4.send.1=396: .* valid number"),
@@ -97,7 +97,7 @@ def test_bad_profile_names_file_and_field(tmp_path: Path, path: str, value: Any,
 
 
 def test_unreadable_profile_names_the_shipped_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="shipped are hopper96"):
+    with pytest.raises(ConfigError, match="shipped are h200, hopper96"):
         read_profile(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ConfigError, match="not a JSON object"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from moe_lora.core.errors import SloError
 from moe_lora.dist.lora_server.protocol.partition import Layout
@@ -19,7 +19,9 @@ from moe_lora.workload.traces.records import Trace
 from . import verify
 from .cluster_size import Cluster
 from .inputs import PlanInputs
+from .place import SizedCluster
 from .plan import CHECK, Plan, make_plan, plan_of
+from .prompts import CHUNK_TOKENS
 from .sizing import candidate
 from .verify import PlannedLoad, Replay, holds, missed_texts, planned_load, replays, verdicts
 
@@ -33,17 +35,11 @@ BUSIEST = 1.1
 """... and those whose links are that busy at most, by the model of misses."""
 SEEDS = 0, 2
 """Of the draws that a plan is chosen by."""
+CHUNKS, LEAST_REQUESTS = 4, 1500
+"""Requests of the search are fewer where a prompt takes more steps, but not fewer than these."""
 GROWTH = 10
 """Where nothing holds, a tenth more GPUs are tried next; up to MOST times as many and MORE."""
 MOST, MORE = 2, 16
-
-
-@dataclass(frozen=True)
-class SizedCluster:
-    """num_instances instances beside a LoRA Server of `layout`."""
-
-    layout: Layout
-    num_instances: int
 
 
 class PlaceSearch:
@@ -70,6 +66,10 @@ class PlaceSearch:
             self._layouts[layout.num_ranks].append(layout)
 
     @property
+    def instance_gpus(self) -> int:
+        return self._inputs.instance_gpus
+
+    @property
     def num_replayed(self) -> int:
         """Clusters."""
         return len(self._found)
@@ -82,18 +82,19 @@ class PlaceSearch:
         """Replays of the last load, or of the first that it does not hold, up to where it no longer can."""
         if place not in self._found:
             for load in self._loads:
-                self._found[place] = replays(
-                    self._cluster, place.layout, place.num_instances, load, to_the_end=False
-                )
+                self._found[place] = replays(self._cluster, place, load, to_the_end=False)
                 if not holds(self._inputs, self._found[place]):
                     break
         return self._found[place]
 
-    def of(self, num_gpus: int) -> list[SizedCluster]:
+    def of(self, num_gpus: int, farthest: float | None = None) -> list[SizedCluster]:
         """Clusters of so many GPUs that may hold by the models, those with most to spare first."""
-        near = [(self._nearness(place), place.layout.ep, place) for place in self._all_of(num_gpus)]
-        near = [one for one in near if one[0] <= self._farthest]
-        return [place for *_, place in sorted(near, key=lambda one: one[:2])]
+        near = [
+            (self._nearness(layout, number), layout.ep, number, layout)
+            for layout, number in self._all_of(num_gpus)
+        ]
+        near = [one for one in near if one[0] <= (self._farthest if farthest is None else farthest)]
+        return [SizedCluster(layout, number) for *_, number, layout in sorted(near, key=lambda one: one[:2])]
 
     def holding(self, num_gpus: int, at_most: int = TRIED_AT_ONCE) -> SizedCluster | None:
         """The first of the most promising ones that holds."""
@@ -111,25 +112,20 @@ class PlaceSearch:
         said = missed_texts(verdicts(self._inputs, self.replayed(place)))
         return (
             f"simulated, none of {self.num_replayed} clusters of up to {most} GPUs holds it; the models' "
-            f"one, {place.num_instances} instances and {place.layout}, {'; '.join(said)}; raise --slo-ttft-s "
+            f"one, {place}, {'; '.join(said)}; raise --slo-ttft-s "
             "or --slo-tpot-s, give more --gpus, or lower the load"
         )
 
-    def _all_of(self, num_gpus: int) -> Iterator[SizedCluster]:
+    def _all_of(self, num_gpus: int) -> Iterator[tuple[Layout, int]]:
         each = self._inputs.instance_gpus
         for num_instances in range(1, num_gpus // each + 1):
             if self._inputs.instances in (None, num_instances):
                 for layout in self._layouts.get(num_gpus - num_instances * each, ()):
-                    yield SizedCluster(layout, num_instances)
+                    yield layout, num_instances
 
-    def _nearness(self, place: SizedCluster) -> float:
+    def _nearness(self, layout: Layout, num_instances: int) -> float:
         """The largest of what the models predict, by what is allowed; infinite where out of question."""
-        cluster, layout, num_instances, inputs = (
-            self._cluster,
-            place.layout,
-            place.num_instances,
-            self._inputs,
-        )
+        cluster, inputs = self._cluster, self._inputs
         most = cluster.max_batch[0]
         alone = cluster.batch(layout, num_instances, loads=False)
         slots = cluster.slots(layout)
@@ -146,9 +142,13 @@ class PlaceSearch:
         if busy > self._busiest:
             return math.inf
         # A slot is held for a step more than a request has tokens: while its lease is asked for.
-        held = batch * num_instances * inputs.adapter_share * (1 + 1 / inputs.output_tokens)
+        held = (
+            batch * cluster.in_service * num_instances * inputs.adapter_share * (1 + 1 / inputs.output_tokens)
+        )
+        server = one.longest_s / cluster.layer_budget_s if inputs.prompts is not None else 0.0
         return max(
             busy,
+            server,
             batch / most,
             expected_active(inputs.probabilities, held) / slots if slots < len(inputs.probabilities) else 0.0,
             one.p95_ttft_s / inputs.slo_ttft_s if busy < 1 else 1.0,
@@ -156,7 +156,7 @@ class PlaceSearch:
         )
 
 
-def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
+def checked_server_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     """The plan of `make_plan`, or the nearest one that holds in replays of the trace and of Poisson arrivals.
 
     Raises SloError where none is found, and as `make_plan`.
@@ -174,28 +174,42 @@ def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     search = PlaceSearch(cluster, searched_loads(inputs, rate_per_s, trace))
     place = _smallest(search, modelled, refusal)
     if modelled is None or place != place_of(modelled):
-        modelled = replace(
-            plan_of(cluster, place.num_instances, place.layout),
-            binding_constraint=CHECK,
-            serviceable_rate_per_s=None if modelled is None else modelled.serviceable_rate_per_s,
-            rate_limited_by=None if modelled is None else modelled.rate_limited_by,
-        )
+        modelled = replaced(cluster, place, modelled)
     return replace(modelled, checked=tuple(search.replayed(place)))
+
+
+def replaced(cluster: Cluster, place: SizedCluster, modelled: Plan | None) -> Plan:
+    """The plan of a place beside a LoRA Server that the simulated check chose instead of the modelled one."""
+    assert place.layout is not None
+    return replace(
+        plan_of(cluster, place.num_instances, place.layout),
+        binding_constraint=CHECK,
+        serviceable_rate_per_s=None if modelled is None else modelled.serviceable_rate_per_s,
+        rate_limited_by=None if modelled is None else modelled.rate_limited_by,
+    )
 
 
 def searched_loads(
     inputs: PlanInputs, rate_per_s: float, trace: Trace, seeds: tuple[int, int] = SEEDS
 ) -> list[PlannedLoad]:
-    """What places are tried with: two thirds of the requests of a check, and then as many by other draws."""
-    number = max(1, 2 * verify.NUM_REQUESTS // 3)
+    """What places are tried with: two thirds of the requests of a check, and then as many by other draws.
+
+    Half of these where prompts count, and fewer of prompts that take more than CHUNKS steps.
+    """
+    most = verify.NUM_REQUESTS
+    if inputs.prompts is not None:
+        chunks = inputs.prompts.computed_tokens / CHUNK_TOKENS
+        most = max(min(LEAST_REQUESTS, most), int(most / 2 / max(1.0, chunks / CHUNKS)))
     return [
-        planned_load(inputs, rate_per_s, trace, num_requests=number, seed=seeds[0]),
-        planned_load(inputs, rate_per_s, trace, seed=seeds[1]),
+        planned_load(inputs, rate_per_s, trace, num_requests=max(1, number), seed=seed)
+        for number, seed in zip((2 * most // 3, most), seeds, strict=True)
     ]
 
 
 def place_of(plan: Plan) -> SizedCluster:
     """Where the plan puts its load."""
+    if plan.kind == "coupled":
+        return SizedCluster(None, plan.instances, plan.slots)
     return SizedCluster(Layout.parse(plan.layout), plan.instances)
 
 

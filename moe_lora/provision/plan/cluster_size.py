@@ -24,13 +24,18 @@ from moe_lora.provision.admission.admitted import NeededCapacity, largest
 
 from .inputs import PlanInputs
 from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, base_bytes, miss_share, server_bytes
-from .stages import StageTimes
+from .stages import NO_PROMPTS, StageTimes, StepTokens
 
 MEMORY, FIRST_TOKEN, LOADS = "ttft: cache capacity", "ttft: first token", "ttft: loads"
 EQ5, EQ6 = "tpot: eq5", "tpot: eq6"
 CONSTRAINTS = (MEMORY, LOADS, FIRST_TOKEN, EQ5, EQ6)
 MS = 1e3
 _PRECISION = 1e-6
+MOST_STEP_TOKENS, LEAST_STEP_TOKENS = 8192, 64
+"""Of a step's token budget; it is a multiple of the second."""
+GRID = 1.05
+PARTS_OF_A_ROW = 16
+"""A mean step of prompts may have less than one decode row: batches are counted in such parts then."""
 
 
 class Cluster:
@@ -54,21 +59,70 @@ class Cluster:
             inputs.context_tokens,
             inputs.probabilities,
             inputs.weights,
+            NO_PROMPTS if inputs.prompts is None else inputs.prompts.per_row,
         )
         self.capacity_of = {
             name: NeededCapacity(name, inputs.probabilities, inputs.target_iar, inputs.adapter_share)
             for name in ESTIMATORS
         }
         self._miss_share = cache(partial(miss_share, inputs.probabilities))
-        self._alone: dict[tuple[int, int], float] = {}
+        self.alone: dict[tuple[int | None, int], float] = {}
+        """Rows without loads, by EP degree (None: coupled) and instances."""
+        self._step_tokens: dict[tuple[int | None, int], int] = {}
 
     def ffn_budget_s(self, batch: float) -> float:
         """SLO_FFN."""
         return self.layer_budget_s - self.stages.attention_s(batch)
 
+    @cached_property
+    def in_service(self) -> float:
+        """Requests that hold an adapter and KV by requests that decode: the others' prompts are computed."""
+        prompts = self.inputs.prompts
+        if prompts is None:
+            return 1.0
+        steps = 1 + prompts.computed_tokens / self.step_tokens(None, 1.0)
+        return 1 + steps / self.inputs.output_tokens
+
+    def step_tokens(self, ep: int | None, rows: float) -> int:
+        """Most rows of a step that meets the TPOT SLO with so many decode rows among them.
+
+        ep: of the LoRA Server; None: deltas on the instance.  Never less than LEAST_STEP_TOKENS.
+        """
+
+        def in_time(parts: int) -> bool:
+            prompt_tokens = max(0.0, parts * LEAST_STEP_TOKENS - rows)
+            step = StepTokens(rows, prompt_tokens, 1.0, prompt_tokens * self._context_of_a_token)
+            layer_s = (
+                self.stages.coupled_layer_s(step) if ep is None else self.stages.remote_layer_s(ep, step)
+            )
+            return layer_s <= self.layer_budget_s
+
+        key = ep, math.ceil(rows)
+        if key not in self._step_tokens:
+            most = MOST_STEP_TOKENS // LEAST_STEP_TOKENS
+            self._step_tokens[key] = LEAST_STEP_TOKENS * largest(in_time, most)
+        return self._step_tokens[key]
+
+    @cached_property
+    def _context_of_a_token(self) -> float:
+        """Tokens that a computed prompt token attends to, mean."""
+        per_row = self.stages.prompts
+        return per_row.pairs / per_row.tokens if per_row.tokens else 0.0
+
+    @cached_property
+    def least_rows(self) -> float:
+        """Decode rows of the mean step with one token."""
+        return 1 / (1 + self.stages.prompts.tokens)
+
     def needed(self, global_batch: float) -> int:
-        """M* of a global batch, by the estimator of the inputs."""
-        return self.capacity_of[self.inputs.estimator](global_batch)
+        """M* of a global batch, by the estimator of the inputs.
+
+        Beside prompts of the next batch of a grid, as M* of many nearly equal batches is asked for.
+        """
+        in_service = global_batch * self.in_service
+        if self.inputs.prompts is not None and in_service > 0:
+            in_service = GRID ** math.ceil(math.log(in_service, GRID) - _PRECISION)
+        return self.capacity_of[self.inputs.estimator](in_service)
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -99,28 +153,29 @@ class Cluster:
         return (usable - weights) / (shape.kv_bytes_per_token() * self.inputs.context_tokens)
 
     @cached_property
-    def max_batch(self) -> tuple[int, str]:
+    def max_batch(self) -> tuple[float, str]:
         """Most rows an instance can decode on average without LoRA, and what limits them: "tpot" or "kv".
 
         KV has to hold the mean and four standard deviations of a Poisson count: b + 4 sqrt(b) requests.
         Raises SloError if a single row takes longer than the SLO, ConfigError if the model does not fit.
         """
         room = self.kv_requests
-        kv = max(1, int((math.sqrt(room + 4) - 2) ** 2))
+        parts = 1 if self.inputs.prompts is None else PARTS_OF_A_ROW
+        kv = max(1, int((math.sqrt(room + 4) - 2) ** 2 / self.in_service * parts))
         if room < 1:
             raise ConfigError(
                 f"the KV of one request of {self.inputs.context_tokens:.0f} tokens does not fit beside the "
                 f"weights of an instance; raise --instance-gpus={self.inputs.instance_gpus}"
             )
-        if not self.base_holds(1):
-            base_s = self.stages.attention_s(1) + self.stages.experts_s(1)
+        if not self.base_holds(1 / parts):
+            base_s = self.stages.attention_s(1 / parts) + self.stages.experts_s(1 / parts)
             raise SloError(
                 f"TPOT SLO {self.inputs.slo_tpot_s:g} s leaves {self.layer_budget_s * MS:.3f} ms a layer; "
                 f"attention + experts of the base model alone take {base_s * MS:.3f} ms, "
                 f"{(base_s - self.layer_budget_s) * MS:.3f} ms more; raise --slo-tpot-s or --instance-gpus"
             )
-        batch = largest(self.base_holds, kv)
-        return batch, "kv" if batch == kv else "tpot"
+        batch = largest(lambda number: self.base_holds(number / parts), kv)
+        return batch / parts, "kv" if batch == kv else "tpot"
 
     def steady_rows(self, layout: Layout, num_instances: int, *, loads: bool) -> float:
         """Rows B of an instance that its own TPOT keeps running: B = tokens per second * tpot_s(B) / L.
@@ -134,29 +189,39 @@ class Cluster:
             return inputs.global_batch / num_instances
         key = layout.ep, num_instances
         if not loads:
-            if key not in self._alone:
-                self._alone[key] = self._fixed_point(lambda rows: self.tpot_s(layout.ep, rows), 0.0, key[1])
-            return self._alone[key]
+            if key not in self.alone:
+                self.alone[key] = self.fixed_point(lambda rows: self.tpot_s(layout.ep, rows), 0.0, key[1])
+            return self.alone[key]
         assert inputs.rate_per_s is not None, "a load has a rate or a global batch"
         queue = self.load_queue(layout, inputs.rate_per_s)
         # No step is shorter than without loads, so the way leads over the rows of those.
-        return self._fixed_point(
+        return self.fixed_point(
             lambda rows: queue.step_s(self.tpot_s(layout.ep, rows), num_instances, inputs.shape.num_layers),
             self.steady_rows(layout, num_instances, loads=False),
             num_instances,
         )
 
-    def _fixed_point(self, longer_s: Callable[[float], float], rows: float, num_instances: int) -> float:
-        """From `rows` on.  longer_s: a step of so many rows."""
+    def fixed_point(self, longer_s: Callable[[float], float], rows: float, num_instances: int) -> float:
+        """Rows that keep running, from `rows` on.  longer_s: a step of so many rows."""
         assert self.inputs.rate_per_s is not None
         per_instance = self.inputs.rate_per_s * self.inputs.output_tokens / num_instances
         most = self.max_batch[0] / (1 + self.margin)
-        tpot_s = longer_s(max(1.0, rows))
+        tpot_s = longer_s(max(self.least_rows, rows))
         while tpot_s * per_instance > rows * (1 + _PRECISION):
-            rows = tpot_s * per_instance
+            before, rows, before_s = rows, tpot_s * per_instance, tpot_s
             if rows > most or tpot_s > self.inputs.slo_tpot_s:
                 break
             tpot_s = longer_s(rows)
+            if self.inputs.prompts is None or rows <= before:
+                continue
+            # Beside prompts steps nearly fill up and the way is long: the secant shortens the way.  Times are
+            # convex there, so that a secant stays below the solution; beyond, the secant is not taken.
+            slope = (tpot_s - before_s) * per_instance / (rows - before)
+            if slope < 1:
+                further = rows + (tpot_s * per_instance - rows) / (1 - slope)
+                further_s = longer_s(further)
+                if further_s * per_instance >= further:
+                    rows, tpot_s = further, further_s
         return rows
 
     def batch(self, layout: Layout, num_instances: int, *, loads: bool) -> float:
@@ -171,7 +236,7 @@ class Cluster:
     def load_s(self, layout: Layout) -> float:
         """Of an adapter, over the link of the fullest rank."""
         inputs = self.inputs
-        return inputs.mix.bytes_on_rank(inputs.shape, layout) / inputs.profile.gpu.load_bytes_per_s
+        return inputs.mix.bytes_on_rank(inputs.shape, layout) / self._load_bytes_per_s
 
     def load_queue(self, layout: Layout, requests_per_s: float) -> LoadQueue:
         """The loads of so many requests on the fullest rank of the layout."""
@@ -189,7 +254,7 @@ class Cluster:
         t = step(batch L / (output tokens t)) for every batch, found by bisection.
         """
         unhindered_s = self.tpot_s(layout.ep, batch)
-        requests = num_instances * max(1.0, batch) / self.inputs.output_tokens
+        requests = num_instances * max(self.least_rows, batch) / self.inputs.output_tokens
 
         def at(step_s: float) -> tuple[float, LoadQueue]:
             queue = self.load_queue(layout, requests / step_s)
@@ -207,20 +272,65 @@ class Cluster:
         return high_s, at(high_s)[1]
 
     def tpot_s(self, ep: int, batch: float) -> float:
-        """layers * (attention + max(experts, LoRA round)) of a step, which has one row at least."""
-        return self.inputs.shape.num_layers * self.stages.layer_s(ep, max(1.0, batch))
+        """layers * (attention + max(experts, LoRA round)) of a mean step, which has one token at least."""
+        return self.inputs.shape.num_layers * self.stages.layer_s(ep, max(self.least_rows, batch))
 
     def first_token_s(self, layout: Layout, tpot_s: float) -> tuple[float, float]:
-        """(load, steps): P95 decode TTFT of requests that start at once is their sum.
+        """(load, steps): P95 TTFT of requests that start at once, and whose prompts wait for no other, is the
+        sum.
 
         load: the first layer of an adapter of the largest rank, each of the x ranks of a stage loading its
         part; later layers come while earlier ones compute (InfiniLoRA section 5.3).  steps: 0.95 of the step
-        under way at arrival, one during which the lease is asked for, and the request's first one.
+        under way at arrival, one during which the lease is asked for, and the request's first one, and those
+        of a long prompt.
         """
-        shape, gpu = self.inputs.shape, self.inputs.profile.gpu
+        shape = self.inputs.shape
         largest = self.inputs.mix.largest().bytes_on_rank(shape, Layout(ep=layout.ep))
-        load_s = largest / shape.num_layers / gpu.load_bytes_per_s
-        return load_s, STEPS_TO_FIRST_TOKEN * tpot_s
+        load_s = largest / shape.num_layers / self._load_bytes_per_s
+        return load_s, STEPS_TO_FIRST_TOKEN * tpot_s + self.prefill_s(layout.ep, tpot_s)
+
+    def prefill_s(self, ep: int | None, tpot_s: float) -> float:
+        """What the longest prompt but 5 % adds to the steps to the first token, beside no other prompt.
+
+        tpot_s: of a mean step; the prompt's last step is a mean step and its own tokens.
+        """
+        prompts = self.inputs.prompts
+        if prompts is None:
+            return 0.0
+        tokens = self.step_tokens(ep, 0.0)
+        further = math.ceil(prompts.p95_computed / tokens) - 1
+        last = prompts.p95_computed - further * tokens
+        return further * max(tokens * self.token_s(ep), tpot_s) + last * self.token_s(ep)
+
+    def check_prompts(self) -> None:
+        """Raises SloError if the base model alone takes too long for the longest prompt but 5 %."""
+        prompts, slo_s = self.inputs.prompts, self.inputs.slo_ttft_s
+        if prompts is None:
+            return
+        tokens = prompts.p95_computed
+        step = StepTokens(0.0, tokens, 1.0, tokens * tokens / 2)
+        base_s = self.inputs.shape.num_layers * (
+            self.stages.attention_of(step) + self.stages.experts_of(step)
+        )
+        if base_s > slo_s:
+            raise SloError(
+                f"TTFT SLO {slo_s:g} s: 5 % of the prompts compute {tokens:.0f} tokens or more, which take "
+                f"the base model alone {base_s:.3f} s on the {self.inputs.instance_gpus} GPUs of an "
+                f"instance, "
+                f"{base_s - slo_s:.3f} s too long; raise --slo-ttft-s or --instance-gpus"
+            )
+
+    def token_s(self, ep: int | None) -> float:
+        """Of a prompt token in a full step."""
+        tokens = self.step_tokens(ep, 0.0)
+        step = StepTokens(0.0, tokens, 1.0, tokens * self._context_of_a_token)
+        layer_s = self.stages.coupled_layer_s(step) if ep is None else self.stages.remote_layer_s(ep, step)
+        return self.inputs.shape.num_layers * layer_s / tokens
+
+    @property
+    def _load_bytes_per_s(self) -> float:
+        profile = self.inputs.profile
+        return profile.gpu.needed("load_bytes_per_s", profile.name)
 
     def base_holds(self, batch: float) -> bool:
         """Whether the base model alone decodes so many rows within the TPOT SLO."""

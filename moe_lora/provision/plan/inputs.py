@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from moe_lora.core.weight_format import UNQUANTISED, WeightFormat
 from moe_lora.provision.device_profile import Profile
 
 from .memory import AdapterMix
+from .prompts import PromptLoad
 
 _FROM_TRACE = {
     "rate_per_s": "change --request-rate",
@@ -31,11 +33,12 @@ class PlanInputs(PlanGoals):
 
     model: name or folder, as given.  mix: of the adapters.  probabilities: [N], of each adapter.
     weights: how an instance holds the base model's.
-    rate_per_s, output_tokens, context_tokens: of the load, means.
+    rate_per_s, output_tokens, context_tokens: of the load, means.  prompts: those that instances compute;
+    None: another device computes prompts (InfiniLoRA section 2.1).
     trace_rate_per_s: the trace's mean where rate_per_s is that, or the trace's peak; else None.
-    adapters_are_traces: probabilities are those of the adapters that the trace names.  adapter_share: of the
-    requests, those for an adapter; the others ask the base model.
-    Raises ConfigError for numbers that can't be right.
+    assumed: rates of the profile that the user gave.  adapters_are_traces: probabilities are those of the
+    adapters that the trace names.  adapter_share: of the requests, those for an adapter; the others ask
+    the base model. Raises ConfigError for numbers that can't be right.
     """
 
     model: str
@@ -48,6 +51,8 @@ class PlanInputs(PlanGoals):
     context_tokens: float
     weights: WeightFormat = UNQUANTISED
     rate_per_s: float | None = None
+    prompts: PromptLoad | None = None
+    assumed: Mapping[str, float] = field(default_factory=dict)
     popularity_source: str = ""
     trace_rate_per_s: float | None = None
     adapters_are_traces: bool = False
@@ -82,6 +87,9 @@ class PlanInputs(PlanGoals):
             "num_adapters": len(self.probabilities),
             "lora_ranks": [list(pair) for pair in self.mix.ranks],
             "adapter_form": self.mix.form,
+            "prompts": None if self.prompts is None else asdict(self.prompts),
             "hardware": self.profile.name,
+            "hardware_about": self.profile.about,
+            "assumed": dict(self.assumed),
             "weights": self.weights.name,
         }

@@ -16,11 +16,14 @@ from moe_lora.dist.lora_server.protocol.partition import (
 from moe_lora.provision.admission.admitted import rates_at
 from moe_lora.provision.admission.corrected import corrected_wait
 from moe_lora.provision.admission.iar import expected_active
+from moe_lora.provision.lower_bound import LowerBound
 from moe_lora.workload.popularity.popularity import checked_probabilities
 
 from .cluster_size import MS, Cluster
+from .evidence import bound_of, check_bound, never_ran, ran
 from .inputs import PlanInputs
 from .memory import KNOWN_MODELS, bytes_text, server_bytes
+from .place import SizedCluster
 from .sizing import (
     Candidate,
     ServerSize,
@@ -66,7 +69,7 @@ def check_instances(cluster: Cluster, num_instances: int) -> None:
     why = "fit beside the weights" if limit == "kv" else "the base model decodes within the TPOT SLO"
     raise SloError(
         f"--instances {num_instances}: {batch:.1f} requests each or more, {batch - most:.1f} more than "
-        f"the {most} that {why}; give {least} or more"
+        f"the {most:g} that {why}; give {least} or more"
     )
 
 
@@ -79,7 +82,18 @@ _FORMS = {
 }
 
 
-def assumptions(inputs: PlanInputs, global_batch: float) -> tuple[str, ...]:
+_BESIDE = (
+    "deltas are computed beside the base GEMMs; experts are chosen evenly; waiting at the server for other "
+    "instances is in the simulated times, not in the predicted TPOT; instances are at layers of all stages "
+    "evenly (equation 6)"
+)
+_COUPLED = (
+    "deltas are computed after the base GEMMs; experts are chosen evenly; the default router spreads "
+    "requests over instances"
+)
+
+
+def assumptions(inputs: PlanInputs, global_batch: float, *, coupled: bool = False) -> tuple[str, ...]:
     """One sentence each: adapter form, load, popularity, hardware, model."""
     shape, mix = inputs.shape, inputs.mix
     other = "shared" if mix.form == "separate" else "separate"
@@ -98,10 +112,10 @@ def assumptions(inputs: PlanInputs, global_batch: float) -> tuple[str, ...]:
         f"({other}: {bytes_text(other_bytes)})",
         _load(inputs, global_batch),
         "requests arrive independently of each other; service times do not depend on the adapter",
-        f"times and memory by profile {inputs.profile.name}; deltas are computed beside the base GEMMs; "
-        "experts are chosen evenly; waiting at the server for other instances is in the simulated times, not "
-        "in the predicted TPOT; instances are at layers of all stages evenly (equation 6)",
+        f"times and memory by profile {inputs.profile.name}; {_COUPLED if coupled else _BESIDE}",
     ]
+    if inputs.prompts is not None:
+        said.append("times of prompts are operations at the share of the FLOP rate that the profile reaches")
     if inputs.adapter_share < 1:
         said.append(f"{1 - inputs.adapter_share:.1%} of the requests ask for the base model and take no slot")
     if len(mix.ranks) > 1:
@@ -165,6 +179,7 @@ BUDGET, CHECK = "budget: highest rate", "simulated check"
 class Plan:
     """A cluster, and the numbers that led to it.
 
+    kind: "lora_server", or "coupled": adapters beside the weights, `slots` on each instance, no LoRA Server.
     capacity: M*, adapters that must be resident at once, by the estimator of the inputs; capacity_paper,
     capacity_corrected: by each; for the global batch and all smaller ones.  iar, iar_corrected: admitted at
     once with M*, by the paper's model and the corrected one.  slots: adapters that the server's GPUs hold
@@ -173,11 +188,17 @@ class Plan:
     load_wait_s: mean time until a load begins.  Times have the waits for loads in them.  max_num_seqs: all
     that an instance can run within the TPOT SLO, so that bursts need not wait.
     binding_constraint: what asked for the number of server GPUs, of gpus_by_constraint, or the budget;
-    rate_limited_by: what stops a budget's rate.  p95_ttft_s: decode TTFT; None where requests would queue.
+    rate_limited_by: what stops a budget's rate.  p95_ttft_s: None where requests would queue for adapters.
+    p95_decode_ttft_s: without the prompt.  prompt_share: of an instance's time, in full steps.
+    max_num_batched_tokens: rows of a step; None where another device computes prompts.  kv_gb_per_rank: of
+    coupled instances, which divide their memory between KV and adapters.
     rate_per_s: requests.  running_per_instance, tpot_s: what keeps running at that rate, and its TPOT.
     global_batch, batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1's): with the margin.
+    requests_in_service: those of the global batch, and those whose prompts are being computed.
     serviceable_rate_per_s: the highest rate that the budget holds; None without one.
-    checked: the replays that it was chosen by.
+    checked: the replays that it was chosen by.  lower_bound: GPUs that the load needs at peak rates; None
+    where the profile has none.  compared: why this kind and not the other, and how far the other is.  ran,
+    never_ran: parts of the plan by whether they ran on such hardware.
     """
 
     capacity: int
@@ -205,10 +226,14 @@ class Plan:
     instance_gpus: int
     rate_per_s: float
     global_batch: float
+    requests_in_service: float
     batch_per_instance: float
     running_per_instance: float
     max_num_seqs: int
     p95_ttft_s: float | None
+    p95_decode_ttft_s: float | None
+    prompt_share: float | None
+    max_num_batched_tokens: int | None
     tpot_s: float
     tpot_at_load_s: float
     serviceable_rate_per_s: float | None
@@ -216,6 +241,12 @@ class Plan:
     metrics: Mapping[str, float] | None
     assumptions: tuple[str, ...]
     inputs: Mapping[str, Any]
+    lower_bound: LowerBound | None
+    ran: tuple[str, ...]
+    never_ran: tuple[str, ...]
+    kind: str = "lora_server"
+    kv_gb_per_rank: float | None = None
+    compared: str = ""
     checked: tuple[Replay, ...] = ()
 
 
@@ -254,11 +285,15 @@ def _plan(cluster: Cluster, server: ServerSize, split: Split | None) -> Plan:
     if running > chosen.batch:  # the loads' model has no solution, the simulator had
         running = cluster.steady_rows(layout, num_instances, loads=False)
     tpot_s, queue = cluster.step_s(layout, num_instances, running)
-    p95_ttft_s = cluster.first_token_s(layout, tpot_s)[0] + queue.p95_ttft_s(tpot_s, num_instances)
+    decode_s = cluster.first_token_s(layout, tpot_s)[0] + queue.p95_ttft_s(tpot_s, num_instances)
+    p95_ttft_s = decode_s + cluster.prefill_s(layout.ep, tpot_s)
     rate_per_s = inputs.rate_per_s
     if rate_per_s is None or inputs.global_batch is not None:
         rate_per_s = running * num_instances / (inputs.output_tokens * tpot_s)
-    probabilities, batch, capacity = inputs.probabilities, load * inputs.adapter_share, chosen.capacity
+    place = SizedCluster(layout, num_instances)
+    bound = check_bound(bound_of(inputs, rate_per_s), place, inputs)
+    probabilities, capacity = inputs.probabilities, chosen.capacity
+    batch = load * inputs.adapter_share * cluster.in_service
     slots = min(chosen.slots, len(probabilities))
     at_capacity, at_slots = (rates_at(probabilities, batch, size) for size in (capacity, slots))
     return Plan(
@@ -287,10 +322,18 @@ def _plan(cluster: Cluster, server: ServerSize, split: Split | None) -> Plan:
         instance_gpus=inputs.instance_gpus,
         rate_per_s=rate_per_s,
         global_batch=load,
+        requests_in_service=load * cluster.in_service,
         batch_per_instance=chosen.batch,
         running_per_instance=running,
         max_num_seqs=most_rows(cluster, layout, num_instances),
         p95_ttft_s=p95_ttft_s if at_slots["corrected"] >= TAIL else None,
+        p95_decode_ttft_s=decode_s if at_slots["corrected"] >= TAIL else None,
+        prompt_share=None
+        if inputs.prompts is None
+        else rate_per_s / num_instances * inputs.prompts.computed_tokens * cluster.token_s(layout.ep),
+        max_num_batched_tokens=None
+        if inputs.prompts is None
+        else cluster.step_tokens(layout.ep, cluster.batch(layout, num_instances, loads=True)),
         tpot_s=tpot_s,
         tpot_at_load_s=chosen.step_s,
         serviceable_rate_per_s=None if split is None else split.tokens_per_s / inputs.output_tokens,
@@ -298,4 +341,7 @@ def _plan(cluster: Cluster, server: ServerSize, split: Split | None) -> Plan:
         metrics=table_1_metrics(inputs, layout, chosen.batch),
         assumptions=assumptions(inputs, load),
         inputs=inputs.to_json(),
+        lower_bound=bound,
+        ran=ran(inputs, place),
+        never_ran=never_ran(inputs, place),
     )

@@ -14,40 +14,61 @@ from .verify import ARRIVALS, Replay
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """What to deploy, why, what to expect, and what was assumed."""
+    """What to deploy, why, what to expect, and what was assumed.  Adapters of coupled instances: of each."""
     lines = [f"{name:<18} {text}" for name, text in (*_deployed(plan), *_sized(plan), *_expected(plan))]
     return [*lines, "", "Assumed:", *(f"- {sentence}" for sentence in plan.assumptions)]
 
 
 def _deployed(plan: Plan) -> Iterator[tuple[str, str]]:
-    given = plan.inputs
+    given, bound = plan.inputs, plan.lower_bound
     yield "GPUs in all", f"{plan.total_gpus} of {given['hardware']}: {deployment(plan)}"
+    yield "Lower bound", "not known: the profile names no peak rates" if bound is None else bound.text
+    if plan.compared:
+        yield "Chosen", plan.compared
+    yield "Numbers", given["hardware_about"] or "the profile does not say whose numbers these are"
+    for name, value in given["assumed"].items():
+        yield "", f"{name} = {value:g} as given with --assume, measured by nobody there"
+    if plan.ran:
+        yield "Ran there", ", ".join(plan.ran)
+    yield "Never ran there", ", ".join(plan.never_ran) or "nothing of this plan"
     for number, one in enumerate(plan.checked):
         yield "" if number else "Simulated", _replay(one)
     source = given["popularity_source"] or "popularity as given"
     held = "" if given["weights"] == "none" else f" held as {given['weights']}"
     yield "Model", f"{given['model']}{held}, {given['num_adapters']} adapters ({source})"
     size = bytes_text(plan.bytes_per_adapter)
+    prompts = given["prompts"]
+    yield "Prompts", "computed by another device" if prompts is None else _prompts(plan, prompts)
     yield "Adapter", f"LoRA rank {ranks_text(plan)}: {size}, {given['adapter_form']} A for gate and up"
 
 
 def _sized(plan: Plan) -> Iterator[tuple[str, str]]:
     target = plan.inputs["target_iar"]
-    using = f"using {plan.expected_active:.1f} adapters (expected)"
-    yield "Requests at once", f"{plan.global_batch:.1f}, {using}"
+    each = " on each instance" if plan.kind == "coupled" else ""
+    using = f"using {plan.expected_active:.1f} adapters{each} (expected)"
+    running = (
+        "" if plan.inputs["prompts"] is None else f" decode, {plan.requests_in_service:.1f} with prompts"
+    )
+    yield "Requests at once", f"{plan.global_batch:.1f}{running}, {using}"
     by_each = f"by the paper's model {plan.capacity_paper}, by the corrected one {plan.capacity_corrected}"
     yield "M*", f"{plan.capacity} adapters for {target:.1%} admitted at once ({by_each})"
-    if plan.capacity < plan.expected_active:
+    if plan.capacity < plan.expected_active and (plan.kind != "coupled" or plan.slots < plan.expected_active):
         waits = f"who has to wait, waits {plan.mean_wait_s:.2f} s for a slot on average"
         yield "", f"fewer than are active: {waits}; raise --target-iar where that is too long"
     yield "IAR at M*", _rates(plan.iar, plan.iar_corrected)
-    held = f"{plan.layout}, holding {plan.slots} adapters"
-    yield "LoRA Server", f"{_gpus(plan.lora_server_gpus)} as {held}"
+    if plan.kind == "coupled":
+        each = f"{plan.slots} on each instance, {bytes_text(plan.slots * plan.bytes_per_adapter)}"
+        yield "Adapters", f"{each} beside the weights; the rest is KV"
+    else:
+        held = f"{plan.layout}, holding {plan.slots} adapters"
+        yield "LoRA Server", f"{_gpus(plan.lora_server_gpus)} as {held}"
     yield "IAR there", _rates(plan.slots_iar, plan.slots_iar_corrected)
     if plan.slots_iar_corrected < target:
         yield "", "below the target by the corrected model: --estimator corrected sizes by it"
     wait = f", a wait of {plan.load_wait_s * 1e3:.1f} ms before one begins" if plan.loads_per_s else ""
     yield "Loads", f"{plan.loads_per_s:.2f} adapters/s, {plan.loading_share:.0%} of the links' time{wait}"
+    if plan.kind == "coupled":
+        return
     needs = ", ".join(f"{name} alone: {gpus}" for name, gpus in plan.gpus_by_constraint.items())
     yield "Bound by", f"{plan.binding_constraint} ({needs or 'by the models none meets them all'})"
 
@@ -60,14 +81,24 @@ def _expected(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.p95_ttft_s is None:
         yield "P95 TTFT", f"not known: fewer than 95 % start at once, so the tail queues ({slo})"
     else:
-        predicted = f"{plan.p95_ttft_s * 1e3:.1f} ms predicted"
-        yield "P95 TTFT", f"{predicted}, waits for loads included, without prefill ({slo})"
+        predicted = f"{plan.p95_ttft_s * 1e3:.1f} ms predicted, waits for loads included"
+        if given["prompts"] is None:
+            yield "P95 TTFT", f"{predicted}, without prefill ({slo})"
+        else:
+            yield "P95 TTFT", f"{predicted}, waits for other prompts not ({slo})"
+            yield (
+                "P95 decode TTFT",
+                f"{(plan.p95_decode_ttft_s or 0.0) * 1e3:.1f} ms predicted, without the prompt",
+            )
     at_load = f"{plan.tpot_at_load_s * 1e3:.2f} ms at the batch sized for"
     yield "TPOT", f"{plan.tpot_s * 1e3:.2f} ms, {at_load} (SLO {given['slo_tpot_s']:g} s)"
     base = f"attention {ms['attention']:.3f} ms, experts {ms['experts']:.3f} ms"
-    served = f"receive {ms['receive']:.3f} + compute {ms['compute']:.3f} + send {ms['send']:.3f} ms"
-    yield "A layer", f"{base} beside {served}"
-    yield "Budgets", f"SLO_Layer {ms['slo_layer']:.3f} ms, SLO_FFN {ms['slo_ffn']:.3f} ms"
+    if plan.kind == "coupled":
+        yield "A layer", f"{base}, deltas {ms['deltas']:.3f} ms (SLO_Layer {ms['slo_layer']:.3f} ms)"
+    else:
+        served = f"receive {ms['receive']:.3f} + compute {ms['compute']:.3f} + send {ms['send']:.3f} ms"
+        yield "A layer", f"{base} beside {served}"
+        yield "Budgets", f"SLO_Layer {ms['slo_layer']:.3f} ms, SLO_FFN {ms['slo_ffn']:.3f} ms"
     if plan.serviceable_rate_per_s is not None:
         rate = f"{plan.serviceable_rate_per_s:.1f} requests/s"
         yield "Serviceable rate", f"{rate} ({plan.rate_limited_by} limits)"
@@ -77,6 +108,8 @@ def deployment(plan: Plan) -> str:
     """What runs on the GPUs."""
     each = _gpus(plan.instance_gpus)
     instances = f"1 instance of {each}" if plan.instances == 1 else f"{plan.instances} instances of {each}"
+    if plan.kind == "coupled":
+        return f"{instances}, with {plan.slots} adapters on each"
     return f"{instances} beside a LoRA Server of {_gpus(plan.lora_server_gpus)} ({plan.layout})"
 
 
@@ -91,7 +124,18 @@ def _replay(one: Replay) -> str:
     if at_once is None or ttft_s is None:
         return f"{ARRIVALS[one.arrivals]}: no request was judged"
     tpot = "" if tpot_s is None else f", TPOT {tpot_s * 1e3:.1f} ms"
-    return f"{ARRIVALS[one.arrivals]}: {at_once:.1%} at once, P95 TTFT {ttft_s * 1e3:.0f} ms{tpot}"
+    decode = "" if one.p95_decode_ttft_s is None else f" (decode {one.p95_decode_ttft_s * 1e3:.0f} ms)"
+    return f"{ARRIVALS[one.arrivals]}: {at_once:.1%} at once, P95 TTFT {ttft_s * 1e3:.0f} ms{decode}{tpot}"
+
+
+def _prompts(plan: Plan, prompts: Mapping[str, Any]) -> str:
+    share, tokens = prompts["hit_share"], prompts["prompt_tokens"]
+    source = "as stated" if prompts["stated"] else "by the trace's block hashes" if share else ""
+    hits = f"{share:.1%} of it in computed prefixes, {source}" if source else "no prefix hits"
+    time = f"{plan.prompt_share or 0.0:.0%} of an instance's time"
+    return (
+        f"{tokens:.0f} tokens on average, {hits}; {time}, steps of up to {plan.max_num_batched_tokens} rows"
+    )
 
 
 def _rates(paper: float, corrected: float) -> str:
@@ -100,6 +144,15 @@ def _rates(paper: float, corrected: float) -> str:
 
 def _gpus(number: int) -> str:
     return f"{number} GPU" if number == 1 else f"{number} GPUs"
+
+
+def _beside_weights(plan: Plan) -> dict[str, Any]:
+    """Settings of an instance that holds its adapters; memory is of each of its processes."""
+    return {
+        "max_loras": plan.slots,
+        "lora_memory_gb": round(plan.memory_gb_per_rank * 1.001, 3),
+        "kv_cache_gb": round((plan.kv_gb_per_rank or 0.0) * 0.999, 3),
+    }
 
 
 # A plan as the file that `moe-lora serve --config` takes.
@@ -119,28 +172,38 @@ def plan_yaml(
     model_dir: None writes a placeholder, and a comment that says so.  adapters: (name, directory) pairs;
     others come over HTTP or from --lora-dir.  engine: further settings of instances.
     """
-    content = {
+    tokens = plan.max_num_batched_tokens
+    content: dict[str, Any] = {
         "model_dir": model_dir or PLACEHOLDER_DIR,
         **({"adapters": dict(adapters)} if adapters else {}),
         "engine": {
             "max_num_seqs": plan.max_num_seqs,
+            **({"max_num_batched_tokens": tokens} if tokens else {}),
             "expert_parallel": plan.instance_gpus,
             "num_instances": plan.instances,
+            **(_beside_weights(plan) if plan.kind == "coupled" else {}),
             **engine,
         },
-        "lora_server": {
+    }
+    if plan.kind != "coupled":
+        content["lora_server"] = {
             "layout": plan.layout,
             "capacity": plan.slots,
             "memory_gb": plan.memory_gb_per_rank,
-        },
-    }
+        }
+    held = (
+        f"each instance holds {plan.slots}"
+        if plan.kind == "coupled"
+        else (f"the server's GPUs hold {plan.slots}; bound by {plan.binding_constraint}")
+    )
+    bound = plan.lower_bound
     lines = [
         f"# {plan.total_gpus} GPUs of {plan.inputs['hardware']}: {deployment(plan)}",
+        f"# Lower bound: {'not known' if bound is None else bound.text}",
         f"# Model: {plan.inputs['model']}.  Adapters: {plan.inputs['num_adapters']} of LoRA rank "
         f"{ranks_text(plan)}, {bytes_text(plan.bytes_per_adapter)} each; name their",
         "# folders under adapters (name: folder), or give --lora-dir, or load them over HTTP.",
-        f"# M* = {plan.capacity} for an IAR of {plan.inputs['target_iar']:g}; the server's GPUs hold "
-        f"{plan.slots}; bound by {plan.binding_constraint}",
+        f"# M* = {plan.capacity} for an IAR of {plan.inputs['target_iar']:g}; {held}",
         "# For one host. Over several (docs/reference/cluster_file.md) add certificates,",
         "# lora_server.address, store_dir and transport, front_end.engines_address, and set",
         "# engine.num_instances to the instances of a host.",

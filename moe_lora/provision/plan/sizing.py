@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ from moe_lora.provision.admission.admitted import largest
 
 from .cluster_size import CONSTRAINTS, EQ5, EQ6, FIRST_TOKEN, LOADS, MEMORY, MS, Cluster
 from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, bytes_text
-from .stages import ServerRound
+from .stages import ServerRound, StepTokens
 
 MOST_ROWS = 1024
 ROUND = 8
@@ -99,6 +99,8 @@ def candidates(cluster: Cluster, num_instances: int) -> list[Candidate]:
         return found
     fewest: int | None = None
     sized = []
+    if cluster.inputs.prompts is not None:  # batches differ by EP degree: M* of the largest stands for them
+        alone = dict.fromkeys(alone, max(alone[one.layout] for one in found))
     for one in found:
         own = one.feasible and fewest in (None, one.layout.num_ranks)
         batch = one.batch if own else alone[one.layout]
@@ -129,16 +131,29 @@ def loaded(cluster: Cluster, layout: Layout, num_instances: int) -> Candidate:
 def most_rows(cluster: Cluster, layout: Layout, num_instances: int) -> int:
     """Most requests that an instance may decode at once: within the TPOT SLO, (5), (6) and its KV.
 
-    MOST_ROWS at most, as an engine keeps tables of that many, but always the mean batch and four standard
-    deviations of a Poisson count.  A multiple of ROUND where that is not too few.
+    MOST_ROWS at most, as an engine keeps tables of that many, but always the mean requests in service and
+    four standard deviations of a Poisson count.  A multiple of ROUND where that is not too few.
     """
 
     def in_time(rows: int) -> bool:
+        if cluster.inputs.prompts is not None:  # the step's budget sees to the prompts beside these rows
+            return cluster.stages.remote_layer_s(layout.ep, StepTokens(rows)) <= cluster.layer_budget_s
         return cluster.base_holds(rows) and all(_equations(cluster, layout, num_instances, rows).values())
 
     batch = cluster.batch(layout, num_instances, loads=False)
-    least = math.ceil(batch + 4 * math.sqrt(batch))
-    most = min(MOST_ROWS, int(cluster.kv_requests))
+    return most_running(cluster, layout.ep, batch, in_time, cluster.kv_requests)
+
+
+def most_running(
+    cluster: Cluster, ep: int | None, batch: float, in_time: Callable[[int], bool], kv_requests: float
+) -> int:
+    """See `most_rows`; ep: of the LoRA Server, None: deltas on the instance."""
+    running = batch * cluster.in_service
+    least = math.ceil(running + 4 * math.sqrt(running))
+    most = min(MOST_ROWS, int(kv_requests))
+    if cluster.inputs.prompts is not None:
+        most = min(most, cluster.step_tokens(ep, batch))
+        least = min(least, most)
     if most <= least:
         return least
     found = largest(in_time, most, least)
@@ -364,7 +379,8 @@ def best_split(cluster: Cluster) -> Split:
         num_instances, most, binding = fastest
         key = cluster.slots(layout), most
         if key not in held:
-            held[key] = capacity_of.largest_load(*key)
+            admitted = capacity_of.largest_load(cluster.slots(layout), int(most * cluster.in_service))
+            held[key] = min(most, int(admitted / cluster.in_service))
         if not held[key]:
             continue
         value, found = split(layout, num_instances, held[key], MEMORY if held[key] < most else binding)
@@ -393,7 +409,7 @@ def _fastest(cluster: Cluster, layout: Layout) -> tuple[int, int, str] | None:
 
     if not all(met(1).values()):
         return None
-    most = num_instances * cluster.max_batch[0]
+    most = max(1, int(num_instances * cluster.max_batch[0]))
     batch = largest(lambda rows: all(met(rows).values()), most)
     slow = (name for name, holds in met(batch + 1).items() if not holds)
     return num_instances, batch, "instances" if batch == most else next(slow)

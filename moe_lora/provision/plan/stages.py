@@ -7,7 +7,8 @@ D hidden size, F expert hidden size, R LoRA rank.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,39 @@ from moe_lora.provision.device_profile import (
 )
 
 US = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """Token rows of a step: decode rows, prompt tokens, the prompts of these, and their attended pairs."""
+
+    rows: float
+    prompt_tokens: float = 0.0
+    prompts: float = 0.0
+    pairs: float = 0.0
+
+    @property
+    def all_rows(self) -> float:
+        return self.rows + self.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsPerRow:
+    """Prompt work beside a decode row, in a mean step: one request's prompt over its output tokens.
+
+    Every output token of the load comes with tokens prompt tokens, prompts prompts and pairs attended pairs.
+    """
+
+    tokens: float = 0.0
+    prompts: float = 0.0
+    pairs: float = 0.0
+
+    def step(self, rows: float) -> StepTokens:
+        """A mean step of so many decode rows."""
+        return StepTokens(rows, rows * self.tokens, rows * self.prompts, rows * self.pairs)
+
+
+NO_PROMPTS = PromptsPerRow()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +102,9 @@ class StageTimes:
 
     lora_rank: mean over requests.  context_tokens: mean tokens of KV that a decode row reads.
     probabilities: of the adapters, for a roofline's distinct adapters in a batch.  weights: how they are
-    held; their bytes are read at the rates that the profile reaches.  Raises ConfigError where the profile
-    has no rates and is of another model or format.
+    held; their bytes are read at the rates that the profile reaches.  prompts: prompt work beside a decode
+    row; a method that takes a batch has the time of a mean step of so many decode rows, prompts included.
+    Raises ConfigError where the profile has no rates and is of another model or format.
     Rules (docs/reference/profiles.md): a row here counts as row_inputs, row_outputs or row_pair_values
     here / there rows of the profiled model; activations also by NICs of the instance, there / here.
     """
@@ -83,8 +118,10 @@ class StageTimes:
         context_tokens: float,
         probabilities: NDArray[np.float64],
         weights: WeightFormat = UNQUANTISED,
+        prompts: PromptsPerRow = NO_PROMPTS,
     ) -> None:
         self._profile, self._shape, self._weights = profile, shape, weights
+        self.prompts = prompts
         self._sizes = sizes_of(shape, lora_rank, instance_gpus, weights.name)
         self._context_tokens, self._probabilities = context_tokens, probabilities
         own = isinstance(profile, MeasuredProfile) and _base(profile.taken_at) == _base(self._sizes)
@@ -92,43 +129,133 @@ class StageTimes:
         self._efficiency = self._resolve_efficiency()
 
     def server(self, ep: int, batch: float) -> ServerRound:
-        """Receive, compute and send of B rows at a stage of x ranks."""
+        """Receive, compute and send of a mean step's rows at a stage of x ranks."""
+        return self.server_of(ep, self.prompts.step(batch))
+
+    def server_of(self, ep: int, step: StepTokens) -> ServerRound:
+        """Receive, compute and send of a step's rows at a stage of x ranks.
+
+        Every row moves.  A prompt reads its adapter as a decode row does, and computes all its tokens.
+        Raises ConfigError where the profile has no times of a network.
+        """
+        found = self._round(ep, step.all_rows, step.rows + step.prompts)
+        return replace(found, compute_s=found.compute_s + self._prompt_deltas_s(ep, step))
+
+    def local_deltas_s(self, step: StepTokens) -> float:
+        """Deltas of a step's rows on the instance's own GPUs, which share the experts."""
+        gpus, rows = self._sizes.instance_gpus, step.rows + step.prompts
         if isinstance(self._profile, RooflineProfile):
-            return self._server_roofline(self._profile, ep, batch)
+            compute_s = self._compute_roofline(self._profile, gpus, rows)
+        else:
+            compute_s = _at_degree(self._profile, gpus, "compute", self._rows_computed(rows))
+        return compute_s + self._prompt_deltas_s(gpus, step)
+
+    def coupled_layer_s(self, step: StepTokens) -> float:
+        """attention + experts + deltas, one after the other."""
+        return self.attention_of(step) + self.experts_of(step) + self.local_deltas_s(step)
+
+    def _round(self, ep: int, rows_moved: float, rows_read: float) -> ServerRound:
+        if isinstance(self._profile, RooflineProfile):
+            return self._server_roofline(self._profile, ep, rows_moved, rows_read)
         profile, sizes, there = self._profile, self._sizes, self._profile.taken_at
         nics = there.instance_gpus / sizes.instance_gpus
         width = sizes.value_bytes / there.value_bytes
-        rows_in = batch * nics * width * sizes.row_inputs / there.row_inputs
-        rows_computed = batch * width * sizes.row_pair_values / there.row_pair_values
-        rows_out = batch * nics * width * sizes.row_outputs / there.row_outputs
+        rows_in = rows_moved * nics * width * sizes.row_inputs / there.row_inputs
+        rows_out = rows_moved * nics * width * sizes.row_outputs / there.row_outputs
         return ServerRound(
             _at_degree(profile, ep, "receive", rows_in),
-            _at_degree(profile, ep, "compute", rows_computed),
+            _at_degree(profile, ep, "compute", self._rows_computed(rows_read)),
             _at_degree(profile, ep, "send", rows_out),
         )
 
+    def _rows_computed(self, rows: float) -> float:
+        """Rows of the profiled model that compute as long."""
+        assert isinstance(self._profile, MeasuredProfile)
+        sizes, there = self._sizes, self._profile.taken_at
+        width = sizes.value_bytes / there.value_bytes
+        return rows * width * sizes.row_pair_values / there.row_pair_values
+
+    def _prompt_deltas_s(self, gpus: int, step: StepTokens) -> float:
+        """Operations of the deltas of prompt tokens; their adapters' bytes count as a decode row's."""
+        if not step.prompt_tokens:
+            return 0.0
+        if self._efficiency is None:  # measured rows of this model: every token counts as one
+            assert isinstance(self._profile, MeasuredProfile)
+            least, most = (self._rows_computed(rows) for rows in (step.rows, step.all_rows))
+            both_s = [_at_degree(self._profile, gpus, "compute", rows) for rows in (least, most)]
+            return both_s[1] - both_s[0]
+        flop_per_s = self._rates()[1] * self._efficiency.flop
+        return 2 * step.prompt_tokens * self._sizes.row_pair_values / (gpus * flop_per_s)
+
     def experts_s(self, batch: float) -> float:
-        """Base GEMMs of the experts: max(weights / memory rate, B * FLOP per row / FLOP rate), and no less
-        than the table, if it is of these sizes."""
+        """Base GEMMs of the experts in a mean step."""
+        return self.experts_of(self.prompts.step(batch))
+
+    def experts_of(self, step: StepTokens) -> float:
+        """max(weights / memory rate, rows * FLOP per row / FLOP rate), and no less than the table, if the
+        table is of these sizes."""
         measured_s = derived_s = 0.0
         if self._own:
-            measured_s = self._own["base_us.experts"].seconds(batch)
+            measured_s = self._own["base_us.experts"].seconds(step.all_rows)
         if self._efficiency is not None:
-            derived_s = self.experts_stage().seconds(batch)
+            derived_s = self.experts_stage().seconds(step.all_rows)
         return max(measured_s, derived_s)
 
     def attention_s(self, batch: float) -> float:
-        """All of a layer but its experts."""
-        if "base_us.attention" in self._own:
-            return self._own["base_us.attention"].seconds(batch)
-        return self.attention_stage().seconds(batch)
+        """All of a layer but its experts, in a mean step."""
+        return self.attention_of(self.prompts.step(batch))
+
+    def attention_of(self, step: StepTokens) -> float:
+        """All of a layer but its experts: of the decode rows, and the operations of prompt tokens.
+
+        A step without decode rows takes the weights and the fixed time of an empty one.
+        """
+        own = self._own.get("base_us.attention")
+        if own is None:
+            stage = self.attention_stage()
+            decode_s = stage.fixed_s + stage.per_row_s * step.rows
+        else:
+            decode_s = own.seconds(max(1.0, step.rows) if step.prompt_tokens else step.rows)
+        if not step.prompt_tokens:
+            return decode_s
+        if self._efficiency is None:  # measured rows of this model: every token counts as one
+            assert own is not None
+            return own.seconds(step.all_rows)
+        flops = 2.0 * self._attention_weights * step.prompt_tokens
+        flop_per_s = self._sizes.instance_gpus * self._rates()[1] * self._efficiency.flop
+        return decode_s + flops / flop_per_s + step.pairs * self.pair_s
+
+    @property
+    def _attention_weights(self) -> float:
+        shape = self._shape
+        return 2.0 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
 
     def layer_s(self, ep: int, batch: float) -> float:
-        """attention + max(experts, receive + compute + send): deltas are computed beside the base GEMMs."""
-        return self.attention_s(batch) + max(self.experts_s(batch), self.server(ep, batch).total_s)
+        """Of a mean step: deltas are computed beside the base GEMMs."""
+        return self.remote_layer_s(ep, self.prompts.step(batch))
+
+    def remote_layer_s(self, ep: int, step: StepTokens) -> float:
+        """attention + max(experts, receive + compute + send)."""
+        return self.attention_of(step) + max(self.experts_of(step), self.server_of(ep, step).total_s)
+
+    @cached_property
+    def pair_s(self) -> float:
+        """Of a layer, for a prompt token and a token that it attends to; 0 where only rows were measured."""
+        if self._efficiency is None:
+            return 0.0
+        flops = 4.0 * self._shape.num_heads * self._shape.head_dim
+        return flops / (self._sizes.instance_gpus * self._rates()[1] * self._efficiency.flop)
 
     def experts_stage(self) -> StageTime:
         """Every GPU holds E/p experts and reads them all in each step."""
+        return self._experts_stage
+
+    def attention_stage(self) -> StageTime:
+        """Every GPU reads all attention weights (data-parallel), and the KV of its own rows."""
+        return self._attention_stage
+
+    @cached_property
+    def _experts_stage(self) -> StageTime:
         sizes, reached, (bytes_per_s, flop_per_s) = self._sizes, self._needed(), self._rates()
         return StageTime(
             least_s=self._share(self._weights.expert_bits)
@@ -136,12 +263,11 @@ class StageTimes:
             per_row_s=sizes.row_flop / (sizes.instance_gpus * flop_per_s) / reached.flop,
         )
 
-    def attention_stage(self) -> StageTime:
-        """Every GPU reads all attention weights (data-parallel), and the KV of its own rows."""
+    @cached_property
+    def _attention_stage(self) -> StageTime:
         shape, reached, (bytes_per_s, _) = self._shape, self._needed(), self._rates()
-        heads = shape.num_heads + shape.num_kv_heads
         share = self._share(self._weights.attention_bits)
-        weight_bytes = 2 * share * shape.dtype_bytes * shape.hidden_size * shape.head_dim * heads
+        weight_bytes = share * shape.dtype_bytes * self._attention_weights
         kv_bytes = 2 * shape.dtype_bytes * shape.num_kv_heads * shape.head_dim * self._context_tokens
         return StageTime(
             fixed_s=weight_bytes / bytes_per_s / reached.memory + US * self._profile.fixed_us.attention,
@@ -152,20 +278,28 @@ class StageTimes:
         """What a weight of so many bits takes, of the dtype's."""
         return 1.0 if bits is None else bits / (8 * self._shape.dtype_bytes)
 
-    def _server_roofline(self, profile: RooflineProfile, ep: int, batch: float) -> ServerRound:
-        """Bytes over the busiest NIC; distinct (adapter, expert) pairs read, or operations, on x ranks."""
-        sizes, fixed, reached, gpu = self._sizes, profile.fixed_us, profile.efficiency, profile.gpu
-        net = gpu.net_bytes_per_s * reached.net * min(ep, sizes.instance_gpus)
-        share = sizes.num_experts_per_token / sizes.num_experts
-        pairs = sizes.num_experts * float(-np.expm1(-batch * share * self._probabilities).sum())
-        pair_values = sizes.row_pair_values / sizes.num_experts_per_token
-        read_s = pairs * pair_values * sizes.value_bytes / (ep * gpu.bytes_per_s * reached.memory)
-        flop_s = 2 * batch * sizes.row_pair_values / (ep * gpu.flop_per_s * reached.flop)
+    def _server_roofline(
+        self, profile: RooflineProfile, ep: int, rows_moved: float, rows_read: float
+    ) -> ServerRound:
+        """Bytes over the busiest NIC, beside what the ranks compute."""
+        sizes, fixed, gpu = self._sizes, profile.fixed_us, profile.gpu
+        rate = gpu.needed("net_bytes_per_s", profile.name)
+        net = rate * (profile.efficiency.net or 1.0) * min(ep, sizes.instance_gpus)
         return ServerRound(
-            US * fixed.receive + batch * sizes.row_inputs * sizes.value_bytes / net,
-            US * (fixed.compute + fixed.sync_per_rank * (ep - 1)) + max(read_s, flop_s),
-            US * fixed.send + batch * sizes.row_outputs * sizes.value_bytes / net,
+            US * fixed.receive + rows_moved * sizes.row_inputs * sizes.value_bytes / net,
+            self._compute_roofline(profile, ep, rows_read),
+            US * fixed.send + rows_moved * sizes.row_outputs * sizes.value_bytes / net,
         )
+
+    def _compute_roofline(self, profile: RooflineProfile, ranks: int, rows: float) -> float:
+        """Distinct (adapter, expert) pairs read, or operations, on so many ranks."""
+        sizes, fixed, reached, gpu = self._sizes, profile.fixed_us, profile.efficiency, profile.gpu
+        share = sizes.num_experts_per_token / sizes.num_experts
+        pairs = sizes.num_experts * float(-np.expm1(-rows * share * self._probabilities).sum())
+        pair_values = sizes.row_pair_values / sizes.num_experts_per_token
+        read_s = pairs * pair_values * sizes.value_bytes / (ranks * gpu.bytes_per_s * reached.memory)
+        flop_s = 2 * rows * sizes.row_pair_values / (ranks * gpu.flop_per_s * reached.flop)
+        return US * (fixed.compute + fixed.sync_per_rank * (ranks - 1)) + max(read_s, flop_s)
 
     def _resolve_efficiency(self) -> Efficiency | None:
         profile, gpu = self._profile, self._profile.gpu

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,13 +28,16 @@ from moe_lora.config.plan import WorkloadOptions
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.sim.running import SimRequest
 from moe_lora.sim.system import simulate
-from moe_lora.sim.system_config import InstanceConfig, SimLoraServerConfig, SystemConfig
+from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SimLoraServerConfig, SystemConfig
 from moe_lora.workload.popularity.popularity import Popularity
 from moe_lora.workload.replay_plan import PlannedRequest, make_plan
 from moe_lora.workload.traces.records import Trace, TraceRequest
 
 from .cluster_size import Cluster
+from .coupled import Coupled
 from .inputs import PlanInputs
+from .place import SizedCluster
+from .simulated_layers import SimulatedLayers
 from .sizing import most_rows
 
 NUM_REQUESTS = 12_000
@@ -52,11 +55,12 @@ TAIL = 0.05
 class Replay:
     """What became of the requests of one kind of arrivals ("trace", "scaled" or "poisson").
 
-    admitted_at_once: share of the requests that started with the first step after they came, the IAR that
-    was found.  waited_for_adapter, waited_for_room: shares that waited for an adapter's slot, and for KV or
-    a place in the batch.  p95_ttft_s: queue, adapter load and first decode step.  Values are None of no
-    requests.  loads_per_s: of adapters.  stopped: given up, as it could no longer hold
-    the goals; the values are those of the requests until then.
+    admitted_at_once: share of the requests that found their adapter's slot at once, the IAR; where another
+    device computes prompts, also KV and a place in the batch.  waited_for_adapter, waited_for_room: shares
+    that waited for an adapter's slot, and for KV, the batch or the tokens of a step.  p95_ttft_s: queue,
+    adapter load and prompt.  p95_decode_ttft_s: queue, adapter load and first decode step, without the
+    prompt.  Values are None of no requests.  loads_per_s: of adapters.  stopped: given up, as it could no
+    longer hold the goals; the values are those of the requests until then.
     """
 
     arrivals: str
@@ -65,6 +69,7 @@ class Replay:
     waited_for_adapter: float | None
     waited_for_room: float | None
     p95_ttft_s: float | None
+    p95_decode_ttft_s: float | None
     mean_tpot_s: float | None
     loads_per_s: float
     stopped: bool = False
@@ -73,7 +78,7 @@ class Replay:
 
 _SUMMARY = (
     *("num_requests", "admitted_at_once", "waited_for_adapter", "waited_for_room"),
-    *("p95_ttft_s", "mean_tpot_s"),
+    *("p95_ttft_s", "p95_decode_ttft_s", "mean_tpot_s"),
 )
 
 
@@ -118,49 +123,73 @@ def planned_load(
     repeated = replace(trace, requests=tuple(islice(_repeated(trace.requests), num_requests)))
     return PlannedLoad(
         rate_per_s=rate_per_s,
-        requests={kind: make_plan(repeated, options, popularity) for kind, options in kinds.items()},
+        requests={
+            kind: _by_conversation(make_plan(repeated, options, popularity))
+            for kind, options in kinds.items()
+        },
         popular=popular,
     )
 
 
+def _by_conversation(requests: list[PlannedRequest]) -> list[PlannedRequest]:
+    """Requests whose prompts share the first block ask the adapter of the first of them.
+
+    KV depends on the adapter, so that prompts of another one would find nothing.
+    """
+    adapters: dict[int, str | None] = {}
+    return [
+        replace(one, adapter=adapters.setdefault(one.hash_ids[0], one.adapter)) if one.hash_ids else one
+        for one in requests
+    ]
+
+
 def replays(
-    cluster: Cluster, layout: Layout, num_instances: int, load: PlannedLoad, *, to_the_end: bool = True
+    cluster: Cluster, place: SizedCluster, load: PlannedLoad, *, to_the_end: bool = True
 ) -> list[Replay]:
     """A replay for each kind of arrivals; the first fifth of the time is not judged.
 
     to_the_end: False gives the first replay up in which so many requests missed a goal that it can't be held,
     and leaves out those after it.
     """
-    config = system_of(cluster, layout, num_instances, load.popular)
-    rows = min(cluster.batch(layout, num_instances, loads=True), config.instance.max_num_seqs)
+    config = system_of(cluster, place, load.popular)
+    rows = min(_running(cluster, place), config.instance.max_num_seqs)
     found = []
     for arrivals, requests in load.requests.items():
         share = len(requests) / (requests[-1].arrival_s - requests[0].arrival_s) / load.rate_per_s
-        begun = _under_way(requests, round(rows * num_instances * share))
+        begun = _under_way(requests, round(rows * place.num_instances * share))
+        if cluster.inputs.prompts is not None:
+            begun = [replace(one, prompt_tokens=1, hash_ids=()) for one in begun]
         since_s = requests[0].arrival_s + WARM_UP_SHARE * (requests[-1].arrival_s - requests[0].arrival_s)
         watch = None if to_the_end else _Watch(cluster.inputs, requests, since_s)
         result = simulate(config, [*begun, *requests], watch)
         summary = result.summary(since_s)
         loads_per_s = result.num_loads / min(result.end_s, requests[-1].arrival_s)
         values = {name: summary[name] for name in _SUMMARY}
+        if cluster.inputs.prompts is not None and values["waited_for_adapter"] is not None:
+            values["admitted_at_once"] = 1 - values["waited_for_adapter"]
         found.append(Replay(arrivals=arrivals, loads_per_s=loads_per_s, stopped=result.stopped, **values))
         if result.stopped:
             break
     return found
 
 
-def system_of(cluster: Cluster, layout: Layout, num_instances: int, popular: Sequence[str]) -> SystemConfig:
-    """So many instances and a LoRA Server of this layout."""
-    inputs, max_num_seqs = cluster.inputs, most_rows(cluster, layout, num_instances)
+def _running(cluster: Cluster, place: SizedCluster) -> float:
+    """Rows of an instance that the plan keeps running."""
+    if place.layout is None:
+        return Coupled(cluster).batch(place.num_instances)
+    return cluster.batch(place.layout, place.num_instances, loads=True)
+
+
+def system_of(cluster: Cluster, place: SizedCluster, popular: Sequence[str]) -> SystemConfig:
+    """So many instances, and a LoRA Server of this layout or slots on each instance."""
+    if place.layout is None:
+        return _coupled_system(cluster, place, popular)
+    inputs, layout = cluster.inputs, place.layout
+    max_num_seqs = most_rows(cluster, layout, place.num_instances)
     slots = min(cluster.slots(layout), len(inputs.probabilities))
     return SystemConfig(
-        num_instances=num_instances,
-        instance=InstanceConfig(
-            profile=step_profile(cluster, layout, max_num_seqs),
-            num_layers=inputs.shape.num_layers,
-            max_num_seqs=max_num_seqs,
-            kv_tokens=cluster.kv_requests * inputs.context_tokens,
-        ),
+        num_instances=place.num_instances,
+        instance=_instance(cluster, place, max_num_seqs, cluster.kv_requests),
         adapters=SimLoraServerConfig(
             capacity=slots,
             num_stages=layout.pp,
@@ -168,6 +197,41 @@ def system_of(cluster: Cluster, layout: Layout, num_instances: int, popular: Seq
             prefetched=popular[:slots],
         ),
         adapter_bytes=inputs.adapter_bytes,
+    )
+
+
+def _coupled_system(cluster: Cluster, place: SizedCluster, popular: Sequence[str]) -> SystemConfig:
+    coupled, inputs = Coupled(cluster), cluster.inputs
+    load_s = coupled.load_s(place.slots)
+    return SystemConfig(
+        num_instances=place.num_instances,
+        instance=_instance(cluster, place, coupled.most_rows(place), coupled.kv_requests(place.slots)),
+        adapters=LocalConfig(
+            capacity=place.slots,
+            load_bytes_per_s=inputs.adapter_bytes / load_s if load_s else math.inf,
+            blocking=False,
+            prefetched=popular[: place.slots],
+        ),
+        adapter_bytes=inputs.adapter_bytes,
+    )
+
+
+def _instance(cluster: Cluster, place: SizedCluster, max_num_seqs: int, kv_requests: float) -> InstanceConfig:
+    inputs = cluster.inputs
+    shared: dict[str, Any] = {
+        "num_layers": inputs.shape.num_layers,
+        "max_num_seqs": max_num_seqs,
+        "kv_tokens": kv_requests * inputs.context_tokens,
+    }
+    if inputs.prompts is None:
+        assert place.layout is not None
+        return InstanceConfig(profile=step_profile(cluster, place.layout, max_num_seqs), **shared)
+    ep = None if place.layout is None else place.layout.ep
+    return InstanceConfig(
+        layers=SimulatedLayers(cluster.stages, ep),
+        max_num_batched_tokens=cluster.step_tokens(ep, _running(cluster, place)),
+        prefix_hits=inputs.prompts.prefix_hits,
+        **shared,
     )
 
 
@@ -201,13 +265,14 @@ class _Watch:
         self._most_late = TAIL * judged + 1
         self._most_waiting = (1 - inputs.target_iar) * judged + 1
         self._since_s, self._slo_s = since_s, inputs.slo_ttft_s
+        self._prompts = inputs.prompts is not None
         self._late = self._waiting = 0
 
     def __call__(self, request: SimRequest) -> bool:
         if request.arrival_s < self._since_s:
             return False
-        self._late += request.decode_ttft_s > self._slo_s
-        self._waiting += not request.at_once
+        self._late += request.ttft_s > self._slo_s
+        self._waiting += request.waited_for_adapter if self._prompts else not request.at_once
         return self._late > self._most_late or self._waiting > self._most_waiting
 
 
@@ -233,12 +298,22 @@ def _under_way(requests: Sequence[PlannedRequest], number: int) -> list[PlannedR
 
 
 def _repeated(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
-    """The trace over and over, a mean distance between its end and its next beginning; one request once."""
+    """The trace over and over, a mean distance between its end and its next beginning; one request once.
+
+    Prompts of one repetition share no block with those of another.
+    """
     if len(requests) < 2:
         return iter(requests)
     period_s = (requests[-1].arrival_s - requests[0].arrival_s) * len(requests) / (len(requests) - 1)
+    blocks = 1 + max((max(one.hash_ids) for one in requests if one.hash_ids), default=0)
     return (
-        replace(one, arrival_s=one.arrival_s + number * period_s) for number in count() for one in requests
+        replace(
+            one,
+            arrival_s=one.arrival_s + number * period_s,
+            hash_ids=tuple(block + number * blocks for block in one.hash_ids),
+        )
+        for number in count()
+        for one in requests
     )
 
 

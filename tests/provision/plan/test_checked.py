@@ -9,8 +9,9 @@ import pytest
 
 from moe_lora.core.errors import SloError
 from moe_lora.provision.plan import verify as replayed
-from moe_lora.provision.plan.checked import PlaceSearch, checked_plan, place_of
+from moe_lora.provision.plan.checked import PlaceSearch, place_of
 from moe_lora.provision.plan.cluster_size import Cluster
+from moe_lora.provision.plan.compared import checked_plan
 from moe_lora.provision.plan.plan import CHECK, Plan, make_plan
 from moe_lora.provision.plan.verify import OTHER_DRAWS, holds, planned_load, replays
 from moe_lora.workload.traces.records import Trace
@@ -54,7 +55,7 @@ def test_plan_holds_in_a_replay_by_other_draws(plan: Plan, trace: Trace) -> None
     given = inputs(**LOAD)
     place = place_of(plan)
     load = planned_load(given, 60.0, trace, num_requests=FEW, seed=1)
-    found = replays(Cluster(given), place.layout, place.num_instances, load)
+    found = replays(Cluster(given), place, load)
     assert holds(given, found, OTHER_DRAWS)
     assert {one.arrivals for one in plan.checked} == {"scaled", "poisson"}
     assert holds(given, plan.checked)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from moe_lora.dist.lora_server.protocol.partition import Layout
+from moe_lora.provision.plan.checked import place_of
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.memory import AdapterMix
+from moe_lora.provision.plan.place import SizedCluster
 from moe_lora.provision.plan.plan import make_plan
 from moe_lora.provision.plan.verify import (
     PlannedLoad,
@@ -45,7 +47,7 @@ def test_cluster_is_simulated_as_it_is_written() -> None:
     given = inputs(rate_per_s=60.0)
     plan, cluster = make_plan(given), Cluster(given)
     layout = Layout.parse(plan.layout)
-    config = system_of(cluster, layout, plan.instances, [str(i) for i in range(512)])
+    config = system_of(cluster, SizedCluster(layout, plan.instances), [str(i) for i in range(512)])
     assert config.num_instances == plan.instances
     assert config.instance.max_num_seqs == plan.max_num_seqs
     assert config.adapters.capacity == plan.slots
@@ -55,7 +57,7 @@ def test_cluster_is_simulated_as_it_is_written() -> None:
 
 def test_links_are_those_of_the_fullest_rank() -> None:
     given = inputs()
-    config = system_of(Cluster(given), Layout(ep=1, pp=3), 1, [])
+    config = system_of(Cluster(given), SizedCluster(Layout(ep=1, pp=3), 1), [])
     # 11 of 32 layers over one link of 50 GB/s.
     whole = given.mix.adapter_bytes(given.shape)
     assert config.adapter_bytes == whole
@@ -120,7 +122,7 @@ def test_given_global_batch_runs_at_once(trace: Path) -> None:
     given = inputs(output_tokens=20.0, global_batch=50.0, context_tokens=320.0, probabilities=zipf(8))
     plan, cluster = make_plan(given), Cluster(given)
     load = planned_load(given, 50 / (20 * plan.tpot_s), read_trace(trace), num_requests=FEW)
-    for found in replays(cluster, Layout.parse(plan.layout), plan.instances, load):
+    for found in replays(cluster, place_of(plan), load):
         assert found.mean_tpot_s == pytest.approx(plan.tpot_s, rel=0.1)
 
 
@@ -128,7 +130,7 @@ def overloaded(trace: Path) -> tuple[list[Replay], list[Replay]]:
     given = inputs(output_tokens=20.0, rate_per_s=60.0, probabilities=zipf(400, 0.5))
     cluster = Cluster(given)
     load = planned_load(given, 60.0, read_trace(trace), num_requests=FEW)
-    whole, part = (replays(cluster, Layout(), 1, load, to_the_end=end) for end in (True, False))
+    whole, part = (replays(cluster, SizedCluster(Layout(), 1), load, to_the_end=end) for end in (True, False))
     return whole, part
 
 
@@ -165,5 +167,5 @@ def test_bursts_wait_where_their_poisson_twin_does_not(tmp_path: Path) -> None:
         mix=AdapterMix(ranks=((256, 1.0),)),  # 26 of the 40 fit
     )
     load = planned_load(given, 20.0, read_trace(path), num_requests=2000)
-    found = {one.arrivals: one for one in replays(Cluster(given), Layout(ep=2), 1, load)}
+    found = {one.arrivals: one for one in replays(Cluster(given), SizedCluster(Layout(ep=2), 1), load)}
     assert (found["trace"].admitted_at_once or 0.0) < (found["poisson"].admitted_at_once or 0.0) - 0.1

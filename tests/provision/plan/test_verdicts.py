@@ -24,6 +24,7 @@ def replay(
         waited_for_adapter=None,
         waited_for_room=None,
         p95_ttft_s=ttft_s,
+        p95_decode_ttft_s=ttft_s,
         mean_tpot_s=tpot_s,
         loads_per_s=0.0,
         stopped=stopped,

@@ -1,0 +1,104 @@
+"""The fewest GPUs that a load can need, whatever the cluster: its operations and bytes over peak rates.
+
+No plan may be below this bound.  Nothing here is shared with the sizing (`provision.plan`): an error there
+must not hide here.
+
+Legend: D hidden, F expert hidden, K experts per row, H query heads, G KV heads, d head size, l layers,
+R LoRA rank.
+
+    FLOP of a token    l (4 D d (H + G) + 6 K D F) + share of adapters * l 2 K (2 D + 3 F) R
+    FLOP of a pair     4 l H d                          (a token and a token that it attends to)
+    bytes of a pair    KV of a token                    (decode reads the context of each row)
+
+The delta is that of one A for gate and up, the least form.  Of GPT-OSS only every second layer attends to the
+whole context.  Left out, so that the bound stays one: output head, embedding, gate, norms, weights read
+again in each step, network, loads, and every goal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_lora.core.shape import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Of a mean request.
+
+    computed_tokens: prompt tokens without prefix hits, and the output tokens that become inputs (all but the
+    last).  prompt_pairs, decode_pairs: pairs of a token and one that it attends to.
+    """
+
+    computed_tokens: float
+    prompt_pairs: float
+    decode_pairs: float
+
+
+def work_of(lengths: Sequence[tuple[int, int, int]]) -> Work:
+    """lengths: (prompt, prefix hit, output) tokens of each request; one at least."""
+    computed = prompt_pairs = decode_pairs = 0
+    for prompt, hit, output in lengths:
+        own = prompt - hit
+        computed += own + output - 1
+        prompt_pairs += own * hit + own * (own + 1) // 2
+        decode_pairs += (output - 1) * prompt + (output - 1) * output // 2
+    number = len(lengths)
+    return Work(
+        computed_tokens=computed / number,
+        prompt_pairs=prompt_pairs / number,
+        decode_pairs=decode_pairs / number,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowerBound:
+    """gpus: the bound.  flop_gpus, byte_gpus, memory_gpus: GPUs for operations, KV reads, weights."""
+
+    gpus: int
+    flop_gpus: float
+    byte_gpus: float
+    memory_gpus: float
+
+    @property
+    def text(self) -> str:
+        """One line: the bound and its three terms."""
+        return (
+            f"{self.gpus} GPU{'' if self.gpus == 1 else 's'} at peak rates: operations {self.flop_gpus:.1f}, "
+            f"KV reads {self.byte_gpus:.1f}, weights in memory {self.memory_gpus:.1f}"
+        )
+
+
+def lower_bound(
+    shape: ModelShape,
+    work: Work,
+    *,
+    rate_per_s: float,
+    adapter_rank: float,
+    flop_per_s: float,
+    bytes_per_s: float,
+    weight_bytes: float,
+    memory_bytes: float,
+) -> LowerBound:
+    """rate_per_s: requests.  adapter_rank: mean LoRA rank over requests, 0 for the base model's.
+
+    flop_per_s, bytes_per_s, memory_bytes: peak, of one GPU.  weight_bytes: of the base model.
+    """
+    width, inner, chosen = shape.hidden_size, shape.intermediate_size, max(1, shape.num_experts_per_token)
+    heads = shape.num_heads + shape.num_kv_heads
+    token = shape.num_layers * (4 * width * shape.head_dim * heads + 6 * chosen * width * inner)
+    delta = shape.num_layers * 2 * chosen * (2 * width + 3 * inner) * adapter_rank
+    whole = 0.5 if shape.family == "gpt_oss" else 1.0
+    pair = 4 * whole * shape.num_layers * shape.num_heads * shape.head_dim
+    pairs = work.prompt_pairs + work.decode_pairs
+    flop = rate_per_s * (work.computed_tokens * (token + delta) + pairs * pair)
+    read = rate_per_s * work.decode_pairs * whole * shape.kv_bytes_per_token()
+    terms = flop / flop_per_s, read / bytes_per_s, weight_bytes / memory_bytes
+    return LowerBound(
+        gpus=max(1, math.ceil(max(terms))),
+        flop_gpus=terms[0],
+        byte_gpus=terms[1],
+        memory_gpus=terms[2],
+    )

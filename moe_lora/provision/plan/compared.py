@@ -1,0 +1,167 @@
+"""The cheaper of coupled instances and of instances beside a LoRA Server, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from moe_lora.core.errors import SloError
+from moe_lora.provision.device_profile import MissingRateError
+from moe_lora.workload.traces.records import Trace
+
+from .checked import PATIENCE, PlaceSearch, checked_server_plan, replaced, searched_loads
+from .cluster_size import Cluster
+from .coupled_plan import coupled_plan
+from .coupled_search import CoupledSearch
+from .inputs import PlanInputs
+from .place import SizedCluster
+from .plan import Plan
+
+Refusal = SloError | MissingRateError
+MOST = 4
+"""A LoRA Server is sized by the models for up to so many times the GPUs of coupled instances."""
+
+
+def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
+    """The cheaper kind of cluster that holds in replays of the trace and of Poisson arrivals.
+
+    Where another device computes prompts, only a LoRA Server is looked at (InfiniLoRA).  Raises SloError
+    where neither kind holds, ConfigError for what can't be sized.
+    """
+    if inputs.prompts is None:
+        return checked_server_plan(inputs, trace)
+    cluster = Cluster(inputs)
+    cluster.check_prompts()
+    coupled, refused = _coupled(cluster, trace)
+    if coupled is None:
+        return _server_only(inputs, trace, refused)
+    return _cheaper(cluster, coupled, trace)
+
+
+def _coupled(cluster: Cluster, trace: Trace) -> tuple[Plan | None, Exception | None]:
+    search = CoupledSearch(cluster, lambda rate_per_s: searched_loads(cluster.inputs, rate_per_s, trace))
+    try:
+        place = search.smallest()
+        return replace(coupled_plan(cluster, place), checked=tuple(search.replayed(place))), None
+    except (SloError, MissingRateError) as refused:
+        return None, refused
+
+
+def _server_only(inputs: PlanInputs, trace: Trace, refused: Exception | None) -> Plan:
+    try:
+        plan = checked_server_plan(inputs, trace)
+    except (SloError, MissingRateError) as error:
+        if isinstance(error, MissingRateError) and isinstance(refused, MissingRateError):
+            raise refused from error
+        raise SloError(f"{refused}. Nor does a LoRA Server: {error}") from error
+    return replace(plan, compared=f"a LoRA Server, as coupled instances do not hold the load: {refused}")
+
+
+def _cheaper(cluster: Cluster, coupled: Plan, trace: Trace) -> Plan:
+    """The coupled plan, unless a LoRA Server takes fewer GPUs."""
+    inputs = cluster.inputs
+    if inputs.global_batch is not None or inputs.gpus is not None or inputs.instances is not None:
+        return _of_given(inputs, coupled, trace)
+    assert inputs.rate_per_s is not None
+    rate_per_s = inputs.rate_per_s * (1 + inputs.load_margin)
+    try:
+        search = PlaceSearch(cluster, searched_loads(inputs, rate_per_s, trace))
+        if not search.of(coupled.total_gpus - 1):
+            return replace(coupled, compared=_coupled_wins(cluster, coupled, search))
+        place = _server_below(search, coupled.total_gpus)
+    except (SloError, MissingRateError) as refused:
+        return replace(coupled, compared=f"coupled; a LoRA Server was not compared: {refused}")
+    if place is None:
+        return replace(coupled, compared=_coupled_wins(cluster, coupled, search))
+    plan = replace(replaced(cluster, place, None), checked=tuple(search.replayed(place)))
+    fewer = coupled.total_gpus - plan.total_gpus
+    return replace(
+        plan,
+        compared="a LoRA Server, as it holds adapters once for all instances: coupled instances take "
+        f"{fewer} GPUs more ({coupled.total_gpus})",
+    )
+
+
+def _of_given(inputs: PlanInputs, coupled: Plan, trace: Trace) -> Plan:
+    """With a given batch, number of GPUs or of instances: whichever kind holds by fewer GPUs."""
+    try:
+        plan = checked_server_plan(inputs, trace)
+    except (SloError, MissingRateError) as refused:
+        return replace(coupled, compared=f"coupled, as a LoRA Server does not hold this: {refused}")
+    more = plan.total_gpus - coupled.total_gpus
+    if more >= 0:
+        return replace(
+            coupled,
+            compared=f"coupled: a LoRA Server takes {plan.total_gpus} GPUs, {more} more ({plan.layout})",
+        )
+    return replace(
+        plan, compared=f"a LoRA Server: coupled instances take {coupled.total_gpus} GPUs, {-more} more"
+    )
+
+
+def _server_below(search: PlaceSearch, limit: int) -> SizedCluster | None:
+    """The smallest cluster with a LoRA Server of fewer GPUs than `limit` that holds; None: none was found."""
+    low = _first(lambda number: bool(search.of(number)), 1, limit - 1) or limit
+    tried = range(limit - 1, max(low, limit - PATIENCE) - 1, -1)
+    found = next(filter(None, map(search.holding, tried)), None)
+    if found is None:
+        return None
+    place, high, low = found, found.num_gpus(search.instance_gpus), low - 1
+    while high - low > 1:
+        middle = (high + low) // 2
+        found = search.holding(middle)
+        place, high, low = (place, high, middle) if found is None else (found, middle, low)
+    return _walked_down(search, place)
+
+
+def _walked_down(search: PlaceSearch, place: SizedCluster) -> SizedCluster:
+    """Fewer GPUs hold now and then where more did not: as many numbers are tried as an instance has GPUs."""
+    number, missed = place.num_gpus(search.instance_gpus) - 1, 0
+    while missed < max(PATIENCE, search.instance_gpus) and number >= 1:
+        found = search.holding(number)
+        place, missed = (place, missed + 1) if found is None else (found, 0)
+        number -= 1
+    return place
+
+
+def _first(holds: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The smallest number from low to high that holds, by bisection; None if `high` does not."""
+    if not holds(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def _coupled_wins(cluster: Cluster, coupled: Plan, search: PlaceSearch) -> str:
+    """Why, and how far a LoRA Server is by the models."""
+    total = coupled.total_gpus
+    number, by = _first(lambda gpus: bool(search.of(gpus, 1.0)), total, MOST * total), " by the models"
+    if number == total:
+        number, by = _replayed_from(search, total), ""
+    if number is None:
+        far = f"a LoRA Server takes more than {(MOST if by else 2) * total} GPUs{by}"
+    elif number == total:
+        far = "a LoRA Server takes as many GPUs"
+    else:
+        far = f"a LoRA Server takes {number} GPUs{by}, {number - total} more"
+    return f"coupled: {far}; {_server_cost(cluster)}"
+
+
+def _replayed_from(search: PlaceSearch, number: int) -> int | None:
+    """GPUs of a cluster with a LoRA Server that holds, up to twice as many, a quarter at a time."""
+    most = 2 * number
+    while number <= most:
+        if search.holding(number) is not None:
+            return number
+        number += max(1, number // 4)
+    return None
+
+
+def _server_cost(cluster: Cluster) -> str:
+    """What a prompt token costs beside a LoRA Server, in bytes."""
+    shape = cluster.inputs.shape
+    chosen, width, inner = max(1, shape.num_experts_per_token), shape.hidden_size, shape.intermediate_size
+    values = shape.num_layers * chosen * (2 * width + 3 * inner)
+    return f"each of its rows, prompts too, moves {values * shape.dtype_bytes / 1e6:.1f} MB over the network"

@@ -1,0 +1,148 @@
+"""Coupled instances: adapters beside the weights, KV in what both leave.
+
+Legend: B decode rows per instance, L instances, s adapters on each.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+from moe_lora.provision.admission.iar import expected_active
+
+from .cluster_size import Cluster
+from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, base_bytes, miss_share
+from .place import SizedCluster
+from .sizing import most_running
+from .stages import StepTokens
+
+SPLITS = (0.5, 1.0, 0.0)
+"""Parts of the memory that neither M* nor the mean KV needs, given to adapters, in the order of trial."""
+
+MOST_PROMPTS = 0.95
+"""Share of an instance's time: above it queues of prompts grow for longer than a replay lasts."""
+
+
+class Coupled:
+    """Coupled clusters for the load of `cluster`, whose LoRA Server is left out."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._inputs = cluster, cluster.inputs
+
+    def layer_s(self, batch: float) -> float:
+        """Of a mean step of so many decode rows, prompts and deltas included."""
+        stages = self._cluster.stages
+        return stages.coupled_layer_s(stages.prompts.step(batch))
+
+    def tpot_s(self, batch: float) -> float:
+        """Of a mean step."""
+        return self._inputs.shape.num_layers * self.layer_s(max(self._cluster.least_rows, batch))
+
+    def batch(self, num_instances: int) -> float:
+        """Rows of an instance that a plan is made for: running rows (Little's law), and the margin.
+
+        Infinite where prompts in full steps take more than MOST_PROMPTS of the time.
+        """
+        inputs, cluster = self._inputs, self._cluster
+        if self.prompt_share(num_instances) > MOST_PROMPTS:
+            return math.inf
+        if inputs.global_batch is not None:
+            return inputs.global_batch / num_instances
+        key = None, num_instances
+        if key not in cluster.alone:
+            cluster.alone[key] = cluster.fixed_point(self.tpot_s, 0.0, num_instances)
+        return cluster.alone[key] * (1 + cluster.margin)
+
+    def prompt_share(self, num_instances: int) -> float:
+        """Of an instance's time, in full steps: the prompts of the load."""
+        inputs, cluster = self._inputs, self._cluster
+        if inputs.prompts is None or inputs.rate_per_s is None:
+            return 0.0
+        rate_per_s = inputs.rate_per_s * (1 + cluster.margin) / num_instances
+        return rate_per_s * inputs.prompts.computed_tokens * cluster.token_s(None)
+
+    def kv_requests(self, slots: int) -> float:
+        """Requests whose KV fits beside the weights and so many adapters."""
+        context = self._inputs.shape.kv_bytes_per_token() * self._inputs.context_tokens
+        return (self._room - slots * self._inputs.adapter_bytes) / context
+
+    def load_s(self, slots: int) -> float:
+        """Of an adapter: each GPU of an instance loads its part.  0 where all adapters have a slot.
+
+        Raises ConfigError where an adapter may have to be loaded, and the profile has no rate.
+        """
+        inputs = self._inputs
+        if slots >= len(inputs.probabilities):
+            return 0.0
+        rate = inputs.profile.gpu.needed("load_bytes_per_s", inputs.profile.name)
+        return inputs.adapter_bytes / (inputs.instance_gpus * rate)
+
+    def places(self, num_instances: int) -> list[SizedCluster]:
+        """Splits of an instance's memory between adapters and KV, in the order of trial."""
+        running = self.batch(num_instances) * self._cluster.in_service
+        if math.isinf(running):
+            return []
+        token_bytes, prompts = self._inputs.shape.kv_bytes_per_token(), self._inputs.prompts
+        longest = 0 if prompts is None else prompts.longest
+        tokens = max(longest, (running + 4 * math.sqrt(running)) * self._inputs.context_tokens)
+        kv_bytes = tokens * token_bytes
+        most = min(len(self._inputs.probabilities), int((self._room - kv_bytes) / self._inputs.adapter_bytes))
+        loads = self._inputs.profile.gpu.load_bytes_per_s is not None
+        if most < (1 if loads else len(self._inputs.probabilities)):
+            return []
+        least = min(most, self._cluster.needed(self.batch(num_instances)))
+        slots = dict.fromkeys(least + round(part * (most - least)) for part in SPLITS)
+        if most == len(self._inputs.probabilities):  # every adapter has a slot, and nothing is loaded
+            slots = {most: None} | (slots if loads else {})
+        return [SizedCluster(None, num_instances, one) for one in slots]
+
+    def nearness(self, place: SizedCluster) -> float:
+        """The largest of what the models predict, by what is allowed; infinite where out of question."""
+        inputs, cluster = self._inputs, self._cluster
+        batch = self.batch(place.num_instances)
+        if math.isinf(batch):
+            return math.inf
+        running, tpot_s = batch * cluster.in_service, self.tpot_s(batch)
+        queue = self.queue(place, batch, tpot_s)
+        return max(
+            tpot_s / inputs.slo_tpot_s,
+            self.p95_ttft_s(place, tpot_s, queue) / inputs.slo_ttft_s,
+            running / self.kv_requests(place.slots),
+            expected_active(inputs.probabilities, running * inputs.adapter_share) / place.slots
+            if place.slots < len(inputs.probabilities)
+            else 0.0,
+            queue.utilisation,
+        )
+
+    def queue(self, place: SizedCluster, batch: float, tpot_s: float) -> LoadQueue:
+        """Loads of one instance."""
+        inputs = self._inputs
+        load_s = self.load_s(place.slots)
+        misses = miss_share(inputs.probabilities, place.slots) if load_s else 0.0
+        requests_per_s = batch / (inputs.output_tokens * tpot_s)
+        return LoadQueue(
+            loads_per_s=requests_per_s * inputs.adapter_share * misses, load_s=load_s, misses=misses
+        )
+
+    def p95_ttft_s(self, place: SizedCluster, tpot_s: float, queue: LoadQueue) -> float:
+        """Of requests that start at once, and whose prompts wait for no other."""
+        load_s = queue.load_s if queue.misses > 0.05 else 0.0
+        return load_s + STEPS_TO_FIRST_TOKEN * tpot_s + self._cluster.prefill_s(None, tpot_s)
+
+    def most_rows(self, place: SizedCluster) -> int:
+        """Most requests that an instance may compute at once: within the TPOT SLO and its KV."""
+        cluster = self._cluster
+
+        def in_time(rows: int) -> bool:
+            return cluster.stages.coupled_layer_s(StepTokens(rows)) <= cluster.layer_budget_s
+
+        kv = self.kv_requests(place.slots)
+        return most_running(cluster, None, self.batch(place.num_instances), in_time, kv)
+
+    @cached_property
+    def _room(self) -> float:
+        """Bytes of an instance beside the weights."""
+        inputs = self._inputs
+        gpu = inputs.profile.gpu
+        usable = inputs.instance_gpus * gpu.memory_bytes * gpu.instance_memory_share
+        return usable - base_bytes(inputs.shape, inputs.weights)

@@ -1,0 +1,24 @@
+"""A cluster of a certain size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_lora.dist.lora_server.protocol.partition import Layout
+
+
+@dataclass(frozen=True)
+class SizedCluster:
+    """num_instances instances beside a LoRA Server of `layout`, or coupled: each with `slots` adapters."""
+
+    layout: Layout | None
+    num_instances: int
+    slots: int = 0
+
+    def num_gpus(self, instance_gpus: int) -> int:
+        """GPUs in all."""
+        return self.num_instances * instance_gpus + (self.layout.num_ranks if self.layout else 0)
+
+    def __str__(self) -> str:
+        beside = f"{self.slots} adapters beside the weights" if self.layout is None else str(self.layout)
+        return f"{self.num_instances} instances and {beside}"

@@ -1,0 +1,93 @@
+"""The prompts of a load: their lengths, and the tokens of them that earlier requests have computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+
+from moe_lora.provision.lower_bound import Work, work_of
+from moe_lora.sim.prefix_hits import BlockHits, PrefixHits, StatedHits
+from moe_lora.workload.conversations import MOONCAKE_BLOCK
+from moe_lora.workload.traces.records import TraceRequest
+
+from .stages import PromptsPerRow
+
+CHUNK_TOKENS = 512
+"""Prompt tokens of a step, for the number of times that a prompt reads its adapter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLoad:
+    """Prompts that the instances compute.
+
+    prompt_tokens: mean.  hit_share: of these, in prefixes that an endless cache has.  p95_computed: 95 %
+    of the prompts compute at most so many tokens.  output_tokens: mean.  work: of a mean request.
+    stated: hit_share is given by an option, not found in the trace.
+    longest: most tokens of a prompt and its answer.
+    """
+
+    prompt_tokens: float
+    hit_share: float
+    p95_computed: float
+    output_tokens: float
+    work: Work
+    stated: bool
+    longest: int
+
+    @property
+    def computed_tokens(self) -> float:
+        """Mean of a request."""
+        return self.prompt_tokens * (1 - self.hit_share)
+
+    @property
+    def per_row(self) -> PromptsPerRow:
+        """Beside a decode row of a mean step."""
+        reads = 1 + self.computed_tokens / CHUNK_TOKENS
+        parts = self.computed_tokens, reads, self.work.prompt_pairs
+        return PromptsPerRow(*(part / self.output_tokens for part in parts))
+
+    @property
+    def prefix_hits(self) -> Callable[[], PrefixHits] | None:
+        """Of a simulated instance; None without any."""
+        if self.stated:
+            return partial(StatedHits, share=self.hit_share)
+        return partial(BlockHits, MOONCAKE_BLOCK) if self.hit_share else None
+
+
+def prompt_load(requests: Sequence[TraceRequest], stated: float | None = None) -> PromptLoad:
+    """The prompts of a trace.
+
+    stated: share of each prompt's tokens in computed prefixes; None: as the trace's block hashes say, 0 where
+    the trace has none.
+    """
+    hits = _block_hits(requests) if stated is None else [_hit(one, stated) for one in requests]
+    lengths = [(one.prompt_tokens, hit, one.output_tokens) for one, hit in zip(requests, hits, strict=True)]
+    computed = sorted(prompt - hit for prompt, hit, _ in lengths)
+    tokens, number = sum(one.prompt_tokens for one in requests), len(requests)
+    return PromptLoad(
+        prompt_tokens=tokens / number,
+        hit_share=sum(hits) / tokens,
+        p95_computed=computed[math.ceil(0.95 * number) - 1],
+        output_tokens=sum(one.output_tokens for one in requests) / number,
+        work=work_of(lengths),
+        stated=stated is not None,
+        longest=max(one.prompt_tokens + one.output_tokens for one in requests),
+    )
+
+
+def _hit(request: TraceRequest, share: float) -> int:
+    return min(int(share * request.prompt_tokens), request.prompt_tokens - 1)
+
+
+def _block_hits(requests: Sequence[TraceRequest]) -> list[int]:
+    """Tokens of each prompt in blocks that earlier prompts have; an endless cache, whatever the adapter."""
+    seen: set[int] = set()
+    hits = []
+    for one in requests:
+        blocks = sum(1 for _ in takewhile(seen.__contains__, one.hash_ids))
+        hits.append(min(blocks * MOONCAKE_BLOCK, one.prompt_tokens - 1))
+        seen.update(one.hash_ids)
+    return hits

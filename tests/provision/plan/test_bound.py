@@ -1,0 +1,134 @@
+"""No plan has fewer GPUs than its load needs at peak rates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from moe_lora.core.errors import ConfigError, SloError
+from moe_lora.provision.device_profile import MeasuredProfile, read_profile, with_rates
+from moe_lora.provision.plan import verify
+from moe_lora.provision.plan.compared import checked_plan
+from moe_lora.provision.plan.inputs import PlanInputs
+from moe_lora.provision.plan.plan import make_plan
+from moe_lora.provision.plan.prompts import prompt_load
+from moe_lora.workload.traces.records import Trace, TraceRequest
+
+from .plans import inputs, zipf
+
+PROFILES = {
+    "hopper96": read_profile("hopper96"),
+    "h200": with_rates(read_profile("h200"), {"load_bytes_per_s": 5e10, "net_bytes_per_s": 5e10}),
+}
+
+
+@pytest.fixture(autouse=True)
+def few_requests() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "NUM_REQUESTS", 300)
+        yield
+
+
+def trace_of(lengths: list[tuple[int, int]]) -> Trace:
+    rows = tuple(TraceRequest(i * 0.05, *lengths[i % len(lengths)]) for i in range(100))
+    return Trace(path="drawn", format="jsonl", requests=rows)
+
+
+def load_inputs(trace: Trace, model: str, hit: float | None = None, **changes: Any) -> PlanInputs:
+    prompts = prompt_load(trace.requests, hit)
+    lengths = {
+        "prompts": prompts,
+        "output_tokens": prompts.output_tokens,
+        "context_tokens": prompts.prompt_tokens + prompts.output_tokens,
+        "slo_ttft_s": 4.0,
+        "probabilities": zipf(24, 1.0),
+    }
+    return inputs(model, **lengths | changes)
+
+
+def independent_bound(given_inputs: PlanInputs, trace: Trace, hit: float) -> float:
+    """GPUs' worth of the dense operations alone, counted here once more: 2 FLOP a weight that a token
+    meets."""
+    shape, number = given_inputs.shape, len(trace.requests)
+    heads = shape.num_heads + shape.num_kv_heads
+    weights = 2 * shape.hidden_size * shape.head_dim * heads
+    weights += 3 * shape.num_experts_per_token * shape.hidden_size * shape.intermediate_size
+    tokens = sum(
+        one.prompt_tokens - min(int(hit * one.prompt_tokens), one.prompt_tokens - 1) + one.output_tokens - 1
+        for one in trace.requests
+    )
+    rate = given_inputs.rate_per_s or 0.0
+    return (
+        rate * tokens / number * 2 * weights * shape.num_layers / (given_inputs.profile.gpu.flop_per_s or 1)
+    )
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    model=st.sampled_from(["Mixtral-8x7B", "GPT-OSS-20B", "Qwen3-30B-A3B", "DBRX"]),
+    hardware=st.sampled_from(sorted(PROFILES)),
+    rate=st.floats(0.5, 60),
+    lengths=st.lists(st.tuples(st.integers(1, 6000), st.integers(1, 300)), min_size=1, max_size=4),
+    hit=st.sampled_from([0.0, 0.3, 0.9]),
+    margin=st.sampled_from([0.0, 0.5]),
+)
+def test_no_plan_is_below_its_bound(model, hardware, rate, lengths, hit, margin) -> None:
+    trace = trace_of(lengths)
+    given_inputs = load_inputs(
+        trace, model, hit, rate_per_s=rate, load_margin=margin, profile=PROFILES[hardware]
+    )
+    try:
+        plan = checked_plan(given_inputs, trace)
+    except (SloError, ConfigError):
+        assume(False)
+    assert plan.lower_bound is not None
+    assert plan.total_gpus >= plan.lower_bound.gpus
+    assert plan.lower_bound.flop_gpus >= (1 + margin) * independent_bound(given_inputs, trace, hit) * (
+        1 - 1e-9
+    )
+
+
+def test_times_beyond_the_profiles_own_peak_are_refused(tmp_path: Path) -> None:
+    content = json.loads(
+        (Path(verify.__file__).parents[1] / "profiles" / "hopper96.json").read_text(encoding="utf-8")
+    )
+    content["gpu"]["flop_per_s"] = 1e9
+    path = tmp_path / "slow.json"
+    path.write_text(json.dumps(content))
+    profile = read_profile(path)
+    assert isinstance(profile, MeasuredProfile)
+    with pytest.raises(SloError, match=r"fewer than the lower bound, .* times beyond its own peak rates"):
+        make_plan(inputs(profile=profile, probabilities=zipf(4)))
+
+
+def test_prefix_hits_are_subtracted() -> None:
+    trace = trace_of([(4000, 20)])
+    found = {
+        hit: checked_plan(load_inputs(trace, "Mixtral-8x7B", hit, rate_per_s=20.0), trace)
+        for hit in (0.0, 0.9)
+    }
+    bounds = {hit: plan.lower_bound for hit, plan in found.items()}
+    assert bounds[0.9].flop_gpus < 0.2 * bounds[0.0].flop_gpus
+    assert found[0.9].total_gpus < found[0.0].total_gpus
+
+
+def test_a_profile_without_peak_rates_has_no_bound_and_says_so(tmp_path: Path) -> None:
+    from moe_lora.provision.plan.plan_text import plan_lines
+
+    content = json.loads((Path(verify.__file__).parents[1] / "profiles" / "hopper96.json").read_text())
+    del content["gpu"]["flop_per_s"], content["gpu"]["bytes_per_s"]
+    content["base_us"]["attention"] = [100, 150]
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(content))
+    trace = trace_of([(200, 50)])
+    plan = checked_plan(load_inputs(trace, "Mixtral-8x7B", profile=read_profile(path), rate_per_s=5.0), trace)
+    assert plan.lower_bound is None
+    assert "Lower bound        not known: the profile names no peak rates" in "\n".join(plan_lines(plan))
+    assert replace(plan, checked=()).total_gpus >= 2
