@@ -131,7 +131,7 @@ def test_what_is_loaded_over_one_is_used_over_the_other_at_once(running, expecte
     assert running.cluster.load("one").status_code == 200
     assert running.cluster.over("two", of_loaded(REQUESTS)).answers() == expected
     answer = running.cluster.load("two")
-    assert (answer.status_code, "already loaded" in answer.text) == (400, True)
+    assert (answer.status_code, "already been loaded" in answer.text) == (400, True)
 
 
 def test_a_controller_killed_under_requests_costs_none(running, expected):
