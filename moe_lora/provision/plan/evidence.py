@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moe_lora.core.errors import SloError
 from moe_lora.provision.device_profile import Part
 from moe_lora.provision.lower_bound import LowerBound, Work, lower_bound
@@ -50,6 +52,15 @@ def check_bound(bound: LowerBound | None, place: SizedCluster, inputs: PlanInput
             f"{inputs.profile.name!r} has times beyond its own peak rates; correct the rates or the times"
         )
     return bound
+
+
+def evidence(inputs: PlanInputs, place: SizedCluster, rate_per_s: float) -> dict[str, Any]:
+    """The plan's fields of that name.  Raises SloError for a place below the lower bound."""
+    return {
+        "lower_bound": check_bound(bound_of(inputs, rate_per_s), place, inputs),
+        "ran": ran(inputs, place),
+        "never_ran": never_ran(inputs, place),
+    }
 
 
 def _parts(inputs: PlanInputs, place: SizedCluster) -> list[Part]:

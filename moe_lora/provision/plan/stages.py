@@ -25,6 +25,7 @@ from moe_lora.provision.device_profile import (
     RooflineProfile,
     Sizes,
 )
+from moe_lora.sim.system_config import StepRows
 
 US = 1e-6
 
@@ -118,10 +119,9 @@ class StageTimes:
         context_tokens: float,
         probabilities: NDArray[np.float64],
         weights: WeightFormat = UNQUANTISED,
-        prompts: PromptsPerRow = NO_PROMPTS,
     ) -> None:
         self._profile, self._shape, self._weights = profile, shape, weights
-        self.prompts = prompts
+        self.prompts = NO_PROMPTS
         self._sizes = sizes_of(shape, lora_rank, instance_gpus, weights.name)
         self._context_tokens, self._probabilities = context_tokens, probabilities
         own = isinstance(profile, MeasuredProfile) and _base(profile.taken_at) == _base(self._sizes)
@@ -324,6 +324,37 @@ class StageTimes:
         assert gpu.bytes_per_s is not None
         assert gpu.flop_per_s is not None
         return gpu.bytes_per_s, gpu.flop_per_s
+
+
+class SimulatedLayers:
+    """`sim.system_config.LayerTimes`.  ep: of the LoRA Server; None: the instance computes its deltas.
+
+    Where one request of a step has an adapter, every row counts as a row with one.
+    """
+
+    def __init__(self, stages: StageTimes, ep: int | None) -> None:
+        self._stages, self._ep = stages, ep
+        self._found: dict[tuple[int, int, int, bool], tuple[float, float]] = {}
+
+    def layer_s(self, step: StepRows) -> tuple[float, float]:
+        """Seconds of a layer, and the seconds of it that the LoRA Server is busy."""
+        key = step.num_rows, step.num_prompt_tokens, step.num_prompts, step.num_with_adapter > 0
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._without_pairs(*key)
+        return found[0] + self._stages.pair_s * step.num_prompt_pairs, found[1]
+
+    def _without_pairs(
+        self, rows: int, prompt_tokens: int, prompts: int, adapters: bool
+    ) -> tuple[float, float]:
+        stages, step = self._stages, StepTokens(rows, prompt_tokens, prompts)
+        attention_s, experts_s = stages.attention_of(step), stages.experts_of(step)
+        if not adapters:
+            return attention_s + experts_s, 0.0
+        if self._ep is None:
+            return attention_s + experts_s + stages.local_deltas_s(step), 0.0
+        served = stages.server_of(self._ep, step)
+        return attention_s + max(experts_s, served.total_s), served.longest[1]
 
 
 def table_efficiency(profile: MeasuredProfile, bytes_per_s: float, flop_per_s: float) -> Efficiency:
