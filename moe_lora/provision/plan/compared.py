@@ -23,16 +23,15 @@ from .inputs import PlanInputs
 from .place import SizedCluster
 from .plan import CHECK, TAIL, Plan, assumptions
 
-Refusal = SloError | MissingRateError
 MOST = 4
 """A LoRA Server is sized by the models for up to so many times the GPUs of coupled instances."""
 
 
 def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
-    """The cheaper kind of cluster that holds in replays of the trace and of Poisson arrivals.
+    """The cheaper kind of cluster; the plan holds in replays of the trace and of Poisson arrivals.
 
     Where another device computes prompts, only a LoRA Server is looked at (InfiniLoRA).  Raises SloError
-    where neither kind holds, ConfigError for what can't be sized.
+    if neither kind holds, ConfigError for inputs without a size.
     """
     if inputs.prompts is None:
         return checked_server_plan(inputs, trace)
@@ -106,7 +105,7 @@ def _of_given(inputs: PlanInputs, coupled: Plan, trace: Trace) -> Plan:
 
 
 def _server_below(search: PlaceSearch, limit: int) -> SizedCluster | None:
-    """The smallest cluster with a LoRA Server of fewer GPUs than `limit` that holds; None: none was found."""
+    """The smallest cluster with a LoRA Server and fewer GPUs than `limit`; None if all miss a goal."""
     low = _first(lambda number: bool(search.of(number)), 1, limit - 1) or limit
     tried = range(limit - 1, max(low, limit - PATIENCE) - 1, -1)
     found = next(filter(None, map(search.holding, tried)), None)
@@ -121,7 +120,7 @@ def _server_below(search: PlaceSearch, limit: int) -> SizedCluster | None:
 
 
 def _walked_down(search: PlaceSearch, place: SizedCluster) -> SizedCluster:
-    """Fewer GPUs hold now and then where more did not: as many numbers are tried as an instance has GPUs."""
+    """Fewer GPUs sometimes hold after more missed: tries as many numbers as an instance has GPUs."""
     number, missed = place.num_gpus(search.instance_gpus) - 1, 0
     while missed < max(PATIENCE, search.instance_gpus) and number >= 1:
         found = search.holding(number)
@@ -131,7 +130,7 @@ def _walked_down(search: PlaceSearch, place: SizedCluster) -> SizedCluster:
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The smallest number from low to high that holds, by bisection; None if `high` does not."""
+    """The smallest number from low to high with holds(number), by bisection; None if not holds(high)."""
     if not holds(high):
         return None
     while low < high:
@@ -156,7 +155,7 @@ def _coupled_wins(cluster: Cluster, coupled: Plan, search: PlaceSearch) -> str:
 
 
 def _replayed_from(search: PlaceSearch, number: int) -> int | None:
-    """GPUs of a cluster with a LoRA Server that holds, up to twice as many, a quarter at a time."""
+    """GPUs of the first cluster with a LoRA Server and all goals met; tries a quarter more at a time."""
     most = 2 * number
     while number <= most:
         if search.holding(number) is not None:
@@ -184,7 +183,7 @@ _NO_SERVER: dict[str, Any] = {
 
 
 def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
-    """Of a place that was chosen in the simulator.  Counts of adapters are of one instance."""
+    """The plan of a place from the simulated search.  Counts of adapters are of one instance."""
     inputs, coupled = cluster.inputs, Coupled(cluster)
     num_instances, probabilities = place.num_instances, inputs.probabilities
     batch = coupled.batch(num_instances)

@@ -198,7 +198,7 @@ class StageTimes:
         if self._own:
             measured_s = self._own["base_us.experts"].seconds(step.all_rows)
         if self._efficiency is not None:
-            derived_s = self.experts_stage().seconds(step.all_rows)
+            derived_s = self.experts_stage.seconds(step.all_rows)
         return max(measured_s, derived_s)
 
     def attention_s(self, batch: float) -> float:
@@ -212,7 +212,7 @@ class StageTimes:
         """
         own = self._own.get("base_us.attention")
         if own is None:
-            stage = self.attention_stage()
+            stage = self.attention_stage
             decode_s = stage.fixed_s + stage.per_row_s * step.rows
         else:
             decode_s = own.seconds(max(1.0, step.rows) if step.prompt_tokens else step.rows)
@@ -246,16 +246,9 @@ class StageTimes:
         flops = 4.0 * self._shape.num_heads * self._shape.head_dim
         return flops / (self._sizes.instance_gpus * self._rates()[1] * self._efficiency.flop)
 
+    @cached_property
     def experts_stage(self) -> StageTime:
         """Every GPU holds E/p experts and reads them all in each step."""
-        return self._experts_stage
-
-    def attention_stage(self) -> StageTime:
-        """Every GPU reads all attention weights (data-parallel), and the KV of its own rows."""
-        return self._attention_stage
-
-    @cached_property
-    def _experts_stage(self) -> StageTime:
         sizes, reached, (bytes_per_s, flop_per_s) = self._sizes, self._needed(), self._rates()
         return StageTime(
             least_s=self._share(self._weights.expert_bits)
@@ -264,7 +257,8 @@ class StageTimes:
         )
 
     @cached_property
-    def _attention_stage(self) -> StageTime:
+    def attention_stage(self) -> StageTime:
+        """Every GPU reads all attention weights (data-parallel), and the KV of its own rows."""
         shape, reached, (bytes_per_s, _) = self._shape, self._needed(), self._rates()
         share = self._share(self._weights.attention_bits)
         weight_bytes = share * shape.dtype_bytes * self._attention_weights
