@@ -133,8 +133,8 @@ class Device:
         )
         rounds = [times.server(SERVER_EP, rows) for rows in LINE_ROWS]
         return Stages(
-            attention=times.attention_stage(),
-            experts=times.experts_stage(),
+            attention=times.attention_stage,
+            experts=times.experts_stage,
             lora=_line([served.compute_s for served in rounds]),
             transfer=_line([served.receive_s + served.send_s for served in rounds]),
         )

@@ -1,4 +1,4 @@
-"""The fewest GPUs that a load can need, whatever the cluster: its operations and bytes over peak rates.
+"""The fewest GPUs of a load on any cluster: its operations and bytes over peak rates.
 
 No plan may be below this bound.  Nothing here is shared with the sizing (`provision.plan`): an error there
 must not hide here.
@@ -7,11 +7,11 @@ Legend: D hidden, F expert hidden, K experts per row, H query heads, G KV heads,
 R LoRA rank.
 
     FLOP of a token    l (4 D d (H + G) + 6 K D F) + share of adapters * l 2 K (2 D + 3 F) R
-    FLOP of a pair     4 l H d                          (a token and a token that it attends to)
+    FLOP of a pair     4 l H d                          (a token and an attended token)
     bytes of a pair    KV of a token                    (decode reads the context of each row)
 
-The delta is that of one A for gate and up, the least form.  Of GPT-OSS only every second layer attends to the
-whole context.  Left out, so that the bound stays one: output head, embedding, gate, norms, weights read
+The delta counts one A for gate and up, the least form.  Of GPT-OSS only every second layer attends to the
+whole context.  Left out: output head, embedding, gate, norms, weights read
 again in each step, network, loads, and every goal.
 """
 
@@ -28,8 +28,8 @@ from moe_lora.core.shape import ModelShape
 class Work:
     """Of a mean request.
 
-    computed_tokens: prompt tokens without prefix hits, and the output tokens that become inputs (all but the
-    last).  prompt_pairs, decode_pairs: pairs of a token and one that it attends to.
+    computed_tokens: prompt tokens without prefix hits, and output tokens with a further step (all but
+    the last).  prompt_pairs, decode_pairs: pairs of a token and an attended token.
     """
 
     computed_tokens: float

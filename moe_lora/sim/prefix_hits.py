@@ -14,7 +14,7 @@ class PrefixHits(Protocol):
     """A request computes its prompt without the tokens of a match, but at least one token."""
 
     def match(self, request: SimRequest) -> int:
-        """Tokens of the prompt that the instance has KV of."""
+        """Tokens of the prompt with KV on the instance."""
         ...
 
     def add(self, request: SimRequest, free_tokens: float) -> None:
@@ -36,9 +36,9 @@ class StatedHits:
 
 
 class BlockHits:
-    """Finds the longest prefix of blocks that ended requests of the same adapter computed.
+    """Finds the longest prefix in blocks of ended requests with the same adapter.
 
-    Blocks are evicted least recently used first, to the KV that running requests do not hold.
+    Blocks are evicted least recently used first, down to the KV without running requests.
     block_tokens: tokens of one hash id.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moe_lora.core.clock import Clock
@@ -151,11 +151,14 @@ class LocalAdapters(AdapterSource):
         self.link = LoadLink(config.load_bytes_per_s)
         self.fetches = LoadLink(config.fetch_bytes_per_s)
         self.starvation_s = config.starvation_s
-        self._capacity = config.capacity
+        self._config = config
         self._adapter_bytes = adapter_bytes
         self._resident: dict[str, SimAdapter] = {}
         self._on_host: set[str] | None = None
-        for before, name in enumerate(reversed(config.prefetched), start=-len(config.prefetched)):
+
+    def prefetch(self, names: Sequence[str]) -> None:
+        """Make these resident before anything happens, the last of them evicted first."""
+        for before, name in enumerate(reversed(names), start=-len(names)):
             self._resident[name] = self._adapters[name] = SimAdapter(name, last_used_s=float(before))
 
     def begin_with(self, names: Iterable[str]) -> None:
@@ -170,7 +173,7 @@ class LocalAdapters(AdapterSource):
     def hold(self, adapter: SimAdapter) -> bool:
         if adapter.name in self._resident:
             return True
-        if len(self._resident) >= self._capacity:
+        if len(self._resident) >= self._config.capacity:
             victim = least_recently_used(self._resident.values())
             if victim is None:
                 return False

@@ -241,6 +241,7 @@ class System:
             return
         for instance in self.instances:
             local = LocalAdapters(adapters, config.adapter_bytes, self.events)
+            local.prefetch(adapters.prefetched)
             self.links.append(local.link)
             self.sources.append(local)
             instance.connect(local)

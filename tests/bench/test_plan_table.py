@@ -27,7 +27,7 @@ def test_every_model_of_table_3_has_a_plan_that_fits() -> None:
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_committed_plans_are_what_the_planner_says(index: int) -> None:
     committed, found = COMMITTED[index]["result"]["paper"], planned(CASES[index], "paper")
-    assert found.keys() == committed.keys()
+    assert found.keys() >= committed.keys()
     for name in ("capacity", "layout", "instances", "lora_server_gpus", "binding_constraint"):
         assert found.get(name) == committed.get(name)
     assert found.get("iar_corrected") == pytest.approx(committed.get("iar_corrected"), abs=0.02)

@@ -59,15 +59,12 @@ class PlaceSearch:
         busiest: float = BUSIEST,
     ) -> None:
         self._inputs, self._cluster, self._loads = cluster.inputs, cluster, loads
+        self.instance_gpus = cluster.inputs.instance_gpus
         self._farthest, self._busiest = farthest, busiest
         self._found: dict[SizedCluster, list[Replay]] = {}
         self._layouts: dict[int, list[Layout]] = defaultdict(list)
         for layout in cluster.layouts:
             self._layouts[layout.num_ranks].append(layout)
-
-    @property
-    def instance_gpus(self) -> int:
-        return self._inputs.instance_gpus
 
     @property
     def num_replayed(self) -> int:

@@ -24,7 +24,7 @@ from moe_lora.provision.admission.admitted import NeededCapacity, largest
 
 from .inputs import PlanInputs
 from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, base_bytes, miss_share, server_bytes
-from .stages import NO_PROMPTS, StageTimes, StepTokens
+from .stages import StageTimes, StepTokens
 
 MEMORY, FIRST_TOKEN, LOADS = "ttft: cache capacity", "ttft: first token", "ttft: loads"
 EQ5, EQ6 = "tpot: eq5", "tpot: eq6"
@@ -59,8 +59,9 @@ class Cluster:
             inputs.context_tokens,
             inputs.probabilities,
             inputs.weights,
-            NO_PROMPTS if inputs.prompts is None else inputs.prompts.per_row,
         )
+        if inputs.prompts is not None:
+            self.stages.prompts = inputs.prompts.per_row
         self.capacity_of = {
             name: NeededCapacity(name, inputs.probabilities, inputs.target_iar, inputs.adapter_share)
             for name in ESTIMATORS

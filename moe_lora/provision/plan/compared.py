@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from moe_lora.core.errors import SloError
+from moe_lora.provision.admission.admitted import rates_at
+from moe_lora.provision.admission.corrected import corrected_wait
+from moe_lora.provision.admission.iar import expected_active
 from moe_lora.provision.device_profile import MissingRateError
 from moe_lora.workload.traces.records import Trace
 
 from .checked import PATIENCE, PlaceSearch, checked_server_plan, replaced, searched_loads
-from .cluster_size import Cluster
-from .coupled_plan import coupled_plan
+from .cluster_size import MS, Cluster
+from .coupled import Coupled
 from .coupled_search import CoupledSearch
+from .evidence import evidence
 from .inputs import PlanInputs
 from .place import SizedCluster
-from .plan import Plan
+from .plan import CHECK, TAIL, Plan, assumptions
 
-Refusal = SloError | MissingRateError
 MOST = 4
 """A LoRA Server is sized by the models for up to so many times the GPUs of coupled instances."""
 
 
 def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
-    """The cheaper kind of cluster that holds in replays of the trace and of Poisson arrivals.
+    """The cheaper kind of cluster; the plan holds in replays of the trace and of Poisson arrivals.
 
     Where another device computes prompts, only a LoRA Server is looked at (InfiniLoRA).  Raises SloError
-    where neither kind holds, ConfigError for what can't be sized.
+    if neither kind holds, ConfigError for inputs without a size.
     """
     if inputs.prompts is None:
         return checked_server_plan(inputs, trace)
@@ -100,7 +105,7 @@ def _of_given(inputs: PlanInputs, coupled: Plan, trace: Trace) -> Plan:
 
 
 def _server_below(search: PlaceSearch, limit: int) -> SizedCluster | None:
-    """The smallest cluster with a LoRA Server of fewer GPUs than `limit` that holds; None: none was found."""
+    """The smallest cluster with a LoRA Server and fewer GPUs than `limit`; None if all miss a goal."""
     low = _first(lambda number: bool(search.of(number)), 1, limit - 1) or limit
     tried = range(limit - 1, max(low, limit - PATIENCE) - 1, -1)
     found = next(filter(None, map(search.holding, tried)), None)
@@ -115,7 +120,7 @@ def _server_below(search: PlaceSearch, limit: int) -> SizedCluster | None:
 
 
 def _walked_down(search: PlaceSearch, place: SizedCluster) -> SizedCluster:
-    """Fewer GPUs hold now and then where more did not: as many numbers are tried as an instance has GPUs."""
+    """Fewer GPUs sometimes hold after more missed: tries as many numbers as an instance has GPUs."""
     number, missed = place.num_gpus(search.instance_gpus) - 1, 0
     while missed < max(PATIENCE, search.instance_gpus) and number >= 1:
         found = search.holding(number)
@@ -125,7 +130,7 @@ def _walked_down(search: PlaceSearch, place: SizedCluster) -> SizedCluster:
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The smallest number from low to high that holds, by bisection; None if `high` does not."""
+    """The smallest number from low to high with holds(number), by bisection; None if not holds(high)."""
     if not holds(high):
         return None
     while low < high:
@@ -150,7 +155,7 @@ def _coupled_wins(cluster: Cluster, coupled: Plan, search: PlaceSearch) -> str:
 
 
 def _replayed_from(search: PlaceSearch, number: int) -> int | None:
-    """GPUs of a cluster with a LoRA Server that holds, up to twice as many, a quarter at a time."""
+    """GPUs of the first cluster with a LoRA Server and all goals met; tries a quarter more at a time."""
     most = 2 * number
     while number <= most:
         if search.holding(number) is not None:
@@ -165,3 +170,92 @@ def _server_cost(cluster: Cluster) -> str:
     chosen, width, inner = max(1, shape.num_experts_per_token), shape.hidden_size, shape.intermediate_size
     values = shape.num_layers * chosen * (2 * width + 3 * inner)
     return f"each of its rows, prompts too, moves {values * shape.dtype_bytes / 1e6:.1f} MB over the network"
+
+
+_NO_SERVER: dict[str, Any] = {
+    "lora_server_gpus": 0,
+    "layout": "",
+    "metrics": None,
+    "gpus_by_constraint": {},
+    "rate_limited_by": None,
+    "serviceable_rate_per_s": None,
+}
+
+
+def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
+    """The plan of a place from the simulated search.  Counts of adapters are of one instance."""
+    inputs, coupled = cluster.inputs, Coupled(cluster)
+    num_instances, probabilities = place.num_instances, inputs.probabilities
+    batch = coupled.batch(num_instances)
+    running = batch / (1 + cluster.margin)
+    tpot_s, at_load_s = coupled.tpot_s(running), coupled.tpot_s(batch)
+    queue = coupled.queue(place, running, tpot_s)
+    rate_per_s = inputs.rate_per_s
+    if rate_per_s is None or inputs.global_batch is not None:
+        rate_per_s = running * num_instances / (inputs.output_tokens * tpot_s)
+    shown = evidence(inputs, place, rate_per_s)
+    in_service = batch * inputs.adapter_share * cluster.in_service
+    needed = {name: capacity(batch * cluster.in_service) for name, capacity in cluster.capacity_of.items()}
+    own = needed[inputs.estimator]
+    at_capacity, at_slots = (rates_at(probabilities, in_service, size) for size in (own, place.slots))
+    decode_s = coupled.p95_ttft_s(place, tpot_s, queue) - cluster.prefill_s(None, tpot_s)
+    queues = at_slots["corrected"] < TAIL
+    return Plan(
+        kind="coupled",
+        kv_gb_per_rank=_kv_bytes(cluster, place) / inputs.instance_gpus / 1e9,
+        capacity=own,
+        capacity_paper=needed["paper"],
+        capacity_corrected=needed["corrected"],
+        iar=at_capacity["paper"],
+        iar_corrected=at_capacity["corrected"],
+        expected_active=expected_active(probabilities, in_service),
+        mean_wait_s=corrected_wait(probabilities, in_service, own) * inputs.output_tokens * tpot_s,
+        loads_per_s=queue.loads_per_s * num_instances,
+        loading_share=queue.utilisation,
+        load_wait_s=queue.wait_s if math.isfinite(queue.wait_s) else 0.0,
+        **_NO_SERVER,
+        instances=num_instances,
+        bytes_per_adapter=inputs.adapter_bytes,
+        memory_gb_per_rank=place.slots * inputs.adapter_bytes / inputs.instance_gpus / 1e9,
+        binding_constraint=CHECK,
+        slots=place.slots,
+        slots_iar=at_slots["paper"],
+        slots_iar_corrected=at_slots["corrected"],
+        total_gpus=place.num_gpus(inputs.instance_gpus),
+        instance_gpus=inputs.instance_gpus,
+        rate_per_s=rate_per_s,
+        global_batch=batch * num_instances,
+        requests_in_service=batch * num_instances * cluster.in_service,
+        batch_per_instance=batch,
+        running_per_instance=running,
+        max_num_seqs=coupled.most_rows(place),
+        p95_ttft_s=None if queues else decode_s + cluster.prefill_s(None, tpot_s),
+        p95_decode_ttft_s=None if queues else decode_s,
+        prompt_share=coupled.prompt_share(num_instances),
+        max_num_batched_tokens=cluster.step_tokens(None, batch),
+        tpot_s=tpot_s,
+        tpot_at_load_s=at_load_s,
+        layer_ms=_layer_ms(cluster, batch),
+        assumptions=assumptions(inputs, batch * num_instances, coupled=True),
+        inputs=inputs.to_json(),
+        **shown,
+    )
+
+
+def _kv_bytes(cluster: Cluster, place: SizedCluster) -> float:
+    """Of an instance."""
+    inputs = cluster.inputs
+    context = inputs.shape.kv_bytes_per_token() * inputs.context_tokens
+    return Coupled(cluster).kv_requests(place.slots) * context
+
+
+def _layer_ms(cluster: Cluster, batch: float) -> dict[str, float]:
+    """Times of one layer of a mean step, in ms."""
+    stages = cluster.stages
+    times_s = {
+        "slo_layer": cluster.layer_budget_s,
+        "attention": stages.attention_s(batch),
+        "experts": stages.experts_s(batch),
+        "deltas": stages.local_deltas_s(stages.prompts.step(batch)),
+    }
+    return {name: time_s * MS for name, time_s in times_s.items()}

@@ -1,4 +1,4 @@
-"""Coupled instances: adapters beside the weights, KV in what both leave.
+"""Coupled instances: adapters beside the weights, KV in the rest.
 
 Legend: B decode rows per instance, L instances, s adapters on each.
 """
@@ -17,7 +17,7 @@ from .sizing import most_running
 from .stages import StepTokens
 
 SPLITS = (0.5, 1.0, 0.0)
-"""Parts of the memory that neither M* nor the mean KV needs, given to adapters, in the order of trial."""
+"""Adapters' parts of the memory beyond M* and the mean KV, in the order of trial."""
 
 MOST_PROMPTS = 0.95
 """Share of an instance's time: above it queues of prompts grow for longer than a replay lasts."""
@@ -29,19 +29,15 @@ class Coupled:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._inputs = cluster, cluster.inputs
 
-    def layer_s(self, batch: float) -> float:
-        """Of a mean step of so many decode rows, prompts and deltas included."""
-        stages = self._cluster.stages
-        return stages.coupled_layer_s(stages.prompts.step(batch))
-
     def tpot_s(self, batch: float) -> float:
-        """Of a mean step."""
-        return self._inputs.shape.num_layers * self.layer_s(max(self._cluster.least_rows, batch))
+        """Of a mean step with this number of decode rows, prompts and deltas included."""
+        stages, rows = self._cluster.stages, max(self._cluster.least_rows, batch)
+        return self._inputs.shape.num_layers * stages.coupled_layer_s(stages.prompts.step(rows))
 
     def batch(self, num_instances: int) -> float:
-        """Rows of an instance that a plan is made for: running rows (Little's law), and the margin.
+        """Planned rows of an instance: running rows by Little's law, and the margin.
 
-        Infinite where prompts in full steps take more than MOST_PROMPTS of the time.
+        Infinite if prompts in full steps take more than MOST_PROMPTS of the time.
         """
         inputs, cluster = self._inputs, self._cluster
         if self.prompt_share(num_instances) > MOST_PROMPTS:
@@ -67,9 +63,9 @@ class Coupled:
         return (self._room - slots * self._inputs.adapter_bytes) / context
 
     def load_s(self, slots: int) -> float:
-        """Of an adapter: each GPU of an instance loads its part.  0 where all adapters have a slot.
+        """Of an adapter: each GPU of an instance loads its part.  0 if all adapters have a slot.
 
-        Raises ConfigError where an adapter may have to be loaded, and the profile has no rate.
+        Raises ConfigError for adapters without a slot and a profile without a rate.
         """
         inputs = self._inputs
         if slots >= len(inputs.probabilities):
@@ -97,7 +93,7 @@ class Coupled:
         return [SizedCluster(None, num_instances, one) for one in slots]
 
     def nearness(self, place: SizedCluster) -> float:
-        """The largest of what the models predict, by what is allowed; infinite where out of question."""
+        """The largest prediction of the models over its goal; infinite for an impossible place."""
         inputs, cluster = self._inputs, self._cluster
         batch = self.batch(place.num_instances)
         if math.isinf(batch):
@@ -125,12 +121,12 @@ class Coupled:
         )
 
     def p95_ttft_s(self, place: SizedCluster, tpot_s: float, queue: LoadQueue) -> float:
-        """Of requests that start at once, and whose prompts wait for no other."""
+        """Without a wait for a slot or for other prompts."""
         load_s = queue.load_s if queue.misses > 0.05 else 0.0
         return load_s + STEPS_TO_FIRST_TOKEN * tpot_s + self._cluster.prefill_s(None, tpot_s)
 
     def most_rows(self, place: SizedCluster) -> int:
-        """Most requests that an instance may compute at once: within the TPOT SLO and its KV."""
+        """Most requests of an instance at once: within the TPOT SLO and its KV."""
         cluster = self._cluster
 
         def in_time(rows: int) -> bool:

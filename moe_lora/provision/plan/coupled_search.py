@@ -1,4 +1,4 @@
-"""The fewest coupled instances that hold a load in the simulator."""
+"""Search for the fewest coupled instances: the load holds in the simulator."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ GROWTH = 16
 """Where nothing holds, a sixteenth more instances are tried next; up to MOST times as many and MORE."""
 MOST, MORE = 2, 8
 WAITED = 0.01
-"""Share of requests that wait for a slot, above which another split has more slots, and below more KV."""
+"""Share of requests with a wait for a slot: above, the next split has more slots; below, more KV."""
 IDLE = 0.02
-"""Share of an instance's time below which further instances change no step."""
+"""Share of an instance's time: below, further instances change no step."""
 
 
 class CoupledSearch:
     """Numbers of instances, their best splits, and the replays of these.
 
-    loads_of: the loads that a place must hold, by their rate.
+    loads_of: from a rate to the loads of every replay.
     """
 
     def __init__(self, cluster: Cluster, loads_of: Callable[[float], Sequence[PlannedLoad]]) -> None:
@@ -36,9 +36,9 @@ class CoupledSearch:
         self._held: dict[int, SizedCluster | None] = {}
 
     def smallest(self) -> SizedCluster:
-        """The place of the fewest instances that holds; with a given number, its best split.
+        """The smallest place with all goals met; for a given number of instances the best split.
 
-        Raises SloError where none is found, with what is missed.
+        Raises SloError with the missed goals if no place meets them.
         """
         inputs = self._cluster.inputs
         number = inputs.instances
@@ -54,7 +54,7 @@ class CoupledSearch:
         return self._bisected(first)
 
     def replayed(self, place: SizedCluster) -> list[Replay]:
-        """Replays of the last load, or of the first that the place does not hold."""
+        """Replays of the last load, or of the first missed load."""
         if place not in self._found:
             for load in self._loads:
                 self._found[place] = replays(self._cluster, place, load, to_the_end=False)
@@ -63,7 +63,7 @@ class CoupledSearch:
         return self._found[place]
 
     def fewest(self) -> int:
-        """Instances that hold the load by the models.  Raises SloError where no number does."""
+        """The number of instances by the models.  Raises SloError if no number meets the goals."""
         low, high = self._least() - 1, self._least()
         while self._nearness(high) > 1:
             if self._coupled.prompt_share(high) < IDLE and high > 64:
@@ -95,7 +95,7 @@ class CoupledSearch:
         return inputs.rate_per_s * (1 + inputs.load_margin)
 
     def holding(self, num_instances: int) -> SizedCluster | None:
-        """A split of so many instances that holds."""
+        """A split with all goals met, of this number of instances."""
         if not self._loads:
             self._loads = self._loads_of(self._rate_per_s(num_instances))
         if num_instances not in self._held:
@@ -103,7 +103,7 @@ class CoupledSearch:
         return self._held[num_instances]
 
     def _first_split(self, places: list[SizedCluster]) -> SizedCluster | None:
-        """The first place if it holds; else the one with more of what its requests waited for."""
+        """The first place if it meets the goals; else the place with more slots, or with more KV."""
         if not places:
             return None
         inputs, first = self._cluster.inputs, places[0]
@@ -115,7 +115,7 @@ class CoupledSearch:
         return other if other != first and holds(inputs, self.replayed(other)) else None
 
     def _bisected(self, first: int) -> SizedCluster:
-        """Fewer instances never hold more: between the last that misses and the first that holds."""
+        """Bisects between a number with a missed goal and a number without."""
         low, high, most = self._least() - 1, first, MOST * first + MORE
         while (found := self.holding(high)) is None:
             if high >= most:
@@ -130,7 +130,7 @@ class CoupledSearch:
         return found
 
     def _first_miss(self, low: int, high: int) -> int:
-        """A number below `high` that misses, from one fewer on in growing steps; at least `low`."""
+        """A number below `high` with a missed goal, in growing steps; at least `low`."""
         step = 1
         while high - step > low and self.holding(high - step) is not None:
             step *= 2
@@ -150,7 +150,7 @@ class CoupledSearch:
         )
 
     def _why_no_place(self, num_instances: int) -> str:
-        """Raises MissingRateError where adapters would have to be loaded, and the profile has no rate."""
+        """Raises MissingRateError for loads of adapters without a rate in the profile."""
         share = self._coupled.prompt_share(num_instances)
         if share > MOST_PROMPTS:
             return (

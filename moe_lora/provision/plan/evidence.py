@@ -1,6 +1,8 @@
-"""What a plan rests on: its lower bound, and which of its parts ran on hardware."""
+"""Evidence of a plan: its lower bound, and the parts of the plan with a run on hardware."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from moe_lora.core.errors import SloError
 from moe_lora.provision.device_profile import Part
@@ -23,7 +25,7 @@ TEXTS: dict[Part, str] = {
 
 
 def bound_of(inputs: PlanInputs, rate_per_s: float) -> LowerBound | None:
-    """Of so many requests per second, and the margin; None where the profile has no peak rates."""
+    """Of a rate in requests per second, and the margin; None without peak rates in the profile."""
     gpu = inputs.profile.gpu
     if gpu.flop_per_s is None or gpu.bytes_per_s is None:
         return None
@@ -52,6 +54,15 @@ def check_bound(bound: LowerBound | None, place: SizedCluster, inputs: PlanInput
     return bound
 
 
+def evidence(inputs: PlanInputs, place: SizedCluster, rate_per_s: float) -> dict[str, Any]:
+    """The fields lower_bound, ran and never_ran.  Raises SloError for a place below the bound."""
+    return {
+        "lower_bound": check_bound(bound_of(inputs, rate_per_s), place, inputs),
+        "ran": ran(inputs, place),
+        "never_ran": never_ran(inputs, place),
+    }
+
+
 def _parts(inputs: PlanInputs, place: SizedCluster) -> list[Part]:
     """What the plan consists of."""
     resident = place.layout is None and place.slots >= len(inputs.probabilities)
@@ -69,13 +80,13 @@ def _parts(inputs: PlanInputs, place: SizedCluster) -> list[Part]:
 
 
 def ran(inputs: PlanInputs, place: SizedCluster) -> tuple[str, ...]:
-    """Parts of the plan that ran on the profile's device, and as what."""
+    """Parts of the plan with a run on the profile's device, each with a description of the run."""
     found = inputs.profile.ran
     return tuple(f"{TEXTS[part]} ({found[part]})" for part in _parts(inputs, place) if part in found)
 
 
 def never_ran(inputs: PlanInputs, place: SizedCluster) -> tuple[str, ...]:
-    """Parts of the plan that never ran there: numbers of these are another's, derived or assumed."""
+    """Parts of the plan without a run there: their numbers are foreign, derived or assumed."""
     profile = inputs.profile
     missing = [TEXTS[part] for part in _parts(inputs, place) if part not in profile.ran]
     if inputs.model not in profile.models_run:

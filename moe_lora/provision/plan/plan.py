@@ -20,7 +20,7 @@ from moe_lora.provision.lower_bound import LowerBound
 from moe_lora.workload.popularity.popularity import checked_probabilities
 
 from .cluster_size import MS, Cluster
-from .evidence import bound_of, check_bound, never_ran, ran
+from .evidence import evidence
 from .inputs import PlanInputs
 from .memory import KNOWN_MODELS, bytes_text, server_bytes
 from .place import SizedCluster
@@ -290,8 +290,7 @@ def _plan(cluster: Cluster, server: ServerSize, split: Split | None) -> Plan:
     rate_per_s = inputs.rate_per_s
     if rate_per_s is None or inputs.global_batch is not None:
         rate_per_s = running * num_instances / (inputs.output_tokens * tpot_s)
-    place = SizedCluster(layout, num_instances)
-    bound = check_bound(bound_of(inputs, rate_per_s), place, inputs)
+    shown = evidence(inputs, SizedCluster(layout, num_instances), rate_per_s)
     probabilities, capacity = inputs.probabilities, chosen.capacity
     batch = load * inputs.adapter_share * cluster.in_service
     slots = min(chosen.slots, len(probabilities))
@@ -328,12 +327,7 @@ def _plan(cluster: Cluster, server: ServerSize, split: Split | None) -> Plan:
         max_num_seqs=most_rows(cluster, layout, num_instances),
         p95_ttft_s=p95_ttft_s if at_slots["corrected"] >= TAIL else None,
         p95_decode_ttft_s=decode_s if at_slots["corrected"] >= TAIL else None,
-        prompt_share=None
-        if inputs.prompts is None
-        else rate_per_s / num_instances * inputs.prompts.computed_tokens * cluster.token_s(layout.ep),
-        max_num_batched_tokens=None
-        if inputs.prompts is None
-        else cluster.step_tokens(layout.ep, cluster.batch(layout, num_instances, loads=True)),
+        **_of_prompts(cluster, layout, num_instances, rate_per_s),
         tpot_s=tpot_s,
         tpot_at_load_s=chosen.step_s,
         serviceable_rate_per_s=None if split is None else split.tokens_per_s / inputs.output_tokens,
@@ -341,7 +335,15 @@ def _plan(cluster: Cluster, server: ServerSize, split: Split | None) -> Plan:
         metrics=table_1_metrics(inputs, layout, chosen.batch),
         assumptions=assumptions(inputs, load),
         inputs=inputs.to_json(),
-        lower_bound=bound,
-        ran=ran(inputs, place),
-        never_ran=never_ran(inputs, place),
+        **shown,
     )
+
+
+def _of_prompts(cluster: Cluster, layout: Layout, num_instances: int, rate_per_s: float) -> dict[str, Any]:
+    """What a plan beside a LoRA Server says of prompts."""
+    prompts = cluster.inputs.prompts
+    if prompts is None:
+        return {"prompt_share": None, "max_num_batched_tokens": None}
+    rows = cluster.batch(layout, num_instances, loads=True)
+    share = rate_per_s / num_instances * prompts.computed_tokens * cluster.token_s(layout.ep)
+    return {"prompt_share": share, "max_num_batched_tokens": cluster.step_tokens(layout.ep, rows)}

@@ -1,4 +1,4 @@
-"""The prompts of a load: their lengths, and the tokens of them that earlier requests have computed."""
+"""The prompts of a load: lengths, and tokens with KV from earlier requests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moe_lora.workload.traces.records import TraceRequest
 from .stages import PromptsPerRow
 
 CHUNK_TOKENS = 512
-"""Prompt tokens of a step, for the number of times that a prompt reads its adapter."""
+"""Prompt tokens of a step; a prompt reads its adapter once a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLoad:
-    """Prompts that the instances compute.
+    """Prompts of a load, computed by the instances.
 
-    prompt_tokens: mean.  hit_share: of these, in prefixes that an endless cache has.  p95_computed: 95 %
+    prompt_tokens: mean.  hit_share: of these, found by an endless cache.  p95_computed: 95 %
     of the prompts compute at most so many tokens.  output_tokens: mean.  work: of a mean request.
     stated: hit_share is given by an option, not found in the trace.
     longest: most tokens of a prompt and its answer.
@@ -60,10 +60,13 @@ class PromptLoad:
 def prompt_load(requests: Sequence[TraceRequest], stated: float | None = None) -> PromptLoad:
     """The prompts of a trace.
 
-    stated: share of each prompt's tokens in computed prefixes; None: as the trace's block hashes say, 0 where
+    stated: share of each prompt's tokens in computed prefixes; None: by the trace's block hashes, 0 if
     the trace has none.
     """
-    hits = _block_hits(requests) if stated is None else [_hit(one, stated) for one in requests]
+    if stated is None:
+        hits = _block_hits(requests)
+    else:
+        hits = [min(int(stated * one.prompt_tokens), one.prompt_tokens - 1) for one in requests]
     lengths = [(one.prompt_tokens, hit, one.output_tokens) for one, hit in zip(requests, hits, strict=True)]
     computed = sorted(prompt - hit for prompt, hit, _ in lengths)
     tokens, number = sum(one.prompt_tokens for one in requests), len(requests)
@@ -78,12 +81,8 @@ def prompt_load(requests: Sequence[TraceRequest], stated: float | None = None) -
     )
 
 
-def _hit(request: TraceRequest, share: float) -> int:
-    return min(int(share * request.prompt_tokens), request.prompt_tokens - 1)
-
-
 def _block_hits(requests: Sequence[TraceRequest]) -> list[int]:
-    """Tokens of each prompt in blocks that earlier prompts have; an endless cache, whatever the adapter."""
+    """Tokens of each prompt in blocks of earlier prompts: an endless cache for all adapters."""
     seen: set[int] = set()
     hits = []
     for one in requests:

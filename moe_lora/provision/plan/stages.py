@@ -25,6 +25,7 @@ from moe_lora.provision.device_profile import (
     RooflineProfile,
     Sizes,
 )
+from moe_lora.sim.system_config import StepRows
 
 US = 1e-6
 
@@ -118,10 +119,9 @@ class StageTimes:
         context_tokens: float,
         probabilities: NDArray[np.float64],
         weights: WeightFormat = UNQUANTISED,
-        prompts: PromptsPerRow = NO_PROMPTS,
     ) -> None:
         self._profile, self._shape, self._weights = profile, shape, weights
-        self.prompts = prompts
+        self.prompts = NO_PROMPTS
         self._sizes = sizes_of(shape, lora_rank, instance_gpus, weights.name)
         self._context_tokens, self._probabilities = context_tokens, probabilities
         own = isinstance(profile, MeasuredProfile) and _base(profile.taken_at) == _base(self._sizes)
@@ -198,7 +198,7 @@ class StageTimes:
         if self._own:
             measured_s = self._own["base_us.experts"].seconds(step.all_rows)
         if self._efficiency is not None:
-            derived_s = self.experts_stage().seconds(step.all_rows)
+            derived_s = self.experts_stage.seconds(step.all_rows)
         return max(measured_s, derived_s)
 
     def attention_s(self, batch: float) -> float:
@@ -212,7 +212,7 @@ class StageTimes:
         """
         own = self._own.get("base_us.attention")
         if own is None:
-            stage = self.attention_stage()
+            stage = self.attention_stage
             decode_s = stage.fixed_s + stage.per_row_s * step.rows
         else:
             decode_s = own.seconds(max(1.0, step.rows) if step.prompt_tokens else step.rows)
@@ -246,16 +246,9 @@ class StageTimes:
         flops = 4.0 * self._shape.num_heads * self._shape.head_dim
         return flops / (self._sizes.instance_gpus * self._rates()[1] * self._efficiency.flop)
 
+    @cached_property
     def experts_stage(self) -> StageTime:
         """Every GPU holds E/p experts and reads them all in each step."""
-        return self._experts_stage
-
-    def attention_stage(self) -> StageTime:
-        """Every GPU reads all attention weights (data-parallel), and the KV of its own rows."""
-        return self._attention_stage
-
-    @cached_property
-    def _experts_stage(self) -> StageTime:
         sizes, reached, (bytes_per_s, flop_per_s) = self._sizes, self._needed(), self._rates()
         return StageTime(
             least_s=self._share(self._weights.expert_bits)
@@ -264,7 +257,8 @@ class StageTimes:
         )
 
     @cached_property
-    def _attention_stage(self) -> StageTime:
+    def attention_stage(self) -> StageTime:
+        """Every GPU reads all attention weights (data-parallel), and the KV of its own rows."""
         shape, reached, (bytes_per_s, _) = self._shape, self._needed(), self._rates()
         share = self._share(self._weights.attention_bits)
         weight_bytes = share * shape.dtype_bytes * self._attention_weights
@@ -324,6 +318,37 @@ class StageTimes:
         assert gpu.bytes_per_s is not None
         assert gpu.flop_per_s is not None
         return gpu.bytes_per_s, gpu.flop_per_s
+
+
+class SimulatedLayers:
+    """`sim.system_config.LayerTimes`.  ep: of the LoRA Server; None: the instance computes its deltas.
+
+    Where one request of a step has an adapter, every row counts as a row with one.
+    """
+
+    def __init__(self, stages: StageTimes, ep: int | None) -> None:
+        self._stages, self._ep = stages, ep
+        self._found: dict[tuple[int, int, int, bool], tuple[float, float]] = {}
+
+    def layer_s(self, step: StepRows) -> tuple[float, float]:
+        """Seconds of a layer, and the seconds of it that the LoRA Server is busy."""
+        key = step.num_rows, step.num_prompt_tokens, step.num_prompts, step.num_with_adapter > 0
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._without_pairs(*key)
+        return found[0] + self._stages.pair_s * step.num_prompt_pairs, found[1]
+
+    def _without_pairs(
+        self, rows: int, prompt_tokens: int, prompts: int, adapters: bool
+    ) -> tuple[float, float]:
+        stages, step = self._stages, StepTokens(rows, prompt_tokens, prompts)
+        attention_s, experts_s = stages.attention_of(step), stages.experts_of(step)
+        if not adapters:
+            return attention_s + experts_s, 0.0
+        if self._ep is None:
+            return attention_s + experts_s + stages.local_deltas_s(step), 0.0
+        served = stages.server_of(self._ep, step)
+        return attention_s + max(experts_s, served.total_s), served.longest[1]
 
 
 def table_efficiency(profile: MeasuredProfile, bytes_per_s: float, flop_per_s: float) -> Efficiency:

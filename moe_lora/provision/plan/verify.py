@@ -37,8 +37,8 @@ from .cluster_size import Cluster
 from .coupled import Coupled
 from .inputs import PlanInputs
 from .place import SizedCluster
-from .simulated_layers import SimulatedLayers
 from .sizing import most_rows
+from .stages import SimulatedLayers
 
 NUM_REQUESTS = 12_000
 """Of a check, of each kind of arrivals; of the search for a plan two thirds."""

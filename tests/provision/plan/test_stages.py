@@ -74,17 +74,17 @@ def test_degrees_between_listed_ones_lie_between_and_beyond_them_gain_nothing(tm
 def test_base_times_of_other_models_follow_weights_and_operations() -> None:
     mixtral, dbrx = times(), times("DBRX")
     ratio = (16 * 6144 * 10752 / 4) / (8 * 4096 * 14336 / 2)  # expert weights of a GPU
-    assert dbrx.experts_s(1) / mixtral.experts_stage().seconds(1) == pytest.approx(ratio)
+    assert dbrx.experts_s(1) / mixtral.experts_stage.seconds(1) == pytest.approx(ratio)
 
 
 def test_quantised_weights_are_read_at_the_rate_of_unquantised_ones() -> None:
     known, plain = known_model("Mixtral-8x7B"), times()
     int4 = weight_format({}, "int4", 64)
     stages = StageTimes(read_profile("hopper96"), known.shape, 64, known.instance_gpus, 900.0, zipf(), int4)
-    assert stages.experts_stage().least_s == pytest.approx(plain.experts_stage().least_s * 4.25 / 16)
-    assert stages.experts_stage().per_row_s == plain.experts_stage().per_row_s
+    assert stages.experts_stage.least_s == pytest.approx(plain.experts_stage.least_s * 4.25 / 16)
+    assert stages.experts_stage.per_row_s == plain.experts_stage.per_row_s
     assert stages.experts_s(1) < plain.experts_s(1) / 3
-    assert stages.attention_stage().fixed_s < plain.attention_stage().fixed_s
+    assert stages.attention_stage.fixed_s < plain.attention_stage.fixed_s
     assert stages.server(4, 64) == plain.server(4, 64)
 
 
