@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 import click
 
 from moe_lora import __version__
+from moe_lora.cli.errors import OUTPUT_CLOSED, close_output, is_output_closed
 from moe_lora.core.teardown import quick_teardown, quiet_teardown
-
-from .errors import OUTPUT_CLOSED, close_output, is_output_closed
 
 COMMANDS = {
     "serve": "Serve a model and its adapters over HTTP.",

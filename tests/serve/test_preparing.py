@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import pickle
+import runpy
 import signal
 import time
 from dataclasses import replace
@@ -164,6 +166,12 @@ def test_a_server_starts_the_process_before_a_large_body_comes(demo):
         return False
 
     wait_until(has_process, "a process that checks large bodies")
+
+
+@pytest.mark.parametrize("name", ["moe_lora.cli.main", "moe_lora.dist.launch.run_role"])
+def test_the_process_can_read_the_files_by_which_front_ends_start(name):
+    """`anyio.to_process` runs the file of the parent's main module, without a package."""
+    assert runpy.run_path(importlib.import_module(name).__file__, run_name="__mp_main__")["main"]
 
 
 def test_a_start_that_fails_is_tried_again_by_the_first_body(tokenizer, started, monkeypatch):

@@ -265,7 +265,7 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     chat_template: Text | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
