@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,21 @@ class CheckingProcess:
         self._tokenizer = tokenizer
         self._starting: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Starts the process in the background.  A failed start is repeated by `ready`."""
-        self._begin(_warm(self._tokenizer))
+    @asynccontextmanager
+    async def started(self) -> AsyncIterator[None]:
+        """Starts the process in the background.  A failed start is repeated by `ready`.
+
+        The exit waits until Python runs in the process.  A closing event loop cancels all tasks, and asyncio
+        may never end a cancelled `create_subprocess_exec` (Python 3.11).
+        """
+        spawning = asyncio.create_task(_spawn())
+        self._begin(_read_there(spawning, self._tokenizer))
+        try:
+            yield
+        finally:
+            while not spawning.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait({spawning})
 
     @property
     def is_started(self) -> bool:
@@ -57,13 +70,16 @@ class CheckingProcess:
         self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
-async def _warm(tokenizer: Tokenizer | None) -> None:
-    """Starts the process, and reads code and tokenizer there.
-
-    The process gives way before its imports: they take seconds.
-    """
+async def _spawn() -> None:
+    """Starts the process, which gives way before its imports: they take seconds."""
     with fail_after(FIRST_START_S):
         await to_process.run_sync(os.setpriority, os.PRIO_PROCESS, 0, _priority(), cancellable=True)
+
+
+async def _read_there(spawning: asyncio.Task[None], tokenizer: Tokenizer | None) -> None:
+    """Reads code and tokenizer in the process."""
+    await asyncio.shield(spawning)
+    with fail_after(FIRST_START_S):
         await to_process.run_sync(_read, tokenizer, cancellable=True)
 
 
