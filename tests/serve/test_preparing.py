@@ -143,7 +143,7 @@ def test_the_process_starts_with_the_server_and_the_first_body_finds_it(tokenize
         process = CheckingProcess(tokenizer)
         preparer = Preparer(tokenizer, Limits(PATIENT), process)
         async with process.started():
-            while sent == "later" and not process.is_started:
+            while sent == "later" and not process._starting.done():
                 await asyncio.sleep(0.01)
             body = bytearray(b'{"prompt": "hello"}')
             found = await preparer.prepare(CompletionRequest, body, INFO, "client")
@@ -191,15 +191,20 @@ def test_the_process_can_read_the_files_by_which_front_ends_start(name):
 
 
 def test_a_start_that_fails_is_tried_again_by_the_first_body(tokenizer, started, monkeypatch):
-    async def fails():
-        raise OSError("no memory for another process")
+    spawn, tried = checking_process._spawn, []
+
+    async def fails(limit_s):
+        tried.append(limit_s)
+        if len(tried) == 1:
+            raise OSError("no memory for another process")
+        await spawn(limit_s)
 
     async def run():
         process = CheckingProcess(tokenizer)
         preparer = Preparer(tokenizer, Limits(PATIENT), process)
         monkeypatch.setattr(checking_process, "_spawn", fails)
         async with process.started():
-            while not process.is_started:
+            while not process._starting.done():
                 await asyncio.sleep(0.01)
             body = bytearray(b'{"prompt": "hello"}')
             return (await preparer.prepare(CompletionRequest, body, INFO, "client")).prompts

@@ -52,6 +52,7 @@ class ApiModel(BaseModel):
 
 
 def unknown_field(name: str) -> FieldError:
+    """Returns the error for a field without a meaning here."""
     return FieldError(name, f"{name[:MAX_ID_CHARS]} is not a field of this request; leave it out")
 
 
