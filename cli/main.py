@@ -14,8 +14,6 @@ from typing import Any, NoReturn
 import click
 
 from moe_lora import __version__
-
-# By its whole name: a process for checks reads this file as a program, outside the package.
 from moe_lora.cli.errors import OUTPUT_CLOSED, close_output, is_output_closed
 from moe_lora.core.teardown import quick_teardown, quiet_teardown
 

@@ -54,8 +54,8 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
 
     async def run(cluster: ClusterConfig, registry: ServedRegistry | None) -> None:
         at_once, checks = asyncio.Event(), CheckingProcess(tokenizer)
-        checks.start()  # while instances load
         async with (
+            checks.started(),  # while instances load
             local_lora_server(cluster, at_once, reload) as joined,
             local_instances(joined, registry, at_once=at_once, reload=reload) as controlled,
         ):

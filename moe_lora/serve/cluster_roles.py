@@ -76,9 +76,8 @@ async def serve_deciding(
     setting = "front_end.engines_address"
     place = parse_address(setting, cluster.engines_address())
     checks = CheckingProcess(tokenizer)
-    checks.start()
     with opened_registry(cluster) as (cluster, registry):
-        async with controlled_fleet(
+        fleet = controlled_fleet(
             cluster,
             make_routes(cluster),
             setting,
@@ -86,7 +85,8 @@ async def serve_deciding(
             advice=ABSENCE,
             registry=registry,
             recovery_s=RECOVERY_S,
-        ) as controlled:
+        )
+        async with checks.started(), fleet as controlled:
             frontend = Frontend(
                 client=controlled.fleet,
                 tokenizer=tokenizer,
@@ -112,7 +112,6 @@ async def serve_directed(
     """
     assert cluster.controller is not None
     checks = CheckingProcess(tokenizer)
-    checks.start()
     place, keys = cluster.dialled_addresses()[name], keys_of(cluster)
     address = parse_address("controller.address", cluster.controller.address)
     heartbeat = Heartbeat.of(cluster.front_end)
@@ -134,7 +133,7 @@ async def serve_directed(
     listener = InstanceListener(
         instance_registry, AsItIs(instance_registry), max_unread=cluster.front_end.max_unread_steps
     )
-    async with listener.open(f"front_ends.{name}.engines_address", place, keys):
+    async with checks.started(), listener.open(f"front_ends.{name}.engines_address", place, keys):
         try:
             await serve_forever(frontend, socks, cluster.front_end.drain_s, reload)
         finally:

@@ -29,7 +29,6 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.serve import access, api_keys, cluster_roles
 from moe_lora.serve.api_keys import ApiKey, KeyRing, add_key, read_keys, remove_key
 from moe_lora.serve.frontend import Frontend
-from moe_lora.serve.openai.checking_process import CheckingProcess
 from moe_lora.serve.server import create_app
 from tests.patience import PATIENCE_S
 
@@ -403,7 +402,6 @@ def test_one_of_several_front_ends_has_the_place_for_administrators_that_is_its_
         made.append(frontend)
 
     monkeypatch.setattr(cluster_roles, "serve_forever", note)
-    monkeypatch.setattr(CheckingProcess, "start", lambda checks: None)  # this server ends at once
     asyncio.run(cluster_roles.serve_directed(of_several, name, tokenizer, ()))
     with ServerThread(create_app(made[0])) as thread, as_served(thread.url, engine) as served:
         assert served.http.get("/metrics").status_code == status

@@ -69,6 +69,16 @@ def test_one_port_outlives_a_front_end_and_all_end_together(server):
     text = complete(server)
     assert load(server, "new").status_code == 200
     assert [complete(server, "new") for _ in range(8)] == [text] * 8
+    large = {
+        "model": "new",
+        "prompt": prompt_for("abc"),
+        "max_tokens": 4,
+        "temperature": 0,
+        "user": "x" * 20_000,
+    }
+    for _ in range(8):
+        answer = httpx.post(f"{server.url}/v1/completions", json=large, timeout=60, trust_env=False)
+        assert answer.json()["choices"][0]["text"] == text
     os.kill(first["front-end-0"], signal.SIGKILL)
     until(lambda: pids(server)["front-end-0"] != first["front-end-0"], server.log.read_text)
     assert [complete(server, "new") for _ in range(8)] == [text] * 8

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import pickle
+import runpy
 import signal
 import time
 from dataclasses import replace
@@ -140,12 +142,12 @@ def test_the_process_starts_with_the_server_and_the_first_body_finds_it(tokenize
     async def run():
         process = CheckingProcess(tokenizer)
         preparer = Preparer(tokenizer, Limits(PATIENT), process)
-        process.start()
-        while sent == "later" and not process.is_started:
-            await asyncio.sleep(0.01)
-        body = bytearray(b'{"prompt": "hello"}')
-        found = await preparer.prepare(CompletionRequest, body, INFO, "client")
-        return found.prompts, [one.returncode for one in started]
+        async with process.started():
+            while sent == "later" and not process._starting.done():
+                await asyncio.sleep(0.01)
+            body = bytearray(b'{"prompt": "hello"}')
+            found = await preparer.prepare(CompletionRequest, body, INFO, "client")
+            return found.prompts, [one.returncode for one in started]
 
     prompts, codes = asyncio.run(run())
     assert prompts == [tuple(tokenizer.encode("hello"))]
@@ -166,16 +168,46 @@ def test_a_server_starts_the_process_before_a_large_body_comes(demo):
     wait_until(has_process, "a process that checks large bodies")
 
 
+@pytest.mark.parametrize("wait_s", [None, 0.0, 0.003, 0.01, 0.03, 0.1, 0.3])
+def test_a_server_that_ends_while_the_process_starts_ends(tokenizer, started, wait_s):
+    """Each wait leads to another place of the start; a loop that hangs is ended by the test's limit."""
+
+    async def run(is_cancelled):
+        async with CheckingProcess(tokenizer).started():
+            if wait_s is not None:
+                await asyncio.sleep(wait_s)
+            if is_cancelled:
+                raise asyncio.CancelledError
+
+    asyncio.run(run(False))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run(True))
+
+
+@pytest.mark.parametrize("name", ["moe_lora.cli.main", "moe_lora.dist.launch.run_role"])
+def test_the_process_can_read_the_files_by_which_front_ends_start(name):
+    """`anyio.to_process` runs the file of the parent's main module, without a package."""
+    assert runpy.run_path(importlib.import_module(name).__file__, run_name="__mp_main__")["main"]
+
+
 def test_a_start_that_fails_is_tried_again_by_the_first_body(tokenizer, started, monkeypatch):
+    spawn, tried = checking_process._spawn, []
+
+    async def fails(limit_s):
+        tried.append(limit_s)
+        if len(tried) == 1:
+            raise OSError("no memory for another process")
+        await spawn(limit_s)
+
     async def run():
         process = CheckingProcess(tokenizer)
         preparer = Preparer(tokenizer, Limits(PATIENT), process)
-        monkeypatch.setattr(checking_process, "FIRST_START_S", 0.001)
-        process.start()
-        while not process.is_started:
-            await asyncio.sleep(0.01)
-        body = bytearray(b'{"prompt": "hello"}')
-        return (await preparer.prepare(CompletionRequest, body, INFO, "client")).prompts
+        monkeypatch.setattr(checking_process, "_spawn", fails)
+        async with process.started():
+            while not process._starting.done():
+                await asyncio.sleep(0.01)
+            body = bytearray(b'{"prompt": "hello"}')
+            return (await preparer.prepare(CompletionRequest, body, INFO, "client")).prompts
 
     assert asyncio.run(run()) == [tuple(tokenizer.encode("hello"))]
 

@@ -86,8 +86,9 @@ def test_every_field_of_vllm_and_sglang_that_changes_an_answer_is_known(name):
 @ENDPOINTS
 @pytest.mark.parametrize("name", sorted(NEUTRAL))
 def test_a_value_that_would_change_the_answer_is_refused(server, path, body, name):
-    error = error_of(server.post(path, {**body, name: [{"telling": 1}]}))
-    assert (error["param"], error["message"].startswith(f"{name} is not supported")) == (name, True)
+    if name not in (ChatRequest if "messages" in body else CompletionRequest).model_fields:
+        error = error_of(server.post(path, {**body, name: [{"telling": 1}]}))
+        assert (error["param"], error["message"].startswith(f"{name} is not supported")) == (name, True)
     for neutral in NEUTRAL[name]:
         answer = server.post(path, {**body, name: neutral})
         assert (answer.status_code, HEADER in answer.headers) == (200, False)

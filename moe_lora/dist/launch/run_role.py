@@ -15,8 +15,7 @@ import sys
 
 from moe_lora.core.errors import MoeLoraError
 from moe_lora.core.teardown import quick_teardown, quiet_teardown
-
-from .host_roles import failure_told
+from moe_lora.dist.launch.host_roles import failure_told
 
 
 def main() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ START_S = 30.0
 """For the process to start, or to answer."""
 FIRST_START_S = 300.0
 """For the start beside instances that load, and for the tokenizer."""
-_CODE = "moe_lora.serve.openai.preparing"
 CHECK_NICE = 5
 """Priority of the process: beside a process of usual priority it gets a third of a core."""
 
@@ -32,14 +32,21 @@ class CheckingProcess:
         self._tokenizer = tokenizer
         self._starting: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Starts the process in the background.  A failed start is repeated by `ready`."""
-        self._begin(_warm(self._tokenizer))
+    @asynccontextmanager
+    async def started(self) -> AsyncIterator[None]:
+        """Starts the process in the background.  A failed start is repeated by `ready`.
 
-    @property
-    def is_started(self) -> bool:
-        """True after the last start, also after a failed start."""
-        return self._starting is not None and self._starting.done()
+        The exit waits until Python runs in the process.  A closing event loop cancels all tasks, and asyncio
+        may never end a cancelled `create_subprocess_exec` (Python 3.11).
+        """
+        spawning = asyncio.create_task(_spawn(FIRST_START_S))
+        self._begin(_read_there(spawning, self._tokenizer))
+        try:
+            yield
+        finally:
+            while not spawning.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait({spawning})
 
     async def ready(self) -> None:
         """Returns when the process answers.  Starts a process if there is none, and ends a stopped one.
@@ -48,7 +55,7 @@ class CheckingProcess:
         Raises TimeoutError, BrokenWorkerProcess and OSError.
         """
         if self._starting is None or self._starting.done():
-            self._begin(_see())
+            self._begin(_spawn(START_S))
         assert self._starting is not None
         await asyncio.shield(self._starting)
 
@@ -57,29 +64,23 @@ class CheckingProcess:
         self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
-async def _warm(tokenizer: Tokenizer | None) -> None:
-    """Starts the process, and reads code and tokenizer there.
+async def _spawn(limit_s: float) -> None:
+    """Returns when the process answers, a new one if need be.
 
-    The process gives way before its imports: they take seconds.
+    The process gives way to the front end and the instances before its imports: they take seconds.
     """
+    priority = max(CHECK_NICE, os.getpriority(os.PRIO_PROCESS, 0))
+    with fail_after(limit_s):
+        await to_process.run_sync(os.setpriority, os.PRIO_PROCESS, 0, priority, cancellable=True)
+
+
+async def _read_there(spawning: asyncio.Task[None], tokenizer: Tokenizer | None) -> None:
+    """Reads code and tokenizer in the process."""
+    await asyncio.shield(spawning)
     with fail_after(FIRST_START_S):
-        await to_process.run_sync(os.setpriority, os.PRIO_PROCESS, 0, _priority(), cancellable=True)
         await to_process.run_sync(_read, tokenizer, cancellable=True)
-
-
-async def _see() -> None:
-    with fail_after(START_S):
-        await to_process.run_sync(_started, cancellable=True)
 
 
 def _read(tokenizer: Tokenizer | None) -> None:
     """Runs in the process.  tokenizer: kept there since the call was decoded."""
-    import_module(_CODE)
-
-
-def _started() -> None:
-    os.setpriority(os.PRIO_PROCESS, 0, _priority())
-
-
-def _priority() -> int:
-    return max(CHECK_NICE, os.getpriority(os.PRIO_PROCESS, 0))
+    import_module("moe_lora.serve.openai.preparing")

@@ -261,7 +261,7 @@ def _rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
             [message.for_template() for message in body.messages],
             name=body.chat_template or None,
             add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
+            continue_final_message=bool(body.continue_final_message),
             variables=body.template_variables,
         )
         return whole_characters(text)

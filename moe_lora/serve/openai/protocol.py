@@ -52,6 +52,7 @@ class ApiModel(BaseModel):
 
 
 def unknown_field(name: str) -> FieldError:
+    """Returns the error for a field without a meaning here."""
     return FieldError(name, f"{name[:MAX_ID_CHARS]} is not a field of this request; leave it out")
 
 
@@ -265,7 +266,7 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     chat_template: Text | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
