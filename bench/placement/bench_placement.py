@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from bench.harness.records import Recorder
-from moe_lora.dist.cluster.controller.placement_controller import DemandHistory
+from moe_lora.policies.demand import DemandForecast
 from moe_lora.provision.placement.optimal import optimal_placement
 from moe_lora.provision.placement.placement import PLACEMENTS
 from moe_lora.provision.placement.placement_problem import Table, placement_quality
@@ -79,16 +79,16 @@ def quality(popularity: str, size: tuple[int, int], points: dict[int, float], *,
     adapters, steps = demands(popularity, size[0])
     servers = list(range(size[1]))
     for name, place in methods(adapters).items():
-        history, rows = DemandHistory(), []
+        forecaster, rows = DemandForecast(), []
         table: Table | None = None
         for tokens in steps:
             demand = {adapter: number / STEP_S for adapter, number in tokens.items()}
-            known = history.forecast() or demand if forecast else demand
+            known = forecaster.read() or demand if forecast else demand
             previous, table = table, place(adapters, servers, points, known, table)
             found = placement_quality(table, adapters, servers, points, demand, previous)
             least = optimal_placement(adapters, servers, points, demand).optimum
             rows.append((found, least))
-            history.observe(tokens, STEP_S)
+            forecaster.observe(tokens, STEP_S)
         yield name, _summary(rows, sum(adapters.values()))
 
 

@@ -29,7 +29,7 @@ ROUTINGS = (
     "phi",
 )
 """Names of `policies.routers.ROUTERS`."""
-PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "everywhere", "burst_tolerance")
+PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "disjoint", "everywhere", "burst_tolerance")
 """Names of `provision.placement.placement.PLACEMENTS`."""
 MIGRATIONS = ("off", "dlora")
 """off: requests stay where they were sent; dlora: `policies.migration_triggers.DLoraMigration`."""
@@ -74,7 +74,7 @@ class RoutingConfig(Settings):
     slo_tpot_s: float | None = setting(None, above=0, unset="no such bound")
     """rank_aware sends nothing where a decode step would take longer."""
     mean_output_tokens: float = setting(128.0, above=0)
-    """Of an answer, as rank_aware expects it."""
+    """Of an answer, as rank_aware expects it, and a placement while no adapter has answers."""
     adapter_load_s_per_rank: float = setting(0.0, least=0)
     """Seconds to load an adapter by its rank, as shortest_pending_time counts it; with host workers 0 is the
     performance model's, and both routers count what is less, this or the start on the host."""
@@ -83,6 +83,12 @@ class RoutingConfig(Settings):
     --routing may be shortest_pending_time."""
     placement_interval_s: float = setting(30.0, above=0, option="--placement-interval-s")
     """From one placement to the next."""
+    demand_steps: int = setting(8, least=1)
+    """Placement intervals that the forecast of an adapter's demand looks at."""
+    demand_smoothing: float = setting(0.5, above=0, most=1)
+    """Weight of the latest interval in that forecast; 1 is the latest interval alone."""
+    demand_trend: float = setting(0.5, least=0, most=1)
+    """Weight of the latest change in that forecast's damped trend; 0 is no trend."""
     operating_points: str | None = setting(
         None, path="place", option="--operating-points", metavar="FILE", unset="all ranks alike"
     )
