@@ -17,9 +17,8 @@ class DemandMeter:
 
     A request counts as its prompt and the expected answer: the running mean of its adapter's answers.
     An adapter without answers has the mean of all answers, and without any mean_output_tokens.
-    Demand thus includes the requests in the queue of an overloaded instance.
     The base model (None) is on every instance and is not counted.
-    Not thread-safe: one thread feeds and reads the meter.
+    Not thread-safe.
     """
 
     def __init__(self, mean_output_tokens: float = 128.0) -> None:
@@ -66,11 +65,9 @@ class DemandForecast:
     Holt's linear method with a damped trend, from the oldest step to the latest:
     level(t) = predicted + gain · (rate(t) - predicted), predicted = level(t-1) + DAMPING · trend(t-1),
     trend(t) = DAMPING · trend(t-1) + trend_gain · (level(t) - predicted).
-    gain: smoothing, and 1 / t in the t-th step if that is more.
-    Thus smoothing = 1 / num_steps without a trend is the mean, and smoothing = 1 the last step.
+    gain: smoothing, or 1 / t in step t if more.
+    Without a trend, smoothing = 1 / num_steps is the mean, and 1 the last step.
     The forecast is the next prediction, between 0 and twice the most seen.
-    A demand that does not change is forecast exactly.
-    An adapter without demand in all these steps is forgotten.
     Source: LoRAServe, Algorithm 1, lines 3-6, which leaves "extrapolate" open.
     """
 
