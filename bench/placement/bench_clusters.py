@@ -42,21 +42,24 @@ GUESS_PER_S = 4.5
 """Of a server, where the search begins."""
 FORECASTS: dict[str, Callable[[], DemandForecast]] = {
     "": DemandForecast,
-    ", last step": partial(DemandForecast, 1, 1.0, 0.0),
+    ", damped trend": partial(DemandForecast, 8, 0.5, 0.5),
     ", mean of 4": partial(DemandForecast, 4, 0.25, 0.0),
 }
 PLACED = ("loraserve", "optimal")
 ROUTED = ("least_outstanding", "rank_aware")
 
 
-def contestants(forecasts: bool) -> Iterator[tuple[str, Made]]:
+def contestants() -> Iterator[tuple[str, Made]]:
     """(name, what makes the system for a number of servers and a rate)."""
     for name in ROUTED:
         yield f"everywhere, {name}", partial(routed, name)
     for name in PLACED:
         for suffix, forecast in FORECASTS.items():
-            if forecasts or not suffix:
-                yield name + suffix, partial(_placed, name, forecast)
+            yield name + suffix, partial(_placed, name, forecast)
+
+
+NAMES = tuple(name for name, _ in contestants())
+USUAL = (*(f"everywhere, {name}" for name in ROUTED), *PLACED)
 
 
 def _placed(
@@ -111,12 +114,12 @@ def summary(records: list[Record]) -> str:
 @click.command()
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON lines file.")
 @click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Draws of each cell.")
-@click.option("--forecasts", is_flag=True, help="Other forecasts too.")
+@click.option("--system", "chosen", type=click.Choice(NAMES), multiple=True, default=USUAL, show_default=True)
 @click.option("--sizes", default=",".join(map(str, SIZES)), show_default=True, help="Servers.")
 @click.option("--popularities", default=",".join(POPULARITIES), show_default=True)
 @click.option("--length-s", type=click.FloatRange(10.0), default=200.0, show_default=True)
 def main(
-    out: Path | None, seeds: int, forecasts: bool, sizes: str, popularities: str, length_s: float
+    out: Path | None, seeds: int, chosen: tuple[str, ...], sizes: str, popularities: str, length_s: float
 ) -> None:
     """Run the cells, append a record each, print a table."""
     record = Recorder(out, kind="simulated")
@@ -126,7 +129,9 @@ def main(
             cell = {"popularity": popularity, "num_servers": num_servers, "length_s": length_s}
             for seed in range(seeds):
                 drawn = replace(systems, load=replace(systems.load, seed=seed))
-                for name, made in contestants(forecasts):
+                for name, made in contestants():
+                    if name not in chosen:
+                        continue
                     config = {"part": "clusters", "model": "padded", **cell, "seed": seed, "system": name}
                     found = record(config, run_cell(drawn, made, num_servers))
                     click.echo(f"{config} {found['result']['peak_per_s'] / num_servers:.2f}")

@@ -85,9 +85,9 @@ class RoutingConfig(Settings):
     """From one placement to the next."""
     demand_steps: int = setting(8, least=1)
     """Placement intervals that the forecast of an adapter's demand looks at."""
-    demand_smoothing: float = setting(0.5, above=0, most=1)
+    demand_smoothing: float = setting(1.0, above=0, most=1)
     """Weight of the latest interval in that forecast; 1 is the latest interval alone."""
-    demand_trend: float = setting(0.5, least=0, most=1)
+    demand_trend: float = setting(0.0, least=0, most=1)
     """Weight of the latest change in that forecast's damped trend; 0 is no trend."""
     operating_points: str | None = setting(
         None, path="place", option="--operating-points", metavar="FILE", unset="all ranks alike"

@@ -73,7 +73,7 @@ class DemandForecast:
 
     DAMPING = 0.8
 
-    def __init__(self, num_steps: int = 8, smoothing: float = 0.5, trend_gain: float = 0.5) -> None:
+    def __init__(self, num_steps: int = 8, smoothing: float = 1.0, trend_gain: float = 0.0) -> None:
         self._smoothing, self._trend_gain = smoothing, trend_gain
         self._steps: deque[dict[str, float]] = deque(maxlen=num_steps)
 
