@@ -58,14 +58,14 @@ def contestants() -> Iterator[tuple[str, Made]]:
             yield name + suffix, partial(_placed, name, forecast)
 
 
-NAMES = tuple(name for name, _ in contestants())
-USUAL = (*(f"everywhere, {name}" for name in ROUTED), *PLACED)
-
-
 def _placed(
     name: str, forecast: Callable[[], DemandForecast], systems: Systems, num_servers: int, rate: float
 ) -> SystemConfig:
     return systems.placed(PLACEMENTS[name], num_servers, rate, forecast)
+
+
+NAMES = tuple(name for name, _ in contestants())
+USUAL = (*(f"everywhere, {name}" for name in ROUTED), *PLACED)
 
 
 def run_cell(systems: Systems, made: Made, num_servers: int) -> dict[str, Any]:
