@@ -183,8 +183,9 @@ def test_wide_layers_are_bit_identical_in_any_batch_on_any_number_of_threads(isa
         (Format("int8", 96), 960),
         (Format("fp8", 128, 128), 900),
         (Format("int4", 64), 640),
-    ]
-    + [(Format("int4", 96), 960), (Format("mxfp4", 32), 608)],
+        (Format("int4", 96), 960),
+        (Format("mxfp4", 32), 608),
+    ],
     ids=ident,
 )
 def test_many_rows_of_wide_layers_have_the_bits_of_the_dequantised_weights(

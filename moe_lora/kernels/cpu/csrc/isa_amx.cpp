@@ -1,6 +1,6 @@
-// AMX tile registers for the dots of bf16, over plain and quantised weights; all else is that of avx512_bf16. Written without a processor that has
-// AMX: the driver is tested over the emulation, these instructions run first in the self-test of isa.cpp, where
-// they must agree with a plain loop to be used at all. Nothing here was timed.
+// AMX tile registers for the dots of bf16, over plain and quantised weights; all else is that of avx512_bf16.
+// Written without a processor that has AMX: the driver is tested over the emulation, these instructions run first in
+// the self-test of isa.cpp, where they must agree with a plain loop to be used at all. Nothing here was timed.
 // Nothing of the C++ standard library may be used below: the linker could hand its copy to other sources.
 #include <cstdlib>
 
