@@ -164,6 +164,9 @@ class EngineConfig(Settings):
     num_instances: int = setting(1, least=1, option="--instances", group="Several instances and front ends")
     """Engine processes that stand in for each other.  Those of a host divide its cores and its host
     memory."""
+    spare_process: bool = setting(True)
+    """Whether a host of several instances keeps one process that has imported torch and waits to replace an
+    instance that died.  It holds memory and no device."""
     starvation_s: float = 5.0
     """A request that waits longer for its adapter stops younger ones from passing it."""
     seed: int = 0

@@ -1,0 +1,141 @@
+"""A spare process takes the place of an instance that died."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from moe_lora.config import EngineConfig
+from moe_lora.config.cluster import ClusterConfig
+from moe_lora.dist.launch import spare as module
+from moe_lora.dist.launch.host_roles import (
+    INSTANCE,
+    HostRoles,
+    RestartPolicy,
+    Role,
+    cluster_file,
+    on_sockets,
+    spare_of,
+)
+from moe_lora.dist.launch.spare import Spare
+from moe_lora.dist.net.thread import LoopThread, entered
+from tests.dist.cluster_jobs import alive, until
+
+PLAYED = """
+import os, socket, sys, time
+from moe_lora.dist.launch.host_roles import say_started
+option = lambda name: int(sys.argv[sys.argv.index(name) + 1])
+told = open({told!r}, "a")
+if "--spare" in sys.argv:
+    print("spare", os.getpid(), file=told, flush=True)
+    line = socket.socket(fileno=option("--spare")).makefile("r").readline()
+    if not line:
+        sys.exit(0)
+    print("is", os.getpid(), line, end="", file=told, flush=True)
+say_started(option("--status-fd"))
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch) -> None:
+    monkeypatch.setattr(module, "SPARE_AFTER_S", 0.05)
+
+
+class Kept:
+    """Two played instances with a spare, and what the spare processes said."""
+
+    def __init__(self, roles: HostRoles, thread: LoopThread, told: Path) -> None:
+        self._roles, self._thread, self._told = roles, thread, told
+
+    def told(self) -> str:
+        return self._told.read_text() if self._told.exists() else ""
+
+    def spares(self) -> list[int]:
+        return [int(pid) for pid in re.findall(r"spare (\d+)", self.told())]
+
+    def kill(self, name: str) -> None:
+        self._thread.loop.call_soon_threadsafe(self._roles.kill, name)
+
+    def until(self, condition) -> None:
+        until(condition, self.told)
+
+
+@contextmanager
+def keeping(folder: Path) -> Iterator[Kept]:
+    told = folder / "told"
+    words = ("-c", PLAYED.format(told=str(told)))
+    roles = [Role(name=f"instance-{i}", kind=INSTANCE, words=words) for i in range(2)]
+
+    @asynccontextmanager
+    async def kept() -> AsyncIterator[HostRoles]:
+        found = HostRoles(roles, policy=RestartPolicy(first_pause_s=0.01), spare=Spare(words, ()))
+        await found.ready()
+        yield found
+        await found.stop()
+
+    with entered(kept) as (found, thread):
+        yield Kept(found, thread, told)
+
+
+def test_a_spare_becomes_each_instance_that_dies_and_another_takes_its_place(tmp_path):
+    with keeping(tmp_path) as kept:
+        for number, name in enumerate(("instance-1", "instance-0", "instance-1")):
+            kept.until(lambda number=number: len(kept.spares()) == number + 1)
+            pid = kept.spares()[number]
+            kept.kill(name)
+            starts = 2 if number == 2 else 1
+            kept.until(lambda pid=pid, name=name, n=starts: f"is {pid} {n} {name}\n" in kept.told())
+        kept.until(lambda: len(kept.spares()) == 4)
+        last = kept.spares()[-1]
+        assert alive(last)
+    assert not alive(last)
+
+
+def test_a_spare_that_dies_costs_nothing_but_the_time_that_it_saves(tmp_path):
+    with keeping(tmp_path) as kept:
+        kept.until(lambda: len(kept.spares()) == 1)
+        first = kept.spares()[0]
+        os.kill(first, signal.SIGKILL)
+        kept.until(lambda: not alive(first))
+        kept.kill("instance-0")
+        kept.until(lambda: len(kept.spares()) == 2)
+        assert "is" not in kept.told()
+
+
+def test_a_real_spare_reads_its_name_and_the_cluster_when_it_is_taken(tmp_path):
+    engine = EngineConfig(model_dir=str(tmp_path / "absent"), num_instances=2, eager=True)
+    cluster = on_sockets(ClusterConfig(engine=engine, served_model_name="served"), 2, str(tmp_path))
+
+    async def named(file: int) -> bytes:
+        spare = spare_of(cluster, file)
+        assert spare is not None
+        spare._start_now()
+        await spare._starting
+        taken = spare.take("instance-1", 3)
+        assert taken is not None
+        process, status = taken
+        with status:
+            said = await asyncio.to_thread(status.read)
+        await process.wait()
+        return said
+
+    with cluster_file(cluster) as file:
+        thread = LoopThread()
+        try:
+            assert b"absent" in thread.run(named(file), 120)
+        finally:
+            thread.stop()
+
+
+@pytest.mark.parametrize(("wanted", "num_instances"), [(False, 2), (True, 1)])
+def test_there_is_no_spare_where_none_is_wanted_or_nothing_stands_in(wanted, num_instances):
+    engine = EngineConfig(model_dir="m", num_instances=num_instances, spare_process=wanted)
+    assert spare_of(ClusterConfig(engine=engine, served_model_name="served"), 5) is None
