@@ -1,4 +1,4 @@
-"""Pages find each other and the code: links, link texts, modules and examples name what exists."""
+"""Pages find each other and the code: links, link texts and modules exist, examples run."""
 
 from __future__ import annotations
 

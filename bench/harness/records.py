@@ -21,7 +21,7 @@ ALLOW_DIRTY = "MOE_LORA_BENCH_ALLOW_DIRTY"
 COMMIT = "MOE_LORA_COMMIT"
 """Names the commit that a copy was made of, which has no history, or one of its own."""
 TREES = "MOE_LORA_TREES"
-"""Names the git trees of that copy, as PATH=ID and spaces.  Given with the commit of a clean tree."""
+"""Names the git trees of a clean copy, as PATH=ID separated by spaces."""
 _PARTS = ("moe_lora", "cli", "bench/harness")
 
 Record = dict[str, Any]
@@ -95,14 +95,14 @@ def _refuse(out: Path) -> None:
 
 
 def bench_folder(module: Any) -> str | None:
-    """The folder of a bench that runs as `python -m bench.FOLDER.…`, such as "bench/cache"; else None."""
+    """The folder of a module run as `python -m bench.FOLDER.…`, such as "bench/cache"; else None."""
     spec = getattr(module, "__spec__", None)
     words = spec.name.split(".") if spec else [""]
     return "/".join(words[:2]) if words[0] == "bench" and len(words) > 2 else None
 
 
 def git_trees(root: Path, folder: str | None) -> dict[str, str]:
-    """Path -> id of the committed tree: the parts that every bench uses, and the bench's own folder."""
+    """Path -> id of the committed tree: package, commands, harness, and the bench's folder."""
     found = {}
     for path in dict.fromkeys([*_PARTS, *([folder] if folder else [])]):
         command = ["git", "-C", str(root), "rev-parse", "--verify", "--quiet", f"HEAD:{path}"]

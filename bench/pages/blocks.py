@@ -1,7 +1,7 @@
 """Blocks of the pages, made again and compared: `make results-check`.
 
 Between `<!-- generated: python -m bench.pages.table NAME -->` and `<!-- end -->` stands a table of records.
-The check fails on a difference, on an invalid record of a block, and on a new table outside of blocks.
+The check fails on a difference, on an invalid record in a block, and on a new table outside of blocks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -22,7 +23,7 @@ from .evidence import RecordError
 from .table import table
 
 OPEN_TABLES = Path(__file__).with_name("open_tables.json")
-_BLOCK = re.compile(r"(<!-- generated: ([^\n]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"^(<!-- generated: ([^\n]*?) -->\n)(.*?)^(<!-- end -->)$", re.DOTALL | re.MULTILINE)
 _COMMAND = re.compile(r"python -m bench\.pages\.table ([\w-]+)")
 _MADE = re.compile(
     r"<!-- (?:generated|settings|options|vllm): .*?<!-- end -->|^```.*?^```", re.DOTALL | re.MULTILINE
@@ -30,13 +31,13 @@ _MADE = re.compile(
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """The pages that may have blocks."""
+    """The pages with blocks, and without."""
     return [root / "README.md", *sorted((root / "docs").rglob("*.md")), root / "bench" / "README.md"]
 
 
 def rewritten(text: str) -> str:
-    """The page with its blocks made anew.  Raises RecordError for a block that can't be made."""
-    if text.count("<!-- generated:") != len(_BLOCK.findall(text)):
+    """The page with new blocks.  Raises RecordError for an unknown command and an invalid record."""
+    if len(re.findall("^<!-- generated:", text, re.MULTILINE)) != len(_BLOCK.findall(text)):
         raise RecordError("a block has no `<!-- end -->`")
 
     def made(found: re.Match[str]) -> str:
@@ -52,7 +53,7 @@ def rewritten(text: str) -> str:
 
 
 def complaints(page: Path, root: Path = ROOT) -> Iterator[str]:
-    """A page's differences and invalid records, and its new tables outside of blocks."""
+    """Differences, invalid records, and new tables outside of blocks."""
     text, name = page.read_text(encoding="utf-8"), str(page.relative_to(root))
     try:
         made = rewritten(text)
@@ -74,6 +75,14 @@ def open_tables(text: str) -> int:
     return len(re.findall(r"^\|[ :|-]*---[ :|-]*\|$", _MADE.sub("", text), re.MULTILINE))
 
 
+def _write(page: Path) -> None:
+    """Write the blocks of a page anew.  A page with an invalid record stays."""
+    text = page.read_text(encoding="utf-8")
+    with suppress(RecordError):
+        if (made := rewritten(text)) != text:
+            page.write_text(made, encoding="utf-8")
+
+
 @click.command()
 @click.option("--write", is_flag=True, help="Write the blocks anew.")
 @click.option("--root", type=click.Path(path_type=Path), default=ROOT, help="The tree of the pages.")
@@ -82,9 +91,7 @@ def main(write: bool, root: Path) -> None:
     found_pages = [page for page in pages(root) if page.exists()]
     if write:
         for page in found_pages:
-            text = page.read_text(encoding="utf-8")
-            if (made := rewritten(text)) != text:
-                page.write_text(made, encoding="utf-8")
+            _write(page)
     found = [one for page in found_pages for one in complaints(page, root)]
     num_blocks = sum(len(_BLOCK.findall(page.read_text(encoding="utf-8"))) for page in found_pages)
     click.echo("\n".join(found) or f"{num_blocks} blocks are their records' tables.")

@@ -31,7 +31,7 @@ def _over(dtype: str, system: str, other: str, num_requests: int, num_adapters: 
 
 
 def _cost(dtype: str, num_requests: int) -> float:
-    """Share of a step that 8 adapters, or one for one request, add to the base model's."""
+    """Share that 8 adapters (a single request: 1) add to a step of the base model."""
     return 1 / _over(dtype, "engine", "engine base", num_requests, min(8, num_requests)) - 1
 
 
@@ -70,13 +70,13 @@ def _rows() -> Iterator[tuple[str, Value, str]]:
 
 
 def decode() -> str:
-    """All goals, in both dtypes."""
+    """The goals in both dtypes."""
     rows = [(what, *(value(dtype) for dtype in DTYPES.values()), goal) for what, value, goal in _rows()]
     return table(("", *DTYPES, "goal"), rows)
 
 
 def readme() -> str:
-    """All goals in bf16, the commit, and tokens per second."""
+    """The goals in bf16, the commit, and tokens per second."""
     rows: list[Sequence[str]] = [(what, value("bfloat16"), goal) for what, value, goal in _rows()]
     speeds = " / ".join(f"{_cell('bfloat16', 'engine', n, min(8, n))['tokens_per_s']:.0f}" for n in BATCHES)
     rows.append(("tokens/s with adapters, 1 / 8 / 16 / 64 requests", speeds, ""))

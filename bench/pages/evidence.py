@@ -1,7 +1,7 @@
-"""Records of bench/results that a page may quote: of clean trees that are in this history.
+"""The valid records of bench/results: clean trees of this history.
 
-A record names the git trees of `moe_lora`, `cli` and the bench's folders, or (older records) a commit.
-Records of GPUs from before such records named their state are in exceptions.json, a list that only shrinks.
+A record names the git trees of `moe_lora`, `cli` and the bench's folders; an older record names a commit.
+exceptions.json lists old records of GPUs without a state.  The list only shrinks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Config = dict[str, Any]
 
 
 class RecordError(ValueError):
-    """A page quotes a record that it may not quote."""
+    """A page quotes an invalid record, or no record."""
 
 
 class History:
@@ -39,7 +39,7 @@ class History:
         return commit in self._known
 
     def has_tree(self, path: str, tree: str) -> bool:
-        """Whether one of the commits has this tree at the path."""
+        """A commit of the history has this tree at the path."""
         if path not in self._trees:
             asked = "".join(f"{commit}:{path}\n" for commit in self.commits)
             found = _git(self._root, "cat-file", "--batch-check=%(objectname)", given=asked)
@@ -57,7 +57,7 @@ def _git(root: Path, *arguments: str, given: str = "") -> str:
 
 @cache
 def history() -> History:
-    """This repository's."""
+    """The history of this repository."""
     return History(ROOT)
 
 
@@ -69,14 +69,14 @@ def exceptions() -> dict[str, dict[str, int]]:
 
 
 def is_dirty(value: Any) -> bool:
-    """Whether a changed tree is named at any depth."""
+    """The value names a changed tree, at any depth."""
     if isinstance(value, dict):
         return any(bool(inner) if key == "git_dirty" else is_dirty(inner) for key, inner in value.items())
     return isinstance(value, list) and any(map(is_dirty, value))
 
 
 def is_stateless(record: Record) -> bool:
-    """Whether a record of a GPU names a commit, and not whether its copy was changed."""
+    """A record of a GPU names a commit without the state of the copy."""
     env = record["env"]
     return bool(env.get("gpus")) and env.get("git_dirty") is None and not env.get("git_trees")
 
@@ -102,8 +102,10 @@ def problem(name: str, record: Record, known: History) -> str | None:
 
 
 def records(name: str, keep: Callable[[Config, Config], Any] = lambda config, result: True) -> list[Record]:
-    """The records of a file whose config and result are kept.  Raises RecordError for an invalid one, and for
-    none."""
+    """The records of a file, as far as `keep` accepts config and result.
+
+    Raises RecordError for an invalid record, and without any record.
+    """
     found = [one for one in read_results(RESULTS / name) if keep(one["config"], one["result"])]
     if not found:
         raise RecordError(f"{name} has no such record")

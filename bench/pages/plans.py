@@ -27,7 +27,7 @@ def plans() -> str:
 
 
 def qwen() -> str:
-    """Admission rates that section 6.3.2 quotes, beside both models'."""
+    """Admission rates of section 6.3.2, beside the rates of both models."""
     (record,) = records(FILE, lambda config, result: "case" in config)
     paper = record["result"]["paper"]
     rows = [("InfiniLoRA's prediction", "–", *(f"{rate:.1%}" for rate in paper.values()))]

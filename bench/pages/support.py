@@ -1,7 +1,7 @@
 """The support matrix of docs/reference/support.md: the data, and the tables made of the data.
 
-A cell is "tested" (a test of the default run, so of CI), "refused" (by a tested error), "ran once" (a record
-of bench/results) or "never ran".  A cell without evidence below never ran.
+A cell is "tested" (by the default run, so by CI), "refused" (by a tested error), "ran once" (by a record of
+bench/results) or "never ran".  A cell without evidence below never ran.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ FEATURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class InCi:
-    """A test of the default run.  named: its cases carry the family's name; else its model is of the family.
+    """A test of the default run.
 
-    refused: the test holds the error that refuses the combination.
+    named: the ids of the cases carry the family; else the model of the test is of the family.
+    refused: the test holds the error for the combination.
     """
 
     device: str

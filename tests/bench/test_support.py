@@ -1,8 +1,9 @@
-"""The support matrix: its page is the generator's, its tests and records exist, a cell has one evidence."""
+"""The support matrix: the page is the generator's, tests and records exist, a cell has one evidence."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -10,7 +11,7 @@ from collections import Counter
 import pytest
 
 from bench.harness.records import RESULTS, ROOT
-from bench.pages.blocks import complaints
+from bench.pages.blocks import complaints, pages
 from bench.pages.evidence import records
 from bench.pages.support import DEVICES, EVIDENCE, FAMILIES, FEATURES, InCi, RanOnce, matrix
 from tests.families import FAMILIES as TESTED_FAMILIES
@@ -85,6 +86,20 @@ def test_named_tests_have_a_case_of_the_default_run_for_each_family() -> None:
             ):
                 missing += [] if of_test and not one.named else [(one.test, family)]
     assert missing == [], done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_other_pages_link_to_the_matrix_instead_of_saying_it() -> None:
+    """Results pages name their gaps themselves."""
+    said = re.compile(r"(?:has|have)(?: not|n't)(?: yet)? (?:been )?run (?:on|yet)|no device yet", re.I)
+    texts = {
+        str(page.relative_to(ROOT)): page.read_text("utf-8")
+        for page in pages()
+        if page.parent.name != "results"
+    }
+    assert {name: found[0] for name, text in texts.items() if (found := said.search(text))} == {}
+    linking = [name for name, text in texts.items() if "reference/support.md)" in text]
+    guides = ("parallel", "lora_server", "host_assisted", "quantised")
+    assert {"README.md", *(f"docs/guides/{name}.md" for name in guides)} <= set(linking)
 
 
 @pytest.mark.parametrize("one", RECORDS, ids=lambda one: f"{one.feature} {one.families[0]}")
