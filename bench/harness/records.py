@@ -127,10 +127,11 @@ def _given_trees() -> dict[str, str] | None:
 
 def _show_state(folder: str) -> None:
     """Print the variables for a bench of `folder` in a copy of this tree.  Exits if the tree is changed."""
-    env = environment(None)
-    if env["git_dirty"] is not False or not (ROOT / folder).is_dir():
-        raise SystemExit(f"give a folder of benches, such as bench/gpu (not {folder}), in a committed tree")
-    trees = git_trees(ROOT, folder)
+    env, trees = environment(None), git_trees(ROOT, folder)
+    if not folder.startswith("bench/") or folder not in trees:
+        raise SystemExit(f"{folder!r} is no committed folder of benches; give one such as bench/gpu")
+    if env["git_dirty"]:
+        raise SystemExit("tracked files differ from the commit; commit or stash them (git status)")
     given = " ".join(f"{path}={tree}" for path, tree in trees.items())
     print(f'{COMMIT}={env["git_commit"]} {TREES}="{given}"')
 

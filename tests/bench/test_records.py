@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -151,11 +150,25 @@ def test_a_copy_records_the_trees_that_it_was_made_of(tree, monkeypatch):
             environment(None)
 
 
-def test_the_state_for_a_copy_is_refused_for_no_folder():
-    command = [sys.executable, "-m", "bench.harness.records", "bench/nothing"]
-    done = subprocess.run(command, cwd=BENCH.parent, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "give a folder of benches" in done.stderr
+def test_the_state_for_a_copy_is_that_of_a_committed_tree(tree, monkeypatch, capsys):
+    for folder in ("", "moe_lora", "bench/nothing"):
+        with pytest.raises(
+            SystemExit, match=f"'{folder}' is no committed folder of benches; give one such as"
+        ):
+            records._show_state(folder)
+    (tree / "bench" / "gpu").mkdir()
+    (tree / "bench" / "gpu" / "a.py").write_text("")
+    _commit(tree, "second")
+    records._show_state("bench/gpu")
+    _change(tree)
+    with pytest.raises(SystemExit, match="tracked files differ"):
+        records._show_state("bench/gpu")
+    subprocess.run(["rm", "-rf", str(tree / ".git")], check=True)
+    commit, _, trees = capsys.readouterr().out.strip().partition(" ")
+    for variable, value in (commit.split("=", 1), trees.split("=", 1)):
+        monkeypatch.setenv(variable, value.strip('"'))
+    copied = environment(None)
+    assert (set(copied["git_trees"]), copied["git_dirty"]) == ({"bench/gpu"}, False)
 
 
 def test_a_commit_of_an_earlier_day_is_not_taken_for_a_copys(tree, monkeypatch):
