@@ -165,8 +165,8 @@ class EngineConfig(Settings):
     """Engine processes that stand in for each other.  Those of a host divide its cores and its host
     memory."""
     spare_process: bool = setting(True)
-    """Whether a host of several instances keeps one process that has imported torch and waits to replace an
-    instance that died.  It holds memory and no device."""
+    """Whether `moe-lora serve` with several instances on its host keeps a process more.  It has imported
+    torch, holds no device, and replaces the next instance that dies."""
     starvation_s: float = 5.0
     """A request that waits longer for its adapter stops younger ones from passing it."""
     seed: int = 0

@@ -184,6 +184,8 @@ def test_wide_layers_are_bit_identical_in_any_batch_on_any_number_of_threads(isa
         (Format("fp8", 128, 128), 900),
         (Format("int4", 64), 640),
         (Format("int4", 96), 960),
+        (Format("int4", 512), 1536),
+        (Format("int4", 1000), 1000),
         (Format("mxfp4", 32), 608),
     ],
     ids=ident,
@@ -198,7 +200,7 @@ def test_many_rows_of_wide_layers_have_the_bits_of_the_dequantised_weights(
     weight = random_held(form, 2, width, num_out, generator, zero=with_zeros, dtype=dtype)
     plain = quantised.dequantise(weight, num_out, width, dtype)
     bias = random(generator, 2, num_out, dtype=dtype)
-    for rows in (1, 16, 33, 130):
+    for rows in (2, 17, 34, 41, 51, 131):
         x = random(generator, rows, width, dtype=dtype)
         ids = torch.zeros(rows, 1, dtype=torch.int32)
         ids[rows // 3] = 1
@@ -209,7 +211,7 @@ def test_many_rows_of_wide_layers_have_the_bits_of_the_dequantised_weights(
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[1]], ids=ident)
 def test_more_rows_than_the_library_takes_are_computed_over_dequantised_weights(generator, form):
     weight = random(generator, 40, 64)
-    x = random(generator, cpu.LINEAR_MAX_ROWS[torch.float32] + 1, 64)
+    x = random(generator, cpu.QUANTISED_MAX_ROWS[torch.float32] + 1, 64)
     operand = held(form, weight)
     found = ops.quantised_linear(x, *operand[1:], None, None, form.text, 40)
     assert torch.equal(found, reference.quantised_linear(x, operand, None, None, 40))

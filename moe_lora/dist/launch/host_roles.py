@@ -12,16 +12,18 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from moe_lora.config import ControllerConfig, EngineConfig, FrontEndConfig, FrontEndPlace
 from moe_lora.config.cluster import ClusterConfig, cluster_text
 from moe_lora.config.devices import instance_names
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError, RegistryError
+from moe_lora.core.processes import is_stopped
 from moe_lora.dist.net.codec import Decoder, Message, encode
 
-from .spare import Spare
+if TYPE_CHECKING:
+    from .spare import Spare
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +155,7 @@ class HostRoles:
         while True:
             await asyncio.sleep(_LOOK_S)
             now_s, running = self._clock.now_s(), dict(self._running)
-            stopped = {name: one.pid for name, (_, one) in running.items() if _is_stopped(one.pid)}
+            stopped = {name: one.pid for name, (_, one) in running.items() if is_stopped(one.pid)}
             since_s = {pid: since_s.get(pid, now_s) for pid in stopped.values()}
             for name, pid in stopped.items():
                 if now_s - since_s[pid] >= self._stopped_s:
@@ -172,12 +174,12 @@ class HostRoles:
     async def stop(self) -> None:
         """End all, those first that others work for; return when they have ended."""
         self._stopping = True
+        if self._spare is not None:
+            await self._spare.stop()
         running = [found for role in self._roles if (found := self._running.get(role.name)) is not None]
         for first, limit_s in ((True, STOP_S + self._drain_s), (False, STOP_S)):
             some = [process for role, process in running if (role.kind == FRONT_END) == first]
             await _end(some, limit_s, self._at_once)
-        if self._spare is not None:
-            await self._spare.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -215,7 +217,7 @@ class HostRoles:
     async def _run(self, role: Role, num_starts: int) -> Exception:
         """As `_live`; raises what fails here, after it has ended what it started."""
         spare = self._spare if role.kind == INSTANCE else None
-        process, pipe = (spare and spare.take(role.name, num_starts)) or await _start(role, num_starts)
+        process, pipe = (spare and spare.acquire(role.name, num_starts)) or await _start(role, num_starts)
         with pipe:
             self._running[role.name] = role, process
             try:
@@ -240,7 +242,7 @@ class HostRoles:
         if not self._ready[role.name].done():
             self._ready[role.name].set_result(None)
         if spare is not None and not self._stopping:
-            spare.start_later()
+            spare.put_off()
 
     def _give_up(self, role: Role, error: Exception) -> None:
         logger.error("%s is not started again, since a setting is the cause: %s", role.name, error)
@@ -266,14 +268,6 @@ async def _start(role: Role, num_starts: int) -> tuple[asyncio.subprocess.Proces
     finally:
         os.close(theirs)
     return process, os.fdopen(status, "rb")
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether this child of ours does not run until it is told to."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return False
 
 
 async def _all_of(pipe: BinaryIO) -> bytes:
@@ -430,8 +424,11 @@ def instance_roles(num_instances: int, file: int) -> list[Role]:
 
 def spare_of(cluster: ClusterConfig, file: int) -> Spare | None:
     """Of the cluster's instances on this host.  file: descriptor of the cluster's file."""
-    wanted = cluster.engine.spare_process and cluster.engine.num_instances > 1
-    return Spare(_instance(file), (file,)) if wanted else None
+    if not cluster.engine.spare_process or cluster.engine.num_instances == 1:
+        return None
+    from .spare import Spare
+
+    return Spare(_instance(file), (file,))
 
 
 def _instance(file: int) -> tuple[str, ...]:

@@ -44,7 +44,6 @@ def main() -> None:
         serve_lora_server,
         set_environment,
     )
-    from .spare import wait_for_name
 
     status, place = options.status_fd, JobPlace.here()
     try:
@@ -59,9 +58,12 @@ def main() -> None:
             else:
                 name, starts = options.name or "instance-0", options.starts
                 if options.spare is not None:
+                    from .spare import wait_for_name
+
                     set_environment(cluster.instance(name), starts=1)
-                    starts, name = wait_for_name(options.spare)
+                    starts, name = wait_for_name(options.spare, compiles=not cluster.engine.eager)
                     cluster = read_cluster(options.config)
+                    set_log_level(cluster.front_end.log_level)
                 code = serve_instance(cluster, place, name, status, starts)
     except (MoeLoraError, ValueError) as error:
         sys.exit(f"Error: {error}")

@@ -23,10 +23,13 @@ from moe_lora.dist.launch.host_roles import (
     cluster_file,
     on_sockets,
     spare_of,
+    write_cluster,
 )
 from moe_lora.dist.launch.spare import Spare
 from moe_lora.dist.net.thread import LoopThread, entered
 from tests.dist.cluster_jobs import alive, until
+from tests.patience import PATIENCE_S
+from tests.stopped_processes import stop
 
 PLAYED = """
 import os, socket, sys, time
@@ -39,6 +42,8 @@ if "--spare" in sys.argv:
     if not line:
         sys.exit(0)
     print("is", os.getpid(), line, end="", file=told, flush=True)
+else:
+    print("new", os.getpid(), "start", option("--starts"), file=told, flush=True)
 say_started(option("--status-fd"))
 time.sleep(600)
 """
@@ -99,40 +104,75 @@ def test_a_spare_becomes_each_instance_that_dies_and_another_takes_its_place(tmp
     assert not alive(last)
 
 
-def test_a_spare_that_dies_costs_nothing_but_the_time_that_it_saves(tmp_path):
+def test_a_spare_that_dies_is_replaced_and_named_in_the_log(tmp_path, caplog):
     with keeping(tmp_path) as kept:
         kept.until(lambda: len(kept.spares()) == 1)
-        first = kept.spares()[0]
-        os.kill(first, signal.SIGKILL)
-        kept.until(lambda: not alive(first))
-        kept.kill("instance-0")
+        os.kill(kept.spares()[0], signal.SIGKILL)
         kept.until(lambda: len(kept.spares()) == 2)
-        assert "is" not in kept.told()
+        second = kept.spares()[1]
+        kept.kill("instance-0")
+        kept.until(lambda: f"is {second} 1 instance-0" in kept.told())
+    assert "the spare process ended: exit code -9" in caplog.text
 
 
-def test_a_real_spare_reads_its_name_and_the_cluster_when_it_is_taken(tmp_path):
-    engine = EngineConfig(model_dir=str(tmp_path / "absent"), num_instances=2, eager=True)
-    cluster = on_sockets(ClusterConfig(engine=engine, served_model_name="served"), 2, str(tmp_path))
+def test_a_real_spare_reads_the_cluster_when_it_is_acquired(tmp_path, capfd):
+    """The file then names another model than when the process started."""
+
+    def cluster(model: str) -> ClusterConfig:
+        engine = EngineConfig(model_dir=str(tmp_path / model), num_instances=2, eager=True)
+        return on_sockets(ClusterConfig(engine=engine, served_model_name="served"), 2, str(tmp_path))
 
     async def named(file: int) -> bytes:
-        spare = spare_of(cluster, file)
+        spare = spare_of(cluster("first"), file)
         assert spare is not None
-        spare._start_now()
-        await spare._starting
-        taken = spare.take("instance-1", 3)
+        spare.put_off()
+        while "a spare process waits" not in (text := capfd.readouterr().err):
+            assert "Error" not in text
+            await asyncio.sleep(0.05)
+        write_cluster(file, cluster("second"))
+        taken = spare.acquire("instance-1", 3)
         assert taken is not None
         process, status = taken
         with status:
             said = await asyncio.to_thread(status.read)
         await process.wait()
+        await spare.stop()
         return said
 
-    with cluster_file(cluster) as file:
-        thread = LoopThread()
-        try:
-            assert b"absent" in thread.run(named(file), 120)
-        finally:
-            thread.stop()
+    thread = LoopThread()
+    try:
+        with cluster_file(cluster("first")) as file:
+            said = thread.run(named(file), PATIENCE_S)
+    finally:
+        thread.stop()
+    assert b"second" in said
+    assert b"first" not in said
+
+
+def test_a_spare_that_can_not_start_is_tried_again(monkeypatch, tmp_path, caplog):
+    start, tries = asyncio.create_subprocess_exec, []
+
+    async def short_of_handles(*words, **options):
+        if "--spare" in words:
+            tries.append(words)
+            if len(tries) < 3:
+                raise OSError(24, "Too many open files")
+        return await start(*words, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", short_of_handles)
+    with keeping(tmp_path) as kept:
+        kept.until(lambda: len(kept.spares()) == 1)
+    assert caplog.text.count("no spare process can be started: OSError(24, 'Too many open files')") == 2
+
+
+def test_a_stopped_spare_is_not_taken(tmp_path):
+    with keeping(tmp_path) as kept:
+        kept.until(lambda: len(kept.spares()) == 1)
+        pid = kept.spares()[0]
+        stop(pid)
+        kept.kill("instance-0")
+        kept.until(lambda: "start 1" in kept.told())
+        assert f"is {pid}" not in kept.told()
 
 
 @pytest.mark.parametrize(("wanted", "num_instances"), [(False, 2), (True, 1)])

@@ -7,16 +7,17 @@
 // zeros. An element's sum runs over k in steps of 32, in the unit's own order within a step: by width alone.
 //
 // Quantised weights are unpacked 32 rows at a time, into the cache, and read from there. Beside one panel of x the
-// first-level cache holds them, a few hundred inputs at a time; beside more panels, the second-level cache.
+// first-level cache holds them, a few hundred inputs at a time; beside more panels, the second-level cache, for as
+// many panels as it holds too.
 
 constexpr int64_t kTileRows = 16, kTileDepth = 32, kTileWords = 256;
 
 // Rows of a panel, and weights of a block.
 constexpr int64_t kPanelRows = 2 * kTileRows, kBlockColumns = 2 * kTileRows;
 
-// Quantised weights: rows of x that share an unpacked block, and weights that a call takes at most; inputs that are
-// unpacked at a time beside one panel, about.
-constexpr int64_t kSharedRows = 4 * kPanelRows, kTiledColumns = 512, kUnpackedInputs = 256;
+// Quantised weights. Bytes of the rows of x that share an unpacked block, and their most rows. Weights per call.
+// Inputs per chunk beside one panel.
+constexpr int64_t kSharedBytes = 1 << 19, kMostSharedRows = 4 * kPanelRows, kTiledColumns = 512, kUnpackedInputs = 256;
 
 // Memory of one thread that grows.
 template <class T>
@@ -156,16 +157,16 @@ static inline DotTile unpack_block(const PackedTile& t, int64_t n, int64_t k, in
     part.num_w = t.num_w - n < kBlockColumns ? t.num_w - n : kBlockColumns;
     part.width = t.width - k < width ? t.width - k : width;
     part.w = static_cast<const char*>(t.w) + n * t.row_bytes + (kCodes == kNibbles ? k / 2 : k);
-    part.scale = t.scale + n * t.groups + k / t.group;
+    part.scale = t.scale + n * t.groups + (t.groups == 1 ? 0 : k / t.group);
     bf16* const to = unpacked.of(part.num_w * part.width);
     Tiles::base().unpack[kCodes][kBf16](part, to);
     part.w = to;
     return part;
 }
 
-// The fewest inputs, about kUnpackedInputs, that begin and end with a group and with 64 codes of 4 bits.
+// Inputs of a chunk: whole groups and whole 64 codes of 4 bits, or a part of one group.
 static inline int64_t unpacked_inputs(const PackedTile& t) {
-    if (t.groups == 1) return kUnpackedInputs;
+    if (t.groups == 1 || t.group % kUnpackedInputs == 0) return kUnpackedInputs;
     int64_t unit = t.group;
     while (unit % 64) unit += t.group;
     return (kUnpackedInputs + unit - 1) / unit * unit;
@@ -184,15 +185,22 @@ static inline void packed_panel(const PackedTile& t, int64_t row, const uint32_t
         });
 }
 
+// Rows of x that share an unpacked block, whole panels.
+static inline int64_t shared_rows(const DotTile& t) {
+    const int64_t rows = kSharedBytes / (num_steps(t) * kTileDepth * int64_t(sizeof(bf16)) + 1) / kPanelRows * kPanelRows;
+    return rows < kPanelRows ? kPanelRows : rows > kMostSharedRows ? kMostSharedRows : rows;
+}
+
 template <class Tiles, Codes kCodes>
 static void packed_tile_dot(const PackedTile& t) {
     static thread_local Buffer<uint32_t> panels;
-    const int64_t group = num_steps(t) * kTileWords, panel = 2 * group;
-    uint32_t* const x = panels.of(kSharedRows / kPanelRows * panel);
+    const int64_t group = num_steps(t) * kTileWords, panel = 2 * group, shared = shared_rows(t);
+    uint32_t* const x = panels.of(shared / kPanelRows * panel);
     Tiles::begin();
-    for (int64_t first = 0; first < t.rows; first += kSharedRows) {
-        const int64_t end = t.rows - first < kSharedRows ? t.rows : first + kSharedRows;
-        for (int64_t row = first; row < end; row += kPanelRows) pack_panel(t, row, x + (row - first) / kPanelRows * panel);
+    for (int64_t first = 0; first < t.rows; first += shared) {
+        const int64_t end = t.rows - first < shared ? t.rows : first + shared;
+        for (int64_t row = first; row < end; row += kPanelRows)
+            pack_panel(t, row, x + (row - first) / kPanelRows * panel);
         if (end - first <= kPanelRows) {
             packed_panel<Tiles, kCodes>(t, first, x);
             continue;

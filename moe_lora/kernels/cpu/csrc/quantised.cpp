@@ -1,8 +1,8 @@
 // Linear layers over quantised weights.
 //
-// Weights only: where the instruction set has a dot over packed weights for so many rows of x, it runs. Otherwise a
-// block of weight rows is unpacked where the cache holds it, and the dots of linear.cpp run over it. Either way a result has the bits of the same layer
-// over the dequantised weights. Dynamic: x is quantised too.
+// Weights only: where the instruction set has a dot over packed weights for that many rows of x, it runs. Otherwise a
+// block of weight rows is unpacked where the cache holds it, and the dots of linear.cpp run over it. Either way a
+// result has the bits of the same layer over the dequantised weights. Dynamic: x is quantised too.
 #include <cstdlib>
 #include <memory>
 

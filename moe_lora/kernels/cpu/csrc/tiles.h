@@ -77,7 +77,7 @@ struct SoftmaxState {
     float max, sum, rescale;
 };
 
-// A dot over quantised weights, and how many rows of x and weights it takes at a time. Null: unpack first.
+// A dot over quantised weights, and how many rows of x and weights it takes at a time. `rows` 0: unpack first.
 struct PackedDot {
     void (*run)(const PackedTile&);
     int64_t rows, columns;
