@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import click
+
 from bench.harness.records import RESULTS, ROOT, Record
 from moe_lora.report.results import read_results
 
@@ -56,9 +58,13 @@ def _git(root: Path, *arguments: str, given: str = "") -> str:
 
 
 @cache
-def history() -> History:
-    """The history of this repository."""
-    return History(ROOT)
+def history() -> History | None:
+    """The history of this repository; None, with a line on stderr: a copy without the whole of it."""
+    try:
+        return History(ROOT)
+    except RecordError as error:
+        click.echo(f"The commits of records are not checked: {error}", err=True)
+        return None
 
 
 @cache
@@ -81,12 +87,17 @@ def is_stateless(record: Record) -> bool:
     return bool(env.get("gpus")) and env.get("git_dirty") is None and not env.get("git_trees")
 
 
-def problem(name: str, record: Record, known: History) -> str | None:
-    """The reason against a record of this file; None: the record is valid."""
+def problem(name: str, record: Record, known: History | None) -> str | None:
+    """The reason against a record of this file; None: the record is valid.
+
+    known: None: no history, and only a changed tree is a reason.
+    """
     env = record["env"]
     commit = env.get("git_commit")
     if is_dirty(record):
         return "a changed tree (git_dirty); run the bench again from a clean tree"
+    if known is None:
+        return None
     if trees := env.get("git_trees"):
         lost = [path for path, tree in trees.items() if not known.has_tree(path, tree)]
         return (

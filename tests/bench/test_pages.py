@@ -191,6 +191,21 @@ def test_a_part_of_a_history_is_refused(repository: Path, tmp_path: Path) -> Non
         History(tmp_path)
 
 
+def test_a_copy_without_history_compares_its_blocks(
+    repository: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    evidence.history.cache_clear()
+    try:
+        assert evidence.history() is None
+        assert "The commits of records are not checked" in capsys.readouterr().err
+        assert problem("a.jsonl", _record(git_commit="a" * 40), None) is None
+        assert "a changed tree" in str(problem("a.jsonl", _record(git_commit="a" * 40, git_dirty=True), None))
+    finally:
+        evidence.history.cache_clear()
+
+
+@pytest.mark.skipif(evidence.history() is None, reason="this copy has no whole history")
 def test_a_table_of_invalid_records_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = (RESULTS / "provision_plans.jsonl").read_text(encoding="utf-8").splitlines()
     monkeypatch.setattr(evidence, "RESULTS", tmp_path)
