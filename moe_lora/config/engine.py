@@ -13,6 +13,7 @@ from moe_lora.core.hf_config import cut_to, read_config
 from moe_lora.core.weight_format import weight_format
 
 from .devices import DeviceShare
+from .dlora import DLoraConfig
 from .emulation import EmulationConfig
 from .lora_server import MAX_PUT_INSTANCES, LoraServerConfig
 from .pool import PoolConfig
@@ -205,6 +206,8 @@ class EngineConfig(Settings):
     """Whether weights carry an adapter: unmerged, never; merged, one adapter's requests at a time; dlora,
     dLoRA's rule; auto, the cheapest of unmerged, merged and mixed steps (docs/guides/merging.md), which on
     quantised weights is unmerged always."""
+    dlora: DLoraConfig | None = setting(None, in_file=False)
+    """Parameters of batching=dlora; None: the defaults."""
     merge_mb_per_step: float = setting(64.0, above=0)
     """Weights that change between two steps, in 10^6 bytes of each process, and at least one site of one
     layer; merged and dlora change all at once."""
@@ -303,6 +306,11 @@ class EngineConfig(Settings):
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
                 f"max_num_seqs={self.max_num_seqs}; every running sequence needs one token row per step"
+            )
+        if self.dlora is not None and self.batching != "dlora":
+            raise ConfigError(
+                f"dlora is a section for batching='dlora', not for batching={self.batching!r}; set "
+                "engine.batching to dlora (--batching dlora), or leave the section out"
             )
         if self.batching in ("merged", "dlora") and self.quantize not in UNQUANTISED:
             raise ConfigError(
