@@ -16,7 +16,7 @@ from bench.harness.tables import table
 from .dlora_engine import QUICK_PLAN, Plan, engine_points
 from .dlora_plan import MACHINES
 from .dlora_replicas import replicas_points
-from .dlora_simulated import batching_points, worth_points
+from .dlora_simulated import SHARES, batching_points, worth_points
 
 PARTS = ("batching", "worth", "replicas", "engine", "engine-experts")
 
@@ -31,8 +31,11 @@ PARTS = ("batching", "worth", "replicas", "engine", "engine-experts")
     type=click.Choice(tuple(MACHINES)),
     help="Of batching; default: all.",
 )
+@click.option("--share", "shares", multiple=True, type=float, help="Of part worth; default: all.")
 @click.option("--quick", is_flag=True, help="Does it run?  A few short points.")
-def main(part: str, out: str | None, machines: tuple[str, ...], quick: bool) -> None:
+def main(
+    part: str, out: str | None, machines: tuple[str, ...], shares: tuple[float, ...], quick: bool
+) -> None:
     """Record one part and show it."""
     recorder = Recorder(out, "measured" if part.startswith("engine") else "simulated")
     if part == "batching":
@@ -43,7 +46,12 @@ def main(part: str, out: str | None, machines: tuple[str, ...], quick: bool) -> 
             machines=machines or tuple(MACHINES),
         )
     elif part == "worth":
-        worth_points(recorder, duration_s=10.0 if quick else 120.0, num_seeds=1 if quick else 3)
+        worth_points(
+            recorder,
+            duration_s=10.0 if quick else 120.0,
+            num_seeds=1 if quick else 3,
+            shares=shares or SHARES,
+        )
     elif part == "replicas":
         replicas_points(recorder, quick=quick, num_seeds=1)
     else:

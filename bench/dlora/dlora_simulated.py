@@ -144,10 +144,14 @@ def _record(
 
 
 def worth_points(
-    record: Callable[[dict[str, Any], dict[str, Any]], Any], *, duration_s: float, num_seeds: int
+    record: Callable[[dict[str, Any], dict[str, Any]], Any],
+    *,
+    duration_s: float,
+    num_seeds: int,
+    shares: Iterable[float] = SHARES,
 ) -> None:
     """From which skewness on merging pays, by the share that deltas have of a step."""
-    for share in SHARES:
+    for share in shares:
         machine = replace(TRUE_RANK, name=f"deltas {share:g}", delta_share=share)
         for skewness in (0, *SKEWNESS, math.inf):
             work = Work(skewness=skewness, rate_per_s=4.0, duration_s=duration_s)
