@@ -307,16 +307,7 @@ class EngineConfig(Settings):
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
                 f"max_num_seqs={self.max_num_seqs}; every running sequence needs one token row per step"
             )
-        if self.dlora is not None and self.batching != "dlora":
-            raise ConfigError(
-                f"dlora is a section for batching='dlora', not for batching={self.batching!r}; set "
-                "engine.batching to dlora (--batching dlora), or leave the section out"
-            )
-        if self.batching in ("merged", "dlora") and self.quantize not in UNQUANTISED:
-            raise ConfigError(
-                f"batching={self.batching!r} and quantize={self.quantize!r} do not go together: no adapter "
-                "can be folded into quantised weights; use batching='auto' or 'unmerged', or no quantize"
-            )
+        self._check_batching()
         self._check_ranks()
         self._check_host_settings()
         if self.pool is not None and self.lora_server is not None:
@@ -329,6 +320,18 @@ class EngineConfig(Settings):
                 raise ConfigError(f"adapter name {name!r} is empty or given twice; names must be unique")
         if self.decode_buckets is not None and (not self.decode_buckets or min(self.decode_buckets) < 1):
             raise ConfigError(f"decode_buckets={self.decode_buckets} must be one or more sizes >= 1")
+
+    def _check_batching(self) -> None:
+        if self.dlora is not None and self.batching != "dlora":
+            raise ConfigError(
+                f"dlora is a section for batching='dlora', not for batching={self.batching!r}; set "
+                "engine.batching to dlora (--batching dlora), or leave the section out"
+            )
+        if self.batching in ("merged", "dlora") and self.quantize not in UNQUANTISED:
+            raise ConfigError(
+                f"batching={self.batching!r} and quantize={self.quantize!r} do not go together: no adapter "
+                "can be folded into quantised weights; use batching='auto' or 'unmerged', or no quantize"
+            )
 
     def _check_ranks(self) -> None:
         tensor, expert = self.tensor_parallel, self.expert_parallel

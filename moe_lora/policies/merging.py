@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moe_lora.config.dlora import DLoraConfig
+from moe_lora.config.engine import BATCHINGS
 from moe_lora.core.errors import ConfigError
 
 from .admission import WaitingView
 from .merging_costs import MergingCosts, Mode, Rows, Uid
 from .merging_credits import Credits, Period, Thresholds
-
-# What a policy decides, and from what.
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,12 +362,6 @@ class CheapestMode:
     def _num_alone(self, view: MergingView, merged: Uid) -> int:
         num = sum(request.adapter_uid == merged for request in view.requests)
         return min(num, view.max_num_seqs)
-
-
-# By name.
-
-
-BATCHINGS = ("unmerged", "merged", "dlora", "auto")
 
 
 def make_merging_policy(

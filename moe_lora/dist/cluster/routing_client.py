@@ -144,10 +144,13 @@ class FleetClient:
                     resumable.switch(resumable.next)
             yield TokenOutput(request_id=request.request_id, token_ids=(), finish_reason="abort")
         finally:
-            del self._running[request.request_id]
-            if self._rank_aware is not None and resumable.delivered:
-                self._rank_aware.note_answer(len(resumable.delivered))
+            self._remove(resumable)
             await self._end_move(resumable)
+
+    def _remove(self, resumable: ResumableRequest) -> None:
+        del self._running[resumable.request.request_id]
+        if self._rank_aware is not None and resumable.delivered:
+            self._rank_aware.note_answer(len(resumable.delivered))
 
     async def _choose(self, resumable: ResumableRequest) -> tuple[Instance, Trial | None]:
         """The next instance; waits while the adapter may have ended one (see `Suspects.admit`)."""
