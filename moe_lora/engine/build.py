@@ -346,7 +346,7 @@ def _merging(
             expected_swap_times(num_bytes, bandwidth),
         )
     return Merging(
-        make_merging_policy(config.batching, costs),
+        make_merging_policy(config.batching, costs, config.dlora),
         runner,
         adapters,
         clock,

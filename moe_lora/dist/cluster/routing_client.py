@@ -20,6 +20,7 @@ from moe_lora.core.request import (
     TokenOutput,
 )
 from moe_lora.engine.client.messages import Move
+from moe_lora.policies.model_routing import RankAware
 from moe_lora.policies.routing import Router, TokenMeter
 
 from .failover import MAX_RESENDS, Attempt, ResumableRequest
@@ -68,6 +69,7 @@ class FleetClient:
         self._seeds = random.Random(seed)
         self._instance_registry = instance_registry
         self._router = router
+        self._rank_aware = router if isinstance(router, RankAware) else None
         self._clock = clock
         self._meter = meter
         self._adapters = adapters
@@ -142,8 +144,13 @@ class FleetClient:
                     resumable.switch(resumable.next)
             yield TokenOutput(request_id=request.request_id, token_ids=(), finish_reason="abort")
         finally:
-            del self._running[request.request_id]
+            self._remove(resumable)
             await self._end_move(resumable)
+
+    def _remove(self, resumable: ResumableRequest) -> None:
+        del self._running[resumable.request.request_id]
+        if self._rank_aware is not None and resumable.delivered:
+            self._rank_aware.note_answer(len(resumable.delivered))
 
     async def _choose(self, resumable: ResumableRequest) -> tuple[Instance, Trial | None]:
         """The next instance; waits while the adapter may have ended one (see `Suspects.admit`)."""
@@ -379,7 +386,8 @@ class FleetClient:
         drained = self._instance_registry.drained
         each = [_instance_stats(instance, instance.name in drained) for instance in instances]
         merged = merge_stats([stats for _, stats in answers], past, each)
-        return replace(merged, moves=self.mover.stats())
+        routing = None if self._rank_aware is None else self._rank_aware.stats
+        return replace(merged, moves=self.mover.stats(), routing=routing)
 
     async def is_alive(self) -> bool:
         return bool(self._instance_registry.live)
