@@ -19,9 +19,10 @@ from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.placement_controller import PlacementController
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.policies.demand import DemandMeter
 from moe_lora.policies.model_routing import CostModel
 from moe_lora.policies.routers import PhiRouting, RoutingContext, make_router
-from moe_lora.policies.routing import Instance, RoutedView, Router, TokenMeter
+from moe_lora.policies.routing import Instance, RoutedView, Router
 from moe_lora.provision.placement.placement_problem import PlacementQuality
 from moe_lora.report.latency import RequestRecord
 from moe_lora.report.replay import replay
@@ -113,7 +114,7 @@ async def _connected(
 ) -> AsyncIterator[EngineCompletions]:
     """The system as `moe-lora serve` would set it up, without HTTP; its placement made anew all the time."""
     ranks: dict[str, int] = {}
-    meter = TokenMeter()
+    meter = DemandMeter()
     context = RoutingContext(max_num_seqs=fleet.plan.max_num_seqs, model=model, ranks=ranks)
     router = make_router(system.router, context)
     noted = _NotedRouter(router, outcome)
@@ -144,7 +145,7 @@ async def _placed(
     placement: str,
     client: FleetClient,
     router: PhiRouting,
-    meter: TokenMeter,
+    meter: DemandMeter,
     demand: Mapping[str, float],
 ) -> PlacementController:
     """The controller after its first step, which had this demand."""
@@ -153,8 +154,7 @@ async def _placed(
         placement=placement, placement_interval_s=step_s, operating_points=str(fleet.points)
     )
     controller = PlacementController(config, client, router, meter, _StepEarlier(step_s))
-    for adapter, tokens_per_s in demand.items():
-        meter.add(adapter, round(tokens_per_s * step_s))
+    meter.add({adapter: round(tokens_per_s * step_s) for adapter, tokens_per_s in demand.items()})
     await controller.step()
     if controller.num_problems:
         raise RuntimeError(f"the placement {placement} could not be made; see the log")

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from bench.harness.records import Recorder
-from moe_lora.dist.cluster.controller.placement_controller import DemandHistory
+from moe_lora.policies.demand import DemandForecast
 from moe_lora.provision.placement.optimal import optimal_placement
 from moe_lora.provision.placement.placement import PLACEMENTS
 from moe_lora.provision.placement.placement_problem import Table, placement_quality
@@ -31,6 +31,7 @@ from moe_lora.workload.popularity.named import parse_popularity
 
 from .placement_exact import exact_worst_load
 
+PARTS = ("quality", "exact", "cost")
 POPULARITIES = ["uniform", "shifting", "exponential", "power:3", "production"]
 SIZES = [(25, 4), (100, 4), (200, 4), (300, 12)]
 NUM_STEPS, REQUESTS_PER_STEP, TOKENS_PER_REQUEST, STEP_S = 12, 3000, 640, 60.0
@@ -79,16 +80,16 @@ def quality(popularity: str, size: tuple[int, int], points: dict[int, float], *,
     adapters, steps = demands(popularity, size[0])
     servers = list(range(size[1]))
     for name, place in methods(adapters).items():
-        history, rows = DemandHistory(), []
+        forecaster, rows = DemandForecast(), []
         table: Table | None = None
         for tokens in steps:
             demand = {adapter: number / STEP_S for adapter, number in tokens.items()}
-            known = history.forecast() or demand if forecast else demand
+            known = forecaster.read() or demand if forecast else demand
             previous, table = table, place(adapters, servers, points, known, table)
             found = placement_quality(table, adapters, servers, points, demand, previous)
             least = optimal_placement(adapters, servers, points, demand).optimum
             rows.append((found, least))
-            history.observe(tokens, STEP_S)
+            forecaster.observe(tokens, STEP_S)
         yield name, _summary(rows, sum(adapters.values()))
 
 
@@ -154,6 +155,7 @@ def cost(num_adapters: int, num_servers: int) -> Iterator[tuple[str, dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", required=True)
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--quick", action="store_true", help="does it run?")
     arguments = parser.parse_args()
     popularities, sizes = (["shifting"], [(25, 4)]) if arguments.quick else (POPULARITIES, SIZES)
@@ -164,15 +166,16 @@ def main() -> None:
         record(config, result, kind)
         print(json.dumps(config), json.dumps(result))
 
-    for size in sizes:
+    for size in sizes if "quality" in arguments.part else ():
         for popularity in popularities:
             for points, times_128 in TIMES_128.items():
                 for forecast in (True, False):
                     found = quality(popularity, size, operating_points(times_128), forecast=forecast)
                     config = {"popularity": popularity, "points": points, "forecast": forecast}
                     tell({"part": "quality", "size": _text(size), **config}, dict(found))
-    tell({"part": "exact", "size": "6x3"}, against_exact(num_exact))
-    for name, result in cost(*cost_size):
+    if "exact" in arguments.part:
+        tell({"part": "exact", "size": "6x3"}, against_exact(num_exact))
+    for name, result in cost(*cost_size) if "cost" in arguments.part else ():
         result["goal_met"] = result["from_previous_s"][1] < GOAL_S
         tell({"part": "cost", "size": _text(cost_size), "method": name}, result, "measured")
 

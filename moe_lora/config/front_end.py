@@ -29,7 +29,7 @@ ROUTINGS = (
     "phi",
 )
 """Names of `policies.routers.ROUTERS`."""
-PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "everywhere", "burst_tolerance")
+PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "disjoint", "everywhere", "burst_tolerance")
 """Names of `provision.placement.placement.PLACEMENTS`."""
 MIGRATIONS = ("off", "dlora")
 """off: requests stay where they were sent; dlora: `policies.migration_triggers.DLoraMigration`."""
@@ -79,7 +79,8 @@ class RoutingConfig(Settings):
     mean_output_tokens: float | None = setting(
         None, above=0, unset="the mean of the answers served, 128 at the start"
     )
-    """Tokens of an answer by which rank_aware divides the time of a prompt."""
+    """Tokens of an answer: rank_aware divides the time of a prompt by this number, and a placement expects as
+    many while no adapter has answers (128 without a number)."""
     rank_aware_cost: str = setting(RANK_AWARE_COSTS[0], choices=RANK_AWARE_COSTS)
     """rank_aware's cost: others: time that the request adds for the requests there, as in Toppings' Algorithm
     1; all: and the time of the request's own tokens."""
@@ -91,6 +92,12 @@ class RoutingConfig(Settings):
     --routing may be shortest_pending_time."""
     placement_interval_s: float = setting(30.0, above=0, option="--placement-interval-s")
     """From one placement to the next."""
+    demand_steps: int = setting(8, least=1)
+    """Placement intervals that the forecast of an adapter's demand looks at."""
+    demand_smoothing: float = setting(1.0, above=0, most=1)
+    """Weight of the latest interval in that forecast; 1 is the latest interval alone."""
+    demand_trend: float = setting(0.0, least=0, most=1)
+    """Weight of the latest change in that forecast's damped trend; 0 is no trend."""
     operating_points: str | None = setting(
         None, path="place", option="--operating-points", metavar="FILE", unset="all ranks alike"
     )

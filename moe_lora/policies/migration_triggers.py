@@ -8,7 +8,6 @@ and KV are ours.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -179,27 +178,3 @@ def move_factor(exec_s: float, cost: MoveCost | None, token_s: float) -> float:
     token_s: seconds of a replica for each token, as in exec_s; a seat that is taken for a step costs one.
     """
     return 1.0 if cost is None else 1.0 + (cost.seconds + MOVE_STEPS * token_s) / max(exec_s, 1e-6)
-
-
-class AnswerLengths:
-    """Mean tokens of each adapter's answers so far: how long a request is expected to run.
-
-    prior_tokens: what an adapter's answers count as before there are any, with the weight of `PRIOR` answers.
-    Source: L_i of dLoRA table 1, the mean of the adapter's requests.
-    """
-
-    PRIOR = 8.0
-
-    def __init__(self, prior_tokens: float = 128.0) -> None:
-        self._tokens: defaultdict[str | None, float] = defaultdict(lambda: self.PRIOR * prior_tokens)
-        self._num: defaultdict[str | None, float] = defaultdict(lambda: self.PRIOR)
-
-    def note(self, adapter: str | None, num_tokens: int) -> None:
-        """An answer has ended."""
-        self._tokens[adapter] += num_tokens
-        self._num[adapter] += 1
-
-    def left(self, adapter: str | None, num_so_far: int, num_most: int) -> float:
-        """Tokens that an answer of so many is expected to gain; 1 at least, and none over its limit."""
-        mean = self._tokens[adapter] / self._num[adapter]
-        return max(1.0, min(mean, num_most) - num_so_far)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from moe_lora.config import RANK_AWARE_COSTS
 from moe_lora.core.request import RoutingStats
 
+from .answer_lengths import FIRST_TOKENS
 from .host_start import HostStart
 from .routing import Instance, InstanceLoad, InstanceView, RoutedView, with_room
 from .step_model import Row, StepModel, StepWork
@@ -100,10 +101,10 @@ class AnswerMean:
     MAX_WEIGHT answers on each answer counts 1 / MAX_WEIGHT, so that the mean follows the load.
     """
 
-    FIRST_TOKENS, FIRST_WEIGHT, MAX_WEIGHT = 128.0, 8, 1000
+    FIRST_WEIGHT, MAX_WEIGHT = 8, 1000
 
     def __init__(self) -> None:
-        self.tokens = self.FIRST_TOKENS
+        self.tokens = FIRST_TOKENS
         self._weight = self.FIRST_WEIGHT
 
     def add(self, num_tokens: int) -> None:

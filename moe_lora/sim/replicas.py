@@ -10,6 +10,7 @@ from functools import partial
 from moe_lora.cache.orders import Readiness
 from moe_lora.config.front_end import MigrationConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.policies.answer_lengths import AnswerLengths
 from moe_lora.policies.caching import CachingPolicy
 from moe_lora.policies.migration import (
     AdapterSize,
@@ -19,7 +20,6 @@ from moe_lora.policies.migration import (
     RequestView,
 )
 from moe_lora.policies.migration_triggers import (
-    AnswerLengths,
     DLoraMigration,
     MoveCost,
     Planner,

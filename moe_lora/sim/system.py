@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.policies.demand import DemandMeter
 from moe_lora.policies.model_routing import RankAware
 from moe_lora.policies.routers import PhiRouting
-from moe_lora.policies.routing import TokenMeter
 from moe_lora.workload.replay_plan import PlannedRequest
 
 from .events import EventQueue
@@ -29,8 +29,9 @@ from .system_config import PlacementConfig, SimLoraServerConfig, SystemConfig
 class SimPlacement:
     """Asks a planner every interval, routes by its table, and tells hosts what to keep.
 
-    Tokens count when their request is done; placing takes no time.  An adapter that comes to an instance is
-    fetched when it is first used there.  goes_on: whether there is another interval.
+    Tokens count when their request comes, as the front end counts them; placing takes no time.  An adapter
+    that comes to an instance is fetched when it is first used there.  goes_on: whether there is another
+    interval.
     held: adapters of each instance by each table.
     """
 
@@ -49,7 +50,7 @@ class SimPlacement:
         self._sources = sources
         self._events = events
         self._goes_on = goes_on
-        self._meter = TokenMeter()
+        self._meter = DemandMeter(config.mean_output_tokens)
 
     def begin(self) -> None:
         """The first table; hosts have what it says."""
@@ -57,9 +58,13 @@ class SimPlacement:
             source.begin_with(names)
         self._events.at(self._interval_s, self._step)
 
-    def count(self, request: SimRequest) -> None:
+    def start(self, request: SimRequest) -> None:
+        """The request has come."""
+        self._meter.start(request.index, request)
+
+    def stop(self, request: SimRequest) -> None:
         """The request is done."""
-        self._meter.add(request.adapter, request.num_tokens)
+        self._meter.stop(request.index, request.output_tokens)
 
     def _step(self) -> None:
         if not self._goes_on():
@@ -69,7 +74,7 @@ class SimPlacement:
         self._events.at(self._events.now_s() + self._interval_s, self._step)
 
     def _place(self, length_s: float) -> list[set[str]]:
-        table = {name: list(row) for name, row in self._planner(self._meter.take(), length_s).items()}
+        table = {name: list(row) for name, row in self._planner(self._meter.read(), length_s).items()}
         self._router.swap(table)
         names: list[set[str]] = [set() for _ in self._sources]
         for name, row in table.items():
@@ -215,6 +220,8 @@ class System:
             0 if planned.adapter is None else self._lora_ranks.get(planned.adapter, 0),
             hash_ids=planned.hash_ids,
         )
+        if self.placement is not None:
+            self.placement.start(request)
         self._router.choose(request, self.instances).add(request)
 
     def _finish(self, request: SimRequest) -> None:
@@ -222,7 +229,7 @@ class System:
         if isinstance(self._router, RankAware):
             self._router.note_answer(request.output_tokens)
         if self.placement is not None:
-            self.placement.count(request)
+            self.placement.stop(request)
         if self._give_up is not None and self._give_up(request):
             self.stopped = True
             self.events.stop()

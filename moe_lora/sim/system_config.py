@@ -159,10 +159,14 @@ first asked before any request, about no tokens in no time."""
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig(Settings):
-    """planner: makes that of a run, which is asked every interval_s while requests come."""
+    """planner: makes that of a run, which is asked every interval_s while requests come.
+
+    mean_output_tokens: of an answer, while no adapter has any.
+    """
 
     planner: Callable[[], Planner]
     interval_s: float = setting(30.0, above=0)
+    mean_output_tokens: float = setting(128.0, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

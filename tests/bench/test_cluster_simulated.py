@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import click
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from bench.cluster.simulated.cluster_sim_loraserve import (
     PEAK_PRECISION,
@@ -18,6 +21,7 @@ from bench.cluster.simulated.cluster_sim_loraserve import (
 from bench.cluster.simulated.cluster_sim_plan import Planner, step_models
 from bench.cluster.simulated.cluster_sim_report import summary_tables
 from bench.cluster.simulated.cluster_simulated import simulate
+from bench.placement import bench_clusters
 from moe_lora.policies.step_model import Row
 from moe_lora.provision.placement.placement import PLACEMENTS
 from moe_lora.report.results import read_results
@@ -130,3 +134,24 @@ def test_the_quick_run_has_every_system_and_says_that_it_is_simulated(tmp_path, 
     assert [record["config"]["system"] for record in placed] == list(SYSTEMS)
     assert all(0 <= one["result"].get("slo_attainment", 0) <= 1 for one in records)
     assert "rank_aware by it" in capsys.readouterr().out
+
+
+def test_draws_differ_by_their_seed_and_the_first_is_the_recorded_one(systems):
+    first, second = (replace(systems.load, seed=seed).plan(5.0) for seed in (0, 1))
+    assert first == systems.load.plan(5.0)
+    assert [one.arrival_s for one in first[:5]] != [one.arrival_s for one in second[:5]]
+
+
+def test_the_bench_of_placements_writes_a_record_a_system(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOE_LORA_BENCH_ALLOW_DIRTY", "1")
+    out = tmp_path / "out.jsonl"
+    arguments = ["--out", str(out), "--seeds", "1", "--sizes", "2", "--popularities", "production"]
+    found = CliRunner().invoke(bench_clusters.main, [*arguments, "--length-s", "10"], catch_exceptions=False)
+    assert found.exit_code == 0
+    records = read_results(out)
+    assert tuple(record["config"]["system"] for record in records) == bench_clusters.USUAL
+    assert {record["kind"] for record in records} == {"simulated"}
+    held = {record["config"]["system"]: record["result"]["mean_held"] for record in records}
+    assert held["everywhere, rank_aware"] == 50
+    assert held["loraserve"] < 50
+    assert "| production | 2 | loraserve |" in found.output

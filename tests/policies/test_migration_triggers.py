@@ -22,7 +22,6 @@ from moe_lora.policies.migration import (
     RequestView,
 )
 from moe_lora.policies.migration_triggers import (
-    AnswerLengths,
     DLoraMigration,
     MoveCost,
     ReplicaPressure,
@@ -200,18 +199,6 @@ def test_the_move_factor_is_the_time_with_the_move_over_that_without():
     assert move_factor(2.0, MoveCost("kv", 0.2), 0.1) == pytest.approx(1.25)
     assert move_factor(2.0, None, 0.1) == 1.0
     assert move_factor(0.0, MoveCost("kv", 0.5), 0.1) > 1.0
-
-
-def test_answers_are_expected_to_be_as_long_as_those_of_their_adapter_were():
-    lengths = AnswerLengths(100.0)
-    assert lengths.left("a", 0, 1000) == 100.0
-    for _ in range(8):
-        lengths.note("a", 300)
-    assert lengths.left("a", 0, 1000) == 200.0
-    assert lengths.left("a", 150, 1000) == 50.0
-    assert lengths.left("a", 250, 1000) == 1.0
-    assert lengths.left("a", 0, 40) == 40.0
-    assert lengths.left("b", 0, 1000) == 100.0
 
 
 @pytest.mark.parametrize("solver", ["fast", "relaxed", "exact"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_lora.config import ROUTINGS, RoutingConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.policies.answer_lengths import FIRST_TOKENS
 from moe_lora.policies.host_start import HostStart, HostTimes, PartTime
 from moe_lora.policies.model_routing import AnswerMean, CostModel, RankAware, ShortestPendingTime
 from moe_lora.policies.routers import (
@@ -217,7 +218,7 @@ def test_time_of_a_prompt_does_not_count_against_the_slo_of_a_token():
 
 def test_the_mean_answer_is_learnt_unless_it_is_set():
     learning, told = RankAware(model(mean_output_tokens=None), RANKS), RankAware(model(), RANKS)
-    assert (learning.mean_output_tokens, told.mean_output_tokens) == (AnswerMean.FIRST_TOKENS, 10.0)
+    assert (learning.mean_output_tokens, told.mean_output_tokens) == (FIRST_TOKENS, 10.0)
     one, request = Instance(0).run("small"), Request("small", prompt_tokens=5)
     before = learning.cost_s(request, one)
     for router in (learning, told):

@@ -236,3 +236,23 @@ def test_metrics_tell_of_tables_moves_and_load(tmp_path):
     assert 'moe_lora:placement_tables_total{model_name="base"} 2.0' in text
     assert 'moe_lora:placement_max_utilisation{model_name="base"} 0.1' in text  # 20 tokens/s on two of 100
     assert 'moe_lora:placement_problems_total{model_name="base"} 0.0' in text
+
+
+def test_demand_counts_when_requests_come_and_not_without_a_placement():
+    async def run() -> None:
+        cluster = Cluster()
+        await cluster.controller.step()
+        request = GenerateRequest(
+            request_id="long",
+            prompt_token_ids=(0, 1),
+            sampling=SamplingParams(max_tokens=40, temperature=0.0),
+            adapter="a",
+        )
+        stream = cluster.fleet.generate(request)
+        await anext(stream)
+        await cluster.step()
+        assert cluster.controller.demand["a"] == pytest.approx((2 + 40) / 10.0)
+        await stream.aclose()
+
+    asyncio.run(run())
+    assert make_routes(cluster_config(FrontEndConfig())).meter is None

@@ -89,3 +89,13 @@ def test_what_can_not_follow_a_placement_is_refused():
         PlacementConfig(planner=lambda: Turning(), interval_s=0)
     with pytest.raises(ConfigError, match="fetch_bytes_per_s=0 brings nothing"):
         LocalConfig(capacity=1, fetch_bytes_per_s=0)
+
+
+def test_a_queue_is_demand_from_the_moment_its_requests_come():
+    planner = Turning("a", "b")
+    config = replace(turning(planner), instance=replace(turning(planner).instance, max_num_seqs=1))
+    plan = asked(*((1.0, "a", 40) for _ in range(5)), (35.0, "b", 1), prompt_tokens=10)
+    simulate(config, plan)
+    first = planner.told[1][0]["a"]
+    assert first > 5 * (10 + 40), "two of five requests are done, and answers were expected to be longer"
+    assert sum(tokens.get("a", 0) for tokens, _ in planner.told) == 5 * (10 + 40)

@@ -96,14 +96,14 @@ def contestants(name: str) -> Iterator[Made]:
     elif name in PLACEMENTS:
         yield partial(_placed, PLACEMENTS[name])
     else:
-        yield partial(_routed, name.removeprefix("everywhere, "))
+        yield partial(routed, name.removeprefix("everywhere, "))
 
 
 def _placed(place: Callable[..., Table], systems: Systems, num_servers: int, rate: float) -> SystemConfig:
     return systems.placed(place, num_servers, rate)
 
 
-def _routed(routing: str, systems: Systems, num_servers: int, rate: float) -> SystemConfig:
+def routed(routing: str, systems: Systems, num_servers: int, rate: float) -> SystemConfig:
     return systems.routed(routing, num_servers)
 
 
@@ -161,13 +161,13 @@ def _at(systems: Systems, name: str, num_servers: int, rate: float) -> dict[str,
     """Means over the draws of a system at one rate."""
     plan = systems.load.plan(rate)
     found = [
-        _judged(run_system(made(systems, num_servers, rate), plan), systems, num_servers)
+        judged(run_system(made(systems, num_servers, rate), plan), systems, num_servers)
         for made in contestants(name)
     ]
     return {"rate_per_s": rate} | {key: fmean(one[key] for one in found) for key in found[0]}
 
 
-def _judged(result: System, systems: Systems, num_servers: int) -> dict[str, float]:
+def judged(result: System, systems: Systems, num_servers: int) -> dict[str, float]:
     """tbt: mean over requests of the time between two tokens.  held: adapters on a host, of all tables."""
     since_s = systems.load.since_s
     ttft_s = result.column("first_token_s", since_s) - result.column("arrival_s", since_s)

@@ -17,7 +17,7 @@ from typing import cast
 
 import numpy as np
 
-from moe_lora.dist.cluster.controller.placement_controller import DemandHistory
+from moe_lora.policies.demand import DemandForecast
 from moe_lora.policies.model_routing import CostModel
 from moe_lora.policies.routers import PhiRouting, RoutingContext, make_router
 from moe_lora.policies.step_model import StepModel
@@ -81,7 +81,7 @@ def _model(kernel: str, decode_s: Mapping[str, float], prefill_s: Mapping[str, f
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests, at any rate.  lengths: (prompt, answer) tokens of so many requests."""
+    """Requests, at any rate.  lengths: (prompt, answer) tokens of so many requests.  seed: of the draws."""
 
     popularity: Popularity
     ranks: Mapping[str, int]
@@ -90,15 +90,16 @@ class Load:
     num_modules: int
     duration_s: float
     since_s: float
+    seed: int = 0
 
     def plan(self, rate_per_s: float) -> list[PlannedRequest]:
         """Poisson; other rates are the same draws, faster or slower."""
-        rng = np.random.default_rng(0)
+        rngs = [np.random.default_rng(3 * self.seed + number) for number in range(3)]
         count = round(rate_per_s * self.duration_s * 1.2) + 100
-        arrivals = np.cumsum(rng.exponential(1.0, count)) / rate_per_s
+        arrivals = np.cumsum(rngs[0].exponential(1.0, count)) / rate_per_s
         arrivals = arrivals[arrivals < self.duration_s]
-        adapters = self.popularity.draw(arrivals / self.duration_s, np.random.default_rng(1))
-        prompts, answers = self.lengths(len(arrivals), np.random.default_rng(2))
+        adapters = self.popularity.draw(arrivals / self.duration_s, rngs[1])
+        prompts, answers = self.lengths(len(arrivals), rngs[2])
         return [
             PlannedRequest(index, at_s, adapters[index], int(prompts[index]), int(answers[index]))
             for index, at_s in enumerate(arrivals.tolist())
@@ -113,7 +114,7 @@ class Load:
 
 class Planner:
     """What the front end's controller does: the forecast from the steps before, placed anew from the table
-    of before.  expected: tokens/s before the first step.
+    of before.  expected: tokens/s before the first step.  forecast: of the steps; None: with its defaults.
     """
 
     def __init__(
@@ -123,17 +124,18 @@ class Planner:
         num_servers: int,
         points: Mapping[int, float],
         expected: Mapping[str, float],
+        forecast: DemandForecast | None = None,
     ) -> None:
         self._place, self._ranks, self._points = place, ranks, points
         self._servers = list(range(num_servers))
-        self._history = DemandHistory()
-        self._history.observe(expected, 1.0)
+        self._forecast = forecast or DemandForecast()
+        self._forecast.observe(expected, 1.0)
         self._table: Table | None = None
 
     def __call__(self, tokens: Mapping[str, float], length_s: float) -> dict[str, list[tuple[int, float]]]:
         if length_s:
-            self._history.observe(tokens, length_s)
-        demand = self._history.forecast()
+            self._forecast.observe(tokens, length_s)
+        demand = self._forecast.read()
         self._table = self._place(self._ranks, self._servers, self._points, demand, self._table)
         return cast("dict[str, list[tuple[int, float]]]", self._table)
 
@@ -148,12 +150,18 @@ class Systems:
     mean_output_tokens: float
     slo_tpot_s: float = float("inf")
 
-    def placed(self, place: Callable[..., Table], num_servers: int, rate_per_s: float) -> SystemConfig:
+    def placed(
+        self,
+        place: Callable[..., Table],
+        num_servers: int,
+        rate_per_s: float,
+        forecast: Callable[[], DemandForecast] = DemandForecast,
+    ) -> SystemConfig:
         """Adapters where a placement has them, requests by its shares."""
         expected = self.load.expected(rate_per_s)
 
         def planner() -> Planner:
-            return Planner(place, self.load.ranks, num_servers, self.points, expected)
+            return Planner(place, self.load.ranks, num_servers, self.points, expected, forecast())
 
         placement = PlacementConfig(planner=planner, interval_s=INTERVAL_S)
         return replace(self.routed("phi", num_servers), router=PhiRouting, placement=placement)

@@ -56,8 +56,8 @@ class Attempt:
         """What a method of the instance says of this request."""
         return await cast("CallableEngine", self.client).ask(method, self.request.request_id, *args)
 
-    def take(self, output: TokenOutput) -> int:
-        """The tokens that were computed for an output: with the first one those of the prompt."""
+    def take(self, output: TokenOutput) -> None:
+        """Count the tokens that were computed for an output: with the first one those of the prompt."""
         done = min(self._left, self._num_prompt + len(output.token_ids))
         self._num_prompt = 0
         self._left -= done
@@ -65,7 +65,6 @@ class Attempt:
         if output.token_ids and not self._started:
             self._started = True
             self.instance.load.start(self.request.adapter, self._prompt_tokens)
-        return done
 
     def leave(self) -> None:
         """It goes on elsewhere: its stream ends after the tokens that came, and the instance frees it."""

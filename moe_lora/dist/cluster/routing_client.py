@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError, EngineSilentError, MoveError
@@ -21,7 +21,7 @@ from moe_lora.core.request import (
 )
 from moe_lora.engine.client.messages import Move
 from moe_lora.policies.model_routing import RankAware
-from moe_lora.policies.routing import Router, TokenMeter
+from moe_lora.policies.routing import Router
 
 from .failover import MAX_RESENDS, Attempt, ResumableRequest
 from .fan_out import ask_live
@@ -29,6 +29,9 @@ from .instances import Instance, InstanceRegistry, ServedVersion
 from .migration import MOVES_AT_ONCE, MoveKind, RequestMover
 from .reports import merge_adapters, merge_stats
 from .suspects import Trial
+
+if TYPE_CHECKING:
+    from moe_lora.policies.demand import DemandMeter
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +56,8 @@ class FleetClient:
 
     When an instance ends, its unfinished requests go on at another one, from the token they had reached.
     adapters: who loads, unloads and pins them; its ranks are filled before the first request is routed.
-    meter: counts each adapter's tokens, those of a prompt with its first output.  seed: of the seeds that
-    requests without one get, so that their answers can go on elsewhere.
+    meter: counts what each request brings to its adapter; None: demand is not metered.
+    seed: of the seeds that requests without one get, so that their answers can go on elsewhere.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class FleetClient:
         router: Router,
         clock: Clock,
         adapters: AdapterCalls,
-        meter: TokenMeter | None = None,
+        meter: DemandMeter | None = None,
         seed: int | str = 0,
     ) -> None:
         self._seeds = random.Random(seed)
@@ -91,13 +94,14 @@ class FleetClient:
         limit = (await self.model_info()).max_model_len
         version = self._instance_registry.version(request.adapter)
         if request.adapter is not None and version is None:
-            # Without any instance nobody knows what is loaded.
-            self._instance_registry.candidates(None)
+            self._instance_registry.candidates(None)  # raises without instances: then no version is known
             raise AdapterNotFoundError(f"adapter {request.adapter!r} is not loaded")
         if request.request_id in self._running:
             raise ValueError(f"request_id {request.request_id!r} is already running")
         resumable = ResumableRequest(self._seeded(request), version, self._clock.now_s())
         self._running[request.request_id] = resumable
+        if self._meter is not None:
+            self._meter.start(request.request_id, request, request.sampling.max_tokens)
         left: Instance | None = None
         trial: Trial | None = None
         try:
@@ -117,9 +121,7 @@ class FleetClient:
                     async for output in attempt.outputs():
                         if output.finish_reason == "abort" and resumable.next is not None:
                             break
-                        done = attempt.take(output)
-                        if self._meter is not None:
-                            self._meter.add(request.adapter, done)
+                        attempt.take(output)
                         if attempt.held_s is not None:
                             self.mover.note_pause(attempt)
                         if request.adapter is not None and (trial is not None or not resumable.delivered):
@@ -149,6 +151,8 @@ class FleetClient:
 
     def _remove(self, resumable: ResumableRequest) -> None:
         del self._running[resumable.request.request_id]
+        if self._meter is not None:
+            self._meter.stop(resumable.request.request_id, len(resumable.delivered))
         if self._rank_aware is not None and resumable.delivered:
             self._rank_aware.note_answer(len(resumable.delivered))
 

@@ -1,7 +1,7 @@
 """LoRAServe's placement: which servers serve an adapter, and what share of its requests each.
 
 Source: LoRAServe, Algorithm 1 and section IV-A, steps 1 to 5.  Where the paper leaves a choice, it is said
-here; step 1's estimate of the demand is `DemandHistory` of the controller, step 6 is `policies.routers`.
+here; step 1's estimate of the demand is `policies.demand`, step 6 is `policies.routers`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from moe_lora.policies.routing import balanced_assignment
 
 from .burst_tolerance import place_by_burst_tolerance
 from .optimal import optimal_placement
@@ -237,6 +239,19 @@ def contiguous_placement(problem: PlacementProblem, before: Shares) -> Shares:
 
 
 @_by_names
+def disjoint_placement(problem: PlacementProblem, before: Shares) -> Shares:
+    """Each adapter on one server, the heaviest first, each on the server with the least load so far.
+
+    Servers then exchange names, so that as few bytes as possible move from `before`.
+    Source: InfiniLoRA, section 6.1.  Raises ValueError as `place_adapters` does.
+    """
+    loads = dict(zip(problem.names, problem.load.tolist(), strict=True))
+    owner = balanced_assignment(loads, len(problem.servers))
+    shares = {adapter: {owner[name]: 1.0} for adapter, name in enumerate(problem.names)}
+    return least_moves(problem, shares, before)
+
+
+@_by_names
 def replicate_everywhere(problem: PlacementProblem, before: Shares) -> Shares:
     """Each adapter on all servers, in equal shares.  Source: Toppings section 5, as LoRAServe section V-D."""
     row = dict.fromkeys(range(len(problem.servers)), 1.0)
@@ -253,6 +268,7 @@ PLACEMENTS: dict[str, Callable[..., Table]] = {
     "optimal": _optimal,
     "random": random_placement,
     "contiguous": contiguous_placement,
+    "disjoint": disjoint_placement,
     "everywhere": replicate_everywhere,
     "burst_tolerance": place_by_burst_tolerance,
 }

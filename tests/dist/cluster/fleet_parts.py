@@ -15,7 +15,8 @@ from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, Mod
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.policies.routing import Router, TokenMeter
+from moe_lora.policies.demand import DemandMeter
+from moe_lora.policies.routing import Router
 
 INFO = ModelInfo(
     name="base",
@@ -42,7 +43,7 @@ def fleet_client(
     instance_registry: InstanceRegistry,
     router: Router,
     clock: Clock | None = None,
-    meter: TokenMeter | None = None,
+    meter: DemandMeter | None = None,
     ranks: dict[str, int] | None = None,
 ) -> FleetClient:
     """A client of the instances that are there."""

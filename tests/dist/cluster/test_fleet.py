@@ -23,7 +23,8 @@ from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.failover import MAX_RESENDS
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.policies.routing import LeastOutstanding, RoundRobin, TokenMeter
+from moe_lora.policies.demand import DemandMeter
+from moe_lora.policies.routing import LeastOutstanding, RoundRobin
 from tests.patience import PATIENCE_S
 
 from .fleet_parts import CountingEngine, fleet_client
@@ -395,7 +396,7 @@ def test_closing_ends_all_and_refuses_what_comes_later():
 def test_books_tell_what_waits_and_runs_and_end_empty_whoever_ends():
     async def run() -> None:
         engines = [CountingEngine(dies_at=6, adapters={"a": "p"}), CountingEngine(adapters={"a": "p"})]
-        meter = TokenMeter()
+        meter = DemandMeter()
         instance_registry = InstanceRegistry(engines, [("a", "p")])
         fleet = fleet_client(instance_registry, LeastOutstanding(), meter=meter)
         first, second = (one.load for one in instance_registry.instances)
@@ -406,11 +407,10 @@ def test_books_tell_what_waits_and_runs_and_end_empty_whoever_ends():
         assert (first.num_requests, second.num_requests) == (0, 0)
         assert first.has("a")
         assert second.has("a")
-        # Two prompt tokens and four of the answer, then six as a prompt and the other four.
-        assert meter.take() == {"a": 6 + 10}
+        assert meter.read() == {"a": 2 + 8}, "a request counts once, wherever it goes on"
         with pytest.raises(AdapterNotFoundError):
             await tokens_of(fleet, ask("s", adapter="b"))
-        assert (second.num_requests, second.waiting_tokens, meter.take()) == (0, 0, {})
+        assert (second.num_requests, second.waiting_tokens, meter.read()) == (0, 0, {})
 
     asyncio.run(run())
 

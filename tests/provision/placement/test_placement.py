@@ -10,6 +10,7 @@ from moe_lora.config import PLACEMENTS as PLACEMENT_NAMES
 from moe_lora.provision.placement.placement import (
     PLACEMENTS,
     contiguous_placement,
+    disjoint_placement,
     place_adapters,
     place_by_rank,
     random_placement,
@@ -163,3 +164,17 @@ def test_settings_name_every_placement():
 
 def test_no_adapter_needs_no_place():
     assert all(place({}, [0, 1], POINTS, {}) == {} for place in PLACEMENTS.values())
+
+
+def test_disjoint_subsets_take_the_heaviest_adapter_first():
+    adapters = dict.fromkeys("abcde", 8)
+    demand = {"a": 50.0, "b": 40.0, "c": 30.0, "d": 30.0, "e": 10.0}
+    table = disjoint_placement(adapters, ["x", "y"], EQUAL, demand)
+    assert table == {name: [(server, 1.0)] for name, server in zip("abcde", "xyyxy", strict=True)}
+
+
+def test_disjoint_subsets_keep_their_servers_when_the_heaviest_adapter_changes():
+    adapters = {"a": 8, "b": 8}
+    table = disjoint_placement(adapters, ["x", "y"], EQUAL, {"a": 50.0, "b": 40.0})
+    assert table == {"a": [("x", 1.0)], "b": [("y", 1.0)]}
+    assert disjoint_placement(adapters, ["x", "y"], EQUAL, {"a": 50.0, "b": 60.0}, table) == table

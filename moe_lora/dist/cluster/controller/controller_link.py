@@ -147,7 +147,7 @@ class ControllerLink:
             while True:
                 await asyncio.sleep(REPORT_S)
                 # While nobody listens what was counted is dropped: no later time step is to have it.
-                tokens = self._routes.meter.take()
+                tokens = {} if self._routes.meter is None else self._routes.meter.read()
                 visits = () if self.window is None else self.window.take()
                 now = self._peer, {one.name: one.incarnation for one in self._instance_registry.live}
                 if self._peer is not None and (tokens or visits or now != reported):

@@ -224,8 +224,8 @@ class FrontEndListener:
             self._changed.set()
         elif isinstance(message, FrontEndReport):
             session.instances = message.instances
-            for adapter, num_tokens in message.tokens.items():
-                self._controlled.routes.meter.add(adapter, num_tokens)
+            if self._controlled.routes.meter is not None:
+                self._controlled.routes.meter.add(message.tokens)
             window = self._controller.window
             if window is not None:
                 for event in message.visits:

@@ -24,9 +24,9 @@ from moe_lora.dist.cluster.fan_out import ask
 from moe_lora.dist.cluster.instances import Instance, InstanceRegistry
 from moe_lora.engine.client.client import CallableEngine, EngineClient
 from moe_lora.engine.client.messages import MoveOrder, RequestLoad
+from moe_lora.policies.answer_lengths import AnswerLengths
 from moe_lora.policies.migration import AdapterSize, MigrationPlan, MigrationProblem, ReplicaView, RequestView
 from moe_lora.policies.migration_triggers import (
-    AnswerLengths,
     DLoraMigration,
     MoveCost,
     ReplicaPressure,

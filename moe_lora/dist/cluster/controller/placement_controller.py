@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from moe_lora.config import EngineConfig, RoutingConfig
 from moe_lora.config.cluster import ClusterConfig
@@ -24,7 +23,7 @@ from moe_lora.dist.host_workers.profile import routed_host_start
 from moe_lora.engine.client.client import CallableEngine, EngineClient
 from moe_lora.policies.model_routing import CostModel
 from moe_lora.policies.routers import PhiRouting, RoutingContext, make_router
-from moe_lora.policies.routing import Router, TokenMeter
+from moe_lora.policies.routing import Router
 from moe_lora.policies.step_model import StepModel
 from moe_lora.provision.performance.operating_points import read_operating_points
 from moe_lora.provision.performance.performance_models import read_step_model
@@ -32,61 +31,12 @@ from moe_lora.provision.placement.burst_tolerance import DeviceMemory, place_and
 from moe_lora.provision.placement.placement import PLACEMENTS
 from moe_lora.provision.placement.placement_problem import PlacementQuality, placement_quality
 
-# Tokens per second of each adapter in the time step to come, from those of the steps before.
-#
-# `provision.online` counts requests over a sliding window for the cache's model; a placement is made once per
-# time step, from tokens.
+if TYPE_CHECKING:
+    from moe_lora.policies.demand import DemandMeter
 
-
-NUM_STEPS = 4
 SETTLE_S = 1.0
 """Instances that start together are placed on together."""
 _LOOK_S = 0.2
-
-
-class DemandHistory:
-    """The last num_steps time steps, and the line through them.
-
-    The forecast is the least-squares line at the next step, not below 0 and not above twice the most seen;
-    adapters whose demand did not change are forecast to have exactly it.  Adapters without any in all
-    these steps are forgotten.  Source: LoRAServe, Algorithm 1, lines 3-6, which leaves "extrapolate" open.
-    """
-
-    def __init__(self, num_steps: int = NUM_STEPS) -> None:
-        if num_steps < 1:
-            raise ValueError(
-                f"num_steps={num_steps} must be 1 or more; 1 is the last step's demand as it was"
-            )
-        self._steps: deque[dict[str, float]] = deque(maxlen=num_steps)
-
-    def observe(self, tokens: Mapping[str, float], length_s: float) -> None:
-        """The time step that has just ended.  Raises ValueError for a length of 0 or less."""
-        if not length_s > 0:
-            raise ValueError(f"length_s={length_s} must be positive")
-        self._steps.append({adapter: number / length_s for adapter, number in tokens.items()})
-
-    def forecast(self) -> dict[str, float]:
-        """Adapter -> tokens/s, of those that had any; empty before the first step."""
-        if not self._steps:
-            return {}
-        weights = _line_weights(len(self._steps))
-        last = self._steps[-1]
-        found = {}
-        for adapter in set().union(*self._steps):
-            rates = [step.get(adapter, 0.0) for step in self._steps]
-            here = last.get(adapter, 0.0)
-            # Weights sum to 1, so this is sum(weight · rate), without rounding where all rates are equal.
-            line = here + sum(weight * (rate - here) for weight, rate in zip(weights, rates, strict=True))
-            found[adapter] = min(max(0.0, line), 2.0 * max(rates))
-        return found
-
-
-def _line_weights(num: int) -> list[float]:
-    """Of the value at `num` of the least-squares line through values at 0, ..., num - 1."""
-    mean = (num - 1) / 2
-    spread = sum((place - mean) ** 2 for place in range(num)) or 1.0
-    return [1 / num + (num - mean) * (place - mean) / spread for place in range(num)]
-
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +59,7 @@ class PlacementController:
         config: RoutingConfig,
         client: FleetClient,
         router: PhiRouting,
-        meter: TokenMeter,
+        meter: DemandMeter,
         clock: Clock | None = None,
         pool: FleetPool | None = None,
         routes_by_table: bool = True,
@@ -130,7 +80,9 @@ class PlacementController:
         self._routes_by_table = routes_by_table
         self._meter = meter
         self._clock = clock or WallClock()
-        self._history = DemandHistory()
+        from moe_lora.policies.demand import DemandForecast  # no placement, no forecast
+
+        self._forecast = DemandForecast(config.demand_steps, config.demand_smoothing, config.demand_trend)
         self._step_s = self._clock.now_s()
         self._problem = LastProblem()
         self._preloaded: dict[int, list[str]] = {}
@@ -146,7 +98,7 @@ class PlacementController:
         if self._pool is not None:
             self._pool.want(self._router.table)
         self.demand = dict(demand)
-        self._history.observe(demand, 1.0)
+        self._forecast.observe(demand, 1.0)
 
     async def run(self) -> None:
         """Place once there are instances, without any demand yet, and then every interval, until cancelled.
@@ -177,9 +129,9 @@ class PlacementController:
 
     def _observe(self) -> None:
         now_s = self._clock.now_s()
-        tokens = self._meter.take()
+        tokens = self._meter.read()
         if now_s > self._step_s:
-            self._history.observe(tokens, now_s - self._step_s)
+            self._forecast.observe(tokens, now_s - self._step_s)
             self._step_s = now_s
 
     async def _replace(self) -> None:
@@ -193,7 +145,7 @@ class PlacementController:
             self._router.swap({})
             return
         points = self._points or dict.fromkeys(adapters.values(), 1.0)
-        demand = {name: rate for name, rate in self._history.forecast().items() if name in adapters}
+        demand = {name: rate for name, rate in self._forecast.read().items() if name in adapters}
         self.demand = demand
         before = self._router.table
         if self._config.placement == "burst_tolerance":
@@ -265,16 +217,17 @@ def _placed_on(stats: FleetStats) -> list[InstanceStats]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Routes:
-    """A router, and what the clients of instances have to tell: tokens and ranks of adapters.
+    """A router, and what the clients of instances have to tell: demand and ranks of adapters.
 
     table: which placements swap: the router, or of what was preloaded beside another router; None: there is
-    none.  steps: of the performance model; None: there is none.
+    none.  meter: of the demand, for a placement; None: there is no placement.  steps: of the performance
+    model; None: there is none.
     """
 
     config: RoutingConfig
     router: Router
     table: PhiRouting | None = None
-    meter: TokenMeter = field(default_factory=TokenMeter)
+    meter: DemandMeter | None = None
     ranks: dict[str, int] = field(default_factory=dict)
     steps: StepModel | None = None
 
@@ -287,7 +240,7 @@ class Routes:
         """The controller of the router's table; None where the settings ask for no placement, so that a table
         given beforehand stays.  Raises ConfigError."""
         table = self.table
-        if table is None or self.config.placement is None:
+        if table is None or self.meter is None:
             return None
         by_table = table is self.router
         return PlacementController(
@@ -329,7 +282,12 @@ def make_routes(cluster: ClusterConfig) -> Routes:
     table = router if isinstance(router, PhiRouting) else None
     if table is None and config.placement is not None:
         table = PhiRouting()
-    return Routes(config=config, router=router, table=table, ranks=ranks, steps=steps)
+    meter = None
+    if config.placement is not None:
+        from moe_lora.policies.demand import DemandMeter
+
+        meter = DemandMeter(config.mean_output_tokens)
+    return Routes(config=config, router=router, table=table, meter=meter, ranks=ranks, steps=steps)
 
 
 def _weights(engine: EngineConfig) -> str | None:

@@ -191,7 +191,7 @@ def test_what_is_preloaded_follows_the_devices_memory_and_the_load():
         await controller.step()
         assert [engine.preloaded for engine in engines] == [[("c",)], [("a", "b")]]
         clock.advance(10.0)
-        routes.meter.add("c", 100)
+        routes.meter.add({"c": 100})
         await controller.step()  # only c has load: it goes where there is most room, then everywhere
         assert [engine.preloaded[1:] for engine in engines] == [[("c",)], [("c",)]]
         engines[1] = again = Small(320)

@@ -1,0 +1,36 @@
+"""How long an answer is expected to be, from the answers before it."""
+
+from __future__ import annotations
+
+FIRST_TOKENS = 128.0
+"""Of an answer, before any answer was seen."""
+
+
+class AnswerLengths:
+    """Running mean of each adapter's answers: how long a request is expected to run.
+
+    expected = (PRIOR · prior_tokens + tokens of the adapter's answers) / (PRIOR + number of these answers).
+    Source: L_i of dLoRA table 1, the mean of the adapter's requests.
+    """
+
+    PRIOR = 8.0
+    """Answers that the prior counts as."""
+
+    def __init__(self, prior_tokens: float = FIRST_TOKENS) -> None:
+        self._prior_tokens = prior_tokens
+        self._tokens: dict[str | None, int] = {}
+        self._num: dict[str | None, int] = {}
+
+    def note(self, adapter: str | None, num_tokens: int) -> None:
+        """An answer has ended."""
+        self._tokens[adapter] = self._tokens.get(adapter, 0) + num_tokens
+        self._num[adapter] = self._num.get(adapter, 0) + 1
+
+    def expected(self, adapter: str | None, prior_tokens: float | None = None) -> float:
+        """Tokens of the adapter's next answer.  prior_tokens: None: the constructor's."""
+        prior = self.PRIOR * (self._prior_tokens if prior_tokens is None else prior_tokens)
+        return (prior + self._tokens.get(adapter, 0)) / (self.PRIOR + self._num.get(adapter, 0))
+
+    def left(self, adapter: str | None, num_so_far: int, num_most: int) -> float:
+        """Tokens that an answer of so many is expected to gain; 1 at least, and none over its limit."""
+        return max(1.0, min(self.expected(adapter), num_most) - num_so_far)
