@@ -103,8 +103,7 @@ class FleetClient:
                 attempt, resumable.next = resumable.next, None
                 if attempt is None:
                     instance, trial = await self._choose(resumable)
-                    if resumable.aborted:
-                        self._release(trial)
+                    if instance is None:
                         break
                     attempt = Attempt(instance, self._continued(resumable), limit)
                     if left is not None:
@@ -145,12 +144,18 @@ class FleetClient:
             del self._running[request.request_id]
             await self._end_move(resumable)
 
-    async def _choose(self, resumable: ResumableRequest) -> tuple[Instance, Trial | None]:
-        """The next instance; waits while the adapter may have ended one (see `Suspects.admit`)."""
+    async def _choose(self, resumable: ResumableRequest) -> tuple[Instance | None, Trial | None]:
+        """The next instance; waits while the adapter may have ended one (see `Suspects.admit`).
+
+        None: the request was aborted meanwhile.
+        """
         suspects, adapter = self._instance_registry.suspects, resumable.request.adapter
         if not suspects or adapter is None:
             return self._next_instance(resumable), None
-        trial = await suspects.admit(adapter)
+        trial = await suspects.admit(adapter, lambda: resumable.aborted)
+        if resumable.aborted:
+            self._release(trial)
+            return None, None
         try:
             instance = self._next_instance(resumable)
         except BaseException:
@@ -317,6 +322,8 @@ class FleetClient:
         resumable = self._running.get(request_id)
         if resumable is not None:
             resumable.aborted = True
+            if self._instance_registry.suspects:
+                self._instance_registry.suspects.wake()
             attempt = resumable.attempt
             if attempt is not None:
                 await attempt.abort()

@@ -71,7 +71,7 @@ class Suspects:
             )
             if num_deaths > (MOST_DEATHS if trial.adapter in self._proven else 1):
                 self._refuse(trial.adapter, instance)
-                self._change()
+                self.wake()
                 return  # the others ran beside it
         for name in sorted(adapters - self._refused.keys()):
             self._suspects.setdefault(name, _Suspect()).instances.append(instance)
@@ -93,7 +93,7 @@ class Suspects:
         """The adapter was loaded anew, or unloaded: nothing is known against what the name means now."""
         self._proven.discard(adapter)
         if self._refused.pop(adapter, None) is not None or self._suspects.pop(adapter, None) is not None:
-            self._change()
+            self.wake()
 
     def problem(self, adapter: str) -> str | None:
         """Why requests of the adapter are refused; None: they are not."""
@@ -104,8 +104,10 @@ class Suspects:
         """A copy: the refused adapters and the reasons."""
         return dict(self._refused)
 
-    async def admit(self, adapter: str) -> Trial | None:
+    async def admit(self, adapter: str, is_aborted: Callable[[], bool] = lambda: False) -> Trial | None:
         """Return when a request of the adapter may be sent; a Trial if it is the one that shows.
+
+        is_aborted: ends the wait after a `wake`.
 
         An adapter without a token waits up to ALONE_S for a second live instance, if there are several: a
         trial must not take the last one from all other requests.
@@ -113,7 +115,7 @@ class Suspects:
         """
         began_s = time.monotonic()
         with move_on_after(WAIT_S):
-            while True:
+            while not is_aborted():
                 problem = self._refused.get(adapter)
                 if problem is not None:
                     raise AdapterFailedError(problem)
@@ -124,7 +126,7 @@ class Suspects:
                     return self._trial
                 with move_on_after(_LOOK_S):  # instances come and go without a word here
                     await self._changed.wait()
-        if adapter in self._proven:
+        if is_aborted() or adapter in self._proven:
             return None  # other trials took the time
         where = self._suspects[adapter].instances[-1] if adapter in self._suspects else "an instance"
         raise EngineDeadError(
@@ -141,7 +143,7 @@ class Suspects:
         """The trial's request has ended, or goes on elsewhere: the next suspect has its turn."""
         if self._trial is trial:
             self._trial = None
-            self._change()
+            self.wake()
 
     def _refuse(self, adapter: str, instance: str) -> None:
         before = self._suspects.pop(adapter, _Suspect()).instances
@@ -151,6 +153,7 @@ class Suspects:
         )
         logger.error(self._refused[adapter])
 
-    def _change(self) -> None:
+    def wake(self) -> None:
+        """Have all requests that wait look again."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -491,3 +491,52 @@ def test_a_request_whose_move_off_a_drained_instance_failed_is_moved_once_more_a
         assert len([output async for output in stream]) == 7
 
     asyncio.run(run())
+
+
+def test_abort_of_a_request_that_waits_for_a_trial_ends_it_at_once(monkeypatch):
+    monkeypatch.setattr("moe_lora.dist.cluster.suspects._LOOK_S", 1000.0)
+
+    async def run() -> None:
+        engines = [CountingEngine(adapters={"a": "a"}) for _ in range(2)]
+        fleet = fleet_of(*engines)
+        suspects = fleet._instance_registry.suspects
+        suspects.note_death("0", frozenset({"a"}))
+        trial = await suspects.admit("a")
+        assert trial is not None
+        waiting = [asyncio.create_task(all_of(fleet.generate(ask(name, "a")))) for name in ("first", "last")]
+        await asyncio.sleep(0.05)
+        await fleet.abort("first")
+        [output] = await asyncio.wait_for(waiting[0], PATIENCE_S)
+        assert output.finish_reason == "abort"
+        assert not waiting[1].done()
+        assert list(fleet._running) == ["last"]
+        suspects.release(trial)
+        outputs = await asyncio.wait_for(waiting[1], PATIENCE_S)
+        assert outputs[-1].finish_reason == "length"
+        assert not suspects, "the last request was the trial"
+        assert not any("first" in request.request_id for engine in engines for request in engine.requests)
+
+    asyncio.run(run())
+
+
+def test_client_that_leaves_as_its_trial_begins_leaves_the_trial_to_the_next():
+    async def run() -> None:
+        engine = CountingEngine(adapters={"a": "a"})
+        fleet = fleet_of(engine, CountingEngine(adapters={"a": "a"}))
+        suspects = fleet._instance_registry.suspects
+        suspects.note_death("0", frozenset({"a"}))
+        trial = await suspects.admit("a")
+        assert trial is not None
+        leaving = asyncio.create_task(all_of(fleet.generate(ask("leaving", "a"))))
+        await asyncio.sleep(0.05)
+        suspects.release(trial)  # the waiting request is the next trial, and is aborted before it runs
+        await fleet.abort("leaving")
+        assert [one.finish_reason for one in await leaving] == ["abort"]
+        assert await tokens_of(fleet, ask("next", "a")) == list(range(2, 10))
+        assert not suspects
+
+    asyncio.run(run())
+
+
+async def all_of(outputs: AsyncIterator[TokenOutput]) -> list[TokenOutput]:
+    return [output async for output in outputs]
