@@ -103,10 +103,8 @@ class FleetAdapters:
             return info
 
     async def _is_unavailable(self, name: str) -> bool:
-        """Whether some instance can't serve the adapter, or requests of it are refused here."""
+        """Whether some instance can't serve the adapter."""
         registry = self._instance_registry
-        if registry.suspects.problem(name) is not None:
-            return True
         answers, _ = await ask(registry, registry.live, lambda client: client.list_adapters())
         infos = chain.from_iterable(infos for _, infos in answers)
         return any(info.name == name and info.residency == "unavailable" for info in infos)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from anyio import move_on_after
 
@@ -36,13 +36,6 @@ class Trial:
     instance: str = ""
 
 
-@dataclass
-class _Suspect:
-    """instances: that died with this adapter in their notes."""
-
-    instances: list[str] = field(default_factory=list)
-
-
 class Suspects:
     """The suspects of one front end; belongs to its event loop.
 
@@ -52,7 +45,8 @@ class Suspects:
     def __init__(self, num_live: Callable[[], int], num_known: Callable[[], int]) -> None:
         self._num_live = num_live
         self._num_known = num_known
-        self._suspects: dict[str, _Suspect] = {}
+        self._suspects: dict[str, list[str]] = {}
+        """By adapter: the instances that died with the adapter in their notes."""
         self._refused: dict[str, str] = {}
         self._proven: set[str] = set()
         self._trial: Trial | None = None
@@ -66,15 +60,13 @@ class Suspects:
         trial = self._trial
         if trial is not None and trial.adapter in adapters and trial.instance == instance:
             self._trial = None
-            num_deaths = (
-                len(self._suspects[trial.adapter].instances) + 1 if trial.adapter in self._suspects else 1
-            )
+            num_deaths = len(self._suspects.get(trial.adapter, ())) + 1
             if num_deaths > (MOST_DEATHS if trial.adapter in self._proven else 1):
                 self._refuse(trial.adapter, instance)
                 self.wake()
                 return  # the others ran beside it
         for name in sorted(adapters - self._refused.keys()):
-            self._suspects.setdefault(name, _Suspect()).instances.append(instance)
+            self._suspects.setdefault(name, []).append(instance)
         if adapters:
             logger.warning(
                 "instance %s died at work for %s; their requests go on one adapter at a time",
@@ -92,8 +84,9 @@ class Suspects:
     def forget(self, adapter: str) -> None:
         """The adapter was loaded anew, or unloaded: nothing is known against what the name means now."""
         self._proven.discard(adapter)
-        if self._refused.pop(adapter, None) is not None or self._suspects.pop(adapter, None) is not None:
-            self.wake()
+        self._refused.pop(adapter, None)
+        self._suspects.pop(adapter, None)
+        self.wake()
 
     def problem(self, adapter: str) -> str | None:
         """Why requests of the adapter are refused; None: they are not."""
@@ -128,7 +121,7 @@ class Suspects:
                     await self._changed.wait()
         if is_aborted() or adapter in self._proven:
             return None  # other trials took the time
-        where = self._suspects[adapter].instances[-1] if adapter in self._suspects else "an instance"
+        where = self._suspects[adapter][-1] if adapter in self._suspects else "an instance"
         raise EngineDeadError(
             f"adapter {adapter!r} may have ended instance {where}, and other adapters were tried before it "
             f"for {WAIT_S:.0f} s; send the request again"
@@ -146,7 +139,7 @@ class Suspects:
             self.wake()
 
     def _refuse(self, adapter: str, instance: str) -> None:
-        before = self._suspects.pop(adapter, _Suspect()).instances
+        before = self._suspects.pop(adapter, [])
         self._refused[adapter] = (
             f"adapter {adapter!r} is unavailable: instances {', '.join([*before, instance])} died while they "
             "loaded or computed it; load it again once that is mended"

@@ -182,3 +182,17 @@ def test_trial_of_an_adapter_that_is_loaded_anew_meanwhile_ends_with_its_token()
         assert (await fleet.try_at("b", "1")).adapter == "b"
 
     asyncio.run(run())
+
+
+def test_forgotten_adapter_is_neither_refused_nor_a_suspect():
+    async def run() -> None:
+        fleet = Fleet()
+        fleet.die("0", "a")
+        await fleet.try_at("a", "1")
+        fleet.die("1", "a")
+        fleet.suspects._suspects["a"] = ["2"]  # noted by a death that was read late
+        fleet.suspects.forget("a")
+        assert not fleet.suspects
+        assert await fleet.suspects.admit("a") is None
+
+    asyncio.run(run())
