@@ -39,7 +39,7 @@ from moe_lora.engine.client.messages import (
 from moe_lora.engine.client.step_notes import ReadNotes
 
 from .health import HealthMonitor
-from .instances import Instance, InstanceRegistry, Served, ServedVersion
+from .instances import Instance, InstanceRegistry, Served, ServedVersion, reason
 
 # An engine that was away gets the adapters that the others serve.
 
@@ -53,10 +53,11 @@ async def catch_up(
     have: dict[str, ServedVersion],
     missing: set[str],
     pool: PoolDirectory | None = None,
+    problems: dict[str, str] | None = None,
 ) -> None:
     """Load, unload and pin until the engine has what is `served`; what fails is noted as missing.
 
-    pool: where adapters are held; None: the engine reads them all.
+    pool: where adapters are held; None: the engine reads them all.  problems: filled with the reasons.
     """
     for name in [name for name in have if name not in served]:
         if name not in missing:
@@ -91,6 +92,8 @@ async def catch_up(
                 with suppress(AdapterNotFoundError):  # a pool that found no bytes took it away
                     await client.ask("unload_adapter", name)
             missing.add(name)
+            if problems is not None:
+                problems[name] = reason(error)
         have[name] = replace(adapter, content_hash=content_hash)
 
 
@@ -145,12 +148,13 @@ class CatchUp:
     async def __call__(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
         registry = self._instance_registry
         have, missing = await held_by(client, registry.pool), set[str]()
+        instance.problems = {}
         if self._recovering:
             registry.recover(Served.of(have))
             await registry.at_rest()
             have = await held_by(client, registry.pool)  # those that start together are given some meanwhile
         while not await registry.join(instance, client, have, missing, incarnation):
-            await catch_up(client, registry.adapters, have, missing, registry.pool)
+            await catch_up(client, registry.adapters, have, missing, registry.pool, instance.problems)
         order = registry.drains.orders.get(instance.name)
         if order is not None:  # its process may be younger than that
             await client.ask("remember_drain", order)

@@ -368,7 +368,8 @@ class FleetClient:
         served = self._instance_registry.adapters
         infos = {info.name: info for info in merge_adapters(infos for _, infos in answers)}
         for name in served.keys() - infos.keys():
-            infos[name] = _unavailable(name, served[name])
+            problem = self._instance_registry.problem(name)
+            infos[name] = replace(_unavailable(name, served[name]), problem=problem)
         for name in served.keys() & infos.keys():
             infos[name] = replace(infos[name], version=served[name].version)
         for name, problem in self._instance_registry.suspects.refused.items():

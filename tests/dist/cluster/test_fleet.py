@@ -299,7 +299,10 @@ def test_adapter_missing_everywhere_is_named_until_it_is_loaded_or_unloaded():
         fleet = fleet_client(instance_registry, LeastOutstanding())
         for instance in instance_registry.instances:
             instance.missing.add("a")
-        with pytest.raises(EngineDeadError, match="'a' is unavailable"):
+            instance.problems["a"] = "its rank is too large"
+        [info] = await fleet.list_adapters()
+        assert (info.residency, info.problem) == ("unavailable", "its rank is too large")
+        with pytest.raises(EngineDeadError, match="'a' is unavailable: its rank is too large"):
             await tokens_of(fleet, ask(adapter="a"))
         await fleet.load_adapter("a", "q", replace=True)
         assert await tokens_of(fleet, ask(adapter="a")) == list(range(2, 10))
@@ -308,6 +311,20 @@ def test_adapter_missing_everywhere_is_named_until_it_is_loaded_or_unloaded():
         await fleet.unload_adapter("a")
         with pytest.raises(AdapterNotFoundError):
             await tokens_of(fleet, ask(adapter="a"))
+
+    asyncio.run(run())
+
+
+def test_an_adapter_that_no_instance_could_load_can_be_unloaded():
+    async def run() -> None:
+        instance_registry = InstanceRegistry([CountingEngine(), CountingEngine()], [("a", "p")])
+        fleet = fleet_client(instance_registry, LeastOutstanding())
+        for instance in instance_registry.instances:
+            instance.missing.add("a")
+        await fleet.unload_adapter("a")
+        assert await fleet.list_adapters() == []
+        with pytest.raises(AdapterNotFoundError):
+            await fleet.unload_adapter("a")
 
     asyncio.run(run())
 
