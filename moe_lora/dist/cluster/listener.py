@@ -238,8 +238,8 @@ class DialledClient(CallableEngine):
 
     Belongs to the event loop of its connection.  hearing: what its beats tell.  on_beat: called with each.
     on_move: called with orders to move a request that came over this connection.  on_death: called with the
-    adapters in the engine's notes when it died.  max_unread: items of a request that may wait to be taken.
-    notes: where the engine's notes are.
+    adapters in the engine's notes when it died, and the notes.  max_unread: items of a request that may wait
+    to be taken.  notes: where the engine's notes are.
     """
 
     ended: asyncio.Event
@@ -254,7 +254,7 @@ class DialledClient(CallableEngine):
         self.hearing = Hearing()
         self.on_beat: Callable[[Beat], None] = lambda beat: None
         self.on_move: Callable[[Move], None] = lambda move: None
-        self.on_death: Callable[[frozenset[str]], None] = lambda adapters: None
+        self.on_death: Callable[[frozenset[str], ReadNotes], None] = lambda adapters, notes: None
         self._peer = peer
         self._streams: dict[str, _Stream] = {}
         self._dead: EngineDeadError | None = None
@@ -285,7 +285,7 @@ class DialledClient(CallableEngine):
                 self._peer.end("the engine has failed")
         self._dead = EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
         if failed or self._peer.cut:
-            self.on_death(self._notes.adapters())
+            self.on_death(self._notes.adapters(), self._notes)
         for stream in self._streams.values():
             stream.put(self._dead)
         self._streams.clear()

@@ -162,7 +162,7 @@ class FleetClient:
             self._release(trial)
             raise
         if trial is not None:
-            trial.instance = instance.name
+            suspects.start(trial, instance.name)
         return instance, trial
 
     def _release(self, trial: Trial | None) -> None:
