@@ -44,7 +44,7 @@ INTERRUPTED = 130
 
 @contextmanager
 def _quiet_end() -> Iterator[None]:
-    """End the command with OUTPUT_CLOSED once the reader of its output is gone."""
+    """End the command with OUTPUT_CLOSED if the output's reader is gone."""
     try:
         yield
     except BrokenPipeError:

@@ -126,7 +126,7 @@ class ClusterConfig:
 
     @property
     def serves_whole_registry(self) -> bool:
-        """Whether adapters come from a registry without anyone naming each."""
+        """True if the registry's adapters are served without a list of names."""
         return self.registry is not None and self.registry.adapters is None
 
     @property

@@ -198,9 +198,9 @@ class EngineCore:
         self._scheduler.advance(item for item in plan if self._goes_on(item.sequence))
 
     def _complete(self, step: StepUnderWay, plan: SequenceOf[Scheduled[Sequence]]) -> list[TokenOutput]:
-        """Read a step's tokens before it counts.
+        """Read a step's tokens before the step counts.
 
-        Requests whose deltas no host worker could compute gain nothing: they compute this again.
+        Requests without deltas from a host gain nothing, and compute the tokens again.
         """
         drawn = list(zip(step.sequences, *step.drawn.read(), strict=True))
         host = self._adapters.store.host

@@ -188,9 +188,9 @@ class Merging:
         )
 
     def _restore(self, adapter: AdapterVersion, error: Exception) -> None:
-        """After an error while the adapter was merged or taken out: the original weights, on all ranks.
+        """Have all ranks restore the original weights, after an error of this adapter.
 
-        Raises `error` if they can't be had.
+        Raises `error` if the weights can't be restored.
         """
         carried, self._carried, self._num_in = self._carried, None, 0
         if carried is not None:
@@ -257,7 +257,7 @@ class Merging:
         self._swap_s += self._clock.now_s() - start_s
 
     def _advance(self, target: AdapterVersion | None, budget: float) -> float | None:
-        """One change towards the target; its bytes, None if there is none to make now."""
+        """Make one change towards the target; returns its bytes, None without a change to make."""
         if self._carried is not None and self._carried is not target:
             return self._take_out(budget) if self._adapters.take_lease_again(self._carried) else None
         if self._carried is None and target is not None:

@@ -159,7 +159,7 @@ class WeightMerge:
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """W as it was, bit for bit, whatever is folded in; pieces that failed half-way included."""
+        """Write all original bytes back, also of pieces with a half-way failure."""
         for (piece, entry), original in self._originals.items():
             self._rows(piece, entry).copy_(original)
         self.merged[:] = False
@@ -209,7 +209,7 @@ class WeightMerge:
                     yield entry, module, self._rows(piece, entry)
 
     def _rows(self, piece: tuple[int, int], entry: int) -> torch.Tensor:
-        """The rows of the weight that an entry of an adapter changes."""
+        """Rows of the weight for an entry of an adapter."""
         site, weight = self.shape.sites[piece[1]], self._weights[piece]
         expert, module = divmod(entry - site.entry_base, len(site.modules))
         matrix = weight[expert - self.experts.start] if site.num_experts else weight

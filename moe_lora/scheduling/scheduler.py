@@ -367,8 +367,8 @@ class Scheduler(Generic[Sequence]):
         return False
 
     def _look_at_adapters(self) -> None:
-        """Put back sequences whose adapter could not be loaded, prompts that no host computes any more, and
-        loading ones whose history is lost; note loads that ended.
+        """Put back sequences whose adapter could not be loaded, prompts without a host, and loading ones
+        with a lost history; note loads that ended.
         """
         for where in (self.running, self.loading):
             for sequence in [one for one in where if one.cold_tokens or where is self.loading]:

@@ -40,7 +40,7 @@ class FleetAdapters:
 
     @property
     def devices(self) -> set[str]:
-        """Of all instances that dialled in."""
+        """Devices of all instances."""
         return {device for instance in self._instance_registry.instances for device in instance.devices}
 
     async def load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
@@ -54,7 +54,7 @@ class FleetAdapters:
     async def unload_adapter(self, name: str) -> None:
         """Refuse new requests for `name` everywhere; returns when the last instance has freed it.
 
-        Raises AdapterNotFoundError for a name that is not served.
+        Raises AdapterNotFoundError for an unserved name.
         """
         await self._alone(name, self._unload(name))
 

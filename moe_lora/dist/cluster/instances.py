@@ -51,9 +51,9 @@ class ServedVersion:
 
 @dataclass(frozen=True)
 class Holding:
-    """That an instance holds all that is served but `missing`.
+    """An instance holds all served adapters but `missing`.
 
-    problems: why it does not, by name, as far as known.  incarnation: see `messages.Hello`.
+    problems: known reasons by name.  incarnation: see `messages.Hello`.
     """
 
     incarnation: str | None
@@ -111,7 +111,7 @@ class Served:
 
 
 def reason(error: Exception) -> str:
-    """What clients are told of a failed load: the project's own words, else the type alone."""
+    """A failed load in words for clients: the project's message, else the error's type."""
     return str(error) if isinstance(error, MoeLoraError) else type(error).__name__
 
 
@@ -247,7 +247,7 @@ class InstanceRegistry:
         raise EngineDeadError(f"no LLM instance is running: {self._absence()}")
 
     def problem(self, adapter: str) -> str:
-        """Why no live instance has the adapter."""
+        """The reason for the adapter's absence from the live instances."""
         reasons = (one.problems.get(adapter) for one in self.live if adapter in one.missing)
         return next(filter(None, reasons), "its files are damaged or not those that were loaded")
 

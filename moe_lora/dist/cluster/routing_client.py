@@ -145,7 +145,7 @@ class FleetClient:
             await self._end_move(resumable)
 
     async def _choose(self, resumable: ResumableRequest) -> tuple[Instance | None, Trial | None]:
-        """The next instance; waits while the adapter may have ended one (see `Suspects.admit`).
+        """Return the next instance, after a suspect's wait (see `Suspects.admit`).
 
         None: the request was aborted meanwhile.
         """

@@ -35,7 +35,7 @@ _PROVEN = "proven"
 
 @dataclass(eq=False)
 class Trial:
-    """One request of a suspect, and the instance that computes it.  notes: locked for it."""
+    """One request of a suspect, and its instance.  notes: locked for the trial."""
 
     adapter: str
     notes: Sequence[ReadNotes] = ()
@@ -85,7 +85,7 @@ class Suspects:
             )
 
     def _tried_at(self, instance: str, adapters: frozenset[str]) -> tuple[str | None, bool]:
-        """The suspect whose trial the dead instance computed, for any front end; whether it had tokens."""
+        """Return the suspect on trial at the dead instance, for any front end; True if it had tokens."""
         trial = self._trial
         if trial is not None and trial.adapter in adapters and trial.instance == instance:
             self._trial = None
@@ -99,7 +99,7 @@ class Suspects:
         return None, False
 
     def start(self, trial: Trial, instance: str) -> None:
-        """The trial's request goes to this instance."""
+        """Note the instance of the trial's request."""
         trial.instance = instance
         words = (trial.adapter, instance, *([_PROVEN] if trial.adapter in self._proven else ()))
         for notes in trial.notes:
@@ -169,7 +169,7 @@ class Suspects:
         return self._num_live() >= least
 
     def _locked(self, adapter: str) -> Trial | None:
-        """A trial of the adapter; None while another front end of this host has one."""
+        """Return a trial of the adapter; None while another front end of this host has a trial."""
         trial = Trial(adapter, tuple(self._notes.get(adapter, ())))
         for number, notes in enumerate(trial.notes):
             if not notes.try_lock():
@@ -196,6 +196,6 @@ class Suspects:
         logger.error(self._refused[adapter])
 
     def wake(self) -> None:
-        """Have all requests that wait look again."""
+        """Have all waiting requests look again."""
         self._changed.set()
         self._changed = asyncio.Event()

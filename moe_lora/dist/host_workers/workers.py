@@ -134,10 +134,10 @@ class HostWorkers:
         return [link.pid for link in self.links.values()]
 
     def failures(self) -> dict[int, Exception]:
-        """Errors by `content_number` since the last call: neither a worker nor the engine could compute rows
-        of these adapters, so their rows of the step are wrong.  Without a stream the step raises instead.
+        """Return errors by `content_number` since the last call.
 
-        Call it once the device has ended the step.
+        No worker and not the engine computed rows of these adapters: the rows of the step are wrong.  Without
+        a stream the step raises instead.  Call this after the device has ended the step.
         """
         return self.backend.failures() if isinstance(self.backend, StreamBackend) else {}
 

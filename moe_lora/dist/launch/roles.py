@@ -209,7 +209,7 @@ def serve_instance(
         contents_dir=contents,
         # A bad folder keeps no instance from starting: the controller has it brought, or marks the adapter.
         # Only who starts a server with instances of its own is told.
-        # Adapters of a registry that nobody named are no reason to end either.
+        # Unnamed adapters of a registry are no reason to end either.
         leave_out_bad=cluster.controller is not None or starts != 0 or cluster.serves_whole_registry,
     )
     os.environ.update(worker_environment(config.threads_per_process))

@@ -149,7 +149,7 @@ class AdapterStore:
         return self.host is not None and content_hash not in self._without_host
 
     def stop_host(self, content_hash: str) -> None:
-        """Keep a kept adapter from host workers, which failed at it, until its next load from a file."""
+        """Keep an adapter from host workers after a failure, until the next load from a file."""
         self._without_host.add(content_hash)
 
     def counters(self) -> dict[str, int]:

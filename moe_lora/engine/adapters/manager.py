@@ -195,9 +195,9 @@ class AdapterManager:
         return readiness
 
     def stop_host(self, failed: Mapping[int, Exception]) -> set[AdapterVersion]:
-        """Have requests of these adapters wait for the device, for host workers failed at them.
+        """Have requests of failed adapters wait for the device.
 
-        failed: errors by content number.  Returns their versions.
+        failed: errors of host workers by content number.  Returns the versions of these adapters.
         """
         if not failed:
             return set()

@@ -2,8 +2,8 @@
 
 An engine notes the adapters of its next step, and of loads under way, in memory that outlives the process as
 long as a reader has the memory open.  A front end opens it when the engine dials in.  After the death the
-front ends of the host share the memory: its lock admits one trial of a noted adapter at a time, and it says
-which (`dist.cluster.suspects`).
+front ends of the host share the memory.  Its lock admits one trial of a noted adapter at a time, and the
+memory names the trial (`dist.cluster.suspects`).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ReadNotes:
         self._memory = None if self._file is None else mmap.mmap(self._file.fileno(), 0)
 
     def try_lock(self) -> bool:
-        """Acquire the notes for a trial; False if another front end of the host has them."""
+        """Acquire the notes for a trial; False if another front end of the host has a trial."""
         if self._file is not None:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,13 +117,13 @@ class ReadNotes:
         return True
 
     def unlock(self) -> None:
-        """Release the notes; the end of this process does so too."""
+        """Release the notes, as the end of this process does."""
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     @property
     def trial(self) -> tuple[str, ...]:
-        """The words of the last trial; (): none, or it has ended well."""
+        """Words of the last trial; (): no trial, or a good end."""
         if self._memory is None:
             return ()
         (length,) = _LENGTH.unpack_from(self._memory, _TRIAL_START)

@@ -89,7 +89,7 @@ class ControlledFleet:
     async def start_together(self, num_instances: int, adapters: Sequence[tuple[str, str]]) -> None:
         """Return when that many instances, with these adapters from the start, are in routing.
 
-        Raises AdapterError if one of them lacks an adapter, unless the registry has it and nobody named it.
+        Raises AdapterError if an instance lacks an adapter, except optional adapters of the registry.
         """
         registry, served = self.instance_registry, self.controller.registry
         optional = frozenset[str]() if served is None else served.optional

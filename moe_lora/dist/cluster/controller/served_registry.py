@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedRegistry:
-    """A registry and the hash of the base model that is served.
+    """A registry and the hash of the served base model.
 
-    root, max_lora_rank: as in `EngineConfig`.  optional: adapters of the start that nobody named: an unfit
-    one is unavailable, and the server starts.
+    root, max_lora_rank: as in `EngineConfig`.  optional: adapters without a name in the settings.  The server
+    starts with an unfit optional adapter, as unavailable.
     """
 
     registry: Registry

@@ -173,7 +173,7 @@ class PoolDirectory:
     ) -> None:
         """Divide adapters over engines that have none yet: each is read from disk by its holders alone.
 
-        Raises what keeps one of them from being served; an optional one is left out.
+        Raises the error of a failed load; an optional adapter is left out.
         """
         lost = set[str]()
         sizes = {name: _file_bytes(path) for name, path in adapters}
