@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 
 import pytest
 
@@ -10,6 +11,7 @@ from moe_lora import LLM
 from moe_lora.engine.merged_weights import MergedWeights, RoundingErrors
 from moe_lora.models.weight_merge import WeightMerge
 from moe_lora.policies.merging import MergedOnly
+from tests.engine.test_host_assisted import lora_server
 from tests.engine.test_merging import GREEDY, EveryMode, ask, expected_of, start, use
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 
@@ -150,6 +152,20 @@ def test_merge_that_fails_on_rank_0_is_undone_on_all_ranks(served, monkeypatch):
         half_written(monkeypatch, "fold_in", 3)  # of this process alone
         assert ask(llm, model) == expected_of(model)
         assert ask(llm, model) == expected_of(model)
+        assert llm.stats().merges > 0
+
+
+@pytest.mark.parametrize("name", ["fold_in", "take_out"])
+def test_beside_a_lora_server_a_failed_merge_leaves_deltas_to_the_server(name, served, monkeypatch):  # noqa: F811
+    model = served("llama")
+    use(monkeypatch, EveryMode(2))
+    with ExitStack() as ends:
+        server, _ = ends.enter_context(lora_server(model, sites="all", num_ranks=1))
+        llm = ends.enter_context(start(model, lora_server=server, num_threads=1))
+        calls = half_written(monkeypatch, name, 2)
+        for _ in range(2):
+            assert ask(llm, model) == expected_of(model)
+        assert len(calls) > 2
         assert llm.stats().merges > 0
 
 
