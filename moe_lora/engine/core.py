@@ -205,7 +205,8 @@ class EngineCore:
         drawn = list(zip(step.sequences, *step.drawn.read(), strict=True))
         host = self._adapters.store.host
         spoilt = self._adapters.stop_host({} if host is None else host.failures())
-        self._account([item for item in plan if item.sequence.adapter not in spoilt])
+        if computed := [item for item in plan if item.sequence.adapter not in spoilt]:
+            self._account(computed)
         return [self._take(*gain) for gain in drawn if gain[0].adapter not in spoilt]
 
     def _run_apart(self, plan: SequenceOf[Scheduled[Sequence]], error: Exception) -> list[TokenOutput]:
