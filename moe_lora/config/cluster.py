@@ -129,6 +129,11 @@ class ClusterConfig:
                 _check_free(place, address, first.get(parse_address(place, address), place))
 
     @property
+    def serves_whole_registry(self) -> bool:
+        """True if the registry's adapters are served without a list of names."""
+        return self.registry is not None and self.registry.adapters is None
+
+    @property
     def provisioning(self) -> ProvisionConfig | None:
         """How the load on adapters is watched; None: it is not."""
         return self.provision or (None if self.lora_server is None else ProvisionConfig())

@@ -109,8 +109,7 @@ class FleetClient:
                 attempt, resumable.next = resumable.next, None
                 if attempt is None:
                     instance, trial = await self._choose(resumable)
-                    if resumable.aborted:
-                        self._release(trial)
+                    if instance is None:
                         break
                     attempt = Attempt(instance, self._continued(resumable), limit)
                     if left is not None:
@@ -156,19 +155,25 @@ class FleetClient:
         if self._rank_aware is not None and resumable.delivered:
             self._rank_aware.note_answer(len(resumable.delivered))
 
-    async def _choose(self, resumable: ResumableRequest) -> tuple[Instance, Trial | None]:
-        """The next instance; waits while the adapter may have ended one (see `Suspects.admit`)."""
+    async def _choose(self, resumable: ResumableRequest) -> tuple[Instance | None, Trial | None]:
+        """Return the next instance, after a suspect's wait (see `Suspects.admit`).
+
+        None: the request was aborted meanwhile.
+        """
         suspects, adapter = self._instance_registry.suspects, resumable.request.adapter
         if not suspects or adapter is None:
             return self._next_instance(resumable), None
-        trial = await suspects.admit(adapter)
+        trial = await suspects.admit(adapter, lambda: resumable.aborted)
+        if resumable.aborted:
+            self._release(trial)
+            return None, None
         try:
             instance = self._next_instance(resumable)
         except BaseException:
             self._release(trial)
             raise
         if trial is not None:
-            trial.instance = instance.name
+            suspects.start(trial, instance.name)
         return instance, trial
 
     def _release(self, trial: Trial | None) -> None:
@@ -328,6 +333,8 @@ class FleetClient:
         resumable = self._running.get(request_id)
         if resumable is not None:
             resumable.aborted = True
+            if self._instance_registry.suspects:
+                self._instance_registry.suspects.wake()
             attempt = resumable.attempt
             if attempt is not None:
                 await attempt.abort()
@@ -372,7 +379,8 @@ class FleetClient:
         served = self._instance_registry.adapters
         infos = {info.name: info for info in merge_adapters(infos for _, infos in answers)}
         for name in served.keys() - infos.keys():
-            infos[name] = _unavailable(name, served[name])
+            problem = self._instance_registry.problem(name)
+            infos[name] = replace(_unavailable(name, served[name]), problem=problem)
         for name in served.keys() & infos.keys():
             infos[name] = replace(infos[name], version=served[name].version)
         for name, problem in self._instance_registry.suspects.refused.items():

@@ -208,7 +208,8 @@ def serve_instance(
         contents_dir=contents,
         # A bad folder keeps no instance from starting: the controller has it brought, or marks the adapter.
         # Only who starts a server with instances of its own is told.
-        leave_out_bad=cluster.controller is not None or starts != 0,
+        # Unnamed adapters of a registry are no reason to end either.
+        leave_out_bad=cluster.controller is not None or starts != 0 or cluster.serves_whole_registry,
     )
     use_devices(config.device_shares)
     if place.dist_rank:
