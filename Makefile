@@ -9,7 +9,7 @@ AOT_ARGS ?=
 TEST_TIME := .cache/test_time
 TEST_LOG := .cache/test_log
 
-.PHONY: venv demo test test-slow lint format kernels-aot kernels-aot-3.6 clean
+.PHONY: venv demo test test-slow lint results-check format kernels-aot kernels-aot-3.6 clean
 
 venv: $(VENV)/.installed
 
@@ -45,12 +45,16 @@ test: venv
 test-slow: venv
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout=1800 --hypothesis-profile=default
 
-lint: venv
+lint: venv results-check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+
+# Make the tables of the pages again from their records: fails on a difference and on an invalid record.
+results-check: venv
+	$(BIN)/python -m bench.pages.blocks
 
 # Compile every Triton kernel for sm_90a, without a GPU, and check what the compiler made of it.
 # AOT_ARGS=--all: every variant, some minutes.

@@ -8,6 +8,8 @@ import difflib
 import importlib
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -40,16 +42,27 @@ INTERRUPTED = 130
 """What a shell reports for a command that Ctrl-C ended."""
 
 
+@contextmanager
+def _quiet_end() -> Iterator[None]:
+    """End the command with OUTPUT_CLOSED if the output's reader is gone."""
+    try:
+        yield
+    except BrokenPipeError:
+        if not is_output_closed():
+            raise
+        raise click.exceptions.Exit(OUTPUT_CLOSED) from None
+
+
 class LazyGroup(click.Group):
     """A group whose --help needs no command's module, and whose commands end quietly with their reader."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _quiet_end():  # --help and --version of the group print here
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _quiet_end():
             return super().invoke(ctx)
-        except BrokenPipeError:
-            if not is_output_closed():
-                raise
-            ctx.exit(OUTPUT_CLOSED)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

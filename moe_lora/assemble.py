@@ -99,6 +99,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
         on_sockets,
         roles_of,
         run_roles,
+        spare_of,
         thread_share,
         write_cluster,
     )
@@ -138,7 +139,8 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
 
                 drain_s, dead_s = cluster.front_end.drain_s, cluster.front_end.heartbeat_dead_s
                 told = None if reload is None else pass_on
-                return 0 if await run_roles(roles, drain_s, told, at_once, dead_s) else 1
+                spare = spare_of(whole, file)
+                return 0 if await run_roles(roles, drain_s, told, at_once, dead_s, spare) else 1
 
     async def run_in_folders() -> int:
         with OwnFolder() as folder, run_folder(cluster.engine.state_dir) as kept:
@@ -243,6 +245,7 @@ async def local_instances(
         cluster_file,
         instance_roles,
         on_sockets,
+        spare_of,
         thread_share,
     )
 
@@ -273,7 +276,8 @@ async def local_instances(
             instance_registry = controlled.instance_registry
             for part in parts:
                 instance_registry.number_of(part.name)
-            roles = HostRoles(parts, at_once=at_once, dead_s=cluster.front_end.heartbeat_dead_s)
+            dead_s, spare = cluster.front_end.heartbeat_dead_s, spare_of(cluster, file)
+            roles = HostRoles(parts, at_once=at_once, dead_s=dead_s, spare=spare)
             told = _passed_on(reload, file, cluster, roles)
             try:
                 with told:

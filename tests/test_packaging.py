@@ -40,6 +40,16 @@ def metadata() -> configparser.ConfigParser:
     return found
 
 
+def test_metadata_names_author_license_and_kind() -> None:
+    about = metadata()["metadata"]
+    assert about["author"] == "The moe_lora authors"
+    assert f"Copyright 2026 {about['author']}" in (ROOT / "LICENSE").read_text(encoding="utf-8")
+    kinds = about["classifiers"].split("\n")[1:]
+    assert {"Operating System :: POSIX :: Linux", "Programming Language :: Python :: 3"} <= set(kinds)
+    # PEP 639: the license expression stands alone.
+    assert not any(kind.startswith("License ::") for kind in kinds)
+
+
 def test_what_can_be_built_beside_this_torch_is_built() -> None:
     """It is optional where a compiler can't; here, not to have it would go unseen."""
     import torch.version

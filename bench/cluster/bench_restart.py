@@ -1,11 +1,11 @@
 """The time from the death of an instance to its return, in parts.
 
-    python -m bench.cluster.bench_restart [--kills 5] [--eager] [--out bench/results/restart.jsonl]
+    python -m bench.cluster.bench_restart [--kills 5] [--eager] [--no-spare] [--out FILE]
 
 Starts `moe-lora serve` on the demo model with the demo adapters and two instances, and ends instance-1 by
-SIGKILL.  The parts come from the times of the log's lines.  The first start compiles into the cache on disk;
-later starts read the cache, as on a host that serves for some time.  One record a kill, with the load of the
-machine.
+SIGKILL once a spare process waits, unless --no-spare.  The parts come from the times of the log's lines.  The
+first start compiles into the cache on disk; later starts read the cache, as on a host that serves for some
+time.  One record a kill, with the load of the machine.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from bench.harness.records import ROOT, Recorder
 _NAME = "instance-1"
 _LIMIT_S = 900.0
 _STARTED = rf"{_NAME} started \(process (\d+)\)"
+_NO_SPARE = "engine.spare_process=false"
+_WAITS = "a spare process waits"
 _ENDS = {
     "keeper": _STARTED,
     "imports": "loading .*demo/model",
@@ -62,8 +64,10 @@ class Server:
                 raise SystemExit(f"the log has no line {pattern!r}:\n{self.log.read_text()[-3000:]}")
             time.sleep(0.02)
 
-    def kill(self) -> dict[str, float]:
-        """End the instance, wait for its return; seconds of each part."""
+    def kill(self, number: int, spare: bool) -> dict[str, float]:
+        """End the instance for the `number`th time, wait for its return; seconds of each part."""
+        if spare:
+            self.wait(0, _WAITS, number)
         [*_, pid] = re.findall(_STARTED, self.log.read_text())
         offset, since_s = self.log.stat().st_size, time.time()
         os.kill(int(pid), signal.SIGKILL)
@@ -86,8 +90,8 @@ def measure(recorder: Recorder, num_kills: int, options: list[str]) -> list[dict
         server = Server(Path(folder), options)
         try:
             server.wait(0, r"instance instance-\d .*dialled in", 2)
-            for _ in range(num_kills):
-                parts = server.kill()
+            for number in range(1, num_kills + 1):
+                parts = server.kill(number, spare=_NO_SPARE not in options)
                 config = {"model": "demo", "instances": 2, "options": options}
                 result = {f"{part}_s": round(seconds, 3) for part, seconds in parts.items()}
                 recorder(config, result | {"load_1_min": round(os.getloadavg()[0], 1)})
@@ -102,9 +106,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--no-spare", action="store_true")
     parser.add_argument("--out", help="file of the records  [default: none]")
     options = parser.parse_args()
-    found = measure(Recorder(options.out), options.kills, ["--eager"] if options.eager else [])
+    words = ["--eager"] * options.eager + ["--set", _NO_SPARE] * options.no_spare
+    found = measure(Recorder(options.out), options.kills, words)
     for part in found[0]:
         print(f"{part:22} median {statistics.median(one[part] for one in found):7.2f} s")
 

@@ -55,6 +55,7 @@ def started(plan: Plan, kernel: str, files: Files, points: Path) -> Iterator[Fle
         prefix_caching=False,
         num_threads=1,
         num_instances=plan.num_instances,
+        spare_process=False,
     )
     with instance_processes(config) as clients:
         yield Fleet(plan=plan, kernel=kernel, clients=clients, files=files, points=points)

@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from moe_lora.report.results import write_json
 from moe_lora.workload.replay_plan import PlannedRequest
 
-from .cluster_figures import Busy, figures, same_answers, tpt_ms
+from .cluster_figures import Busy, figures, same_answers
 from .cluster_fleet import Fleet, Unloaded, started, unloaded
 from .cluster_mixing import run_mixing
 from .cluster_models import (
@@ -120,7 +118,7 @@ def _run_cell(setup: Setup, cell: Cell, turn: int, known: _Known) -> Iterator[Fo
     turn %= len(others)
     for system in [*cell.systems[: len(cell.systems) - len(others)], *others[turn:], *others[:turn]]:
         busy = Busy()
-        outcome = _answer(setup, cell, system, requests, known.bare)
+        outcome = _answer(setup, cell, system, requests)
         shares = busy.shares()
         if not system.lora:
             known.bare = outcome
@@ -131,13 +129,8 @@ def _run_cell(setup: Setup, cell: Cell, turn: int, known: _Known) -> Iterator[Fo
         yield _config(setup.plan, cell, system, rate_per_s), found | shares | {"same_answers": same}
 
 
-def _answer(
-    setup: Setup, cell: Cell, system: System, requests: Sequence[PlannedRequest], bare: Outcome | None
-) -> Outcome:
-    """Routers by a model are told the SLO on the time per token, where it is known."""
-    tpt_s = np.inf if bare is None else float(np.mean(tpt_ms(bare.records))) / 1e3
-    load_s = setup.alone[cell.kernel].load_s_per_rank
-    model = routing_model(setup.models[cell.kernel], tpt_s, load_s)
+def _answer(setup: Setup, cell: Cell, system: System, requests: Sequence[PlannedRequest]) -> Outcome:
+    model = routing_model(setup.models[cell.kernel], setup.alone[cell.kernel].load_s_per_rank)
     if not system.lora:
         requests = [replace(one, adapter=None) for one in requests]
     demand = demand_at_start(setup.plan, cell.trace, requests)

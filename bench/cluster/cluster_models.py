@@ -169,11 +169,12 @@ def rate_of(plan: Plan, trace: str, load: float, models: dict[str, MachineModel]
     return load * min(usable_cores(), plan.num_instances) / (sum(mean_lengths(plan)) * seconds)
 
 
-def routing_model(model: MachineModel, no_lora_tpt_s: float, load_s_per_rank: float) -> CostModel:
-    """With Toppings' SLO, of the time per token."""
+def routing_model(model: MachineModel, load_s_per_rank: float) -> CostModel:
+    """With Toppings' SLO: TPT_RATIO times the same model's decode step without LoRA, so that the SLO and the
+    steps held against it are on one scale, whatever else the cores do."""
     return CostModel(
         steps=model.router,
-        slo_tpot_s=TPT_RATIO * no_lora_tpt_s,
+        slo_tpot_s=TPT_RATIO * model.router.decode_step_s([Row(None, 0)]),
         mean_output_tokens=model.answer_tokens,
         adapter_load_s_per_rank=load_s_per_rank,
     )

@@ -127,6 +127,7 @@ def engine_config(folder: Path) -> EngineConfig:
         eager=True,
         num_threads=1,
         num_instances=NUM_INSTANCES,
+        spare_process=False,
         max_num_seqs=MAX_NUM_SEQS,
         max_loras=MAX_LORAS,
         max_model_len=WORK.max_tokens * 2,

@@ -94,6 +94,7 @@ async def run(recorder: Recorder, quick: bool) -> None:
         dtype="float32",
         eager=True,
         num_instances=2,
+        spare_process=False,
         num_threads=1,
     )
     cluster = ClusterConfig(engine=engine, served_model_name="demo", front_end=FrontEndConfig())

@@ -1,4 +1,4 @@
-"""One simulated replica under each policy of merging: figures 10, 14 and 15, and the choice of parameters."""
+"""One simulated replica under each policy of merging: figures 10, 14 and 15."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.policies.merging_credits import DLoraSettings
+from moe_lora.config.dlora import DLoraConfig
 from moe_lora.sim.cached_instance import CachedInstance, simulate_cached
 from moe_lora.sim.cached_requests import CachedRequest
 
 from .dlora_plan import (
     MACHINES,
-    PAPER,
     SKEWNESS,
     SLO_S,
     TRUE_RANK,
@@ -31,14 +30,14 @@ from .dlora_plan import (
 SYSTEMS = ("unmerged", "merged", "dlora", "auto")
 NUM_SEEDS = 3
 DURATION_S = 180.0
-SHARES = (0.389, 0.2, 0.1, 0.05, 0.02)
-"""Of deltas in a step, from the paper's to that of kernels that compute true ranks."""
+SHARES = (0.8, 0.389, 0.2, 0.1, 0.05, 0.02)
+"""Of deltas in a step: the artifact's, the paper's, down to kernels that compute true ranks."""
 
 # One run.
 
 
 def simulate(
-    system: str, machine: Machine, work: Work, settings: DLoraSettings | None = None
+    system: str, machine: Machine, work: Work, settings: DLoraConfig | None = None
 ) -> CachedInstance:
     config = instance(system, machine, work.num_adapters, settings)
     return simulate_cached(config, caching(config)(), requests(work))
@@ -84,7 +83,7 @@ def mean_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def of_seeds(
-    system: str, machine: Machine, works: Iterable[Work], settings: DLoraSettings | None = None
+    system: str, machine: Machine, works: Iterable[Work], settings: DLoraConfig | None = None
 ) -> dict[str, Any]:
     return mean_figures([figures(simulate(system, machine, work, settings)) for work in works])
 
@@ -103,12 +102,16 @@ def rate_at_slo(machine: Machine, work: Work, system: str = "dlora") -> float:
 
 
 def batching_points(
-    record: Callable[[dict[str, Any], dict[str, Any]], Any], *, duration_s: float, num_seeds: int
+    record: Callable[[dict[str, Any], dict[str, Any]], Any],
+    *,
+    duration_s: float,
+    num_seeds: int,
+    machines: Iterable[str] = tuple(MACHINES),
 ) -> None:
-    """Every policy at every skewness, on the paper's machine and ours; at the load at which dLoRA's average
-    latency is the SLO (in the middle of the skews), and at half of it.
+    """Every policy at every skewness on these machines; at the load at which dLoRA's average latency is the
+    SLO (in the middle of the skews), and at half of it.
     """
-    for machine in MACHINES.values():
+    for machine in map(MACHINES.__getitem__, machines):
         base = Work(skewness=SKEWNESS[1], rate_per_s=1.0, duration_s=duration_s)
         at_slo = rate_at_slo(machine, base)
         for load, skewness in ((load, s) for load in (1.0, 0.5) for s in (0, *SKEWNESS, math.inf)):
@@ -116,7 +119,7 @@ def batching_points(
             for system in SYSTEMS:
                 _record(record, "batching", system, machine, work, num_seeds, load=load)
         # S-LoRA: unmerged always, by kernels that compute true ranks (figure 14).
-        if machine is PAPER:
+        if machine is not TRUE_RANK:
             for skewness in SKEWNESS:
                 work = replace(base, skewness=skewness, rate_per_s=at_slo)
                 _record(record, "slora", "unmerged", TRUE_RANK, work, num_seeds, load=1.0)
@@ -132,6 +135,8 @@ def _record(
     **more: Any,
 ) -> None:
     config = {"part": part, "system": system, "machine": asdict(machine), "work": asdict(work)} | more
+    if system == "dlora":
+        config["settings"] = asdict(DLoraConfig())
     config["largest_share"] = largest_share(work)
     config["num_seeds"] = num_seeds
     config["work"]["skewness"] = str(work.skewness)
@@ -139,118 +144,16 @@ def _record(
 
 
 def worth_points(
-    record: Callable[[dict[str, Any], dict[str, Any]], Any], *, duration_s: float, num_seeds: int
+    record: Callable[[dict[str, Any], dict[str, Any]], Any],
+    *,
+    duration_s: float,
+    num_seeds: int,
+    shares: Iterable[float] = SHARES,
 ) -> None:
     """From which skewness on merging pays, by the share that deltas have of a step."""
-    for share in SHARES:
+    for share in shares:
         machine = replace(TRUE_RANK, name=f"deltas {share:g}", delta_share=share)
         for skewness in (0, *SKEWNESS, math.inf):
             work = Work(skewness=skewness, rate_per_s=4.0, duration_s=duration_s)
             for system in ("unmerged", "dlora", "auto"):
                 _record(record, "worth", system, machine, work, num_seeds)
-
-
-# The parameters: chosen on other traces than those above, then frozen as the settings' defaults.
-
-
-OTHER_TRACES = tuple(
-    Work(
-        skewness=skewness,
-        rate_per_s=rate,
-        duration_s=90.0,
-        seed=1000 + number,
-        num_adapters=12,
-        burstiness=burstiness,
-        mean_prompt=300.0,
-        mean_answer=180.0,
-        spread=0.5,
-    )
-    for number, (skewness, rate, burstiness) in enumerate(
-        [(0, 4.0, 1.0), (2, 4.0, 0.5), (8, 8.0, 1.0), (24, 4.0, 0.5), (24, 8.0, 1.0)]
-    )
-)
-"""Twelve adapters, other lengths, arrivals and seeds."""
-CHOICES: dict[str, tuple[float, ...]] = {
-    "alpha_switch": (0.4, 0.6, 0.8, 0.95),
-    "beta_switch": (0.3, 0.5, 0.7, 0.9),
-    "gamma_dec": (0.01, 0.05, 0.1),
-    "gamma_mul": (1.02, 1.1, 1.5),
-    "period": (8, 32, 128),
-    "credit": (2.0, 8.0, 32.0, 128.0, 512.0, 2048.0),
-    "t_starve": (1.05, 1.5, 3.0),  # times credit
-    "t_normal": (0.5, 0.9, 1.0),  # times credit
-}
-"""alpha_switch below 1: a batch of one adapter alone has a ratio of 1, and should merge without a queue."""
-
-
-def settings_of(chosen: Mapping[str, float]) -> DLoraSettings:
-    """t_starve and t_normal in times credit."""
-    values: dict[str, Any] = {**chosen, "period": int(chosen["period"])}
-    values["t_starve"] = chosen["credit"] * chosen["t_starve"]
-    values["t_normal"] = max(1.0, chosen["credit"] * chosen["t_normal"])
-    return DLoraSettings(**values)
-
-
-class Score:
-    """Geometric mean over traces of average latency, P90 latency and the longest wait for a first token, by
-    those of unmerged steps only, on the paper's machine: below 1 merging pays.  Without the wait the rule
-    against starvation would be best left out."""
-
-    def __init__(self, traces: Sequence[Work]) -> None:
-        self._traces = traces
-        self._unmerged = [figures(simulate("unmerged", PAPER, work)) for work in traces]
-        self._known: dict[DLoraSettings, float] = {}
-
-    def of(self, settings: DLoraSettings | None, system: str = "dlora") -> float:
-        ratios = []
-        for work, unmerged in zip(self._traces, self._unmerged, strict=True):
-            found = figures(simulate(system, PAPER, work, settings))
-            ratios += [found[name] / unmerged[name] for name in ("average_s", "p90_s", "worst_ttft_s")]
-        return float(np.exp(np.mean(np.log(ratios))))
-
-    def of_settings(self, settings: DLoraSettings) -> float:
-        if settings not in self._known:
-            self._known[settings] = self.of(settings)
-        return self._known[settings]
-
-    @property
-    def num_tried(self) -> int:
-        return len(self._known)
-
-
-def shortened(work: Work) -> Work:
-    return replace(work, duration_s=10.0)
-
-
-def tune(
-    record: Callable[[dict[str, Any], dict[str, Any]], Any],
-    *,
-    num_draws: int,
-    traces: Sequence[Work] = OTHER_TRACES,
-    descend: bool = True,
-    seed: int = 0,
-) -> dict[str, float]:
-    """Draws, then one value at a time from the best until none is better: the choice, and what is around."""
-    rng = np.random.default_rng(seed)
-    score = Score(traces)
-
-    def of(chosen: Mapping[str, float]) -> float:
-        return score.of_settings(settings_of(chosen))
-
-    drawn = [{name: float(rng.choice(values)) for name, values in CHOICES.items()} for _ in range(num_draws)]
-    best = min(drawn, key=of)
-    improved = descend
-    while improved:
-        improved = False
-        for name, values in CHOICES.items():
-            better = min(({**best, name: value} for value in values), key=of)
-            improved |= of(better) < of(best)
-            best = better
-    record({"part": "chosen", "num_tried": score.num_tried}, {"settings": best, "score": of(best)})
-    for name, values in CHOICES.items() if descend else ():
-        scores = {str(value): of({**best, name: value}) for value in values}
-        record({"part": "sensitivity", "setting": name, "chosen": best[name]}, {"scores": scores})
-    for system in ("merged", "auto"):
-        record({"part": "beside", "system": system}, {"score": score.of(None, system)})
-    record({"part": "default"}, {"score": score.of_settings(DLoraSettings())})
-    return best

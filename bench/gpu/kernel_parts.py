@@ -42,7 +42,8 @@ def facts(log: Log) -> None:
     }
     smi = subprocess.run(["sh", "-c", SMI], capture_output=True, text=True).stdout.strip()
     versions = {"torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0]}
-    log("facts", smi=smi, **versions, **tools, commit=environment(None)["git_commit"])
+    state = {name: value for name, value in environment(None).items() if name.startswith("git_")}
+    log("facts", smi=smi, **versions, **tools, **state)
     _log_imports(log)
     log("facts", what="copy_TB_s", value={way: rate / 1e12 for way, rate in copied_per_s().items()})
     z = torch.zeros(1 << 28, dtype=torch.int32, device="cuda")

@@ -6,6 +6,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import click
+
+PROGRESS_EVERY_S = 10.0
+"""Between two lines of a long bench on stderr."""
 Contestant = Callable[[int], float]
 """Does so many steps; their seconds."""
 
@@ -28,15 +32,24 @@ def interleave(
     """Seconds per step of each contestant in each round that it takes part in.
 
     contestants: name -> (contestant, steps per round, rounds: it sits out later ones).  Order is reversed in
-    every second round.
+    every second round.  Stderr gets a line at most every PROGRESS_EVERY_S seconds.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
+    told = time.monotonic()
     for number in range(num_rounds):
         order = list(contestants.items())
         for name, (contestant, num_steps, rounds) in order if number % 2 == 0 else reversed(order):
+            if time.monotonic() - told >= PROGRESS_EVERY_S:
+                click.echo(f"round {number + 1} of {num_rounds}: {title(name)}", err=True)
+                told = time.monotonic()
             if number < rounds:
                 times[name].append(contestant(num_steps) / num_steps)
     return times
+
+
+def title(name: object) -> str:
+    """A contestant's name, or the parts of it."""
+    return ", ".join(map(str, name)) if isinstance(name, tuple) else str(name)
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:

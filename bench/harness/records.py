@@ -1,9 +1,14 @@
-"""What every bench writes beside its figures, and which tree it may write from."""
+"""What every bench writes beside its figures, and which tree it may write from.
+
+python -m bench.harness.records FOLDER   # the state of this tree, as variables for a copy without history
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,9 @@ RESULTS = ROOT / "bench" / "results"
 ALLOW_DIRTY = "MOE_LORA_BENCH_ALLOW_DIRTY"
 COMMIT = "MOE_LORA_COMMIT"
 """Names the commit that a copy was made of, which has no history, or one of its own."""
+TREES = "MOE_LORA_TREES"
+"""Names the git trees of a clean copy, as PATH=ID separated by spaces."""
+_PARTS = ("moe_lora", "cli", "bench/harness")
 
 Record = dict[str, Any]
 """{kind, config, result, env}, as `results.read_results` gives it."""
@@ -46,8 +54,10 @@ def environment(out: str | Path | None) -> dict[str, Any]:
     A record names a commit, so tracked files must be as committed; result files, which benches change
     themselves, don't count.  MOE_LORA_BENCH_ALLOW_DIRTY=1 lets a changed tree write outside of
     bench/results; the record says `git_dirty`.  Call it before measuring.  Exits with the reason otherwise.
+    git_trees: the trees of `moe_lora`, `cli`, the harness and the bench's folder, where the tree is clean.
     MOE_LORA_COMMIT says the commit of a copy with no history or another; whether it is as committed is not
-    known then.  Exits if this history has that commit, but as another one than today's.
+    known then, but with MOE_LORA_TREES it is.  Exits if this history has that commit, but as another one than
+    today's.
     """
     env = this_environment() | git_state(ROOT, without=RESULTS)
     if (given := os.environ.get(COMMIT)) and given != env["git_commit"]:
@@ -60,7 +70,11 @@ def environment(out: str | Path | None) -> dict[str, Any]:
                 f"{COMMIT}={given} is a commit of this repository, which is at {env['git_commit']}; leave it "
                 "unset here: it is for copies"
             )
-        env |= {"git_commit": given, "git_dirty": None}
+        given_trees = _given_trees()
+        env |= {"git_commit": given, "git_dirty": None if given_trees is None else False}
+        return env if given_trees is None else env | {"git_trees": given_trees}
+    if env["git_dirty"] is False:
+        env["git_trees"] = git_trees(ROOT, bench_folder(sys.modules["__main__"]))
     if out is not None and env["git_dirty"]:
         _refuse(Path(out))
     return env
@@ -78,3 +92,49 @@ def _refuse(out: Path) -> None:
             f"{changed}; commit or stash them (git status), or set {ALLOW_DIRTY}=1 for a record that says "
             "git_dirty"
         )
+
+
+def bench_folder(module: Any) -> str | None:
+    """The folder of a module run as `python -m bench.FOLDER.…`, such as "bench/cache"; else None."""
+    spec = getattr(module, "__spec__", None)
+    words = spec.name.split(".") if spec else [""]
+    return "/".join(words[:2]) if words[0] == "bench" and len(words) > 2 else None
+
+
+def git_trees(root: Path, folder: str | None) -> dict[str, str]:
+    """Path -> id of the committed tree: package, commands, harness, and the bench's folder."""
+    found = {}
+    for path in dict.fromkeys([*_PARTS, *([folder] if folder else [])]):
+        command = ["git", "-C", str(root), "rev-parse", "--verify", "--quiet", f"HEAD:{path}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            found[path] = done.stdout.strip()
+    return found
+
+
+def _given_trees() -> dict[str, str] | None:
+    """The trees in MOE_LORA_TREES; None without the variable."""
+    text = os.environ.get(TREES)
+    if text is None:
+        return None
+    found = dict(word.partition("=")[::2] for word in text.split())
+    if not found or not all(re.fullmatch("[0-9a-f]{40}", tree) for tree in found.values()):
+        raise SystemExit(
+            f"{TREES}={text!r} names no trees; give what python -m bench.harness.records FOLDER prints"
+        )
+    return found
+
+
+def _show_state(folder: str) -> None:
+    """Print the variables for a bench of `folder` in a copy of this tree.  Exits if the tree is changed."""
+    env, trees = environment(None), git_trees(ROOT, folder)
+    if not folder.startswith("bench/") or folder not in trees:
+        raise SystemExit(f"{folder!r} is no committed folder of benches; give one such as bench/gpu")
+    if env["git_dirty"]:
+        raise SystemExit("tracked files differ from the commit; commit or stash them (git status)")
+    given = " ".join(f"{path}={tree}" for path, tree in trees.items())
+    print(f'{COMMIT}={env["git_commit"]} {TREES}="{given}"')
+
+
+if __name__ == "__main__":
+    _show_state(*sys.argv[1:2] or [""])

@@ -24,7 +24,7 @@ _PRONOUNS = frozenset(
 )
 _WORD = re.compile(r"[a-z']+")
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_GENERATED = re.compile(r"<!-- (?:settings|options): .*?<!-- end -->", re.DOTALL)
+_GENERATED = re.compile(r"<!-- (?:settings|options|generated): .*?<!-- end -->", re.DOTALL)
 
 
 @dataclass(frozen=True)

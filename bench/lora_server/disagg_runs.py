@@ -119,6 +119,7 @@ def engine_config(
         eager=True,
         prefix_caching=False,
         num_instances=system.num_instances,
+        spare_process=False,
         starvation_s=5.0 * plan.slowdown,
         queue=system.queue,
         emulation=EmulationConfig(

@@ -129,6 +129,7 @@ def measured(
     """A record of each format."""
     plain: list[float] = []
     for quantize, group_size in FORMATS:
+        click.echo(f"{quantize}: {len(asked)} sequences", err=True)
         harness = Harness(model_dir, adapters, quantisation=quantisation_of(quantize, group_size, False))
         found, exact = losses(harness, asked)
         plain = plain or found

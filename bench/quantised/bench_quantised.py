@@ -93,6 +93,7 @@ def runs_of(
     )
     runs: dict[Cell, EngineRun] = {}
     for quantize in formats:
+        click.echo(f"{quantize}: the engine starts", err=True)
         core = start_engine(
             *(model, adapters, "bfloat16"),
             max_num_seqs=max(requests),

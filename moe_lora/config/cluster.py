@@ -15,6 +15,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_problem
 
 from .devices import LORA_SERVER, Devices, check_devices, read_devices, shares_of
+from .dlora import DLoraConfig
 from .engine import EngineConfig
 from .front_end import (
     CONTROLLER,
@@ -36,8 +37,11 @@ SECTIONS: dict[str, Any] = {
     "controller": ControllerConfig,
     "provision": ProvisionConfig,
     "pool": PoolConfig,
+    "dlora": DLoraConfig,
     "registry": RegistryConfig,
 }
+OF_ENGINE = {"pool", "dlora"}
+"""Sections whose settings are fields of `EngineConfig`."""
 NAMES = ("model_dir", "served_model_name", "adapters", "certificates", "devices", "front_ends", *SECTIONS)
 """What stands at the top of the file; front_ends are `FrontEndPlace`s by name."""
 
@@ -123,6 +127,11 @@ class ClusterConfig:
         for place, address in {"front_end.admin_address": self.front_end.admin_address, **addresses}.items():
             if address is not None:
                 _check_free(place, address, first.get(parse_address(place, address), place))
+
+    @property
+    def serves_whole_registry(self) -> bool:
+        """True if the registry's adapters are served without a list of names."""
+        return self.registry is not None and self.registry.adapters is None
 
     @property
     def provisioning(self) -> ProvisionConfig | None:
@@ -253,8 +262,8 @@ def cluster_of(content: Any, folder: Path) -> ClusterConfig:
         for name, place in mapping_of("adapters", given.get("adapters")).items()
     }
     engine = {**found.pop("engine", {}), "model_dir": str(model_dir), "adapters": tuple(adapters.items())}
-    if "pool" in found:
-        engine["pool"] = PoolConfig(**found.pop("pool"))
+    for name in OF_ENGINE & found.keys():
+        engine[name] = SECTIONS[name](**found.pop(name))
     return ClusterConfig(
         engine=EngineConfig(**engine),
         served_model_name=served_name,
@@ -299,7 +308,7 @@ def _name(section: str, name: Any) -> str:
 
 def cluster_text(cluster: ClusterConfig) -> str:
     """What `read_cluster` reads as the same settings from anywhere on this host."""
-    sections = {name: getattr(cluster, name, None) for name in SECTIONS} | {"pool": cluster.engine.pool}
+    sections = {name: getattr(cluster.engine if name in OF_ENGINE else cluster, name) for name in SECTIONS}
     content = {
         "model_dir": os.path.abspath(cluster.engine.model_dir),
         "served_model_name": [cluster.served_model_name, *cluster.other_model_names]

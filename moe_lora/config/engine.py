@@ -13,6 +13,7 @@ from moe_lora.core.hf_config import cut_to, read_config
 from moe_lora.core.weight_format import weight_format
 
 from .devices import DeviceShare
+from .dlora import DLoraConfig
 from .emulation import EmulationConfig
 from .lora_server import MAX_PUT_INSTANCES, LoraServerConfig
 from .pool import PoolConfig
@@ -164,6 +165,9 @@ class EngineConfig(Settings):
     num_instances: int = setting(1, least=1, option="--instances", group="Several instances and front ends")
     """Engine processes that stand in for each other.  Those of a host divide its cores and its host
     memory."""
+    spare_process: bool = setting(True)
+    """Whether `moe-lora serve` with several instances on its host keeps a process more.  It has imported
+    torch, holds no device, and replaces the next instance that dies."""
     starvation_s: float = 5.0
     """A request that waits longer for its adapter stops younger ones from passing it."""
     seed: int = 0
@@ -205,6 +209,8 @@ class EngineConfig(Settings):
     """Whether weights carry an adapter: unmerged, never; merged, one adapter's requests at a time; dlora,
     dLoRA's rule; auto, the cheapest of unmerged, merged and mixed steps (docs/guides/merging.md), which on
     quantised weights is unmerged always."""
+    dlora: DLoraConfig | None = setting(None, in_file=False)
+    """Parameters of batching=dlora; None: the defaults."""
     merge_mb_per_step: float = setting(64.0, above=0)
     """Weights that change between two steps, in 10^6 bytes of each process, and at least one site of one
     layer; merged and dlora change all at once."""
@@ -304,11 +310,7 @@ class EngineConfig(Settings):
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
                 f"max_num_seqs={self.max_num_seqs}; every running sequence needs one token row per step"
             )
-        if self.batching in ("merged", "dlora") and self.quantize not in UNQUANTISED:
-            raise ConfigError(
-                f"batching={self.batching!r} and quantize={self.quantize!r} do not go together: no adapter "
-                "can be folded into quantised weights; use batching='auto' or 'unmerged', or no quantize"
-            )
+        self._check_batching()
         self._check_ranks()
         self._check_host_settings()
         if self.pool is not None and self.lora_server is not None:
@@ -321,6 +323,18 @@ class EngineConfig(Settings):
                 raise ConfigError(f"adapter name {name!r} is empty or given twice; names must be unique")
         if self.decode_buckets is not None and (not self.decode_buckets or min(self.decode_buckets) < 1):
             raise ConfigError(f"decode_buckets={self.decode_buckets} must be one or more sizes >= 1")
+
+    def _check_batching(self) -> None:
+        if self.dlora is not None and self.batching != "dlora":
+            raise ConfigError(
+                f"dlora is a section for batching='dlora', not for batching={self.batching!r}; set "
+                "engine.batching to dlora (--batching dlora), or leave the section out"
+            )
+        if self.batching in ("merged", "dlora") and self.quantize not in UNQUANTISED:
+            raise ConfigError(
+                f"batching={self.batching!r} and quantize={self.quantize!r} do not go together: no adapter "
+                "can be folded into quantised weights; use batching='auto' or 'unmerged', or no quantize"
+            )
 
     def _check_ranks(self) -> None:
         tensor, expert = self.tensor_parallel, self.expert_parallel

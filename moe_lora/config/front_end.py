@@ -33,6 +33,8 @@ PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "disjoint", "every
 """Names of `provision.placement.placement.PLACEMENTS`."""
 MIGRATIONS = ("off", "dlora")
 """off: requests stay where they were sent; dlora: `policies.migration_triggers.DLoraMigration`."""
+RANK_AWARE_COSTS = ("others", "all")
+"""Forms of `policies.model_routing.RankAware`'s cost."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MIGRATION_SOLVERS = ("fast", "relaxed", "exact")
 
@@ -72,9 +74,16 @@ class RoutingConfig(Settings):
     performance_form: str = setting("full", choices=PERFORMANCE_FORMS)
     """Which of its models they use: full, or the papers' toppings."""
     slo_tpot_s: float | None = setting(None, above=0, unset="no such bound")
-    """rank_aware sends nothing where a decode step would take longer."""
-    mean_output_tokens: float = setting(128.0, above=0)
-    """Of an answer, as rank_aware expects it, and a placement while no adapter has answers."""
+    """SLO of the time per token after the first, in seconds.  rank_aware sends nothing where the performance
+    model has a longer decode step; where each instance has, the least token work left decides."""
+    mean_output_tokens: float | None = setting(
+        None, above=0, unset="the mean of the answers served, 128 at the start"
+    )
+    """Tokens of an answer: rank_aware divides the time of a prompt by this number, and a placement expects as
+    many while no adapter has answers (128 without a number)."""
+    rank_aware_cost: str = setting(RANK_AWARE_COSTS[0], choices=RANK_AWARE_COSTS)
+    """rank_aware's cost: others: time that the request adds for the requests there, as in Toppings' Algorithm
+    1; all: and the time of the request's own tokens."""
     adapter_load_s_per_rank: float = setting(0.0, least=0)
     """Seconds to load an adapter by its rank, as shortest_pending_time counts it; with host workers 0 is the
     performance model's, and both routers count what is less, this or the start on the host."""

@@ -53,8 +53,8 @@ class LoraServerConfig(Settings):
     device_puts: str = setting("none", choices=DEVICE_PUTS, option="--device-puts")
     """ibgda: instances of one GPU each put the rows of decode steps to the server's GPUs themselves
     (NVSHMEM), and get the deltas so; transport has the rest, and everything from when one of them has ended
-    until all are started together.  Needs layout EPx-PPy.  Has not run on GPUs yet.  none: transport has
-    all."""
+    until all are started together.  Needs layout EPx-PPy.  Experimental: docs/reference/support.md says what
+    ran.  none: transport has all."""
     sites: str = setting("auto", choices=("auto", "all", "experts"))
     """Which LoRA sites the server computes: all; or experts, and instances compute attention and dense sites;
     auto: experts where the model has any."""

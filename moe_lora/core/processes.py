@@ -60,6 +60,14 @@ def worker_environment(num_threads: int | None) -> dict[str, str]:
     }
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether this child of ours does not run until it is told to."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False
+
+
 def start_child(
     module: str, *options: str, num_threads: int | None
 ) -> tuple[subprocess.Popen[bytes], Connection]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -348,8 +349,29 @@ class MoveStats:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoutingStats:
+    """Choices of routing=rank_aware in one front end since its start.
+
+    num_choices: by the cost at the chosen instance, "finite" or "infinite" (no instance keeps slo_tpot_s).
+    mean_output_tokens: expected of an answer.
+    """
+
+    num_choices: Mapping[str, int]
+    mean_output_tokens: float
+
+    @property
+    def infinite_share(self) -> float:
+        """Share of the choices in which no instance keeps slo_tpot_s, 0 to 1."""
+        return self.num_choices["infinite"] / max(1, sum(self.num_choices.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
 class FleetStats(EngineStats):
-    """Of several engines together: requests and counters as sums, names as unions, kv_usage as the mean."""
+    """Of several engines together: requests and counters as sums, names as unions, kv_usage as the mean.
+
+    routing: None with another router than rank_aware.
+    """
 
     instances: tuple[InstanceStats, ...]
     moves: MoveStats = field(default_factory=MoveStats)
+    routing: RoutingStats | None = None

@@ -30,6 +30,21 @@ RANK_LIMITS: Mapping[str, int | None] = {"cpu": None, "cuda": MAX_CUDA_LORA_RANK
 """The largest LoRA rank that each type of device computes; None: any."""
 
 
+def rank_limit(max_lora_rank: int | None, devices: Iterable[str]) -> int | None:
+    """The largest LoRA rank that these devices (such as cuda:1) serve under a setting; None: any."""
+    limits = {max_lora_rank, *(RANK_LIMITS.get(one.partition(":")[0]) for one in devices)}
+    return min((one for one in limits if one is not None), default=None)
+
+
+def rank_problem(lora_rank: int, limit: int) -> str:
+    """Why an adapter above the limit is refused, and the way out."""
+    return (
+        f"the LoRA rank {lora_rank} is above max_lora_rank={limit} of this server; start the server with "
+        f"--max-lora-rank {lora_rank} or more (at most {MAX_CUDA_LORA_RANK} on CUDA), or train the adapter "
+        "with a lower rank"
+    )
+
+
 @dataclass(frozen=True)
 class Site:
     """A place in a decoder layer where one input feeds one or more LoRA modules.

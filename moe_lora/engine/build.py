@@ -23,7 +23,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.config.engine import AUTO
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.request import ModelInfo
-from moe_lora.core.shape import DEFAULT_TARGETS, RANK_LIMITS, ModelShape, check_expert_parallel
+from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, check_expert_parallel, rank_limit
 from moe_lora.core.shard import ModelShard
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.transport.contract import Transport, make_transport
@@ -346,7 +346,7 @@ def _merging(
             expected_swap_times(num_bytes, bandwidth),
         )
     return Merging(
-        make_merging_policy(config.batching, costs),
+        make_merging_policy(config.batching, costs, config.dlora),
         runner,
         adapters,
         clock,
@@ -360,7 +360,6 @@ def _merging(
 
 def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
     """With a LoRA Server its store has the contents, which are not this instance's to remove."""
-    limits = [one for one in (config.max_lora_rank, RANK_LIMITS[rank.device.type]) if one is not None]
     store: HostStore | None = None
     if rank.lora_server is not None:
         store = rank.lora_server.store
@@ -372,7 +371,7 @@ def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
         store,
         owned=rank.lora_server is None,
         root=config.adapter_root,
-        max_lora_rank=min(limits, default=None),
+        max_lora_rank=rank_limit(config.max_lora_rank, [rank.device.type]),
     )
 
 

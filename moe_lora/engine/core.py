@@ -13,6 +13,7 @@ import torch
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft.reader import pack_state_dict
+from moe_lora.cache.orders import Readiness
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterVersionError, EngineDeadError
 from moe_lora.core.request import (
@@ -31,6 +32,7 @@ from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.client.step_notes import StepNotes
 from moe_lora.engine.ranks.followers import Followers
+from moe_lora.lora.row_routing import content_number
 from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.scheduling.views import Scheduled
 
@@ -169,7 +171,8 @@ class EngineCore:
                 raise
             return failed + self._run_apart(plan, error) + self.moves.announce()
         gains = failed + self.catch_up()
-        self._adapters.store.check_host()
+        if self._adapters.store.host is not None:
+            return gains + self._complete(step, plan) + self.moves.announce()
         self._account(plan)
         self._under_way = step
         if self._ahead:
@@ -194,20 +197,31 @@ class EngineCore:
             self._merging.took(plan)
         self._scheduler.advance(item for item in plan if self._goes_on(item.sequence))
 
+    def _complete(self, step: StepUnderWay, plan: SequenceOf[Scheduled[Sequence]]) -> list[TokenOutput]:
+        """Read a step's tokens before the step counts.
+
+        Requests without deltas from a host gain nothing, and compute the tokens again.
+        """
+        drawn = list(zip(step.sequences, *step.drawn.read(), strict=True))
+        host = self._adapters.store.host
+        spoilt = self._adapters.stop_host({} if host is None else host.failures())
+        if computed := [item for item in plan if item.sequence.adapter not in spoilt]:
+            self._account(computed)
+        return [self._take(*gain) for gain in drawn if gain[0].adapter not in spoilt]
+
     def _run_apart(self, plan: SequenceOf[Scheduled[Sequence]], error: Exception) -> list[TokenOutput]:
         """The outputs of a step that raised, run again in parts (see `suspects`)."""
         gains = self.catch_up()
 
         def complete(items: SequenceOf[Scheduled[Sequence]]) -> None:
-            step = self._launch(items)
-            drawn = zip(step.sequences, *step.drawn.read(), strict=True)
-            self._adapters.store.check_host()
-            self._account(items)
-            gains.extend(self._take(*gain) for gain in drawn)
+            gains.extend(self._complete(self._launch(items), items))
 
         found = run_apart((i for i in plan if self._goes_on(i.sequence)), error, self._runner, complete)
         may_pass = not found.num_done and len(found.adapters) > 1
         for adapter, problem in found.adapters:
+            if self._adapters.readiness(adapter) is Readiness.HOST_COMPUTABLE:
+                self._adapters.stop_host({content_number(adapter.packed.content_hash): problem})
+                continue
             self._adapters.failures.compute_failed(adapter, problem, may_pass=may_pass)
             self._failed.append(adapter)
         for sequence, problem in found.requests:

@@ -32,7 +32,10 @@ class MergedAdapter:
 
 @dataclass(frozen=True)
 class MergeOrder:
-    """Have the weights carry these pieces of the adapter, or no longer.  last: then all is in, or none."""
+    """Have the weights carry these pieces of the adapter, or no longer.  last: then all is in, or none.
+
+    Without pieces: all weights become the original weights, after an error too.
+    """
 
     adapter: MergedAdapter
     pieces: tuple[Piece, ...]
@@ -99,6 +102,10 @@ class MergedWeights:
 
     def carry_out(self, order: MergeOrder) -> None:
         """In this rank's weights; raises EngineDeadError if verified weights are not what they were."""
+        if not order.pieces:
+            self.weights.restore()
+            self._end_carrying(order.adapter)
+            return
         if order.fold_in and self.adapter is None:
             self.adapter, self._held = order.adapter, self._beside_arena(order.adapter)
             self._subtract_held()
@@ -110,13 +117,17 @@ class MergedWeights:
         self.needs_no_server = self.is_whole and not self._keeps_to_server(order.adapter)
         if order.last and not order.fold_in:
             assert not self.weights.merged.any()
-            self.adapter = self._held = None
-            self._subtract_held()
-            if self._checksum is not None and self.weights.checksum() != self._checksum:
-                raise EngineDeadError(
-                    f"the weights are not what they were after adapter {order.adapter.content_hash[:12]} was "
-                    "taken out; restart the instance, and please report this"
-                )
+            self._end_carrying(order.adapter)
+
+    def _end_carrying(self, adapter: MergedAdapter) -> None:
+        self.is_whole = self.needs_no_server = False
+        self.adapter = self._held = None
+        self._subtract_held()
+        if self._checksum is not None and self.weights.checksum() != self._checksum:
+            raise EngineDeadError(
+                f"the weights are not what they were after adapter {adapter.content_hash[:12]} was "
+                "taken out; restart the instance, and please report this"
+            )
 
     def corrected(self, routing: RowRouting, sources: list[Source], route: int, num_live: int) -> RowRouting:
         """`routing` on these weights.  sources: of each of its groups.  route, num_live: see
@@ -200,6 +211,10 @@ class RoundingErrors:
 
     def begin_step(self) -> None:
         self._num_left = ROUNDED_PIECES
+
+    def abandon(self, content_hash: str) -> None:
+        """Forget a measurement that raised half-way."""
+        self._under_way.pop(content_hash, None)
 
     def of(self, adapter: MergedAdapter) -> float | None:
         """|W_a - W - delta| / |delta|, the largest over modules; None: not known yet.

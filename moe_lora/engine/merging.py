@@ -1,17 +1,20 @@
 """One adapter merged into the weights between steps: who decides.
 
 `Merging`, on rank 0, asks the policy before each step and has the weights of all ranks follow
-(`MergedWeights`).
+(`MergedWeights`).  An error of one adapter restores the weights, and keeps this adapter unmerged until its
+next load.  An error of the policy ends merging.  No request fails.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
 from moe_lora.core.clock import Clock
+from moe_lora.core.errors import EngineDeadError
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.policies.merging import Batching, MergingPolicy, MergingView
@@ -69,7 +72,11 @@ class Merging:
         self._changed: set[str] = set()
         """Modules whose original weights are kept, or will be."""
         self._mergeable: dict[tuple[str, ...], bool] = {}
-        adapters.on_drop = policy.forget
+        self._is_off = False
+        """The policy failed."""
+        self._refused: set[Uid] = set()
+        """Adapters that failed while they were merged or measured."""
+        adapters.on_drop = self._forget
         self._errors = RoundingErrors(runner.merged)
         self._logged: set[str] = set()
         self._carried: AdapterVersion | None = None
@@ -101,7 +108,10 @@ class Merging:
             now_s=self._start_s,
             swapping=self._carried is not None and not self._is_whole,
         )
-        self._batching = self._policy.decide(view)
+        self._batching = Batching(at_once=True)
+        if not self._is_off:
+            with self._ending_at_errors():
+                self._batching = self._policy.decide(view)
         merge = self._batching.merge
         if merge is not None and (
             not self._is_eligible(merge)
@@ -113,7 +123,8 @@ class Merging:
 
     def tend(self) -> None:
         """Without requests: an adapter that was unloaded leaves the weights."""
-        if self._carried is not None and self._carried.retired and not self._carried.num_running:
+        carried = self._carried
+        if carried is not None and (carried.retired or self._is_off) and not carried.num_running:
             self._move(None, at_once=True)
 
     def took(self, plan: Iterable[Scheduled[Sequence]]) -> None:
@@ -130,7 +141,9 @@ class Merging:
             self._counters[f"steps_{mode}"] += 1
         num_rows = sum(item.num_tokens for item in items)
         seconds = self._clock.now_s() - self._start_s
-        self._policy.took(self._batching, mode, num_rows, seconds, self._swap_s)
+        if not self._is_off:
+            with self._ending_at_errors():
+                self._policy.took(self._batching, mode, num_rows, seconds, self._swap_s)
 
     def figures(self) -> dict[str, Any]:
         """Fields of `EngineStats`."""
@@ -140,12 +153,54 @@ class Merging:
     def _is_eligible(self, uid: Uid) -> bool:
         """Whether the adapter is on the device, stays, and is one that merging leaves what it is."""
         adapter = self._adapters.versions.get(uid)
-        if adapter is None or adapter.retired or not self._adapters.is_ready(adapter):
+        if adapter is None or adapter.retired or uid in self._refused or not self._adapters.is_ready(adapter):
             return False
-        if not self._can_be_merged(adapter):
+        try:
+            if not self._can_be_merged(adapter):
+                return False
+            error = self._error(adapter)
+        except Exception as problem:
+            self._refuse(adapter, problem)
             return False
-        error = self._error(adapter)
         return not self._enforced or (error is not None and error <= self._max_error)
+
+    @contextmanager
+    def _ending_at_errors(self) -> Iterator[None]:
+        """Switch merging off where the policy raises."""
+        try:
+            yield
+        except Exception as error:
+            self._is_off = True
+            logger.error("merging is off until the instance starts again: its policy failed", exc_info=error)
+
+    def _forget(self, uid: Uid) -> None:
+        self._refused.discard(uid)
+        with self._ending_at_errors():
+            self._policy.forget(uid)
+
+    def _refuse(self, adapter: AdapterVersion, error: Exception) -> None:
+        self._refused.add(adapter.uid)
+        self._errors.abandon(adapter.packed.content_hash)
+        logger.error(
+            "adapter %s version %d is not merged any more until its next load: merging it failed",
+            *(adapter.name, adapter.version),
+            exc_info=error,
+        )
+
+    def _restore(self, adapter: AdapterVersion, error: Exception) -> None:
+        """Have all ranks restore the original weights, after an error of this adapter.
+
+        Raises `error` if the weights can't be restored.
+        """
+        carried, self._carried, self._num_in = self._carried, None, 0
+        if carried is not None:
+            try:
+                self._runner.swap(MergeOrder(_known(carried), (), fold_in=False, last=True))
+            except Exception as problem:
+                logger.exception("the weights can't be restored")
+                raise error from problem
+            self._adapters.release_merged(carried)
+        self._refuse(adapter, error)
 
     def _can_be_merged(self, adapter: AdapterVersion) -> bool:
         """Whether it changes something that is merged at all, and the host has memory for what that was;
@@ -185,20 +240,29 @@ class Merging:
         start_s = self._clock.now_s()
         budget = float("inf") if at_once else self._step_bytes
         while budget > 0:
-            if self._carried is not None and self._carried is not target:
-                if not self._adapters.take_lease_again(self._carried):
-                    break
-                budget -= self._take_out(budget)
-            elif self._carried is None and target is not None:
-                if not self._begin(target):
-                    break
-            elif not self._is_whole and target is not None:
-                budget -= self._fold_in(budget)
-            else:
+            concerned = self._carried or target
+            try:
+                used = self._advance(target, budget)
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                assert concerned is not None
+                self._restore(concerned, error)
                 break
+            if used is None:
+                break
+            budget -= used
         if target is not None and self._carried is target and self._weights.needs_no_server:
             self._adapters.give_lease_back(target)
         self._swap_s += self._clock.now_s() - start_s
+
+    def _advance(self, target: AdapterVersion | None, budget: float) -> float | None:
+        """Make one change towards the target; returns its bytes, None without a change to make."""
+        if self._carried is not None and self._carried is not target:
+            return self._take_out(budget) if self._adapters.take_lease_again(self._carried) else None
+        if self._carried is None and target is not None:
+            return 0.0 if self._begin(target) else None
+        return None if self._is_whole or target is None else self._fold_in(budget)
 
     def _begin(self, adapter: AdapterVersion) -> bool:
         """Hold the adapter; False if it has nothing that can be merged, or is not there any more."""

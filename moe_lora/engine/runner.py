@@ -94,6 +94,7 @@ class ModelRunner:
         self._num_taken_over = num_taken_over
         self._present = present
         self._announce = announce
+        self._is_with_others = False
         self._sources = sorted(set(site_sources))
         self._modules: dict[Source, set[str]] = {source: set() for source in self._sources}
         for site, source in zip(model.spec.shape.sites, site_sources, strict=True):
@@ -164,8 +165,8 @@ class ModelRunner:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether a step that raised may run again: of one process, on a CPU."""
-        return self._device.type == "cpu" and self._announce is None
+        """True if a step that raised may run again: on a CPU, while no other rank has a part of the step."""
+        return self._device.type == "cpu" and not self._is_with_others
 
     def abandon(self) -> None:
         """Forget a step that raised."""
@@ -176,11 +177,15 @@ class ModelRunner:
         self._run(self._batch([], 1))
 
     def _run(self, batch: StepBatch) -> torch.Tensor:
-        if self._announce is not None:
-            # Other ranks compute logits only where each has a part of the vocabulary.
-            whole_head = self._model.shard.tensor_parallel == 1
-            self._announce(replace(batch, logit_rows=batch.logit_rows[:0]) if whole_head else batch)
-        return self.execute(batch)
+        if self._announce is None:
+            return self.execute(batch)
+        self._is_with_others = True  # ranks that stop at different places of a step can't go on together
+        # Other ranks compute logits only where each has a part of the vocabulary.
+        whole_head = self._model.shard.tensor_parallel == 1
+        self._announce(replace(batch, logit_rows=batch.logit_rows[:0]) if whole_head else batch)
+        logits = self.execute(batch)
+        self._is_with_others = False
+        return logits
 
     def swap(self, order: MergeOrder) -> None:
         """Have the weights of all ranks carry more of an adapter, or less, before the next step."""

@@ -302,7 +302,7 @@ def _multiply_quantised(
         from .triton import quantised_linear
 
         return quantised_linear.quantised_linear(x, weight, bias, ids, num_out)
-    if ids is None and not weight.form.dynamic and x.shape[0] > cpu.LINEAR_MAX_ROWS[x.dtype]:
+    if ids is None and not weight.form.dynamic and x.shape[0] > cpu.QUANTISED_MAX_ROWS[x.dtype]:
         return reference.quantised_linear(x, weight, bias, ids, num_out)
     return cpu.quantised_linear(x, weight, bias, ids, num_out)
 

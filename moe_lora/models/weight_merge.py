@@ -158,6 +158,13 @@ class WeightMerge:
         self.merged[piece] = False
 
     @torch.inference_mode()
+    def restore(self) -> None:
+        """Write all original bytes back, also of pieces with a half-way failure."""
+        for (piece, entry), original in self._originals.items():
+            self._rows(piece, entry).copy_(original)
+        self.merged[:] = False
+
+    @torch.inference_mode()
     def rounding(
         self, piece: tuple[int, int], held: HeldAdapter, num_rows: int = 32
     ) -> Iterator[tuple[int, float, float]]:
@@ -194,14 +201,19 @@ class WeightMerge:
     def _parts(self, piece: tuple[int, int], held: HeldAdapter) -> Iterator[tuple[int, int, torch.Tensor]]:
         """The entries that the adapter has here: number, module, and its rows of the weight."""
         layer, number = piece
-        site, weight = self.shape.sites[number], self._weights[piece]
-        ranks = held.lora_ranks[layer]
+        site, ranks = self.shape.sites[number], held.lora_ranks[layer]
         for expert in self.experts if site.num_experts else (0,):
-            matrix = weight[expert - self.experts.start] if site.num_experts else weight
-            for module, (column, width) in enumerate(zip(site.columns, site.out_features, strict=True)):
+            for module in range(len(site.modules)):
                 entry = site.entry(module, expert)
                 if ranks[entry]:
-                    yield entry, module, matrix[column : column + width]
+                    yield entry, module, self._rows(piece, entry)
+
+    def _rows(self, piece: tuple[int, int], entry: int) -> torch.Tensor:
+        """Rows of the weight for an entry of an adapter."""
+        site, weight = self.shape.sites[piece[1]], self._weights[piece]
+        expert, module = divmod(entry - site.entry_base, len(site.modules))
+        matrix = weight[expert - self.experts.start] if site.num_experts else weight
+        return matrix.narrow(0, site.columns[module], site.out_features[module])
 
 
 def _entries(site: Site) -> slice:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+FIRST_TOKENS = 128.0
+"""Of an answer, before any answer was seen."""
+
 
 class AnswerLengths:
     """Running mean of each adapter's answers: how long a request is expected to run.
@@ -13,7 +16,7 @@ class AnswerLengths:
     PRIOR = 8.0
     """Answers that the prior counts as."""
 
-    def __init__(self, prior_tokens: float = 128.0) -> None:
+    def __init__(self, prior_tokens: float = FIRST_TOKENS) -> None:
         self._prior_tokens = prior_tokens
         self._tokens: dict[str | None, int] = {}
         self._num: dict[str | None, int] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Hashable, Mapping
 
-from .answer_lengths import AnswerLengths
+from .answer_lengths import FIRST_TOKENS, AnswerLengths
 from .routing import RoutedView
 
 _OVERALL = None
@@ -16,13 +16,14 @@ class DemandMeter:
     """Tokens that requests bring to each adapter, counted when a request comes.
 
     A request counts as its prompt and the expected answer: the running mean of its adapter's answers.
-    An adapter without answers has the mean of all answers, and without any mean_output_tokens.
+    An adapter without answers has the mean of all answers, and without any mean_output_tokens (None:
+    FIRST_TOKENS).
     The base model (None) is on every instance and is not counted.
     Not thread-safe.
     """
 
-    def __init__(self, mean_output_tokens: float = 128.0) -> None:
-        self._lengths = AnswerLengths(mean_output_tokens)
+    def __init__(self, mean_output_tokens: float | None = None) -> None:
+        self._lengths = AnswerLengths(mean_output_tokens or FIRST_TOKENS)
         self._tokens: Counter[str] = Counter()
         self._expected: dict[Hashable, tuple[str, int]] = {}
 

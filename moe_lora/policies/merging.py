@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from moe_lora.config.dlora import DLoraConfig
+from moe_lora.config.engine import BATCHINGS
 from moe_lora.core.errors import ConfigError
 
 from .admission import WaitingView
 from .merging_costs import MergingCosts, Mode, Rows, Uid
-from .merging_credits import Credits, DLoraSettings, Period, Thresholds
-
-# What a policy decides, and from what.
+from .merging_credits import Credits, Period, Thresholds
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +121,21 @@ class DLora:
     """Merge for the adapter with most requests where they are many against what FCFS order would serve, and
     stop when they are few: Algorithm 1; thresholds by Algorithm 2, starvation by Algorithm 3 (A.1).
 
-    A merged step serves the merged adapter's requests only; everybody else is passed over, and each request
-    so passed over brings its adapter one credit of those that are served.  An adapter with a request among
-    the first max_num_seqs is served again after at most ceil(t_starve · max_num_seqs) + 1 steps (it gains a
-    credit in each and starves then; those that starve have enough to pay with while t_normal >= 1).
-    Taken from the text where it is silent: the payer is the richest adapter served; adapters that starve are
-    served unmerged unless the merged one is alone among them; R_merge "changed" means another adapter.
+    A merged step serves the merged adapter's requests only.  Each request that the step passes over brings
+    its adapter one credit of the adapters served.  B is max_num_seqs, n the number of adapters with requests
+    so far.  An adapter with a request among the first B is served again after at most
+    ceil(credit B) (n - 1) + ceil(t_starve B) + 1 steps: it gains a credit in each step and starves then.
+    Adapters that starve have enough to pay with while t_normal >= 1.
+    Ours where the text is silent: the richest adapter served pays; adapters that starve are served unmerged
+    unless the merged one is alone among them; R_merge "changed" means another adapter.  As in the authors'
+    artifact, and not in Algorithm 1, weights merge at the threshold too, not only above it: one adapter alone
+    has a ratio of 1.
 
     costs: IterationTime and the switching overhead t_M.
     """
 
-    def __init__(self, costs: MergingCosts, settings: DLoraSettings | None = None) -> None:
-        self.settings = settings or DLoraSettings()
+    def __init__(self, costs: MergingCosts, settings: DLoraConfig | None = None) -> None:
+        self.settings = settings or DLoraConfig()
         self.thresholds = Thresholds(self.settings)
         self.credits: Credits | None = None
         self._costs = costs
@@ -198,7 +201,7 @@ class DLora:
             legal = [uid for uid in waiting if self._is_legal(view, uid, fcfs)]
             largest = max(legal, key=waiting.__getitem__, default=None)
             self._note(view, largest, fcfs, waiting)
-            if largest is None or waiting[largest] / num_fcfs <= self.thresholds.alpha:
+            if largest is None or waiting[largest] / num_fcfs < self.thresholds.alpha:
                 return None
             self._break_point()
             self._merged = largest
@@ -361,14 +364,13 @@ class CheapestMode:
         return min(num, view.max_num_seqs)
 
 
-# By name.
+def make_merging_policy(
+    name: str, costs: MergingCosts | None = None, dlora: DLoraConfig | None = None
+) -> MergingPolicy:
+    """The policy of that name.  dlora: parameters of "dlora"; None: the defaults.
 
-
-BATCHINGS = ("unmerged", "merged", "dlora", "auto")
-
-
-def make_merging_policy(name: str, costs: MergingCosts | None = None) -> MergingPolicy:
-    """The policy of that name.  Raises ConfigError for an unknown one, and for one that lacks its costs."""
+    Raises ConfigError for an unknown name, and for a policy without its costs.
+    """
     if name == "unmerged":
         return UnmergedOnly()
     if name == "merged":
@@ -377,4 +379,4 @@ def make_merging_policy(name: str, costs: MergingCosts | None = None) -> Merging
         raise ConfigError(f"batching={name!r} is unknown; choose one of {', '.join(BATCHINGS)}")
     if costs is None:
         raise ConfigError(f"batching={name!r} needs a performance model; give --performance-model FILE")
-    return DLora(costs) if name == "dlora" else CheapestMode(costs)
+    return DLora(costs, dlora) if name == "dlora" else CheapestMode(costs)

@@ -5,70 +5,48 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moe_lora.config.settings import Settings, setting
-from moe_lora.core.errors import ConfigError
+from moe_lora.config.dlora import DLoraConfig
 
 from .merging_costs import Rows, Uid
 
 
-@dataclass(frozen=True, kw_only=True)
-class DLoraSettings(Settings):
-    """dLoRA's parameters, to none of which the paper gives a value; these are chosen on simulated traces
-    (docs/guides/merging.md).
-
-    alpha_switch, beta_switch: of the ratio of the largest adapter's requests to those that FCFS order would
-    serve; above the first the weights are merged, below the second unmerged.  They begin there and adapt
-    within [least_threshold, most_threshold], beta_switch not above alpha_switch (bounds are ours: without
-    them one that rises in proportion and falls by steps does not come back).  gamma_dec, gamma_mul, period:
-    of Algorithm 2, which runs after so many steps at the latest.
-    credit, t_starve, t_normal: what an adapter begins with, and when it starves and no longer does, of
-    Algorithm 3; in times max_num_seqs, a credit being one request passed over in one step.  t_normal of 1 or
-    more keeps the bound of `DLora`.
-    """
-
-    alpha_switch: float = setting(0.8, above=0)
-    beta_switch: float = setting(0.3, above=0)
-    gamma_dec: float = setting(0.05, least=0)
-    gamma_mul: float = setting(1.5, least=1)
-    period: int = setting(8, least=1)
-    least_threshold: float = setting(0.1, above=0)
-    most_threshold: float = setting(1.5, above=0)
-    credit: float = setting(32.0, above=0)
-    t_starve: float = setting(48.0, above=0)
-    t_normal: float = setting(16.0, least=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.least_threshold > self.most_threshold:
-            raise ConfigError(
-                f"least_threshold={self.least_threshold} is above most_threshold={self.most_threshold}; "
-                "lower the first or raise the second"
-            )
-
-
 class Credits:
-    """Credits of adapters, whole numbers >= 0; they change hands and are never made or lost but for an
-    adapter's own when it is first seen.
+    """Credits of adapters, whole numbers >= 0.  Transfers move credits, and create or remove none.
 
-    initial: of each.  starve, normal: an adapter starves from more than `starve` until less than `normal`.
-    Source: dLoRA, Algorithm 3 (A.1).
+    share: credits of an adapter for each other adapter, so n adapters start with share (n - 1) each.
+    starve, normal: credits above the start.  An adapter starves from more than `starve` until less than
+    `normal`.  Source: dLoRA, Algorithm 3 (A.1); the start and its growth with n: the authors' artifact.
     """
 
-    def __init__(self, initial: int, starve: int, normal: int) -> None:
+    def __init__(self, share: int, starve: int, normal: int) -> None:
         self.of: dict[Uid, int] = {}
         self.starving: set[Uid] = set()
-        self._initial = initial
+        self._share = share
         self._starve = starve
         self._normal = normal
 
+    @property
+    def start(self) -> int:
+        """First credit of each of today's adapters."""
+        return self._share * max(0, len(self.of) - 1)
+
     def update(self, uids: Iterable[Uid]) -> None:
-        """These have requests: give new ones their credit, and look who starves (lines 6-10)."""
+        """Add the new ones of these adapters, which have requests, and look which adapters starve (lines
+        6-10)."""
         for uid in uids:
-            credit = self.of.setdefault(uid, self._initial)
-            if uid in self.starving and credit < self._normal:
+            if uid not in self.of:
+                self._add(uid)
+            above = self.of[uid] - self.start
+            if uid in self.starving and above < self._normal:
                 self.starving.discard(uid)
-            elif credit > self._starve:
+            elif above > self._starve:
                 self.starving.add(uid)
+
+    def _add(self, uid: Uid) -> None:
+        for other in self.of:
+            self.of[other] += self._share
+        self.of[uid] = 0
+        self.of[uid] = self.start
 
     def transfer(self, served: Iterable[Uid], passed_over: Rows) -> None:
         """For each request passed over, the richest of the served gives its adapter one, while it has any.
@@ -85,14 +63,34 @@ class Credits:
                 self.of[uid] += 1
 
     def forget(self, uid: Uid) -> None:
-        """The adapter is gone; the poorest take what it had above its first credit, the richest make up what
-        was missing.
+        """Remove an adapter, and from each other adapter its share for this one.
+
+        The poorest get the credits that the adapter gained.  The richest pay for the credits that it lost.
         """
         self.starving.discard(uid)
-        surplus = self.of.pop(uid, self._initial) - self._initial
-        change, choose = (1, min) if surplus > 0 else (-1, max)
-        for _ in range(abs(surplus) if self.of else 0):
-            self.of[choose(self.of, key=self.of.__getitem__)] += change
+        if self.of.pop(uid, None) is None:
+            return
+        rest = {other: max(0, credit - self._share) for other, credit in self.of.items()}
+        self.of = _levelled(rest, self.start * len(rest))
+
+
+def _levelled(credits: dict[Uid, int], total: int) -> dict[Uid, int]:
+    """Credits with this sum: the richest fall to one level, or the poorest rise to one level."""
+    surplus = sum(credits.values()) - total
+    sign = 1 if surplus > 0 else -1
+    ordered = sorted(credits, key=lambda uid: -sign * credits[uid])
+    left = abs(surplus)
+    for number, uid in enumerate(ordered, start=1):
+        level = credits[uid]
+        step = left if number == len(ordered) else abs(level - credits[ordered[number]])
+        if left <= number * step:
+            each, more = divmod(left, number)
+            changed = {
+                one: level - sign * (each + (place < more)) for place, one in enumerate(ordered[:number])
+            }
+            return credits | changed
+        left -= number * step
+    return credits
 
 
 @dataclass(slots=True)
@@ -130,7 +128,7 @@ class Period:
 class Thresholds:
     """alpha_switch and beta_switch, which break points tune (Algorithm 2; beta mirrored: += and /=)."""
 
-    def __init__(self, settings: DLoraSettings) -> None:
+    def __init__(self, settings: DLoraConfig) -> None:
         self.alpha = settings.alpha_switch
         self.beta = min(settings.beta_switch, settings.alpha_switch)
         self._settings = settings

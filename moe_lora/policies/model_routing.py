@@ -6,6 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from moe_lora.config import RANK_AWARE_COSTS
+from moe_lora.core.request import RoutingStats
+
+from .answer_lengths import FIRST_TOKENS
 from .host_start import HostStart
 from .routing import Instance, InstanceLoad, InstanceView, RoutedView, with_room
 from .step_model import Row, StepModel, StepWork
@@ -14,7 +18,8 @@ from .step_model import Row, StepModel, StepWork
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
     """What a decision costs by.  steps: times of batches.  slo_tpot_s: time of a decode step that must not be
-    passed.  mean_output_tokens: Toppings' avg_resp_len.  adapter_load_s_per_rank: time to bring in an adapter
+    passed.  mean_output_tokens: Toppings' avg_resp_len; None: `AnswerMean`.  cost: of `RANK_AWARE_COSTS`.
+    adapter_load_s_per_rank: time to bring in an adapter
     by its rank (dLoRA section 5.1); 0 with host: the profile's.  host: how instances begin the prompts of
     adapters that are not there; None: they wait for the load.  max_num_batched_tokens: of a step; a longer
     prompt begins with as many.  Checked as `RoutingConfig`.
@@ -22,7 +27,8 @@ class CostModel:
 
     steps: StepModel
     slo_tpot_s: float = math.inf
-    mean_output_tokens: float = 128.0
+    mean_output_tokens: float | None = None
+    cost: str = RANK_AWARE_COSTS[0]
     adapter_load_s_per_rank: float = 0.0
     host: HostStart | None = None
     max_num_batched_tokens: int | None = None
@@ -88,14 +94,35 @@ class _Asked:
     start_s: float
 
 
+class AnswerMean:
+    """Running mean of the tokens of answers.
+
+    tokens: the mean, FIRST_TOKENS before any answer.  That start counts as FIRST_WEIGHT answers.  From
+    MAX_WEIGHT answers on each answer counts 1 / MAX_WEIGHT, so that the mean follows the load.
+    """
+
+    FIRST_WEIGHT, MAX_WEIGHT = 8, 1000
+
+    def __init__(self) -> None:
+        self.tokens = FIRST_TOKENS
+        self._weight = self.FIRST_WEIGHT
+
+    def add(self, num_tokens: int) -> None:
+        """An answer has ended."""
+        self._weight = min(self._weight + 1, self.MAX_WEIGHT)
+        self.tokens += (num_tokens - self.tokens) / self._weight
+
+
 class RankAware:
-    """The instance whose requests, and this one, lose least time: requests · (Δprefill / mean_output_tokens +
-    Δdecode), infinite where the decode step would pass slo_tpot_s.
+    """The instance of least cost: requests · (Δprefill / mean_output_tokens + Δdecode), infinite where the
+    decode step would pass slo_tpot_s.
 
     Δ: what the request adds to a step, prefill over the prompts that wait, decode over all requests.  With
-    host workers Δprefill has `CostModel.start_s` too where the adapter is not on the instance.
+    host workers Δprefill has `CostModel.start_s` too where the adapter is not on the instance.  Steps and
+    slo_tpot_s are in seconds; a decode step has a token of each request, so its time is a time per token.
     Candidates are those with room for the adapter.
-    `requests` counts those that are there, so an idle instance costs nothing, as in the paper.  Of equal
+    `requests` counts those that are there, so an idle instance costs nothing, as in the paper.  cost "all"
+    adds the request's own time per token, prefill / mean_output_tokens + decode.  Of equal
     costs (all infinite, or several idle) the least token work left decides, then the index; the paper takes
     the first.  ranks: of the adapters; a live mapping may be given.  max_loras: see `with_room`.  Source:
     Toppings, section 5, Algorithm 1.
@@ -105,11 +132,30 @@ class RankAware:
         self._model = model
         self._max_loras = max_loras
         self._known = _Known(model.steps, ranks)
+        self._answers = AnswerMean()
+        self._num_choices = {"finite": 0, "infinite": 0}
+
+    @property
+    def mean_output_tokens(self) -> float:
+        return self._model.mean_output_tokens or self._answers.tokens
+
+    @property
+    def stats(self) -> RoutingStats:
+        return RoutingStats(num_choices=dict(self._num_choices), mean_output_tokens=self.mean_output_tokens)
+
+    def note_answer(self, num_tokens: int) -> None:
+        """An answer of the front end has ended."""
+        self._answers.add(num_tokens)
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
         asked = self._ask(request)
-        instances = with_room(request.adapter, instances, self._max_loras)
-        return min(instances, key=lambda one: (self._cost_s(asked, one), one.outstanding_tokens, one.index))
+        costs = [
+            (self._cost_s(asked, one), one.outstanding_tokens, one.index, one)
+            for one in with_room(request.adapter, instances, self._max_loras)
+        ]
+        cost_s, _, _, chosen = min(costs)
+        self._num_choices["infinite" if cost_s == math.inf else "finite"] += 1
+        return chosen
 
     def cost_s(self, request: RoutedView, instance: InstanceView) -> float:
         """The cost of a request there, in seconds per token of all requests."""
@@ -126,12 +172,15 @@ class RankAware:
         decode_s = model.steps.seconds("decode", there.all, asked.token)
         if decode_s > model.slo_tpot_s:
             return math.inf
-        if not there.all.num_tokens:
+        counts_own = model.cost == "all"
+        if not (there.all.num_tokens or counts_own):
             return 0.0
-        prefill_s = model.steps.seconds("prefill", there.queue, asked.prompt) - there.queue_s
-        if not instance.load.has(asked.prompt.adapter):
-            prefill_s += asked.start_s
-        return (prefill_s / model.mean_output_tokens + decode_s - there.all_s) * there.all.num_tokens
+        prefill_s = model.steps.seconds("prefill", there.queue, asked.prompt)
+        start_s = 0.0 if instance.load.has(asked.prompt.adapter) else asked.start_s
+        mean = self.mean_output_tokens
+        added_s = (prefill_s - there.queue_s + start_s) / mean + decode_s - there.all_s
+        own_s = (prefill_s + start_s) / mean + decode_s if counts_own else 0.0
+        return added_s * there.all.num_tokens + own_s
 
 
 class ShortestPendingTime:

@@ -367,8 +367,8 @@ class Scheduler(Generic[Sequence]):
         return False
 
     def _look_at_adapters(self) -> None:
-        """Put back sequences whose adapter could not be loaded, and loading ones whose history is lost; note
-        loads that ended.
+        """Put back sequences whose adapter could not be loaded, prompts without a host, and loading ones
+        with a lost history; note loads that ended.
         """
         for where in (self.running, self.loading):
             for sequence in [one for one in where if one.cold_tokens or where is self.loading]:
@@ -376,7 +376,9 @@ class Scheduler(Generic[Sequence]):
                 readiness = Readiness.READY if adapter is None else self._adapters.readiness(adapter)
                 if readiness is Readiness.READY:
                     sequence.cold_tokens = 0
-                elif readiness is Readiness.NO_ROOM:
+                elif readiness is Readiness.NO_ROOM or (
+                    readiness is Readiness.LOADING and sequence.cold_tokens > sequence.num_computed
+                ):
                     where.remove(sequence)
                     self._put_back(sequence)
         for sequence in list(self.loading):

@@ -27,6 +27,7 @@ from moe_lora.policies.migration_triggers import (
     cheaper_move,
     move_factor,
 )
+from moe_lora.policies.model_routing import RankAware
 from moe_lora.policies.routing import Router
 from moe_lora.policies.step_model import Row
 from moe_lora.workload.conversations import TurnRequest
@@ -149,6 +150,8 @@ class Replicas:
     def _finish(self, request: CachedRequest) -> None:
         self.done.append(request)
         self._moving.discard(request)
+        if isinstance(self._router, RankAware):
+            self._router.note_answer(len(request.planned.answer))
         if self.policy is not None:
             self._lengths.note(request.adapter, len(request.planned.answer))
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.demand import DemandMeter
+from moe_lora.policies.model_routing import RankAware
 from moe_lora.policies.routers import PhiRouting
 from moe_lora.workload.replay_plan import PlannedRequest
 
@@ -225,6 +226,8 @@ class System:
 
     def _finish(self, request: SimRequest) -> None:
         self.requests.append(request)
+        if isinstance(self._router, RankAware):
+            self._router.note_answer(request.output_tokens)
         if self.placement is not None:
             self.placement.stop(request)
         if self._give_up is not None and self._give_up(request):

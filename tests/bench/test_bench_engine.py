@@ -110,6 +110,15 @@ def test_contestants_take_turns_and_slow_ones_sit_out() -> None:
     assert times == {"a": [2.0] * 3, "b": [2.0] * 2}
 
 
+def test_a_long_bench_says_where_it_is(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("bench.harness.interleave.PROGRESS_EVERY_S", 0.0)
+    contestants = {("int8", 16): (lambda steps: 1.0 * steps, 1, 2)}
+    interleave(contestants, 2)
+    told = capsys.readouterr()
+    assert told.err == "round 1 of 2: int8, 16\nround 2 of 2: int8, 16\n"
+    assert not told.out
+
+
 def test_ratio_pairs_the_rounds_that_both_have() -> None:
     found = ratio([2.0, 6.0], [1.0, 2.0, 5.0])
     assert (found["median"], found["min"], found["max"], found["num_pairs"]) == (2.5, 2.0, 3.0, 2)

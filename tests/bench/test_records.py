@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench.harness import records
-from bench.harness.records import ALLOW_DIRTY, COMMIT, Recorder, environment
+from bench.harness.records import ALLOW_DIRTY, COMMIT, TREES, Recorder, environment
 from moe_lora.report.results import environment as this_environment
 from moe_lora.report.results import read_results
 
@@ -30,7 +31,20 @@ def tree(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(records, "RESULTS", root / "bench" / "results")
     monkeypatch.delenv(ALLOW_DIRTY, raising=False)
     monkeypatch.delenv(COMMIT, raising=False)
+    monkeypatch.delenv(TREES, raising=False)
     return root
+
+
+def _commit(root: Path, message: str) -> None:
+    for arguments in (["add", "."], ["commit", "-q", "-m", message]):
+        command = ["git", "-C", str(root), "-c", "user.name=n", "-c", "user.email=e@x", *arguments]
+        subprocess.run(command, check=True)
+
+
+def _tree_ids(root: Path, *paths: str) -> dict[str, str]:
+    command = ["git", "-C", str(root), "rev-parse", *(f"HEAD:{path}" for path in paths)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    return dict(zip(paths, found.stdout.split(), strict=True))
 
 
 def _change(root: Path) -> None:
@@ -41,7 +55,33 @@ def test_a_committed_tree_records_its_commit(tree):
     env = environment(tree / "bench" / "results" / "old.jsonl")
     assert len(env["git_commit"]) == 40
     assert env["git_dirty"] is False
-    assert set(env) == set(this_environment())
+    assert set(env) == set(this_environment()) | {"git_trees"}
+
+
+def test_a_record_names_the_trees_of_the_package_and_of_the_bench(tree):
+    for path in ("moe_lora", "cli", "bench/harness", "bench/cache"):
+        (tree / path).mkdir(parents=True)
+        (tree / path / "a.py").write_text(path)
+    _commit(tree, "second")
+    asked = _tree_ids(tree, "moe_lora", "cli", "bench/harness")
+    assert environment(None)["git_trees"] == asked
+    assert records.git_trees(tree, "bench/cache") == asked | _tree_ids(tree, "bench/cache")
+    _change(tree)
+    assert "git_trees" not in environment(None), "a changed tree is not the committed one"
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("bench.cache.bench_cache", "bench/cache"),
+        ("bench.cluster.simulated.cluster_simulated", "bench/cluster"),
+        ("pytest.__main__", None),
+        ("bench", None),
+    ],
+)
+def test_the_folder_of_a_bench_is_the_running_modules(name, folder):
+    assert records.bench_folder(SimpleNamespace(__spec__=SimpleNamespace(name=name))) == folder
+    assert records.bench_folder(SimpleNamespace(__spec__=None)) is None
 
 
 def test_a_changed_tree_writes_no_record_into_bench_results(tree, monkeypatch):
@@ -95,6 +135,40 @@ def test_a_copy_records_the_commit_that_it_was_made_of(tree, monkeypatch):
     monkeypatch.setenv(COMMIT, "HEAD")
     with pytest.raises(SystemExit, match=r"MOE_LORA_COMMIT='HEAD' is no commit; give all 40 digits"):
         environment(None)
+
+
+def test_a_copy_records_the_trees_that_it_was_made_of(tree, monkeypatch):
+    subprocess.run(["rm", "-rf", str(tree / ".git")], check=True)
+    monkeypatch.setenv(COMMIT, "a" * 40)
+    monkeypatch.setenv(TREES, f"moe_lora={'b' * 40} bench/gpu={'c' * 40}")
+    env = environment(tree / "bench" / "results" / "old.jsonl")
+    assert (env["git_commit"], env["git_dirty"]) == ("a" * 40, False)
+    assert env["git_trees"] == {"moe_lora": "b" * 40, "bench/gpu": "c" * 40}
+    for wrong in ("", "moe_lora", "moe_lora=abc"):
+        monkeypatch.setenv(TREES, wrong)
+        with pytest.raises(SystemExit, match=r"MOE_LORA_TREES=.*names no trees; give what python -m"):
+            environment(None)
+
+
+def test_the_state_for_a_copy_is_that_of_a_committed_tree(tree, monkeypatch, capsys):
+    for folder in ("", "moe_lora", "bench/nothing"):
+        with pytest.raises(
+            SystemExit, match=f"'{folder}' is no committed folder of benches; give one such as"
+        ):
+            records._show_state(folder)
+    (tree / "bench" / "gpu").mkdir()
+    (tree / "bench" / "gpu" / "a.py").write_text("")
+    _commit(tree, "second")
+    records._show_state("bench/gpu")
+    _change(tree)
+    with pytest.raises(SystemExit, match="tracked files differ"):
+        records._show_state("bench/gpu")
+    subprocess.run(["rm", "-rf", str(tree / ".git")], check=True)
+    commit, _, trees = capsys.readouterr().out.strip().partition(" ")
+    for variable, value in (commit.split("=", 1), trees.split("=", 1)):
+        monkeypatch.setenv(variable, value.strip('"'))
+    copied = environment(None)
+    assert (set(copied["git_trees"]), copied["git_dirty"]) == ({"bench/gpu"}, False)
 
 
 def test_a_commit_of_an_earlier_day_is_not_taken_for_a_copys(tree, monkeypatch):

@@ -72,7 +72,12 @@ def test_at_the_end_nothing_is_collected_any_more():
 COMMAND = "from moe_lora.cli.main import run; run()"
 PRINTING = {
     "env": ["env"],
-    "help": ["serve", "--help"],
+    "help": ["--help"],
+    "h": ["-h"],
+    "version": ["--version"],
+    "serve help": ["serve", "--help"],
+    "adapters help": ["adapters", "--help"],
+    "adapters add help": ["adapters", "add", "--help"],
     "adapters list": ["adapters", "list", "demo/adapters", "--model", "demo/model"],
     "adapters check": ["adapters", "check", "demo/adapters", "--model", "demo/model"],
 }

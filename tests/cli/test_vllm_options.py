@@ -18,6 +18,7 @@ from moe_lora.cli.main import main
 from moe_lora.cli.serve import serve
 from moe_lora.cli.serve_settings import cluster_to_serve
 from moe_lora.cli.vllm_words import NOTES
+from moe_lora.config.dlora import DLoraConfig
 from moe_lora.config.tables import vllm_table, with_tables
 from moe_lora.config.vllm_option import ANY, MODEL, VllmOption
 from moe_lora.config.vllm_options import VLLM_OPTIONS, by_name
@@ -217,6 +218,16 @@ def test_bad_values_are_refused_by_name(served, model_dir, words, reason):
     assert result.exit_code in (1, 2)
     assert reason in " ".join(result.output.split())
     assert not served
+
+
+def test_parameters_of_dlora_are_set_one_by_one(served, model_dir):
+    words = ["--batching", "dlora", "--set", "dlora.credit=5", "--set", "dlora.period=3"]
+    assert run(model_dir, *words).exit_code == 0
+    [(config, _)] = served
+    assert config.dlora == DLoraConfig(credit=5.0, period=3)
+    refused = run(model_dir, "--set", "dlora.credit=5")
+    assert refused.exit_code == 1
+    assert "set engine.batching to dlora (--batching dlora)" in " ".join(refused.output.split())
 
 
 def test_the_same_value_twice_is_no_contradiction(served, model_dir):

@@ -14,7 +14,8 @@ from moe_lora.config import (
     ProvisionConfig,
     RegistryConfig,
 )
-from moe_lora.config.cluster import read_cluster
+from moe_lora.config.cluster import cluster_text, read_cluster
+from moe_lora.config.dlora import DLoraConfig
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.net.keys import keys_of, make_keys
@@ -101,6 +102,15 @@ def test_adapters_lie_in_a_pool_as_the_file_says(read):
     )
 
 
+def test_parameters_of_dlora_are_the_files(read, tmp_path):
+    config = read("model_dir: m\nengine: {batching: dlora}\ndlora: {credit: 32, period: 4}")
+    assert config.engine.dlora == DLoraConfig(credit=32.0, period=4)
+    again = tmp_path / "again.yaml"
+    again.write_text(cluster_text(config))
+    assert read_cluster(again).engine.dlora == config.engine.dlora, "each role reads them so"
+    assert read("model_dir: m\nengine: {batching: dlora}").engine.dlora is None, "the defaults"
+
+
 def test_certificates_are_read_from_the_folder(read, tmp_path):
     assert keys_of(read("model_dir: m\nfront_end: {engines_address: /run/s}")) is None
     with pytest.raises(ConfigError, match=r"front-end\.engines_address=h:1 .* `moe-lora cluster init`"):
@@ -147,6 +157,24 @@ def test_certificates_are_read_from_the_folder(read, tmp_path):
             "heartbeat_timeout_s=40.0 must be positive and below heartbeat_dead_s=30.0",
         ),
         ("model_dir: m\nfront_end: {performance_form: half}", "choose one of toppings, full"),
+        ("model_dir: m\nfront_end: {rank_aware_cost: mine}", "choose one of others, all"),
+        ("model_dir: m\ndlora: {credit: 1}", "dlora is a section for batching='dlora', not for"),
+        ("model_dir: m\nengine: {batching: auto}\ndlora: {}", "set engine.batching to dlora"),
+        *(
+            (f"model_dir: m\nengine: {{batching: dlora}}\ndlora: {{{given}}}", reason)
+            for given, reason in (
+                ("credits: 1", "dlora.credits is not a setting; did you mean credit?"),
+                ("credit: 0", "dlora.credit=0.0 must be positive and finite"),
+                ("credit: .nan", "dlora.credit=nan must be positive and finite"),
+                ("gamma_mul: 0.5", "dlora.gamma_mul=0.5 must be 1 or more"),
+                ("period: 1.5", "dlora.period=1.5 must be a whole number"),
+                ("t_normal: 0", "dlora.t_normal=0.0 must be 1 or more"),
+                ("t_starve: 4999", "dlora.t_normal=5000 is above dlora.t_starve=4999; lower the first"),
+                ("alpha_switch: 2", "dlora.alpha_switch=2 is above dlora.most_threshold=1.5"),
+                ("beta_switch: 0.05", "dlora.least_threshold=0.1 is above dlora.beta_switch=0.05"),
+                ("least_threshold: 3, most_threshold: 2", "is above dlora."),
+            )
+        ),
         ("model_dir: m\nfront_end: {slo_tpot_s: 0}", "slo_tpot_s=0.0 must be positive and finite"),
         ("model_dir: m\nfront_end: {mean_output_tokens: .inf}", "mean_output_tokens=inf must be positive"),
         (

@@ -12,6 +12,7 @@ import pytest
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import AdapterError, AdapterFailedError
 from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.engine import core as core_module
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.adapters.failures import MAX_LOADS
 from moe_lora.engine.build import build_engine
@@ -76,6 +77,52 @@ def fail_where(monkeypatch, bad) -> list[int]:
 
     monkeypatch.setattr(ModelRunner, "run", maybe)
     return failed
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize(
+    "ranks", [{"expert_parallel": 2}, {"tensor_parallel": 2}], ids=lambda one: next(iter(one))
+)
+def test_rank_0_that_raises_beside_the_steps_of_all_ranks_ends_only_its_adapter(monkeypatch, ranks, where):
+    core = build_engine(replace(CONFIG, **ranks))
+    right = drive(core, *four())
+
+    def is_bad(one) -> bool:
+        return one.adapter is not None and one.adapter.name == "upper"
+
+    if where == "before":
+        failed = fail_where(monkeypatch, is_bad)
+    else:
+        failed, sampled = [], core_module.sample
+
+        def maybe(logits, sampling, *rest):
+            if any(map(is_bad, sampling)):
+                failed.append(len(sampling))
+                raise RuntimeError("a kernel refused its operands")
+            return sampled(logits, sampling, *rest)
+
+        monkeypatch.setattr(core_module, "sample", maybe)
+    found = drive(core, *four())
+    assert failed == [4, 1]
+    assert found["upper"][1].finish_reason == "error"
+    for name in ("reverse", "double", "base"):
+        assert found[name][0] == right[name][0]
+    core.close()
+
+
+@pytest.mark.parametrize(
+    "ranks", [{"expert_parallel": 2}, {"tensor_parallel": 2}], ids=lambda one: next(iter(one))
+)
+def test_rank_0_that_raises_in_a_step_of_all_ranks_ends_the_engine(monkeypatch, ranks):
+    core = build_engine(replace(CONFIG, **ranks))
+
+    def broken(self, batch):
+        raise RuntimeError("the library is gone")
+
+    monkeypatch.setattr(ModelRunner, "execute", broken)
+    with pytest.raises(RuntimeError, match="the library is gone"):
+        drive(core, *four())
+    core.close(at_once=True)
 
 
 @pytest.mark.parametrize("ahead", ["off", "on"])

@@ -8,12 +8,12 @@ import pytest
 
 from moe_lora import SamplingParams
 from moe_lora.config import EngineConfig
+from moe_lora.config.dlora import DLoraConfig
 from moe_lora.core.request import GenerateRequest
 from moe_lora.engine import build
 from moe_lora.policies.caching_policies import make_caching_policy
 from moe_lora.policies.merging import CheapestMode, DLora, MergedOnly
 from moe_lora.policies.merging_costs import MergingCosts
-from moe_lora.policies.merging_credits import DLoraSettings
 from moe_lora.policies.step_model import StepModel
 from moe_lora.sim.cached_instance import CachedConfig, CachedInstance
 from moe_lora.sim.cached_requests import CachedRequest
@@ -51,7 +51,7 @@ def costs() -> MergingCosts:
 POLICIES = {
     "merged": MergedOnly,
     "dlora": lambda: DLora(
-        costs(), DLoraSettings(alpha_switch=0.5, beta_switch=0.3, credit=2, t_starve=4, t_normal=1)
+        costs(), DLoraConfig(alpha_switch=0.5, beta_switch=0.3, credit=2, t_starve=2, t_normal=1)
     ),
     "auto": lambda: CheapestMode(costs(), max_wait_s=0.0),
 }

@@ -175,10 +175,43 @@ def test_wide_layers_are_bit_identical_in_any_batch_on_any_number_of_threads(isa
         assert torch.equal(cpu.quantised_linear(x[:rows], operand, None, None, 515), together[:rows])
 
 
+@pytest.mark.parametrize("with_zeros", [False, True])
+@pytest.mark.parametrize(
+    ("form", "width"),
+    [
+        (Format("int8"), 1000),
+        (Format("int8", 96), 960),
+        (Format("fp8", 128, 128), 900),
+        (Format("int4", 64), 640),
+        (Format("int4", 96), 960),
+        (Format("int4", 512), 1536),
+        (Format("int4", 1000), 1000),
+        (Format("mxfp4", 32), 608),
+    ],
+    ids=ident,
+)
+def test_many_rows_of_wide_layers_have_the_bits_of_the_dequantised_weights(
+    isa, generator, form, width, with_zeros
+):
+    """Widths and rows that end inside a tile, a panel and a block of unpacked weights."""
+    if with_zeros and form.name not in ("int8", "int4"):
+        pytest.skip("formats of floats have no zeros")
+    num_out, dtype = 70, torch.bfloat16
+    weight = random_held(form, 2, width, num_out, generator, zero=with_zeros, dtype=dtype)
+    plain = quantised.dequantise(weight, num_out, width, dtype)
+    bias = random(generator, 2, num_out, dtype=dtype)
+    for rows in (2, 17, 34, 41, 51, 131):
+        x = random(generator, rows, width, dtype=dtype)
+        ids = torch.zeros(rows, 1, dtype=torch.int32)
+        ids[rows // 3] = 1
+        found = cpu.quantised_linear(x, weight, bias, ids, num_out)
+        assert torch.equal(found, cpu.expert_linear(x, plain, bias, ids)), rows
+
+
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[1]], ids=ident)
 def test_more_rows_than_the_library_takes_are_computed_over_dequantised_weights(generator, form):
     weight = random(generator, 40, 64)
-    x = random(generator, cpu.LINEAR_MAX_ROWS[torch.float32] + 1, 64)
+    x = random(generator, cpu.QUANTISED_MAX_ROWS[torch.float32] + 1, 64)
     operand = held(form, weight)
     found = ops.quantised_linear(x, *operand[1:], None, None, form.text, 40)
     assert torch.equal(found, reference.quantised_linear(x, operand, None, None, 40))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from moe_lora.config.dlora import DLoraConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.merging import (
     BATCHINGS,
@@ -23,7 +24,7 @@ from moe_lora.policies.merging import (
     make_merging_policy,
 )
 from moe_lora.policies.merging_costs import MergingCosts, mode_of
-from moe_lora.policies.merging_credits import Credits, DLoraSettings, Period, Thresholds
+from moe_lora.policies.merging_credits import Credits, Period, Thresholds
 from moe_lora.policies.step_model import StepModel
 
 BASE_S, RANK_S, SWAP_S = 0.010, 0.0001, 0.050
@@ -117,15 +118,20 @@ def test_merged_only_serves_whom_a_turn_began_with_then_the_oldest() -> None:
 
 
 def test_algorithm_1_merges_above_alpha_and_unmerges_below_beta() -> None:
-    policy = DLora(costs(), DLoraSettings(alpha_switch=0.7, beta_switch=0.5, gamma_dec=0.0, gamma_mul=1.0))
+    policy = DLora(costs(), DLoraConfig(alpha_switch=0.7, beta_switch=0.5, gamma_dec=0.0, gamma_mul=1.0))
     assert policy.decide(view("aabb")) == Batching(None, None, at_once=True)
     assert policy.decide(view("aaab")) == Batching("a", only("a"), at_once=True)
     assert policy.decide(view("aabb", "a")) == Batching("a", only("a"), at_once=True)
     assert policy.decide(view("abbb", "a")) == Batching(None, None, at_once=True)
 
 
+def test_weights_merge_at_alpha_too_as_one_adapter_alone_has_a_ratio_of_1() -> None:
+    assert DLora(costs()).decide(view("aaa")).merge == "a"
+    assert DLora(costs()).decide(view("aaab")).merge is None
+
+
 def test_requests_beyond_the_batch_count_for_the_ratio() -> None:
-    policy = DLora(costs(), DLoraSettings(alpha_switch=1.2, most_threshold=2.0))
+    policy = DLora(costs(), DLoraConfig(alpha_switch=1.2))
     assert policy.decide(view("abbaaa")).merge is None
     assert policy.decide(view("abbaaaa")).merge == "a"
 
@@ -150,7 +156,7 @@ def test_without_requests_nothing_changes() -> None:
 
 
 def test_algorithm_2_by_hand() -> None:
-    thresholds = Thresholds(DLoraSettings(alpha_switch=0.8, beta_switch=0.5, gamma_dec=0.05, gamma_mul=1.1))
+    thresholds = Thresholds(DLoraConfig(alpha_switch=0.8, beta_switch=0.5, gamma_dec=0.05, gamma_mul=1.1))
     unmerged = Period(merged=False, adapter="a")
     unmerged.add((4, 0.1), (4, 0.2))  # 4 / (0.1 + swap) against 4 / 0.2
     thresholds.tune(unmerged, 0.05)
@@ -166,7 +172,7 @@ def test_algorithm_2_by_hand() -> None:
 
 
 def test_thresholds_stay_within_their_bounds() -> None:
-    settings = DLoraSettings(gamma_dec=0.5, gamma_mul=3.0)
+    settings = DLoraConfig(gamma_dec=0.5, gamma_mul=3.0)
     thresholds = Thresholds(settings)
     period = Period(merged=False, adapter="a")
     period.add((4, 0.1), (4, 0.2))
@@ -179,9 +185,7 @@ def test_thresholds_stay_within_their_bounds() -> None:
 
 
 def test_a_period_ends_after_so_many_steps_and_when_another_adapter_leads() -> None:
-    policy = DLora(
-        costs(swap_s=1.0), DLoraSettings(alpha_switch=0.9, period=2, gamma_mul=1.1, credit=100, t_starve=200)
-    )
+    policy = DLora(costs(swap_s=1.0), DLoraConfig(alpha_switch=0.9, period=2, gamma_mul=1.1))
     for _ in range(3):
         policy.decide(view("aaab"))
     assert policy.thresholds.alpha == pytest.approx(0.99)
@@ -192,8 +196,21 @@ def test_a_period_ends_after_so_many_steps_and_when_another_adapter_leads() -> N
 # Algorithm 3.
 
 
+def test_defaults_are_the_values_of_the_authors_artifact() -> None:
+    """10,000 (n - 1) at first; starving from 10,000 n until 5,000 less; a request is 1 / max_num_seqs."""
+    found, policy = DLoraConfig(), DLora(costs())
+    assert (found.alpha_switch, found.beta_switch) == (1.0, 15 / 27)
+    assert (found.gamma_dec, found.gamma_mul) == (0.05, 1.1)
+    policy.decide(view("abcd", size=4))
+    credits = policy.credits
+    assert credits is not None
+    assert credits.of == dict.fromkeys("abcd", 4 * 10_000 * 3)
+    assert credits.start + credits._starve == 4 * 10_000 * 4
+    assert credits.start + credits._normal == 4 * (10_000 * 4 - 5_000)
+
+
 def test_algorithm_3_by_hand() -> None:
-    credits = Credits(initial=2, starve=3, normal=2)
+    credits = Credits(share=2, starve=1, normal=0)
     credits.update("ab")
     credits.transfer(("a",), {"b": 1})
     assert credits.of == {"a": 1, "b": 3}
@@ -210,23 +227,81 @@ def test_algorithm_3_by_hand() -> None:
     assert credits.starving == set()
 
 
+def test_credits_grow_with_the_number_of_adapters() -> None:
+    credits = Credits(share=5, starve=3, normal=2)
+    credits.update("a")
+    assert credits.of == {"a": 0}
+    credits.update("ab")
+    credits.transfer(("a",), {"b": 4})
+    credits.update("abc")
+    assert credits.of == {"a": 6, "b": 14, "c": 10}
+    assert credits.starving == {"b"}, "as far above the first credit as before"
+    credits.forget("c")
+    assert credits.of == {"a": 1, "b": 9}
+    credits.forget("c")
+    assert credits.of == {"a": 1, "b": 9}
+
+
+@pytest.mark.parametrize(
+    ("gone", "left"),
+    [
+        ("a", {"b": 17, "c": 25, "d": 18}),  # 15, 25, 11 lack 9: d rises to 15, then d and b
+        ("b", {"a": 24, "c": 25, "d": 11}),  # 29, 25, 11 have 5 too many: a falls to 25, and one more
+        ("c", {"a": 29, "b": 15, "d": 16}),  # 29, 15, 11 lack 5: d rises to 15, and one more
+    ],
+)
+def test_a_forgotten_adapters_credits_level_the_others(gone: str, left: dict[str, int]) -> None:
+    credits = Credits(share=10, starve=100, normal=1)
+    credits.update("abcd")
+    credits.of = {"a": 39, "b": 25, "c": 35, "d": 21}
+    credits.forget(gone)
+    assert credits.of == left
+
+
+def test_credits_of_millions_are_forgotten_at_once() -> None:
+    credits = Credits(share=10**12, starve=1, normal=1)
+    credits.update("abc")
+    credits.of = {"a": 6 * 10**12, "b": 0, "c": 0}
+    credits.forget("a")
+    assert credits.of == {"b": 10**12, "c": 10**12}
+
+
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=7), st.integers(0, 9))
+def test_forgetting_keeps_the_sum_and_takes_no_more_than_is_there(given_credits, share) -> None:
+    credits = Credits(share, 10**6, 1)
+    credits.update(range(len(given_credits)))
+    total = credits.start * len(given_credits)
+    scale = sum(given_credits)
+    credits.of = {uid: credit * total // scale if scale else 0 for uid, credit in enumerate(given_credits)}
+    credits.of[0] += total - sum(credits.of.values())
+    before = {uid: credit - share for uid, credit in credits.of.items() if uid}
+    credits.forget(0)
+    assert sum(credits.of.values()) == credits.start * len(credits.of)
+    assert all(credit >= 0 for credit in credits.of.values())
+    for one in before:
+        for other in before:
+            if before[one] < before[other]:
+                assert credits.of[one] <= credits.of[other] + 1, "the order stays"
+
+
 def test_one_that_starves_is_served_before_all_others() -> None:
-    settings = DLoraSettings(
-        alpha_switch=0.5, beta_switch=0.1, gamma_dec=0, gamma_mul=1, credit=1, t_starve=1.5, t_normal=1
+    settings = DLoraConfig(
+        alpha_switch=0.5, beta_switch=0.1, gamma_dec=0, gamma_mul=1, credit=1, t_starve=1, t_normal=1
     )
     policy, merged, served = DLora(costs(), settings), None, []
-    for _ in range(5):
+    policy.decide(view("c"))
+    for _ in range(7):
         batching = policy.decide(view("aaab", merged))
         merged = batching.merge
         served.append(batching.only)
-    assert served[:3] == [only("a")] * 3  # b has 4, 5, 6, and then 7 > 1.5 * 4
+    # b has 8, 9, ..., 12, and then 13 > 8 + 4.  It pays for the three requests of a, and starves no longer.
+    assert served == [only("a")] * 5 + [only("b")] + [only("a")]
     assert policy.credits is not None
-    assert served[3:] == [only("b")] * 2  # it pays 3 a step, and starves until it has less than 4
-    assert policy.credits.of == {"a": 7, "b": 1}
+    assert policy.credits.of == {"a": 5, "b": 11, "c": 8}
 
 
 def test_an_adapter_without_the_credit_for_whom_it_passes_over_is_not_merged() -> None:
-    policy = DLora(costs(), DLoraSettings(alpha_switch=0.5, credit=0.25))
+    policy = DLora(costs(), DLoraConfig(alpha_switch=0.5, beta_switch=0.5, credit=0.25))
     assert policy.decide(view("aaab")).merge == "a"
     assert policy.decide(view("aaab", "a")) == Batching(None, None, at_once=True)
 
@@ -246,28 +321,30 @@ def _forever(policy: MergingPolicy, batches: list[list[str | None]], size: int, 
         yield uids[:size], batching
 
 
-@given(st.lists(ADAPTERS, min_size=1, max_size=60), st.integers(1, 5), st.floats(0.1, 3), st.floats(0, 3))
+@given(st.lists(ADAPTERS, min_size=1, max_size=60), st.integers(1, 5), st.floats(0.1, 3), st.floats(1, 3))
 def test_credits_are_conserved_and_never_negative(batches, size, credit, above) -> None:
-    settings = DLoraSettings(alpha_switch=0.3, beta_switch=0.2, credit=credit, t_starve=credit + above)
+    settings = DLoraConfig(alpha_switch=0.3, beta_switch=0.2, credit=credit, t_starve=above, t_normal=1)
     policy, known = DLora(costs(), settings), set()
     for index, _ in enumerate(_forever(policy, batches, size)):
         known |= set(batches[index])
         assert policy.credits is not None
         of = policy.credits.of
-        assert sum(of.values()) == len(known) * policy.credits._initial
+        assert set(of) == known
+        assert sum(of.values()) == len(known) * policy.credits.start
         assert min(of.values()) >= 0
     policy.forget(batches[0][0])
-    assert sum(policy.credits.of.values()) in (0, (len(known) - 1) * policy.credits._initial)
+    assert sum(policy.credits.of.values()) == len(policy.credits.of) * policy.credits.start
 
 
 @given(ADAPTERS, st.integers(1, 4), st.floats(0.2, 4), st.floats(1, 3))
 @example(uids=["a", "b", "c"], size=3, credit=2.0, t_starve=2.5)
 def test_nobody_waits_longer_than_the_bound(uids, size, credit, t_starve) -> None:
-    """Whoever is among the first computes again within t_starve * max_num_seqs, rounded up, + 1 steps."""
-    settings = DLoraSettings(
+    """An adapter among the first computes again after the steps that `DLora` states."""
+    settings = DLoraConfig(
         alpha_switch=0.1, beta_switch=0.1, gamma_dec=0.1, credit=credit, t_starve=t_starve, t_normal=1
     )
-    policy, bound = DLora(costs(base_s=1.0), settings), math.ceil(t_starve * size) + 1
+    policy = DLora(costs(base_s=1.0), settings)
+    bound = math.ceil(credit * size) * (len(set(uids)) - 1) + math.ceil(t_starve * size) + 1
     waited: Counter[str | None] = Counter()
     for first, batching in _forever(policy, [uids] * 150, size):
         for uid in set(first):
@@ -329,6 +406,8 @@ def test_policies_have_names() -> None:
         make_merging_policy("auto")
 
 
-def test_bounds_of_thresholds_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ConfigError, match="is above most_threshold"):
-        DLoraSettings(least_threshold=2.0, most_threshold=1.0)
+def test_the_name_dlora_has_its_settings() -> None:
+    settings = DLoraConfig(credit=3)
+    policy = make_merging_policy("dlora", costs(), settings)
+    assert isinstance(policy, DLora)
+    assert policy.settings is settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from moe_lora.config import ROUTINGS, RoutingConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.policies.answer_lengths import FIRST_TOKENS
 from moe_lora.policies.host_start import HostStart, HostTimes, PartTime
-from moe_lora.policies.model_routing import CostModel, RankAware, ShortestPendingTime
+from moe_lora.policies.model_routing import AnswerMean, CostModel, RankAware, ShortestPendingTime
 from moe_lora.policies.routers import (
     ROUTERS,
     AdapterAffinity,
@@ -191,6 +193,71 @@ def test_an_instance_that_would_miss_its_slo_is_left_out_while_another_would_not
     assert router.choose(Request("large"), instances).index == 1  # all would: the least work left
 
 
+def test_the_share_of_choices_without_an_instance_within_the_slo_is_counted():
+    router = RankAware(model(slo_tpot_s=0.100), RANKS)
+    assert router.stats.infinite_share == 0.0
+    instances = [Instance(0).run("small"), Instance(1).run("small")]
+    for adapter in ("small", "small", "small", "large"):
+        router.choose(Request(adapter), instances)
+    assert router.stats.num_choices == {"finite": 3, "infinite": 1}
+    assert router.stats.infinite_share == 0.25
+
+
+def test_a_step_of_exactly_the_slo_keeps_it():
+    """Both are seconds of a step in which each request gets a token: 2 · 8 ms here."""
+    one = Instance(0).run("small")
+    assert RankAware(model(slo_tpot_s=0.016), RANKS).cost_s(Request("small"), one) < math.inf
+    assert RankAware(model(slo_tpot_s=0.0159), RANKS).cost_s(Request("small"), one) == math.inf
+
+
+def test_time_of_a_prompt_does_not_count_against_the_slo_of_a_token():
+    """A prompt of 100 tokens takes 18.5 s, and the SLO is that of the tokens after the first."""
+    cost_s = RankAware(model(slo_tpot_s=0.016), RANKS).cost_s
+    assert cost_s(Request("small", prompt_tokens=100), Instance(0).run("small")) < math.inf
+
+
+def test_the_mean_answer_is_learnt_unless_it_is_set():
+    learning, told = RankAware(model(mean_output_tokens=None), RANKS), RankAware(model(), RANKS)
+    assert (learning.mean_output_tokens, told.mean_output_tokens) == (FIRST_TOKENS, 10.0)
+    one, request = Instance(0).run("small"), Request("small", prompt_tokens=5)
+    before = learning.cost_s(request, one)
+    for router in (learning, told):
+        for _ in range(8):
+            router.note_answer(8)
+    # The start counts as 8 answers of 128 tokens.
+    assert (learning.mean_output_tokens, told.mean_output_tokens) == (pytest.approx(68.0), 10.0)
+    prefill_s = 0.5 + 5 * 0.1 + 5 * 8 * 0.010
+    assert learning.cost_s(request, one) - before == pytest.approx(prefill_s / 68 - prefill_s / 128)
+
+
+@given(st.lists(st.integers(1, 4096), min_size=1, max_size=50))
+def test_the_mean_answer_lies_within_the_answers_and_its_start(lengths):
+    mean = AnswerMean()
+    for number in lengths:
+        mean.add(number)
+    expected = (8 * 128.0 + sum(lengths)) / (8 + len(lengths))
+    assert mean.tokens == pytest.approx(expected)
+
+
+def test_the_mean_answer_follows_a_load_that_changes():
+    mean = AnswerMean()
+    for _ in range(100_000):
+        mean.add(100)
+    for _ in range(5_000):
+        mean.add(1000)
+    assert 990 < mean.tokens < 1000
+
+
+def test_a_cost_of_all_counts_the_requests_own_time():
+    router, others = RankAware(model(cost="all"), RANKS), RankAware(model(), RANKS)
+    idle, busy = Instance(0), Instance(1).run("small")
+    request = Request("large", prompt_tokens=3)
+    own_s = (0.5 + 3 * 0.1 + 3 * 128 * 0.010) / 10 + 128 * 0.001
+    assert (others.cost_s(request, idle), router.cost_s(request, idle)) == (0.0, pytest.approx(own_s))
+    own_s += 128 * 0.001  # two rows at rank 128
+    assert router.cost_s(request, busy) == pytest.approx(others.cost_s(request, busy) + own_s)
+
+
 def test_pending_time_is_queue_and_load():
     router = ShortestPendingTime(model(adapter_load_s_per_rank=0.001), RANKS, 2)
     there, idle = Instance(0, 10).run("large", "small"), Instance(1, 0)
@@ -285,3 +352,8 @@ def test_costs_by_what_can_not_be_are_refused(name):
         RoutingConfig(**{name: 0})
     with pytest.raises(ConfigError, match="adapter_load_s_per_rank=-1 must be 0 or more"):
         RoutingConfig(adapter_load_s_per_rank=-1)
+
+
+def test_a_form_of_the_cost_that_is_not_known_is_refused():
+    with pytest.raises(ConfigError, match="rank_aware_cost='mine' is not known; choose one of others, all"):
+        RoutingConfig(rank_aware_cost="mine")

@@ -47,6 +47,10 @@ class SyncerWithoutBase(Syncer):
 class KubeAI:
     """Reads message and type at the top of an error; loads again what may be loaded."""
 
+    @staticmethod
+    def error(answer: httpx.Response) -> dict:
+        return answer.json()
+
     def load(self, server, name: str, path: str) -> bool:
         for _ in range(2):
             answer = server.post(LOAD, {"lora_name": name, "lora_path": path})
@@ -55,12 +59,26 @@ class KubeAI:
         return True
 
     def _already(self, answer: httpx.Response) -> bool:
-        error = answer.json()
+        error = self.error(answer)
         is_input = answer.status_code == 400 and error["type"] == "InvalidUserInput"
         return is_input and "already" in error["message"] and "loaded" in error["message"]
 
     def unload(self, server, name: str) -> bool:
         return server.post(UNLOAD, {"lora_name": name}).status_code <= 299
+
+    def is_gone(self, answer: httpx.Response) -> bool:
+        """The answer of vLLM before 2025: today's has another status and type, and is an error to KubeAI."""
+        error = self.error(answer)
+        is_input = answer.status_code == 400 and error["type"] == "InvalidUserInput"
+        return is_input and "cannot be found" in error["message"]
+
+
+class KubeAISince607(KubeAI):
+    """The same since 2025-10, with the error one level down."""
+
+    @staticmethod
+    def error(answer: httpx.Response) -> dict:
+        return answer.json()["error"]
 
 
 class AIBrix:
@@ -131,7 +149,7 @@ class NeMo:
 
 @pytest.mark.parametrize(
     "controller",
-    [Syncer, SyncerWithoutBase, KubeAI, AIBrix, AIBrixForSGLang, ProductionStack, NeMo],
+    [Syncer, SyncerWithoutBase, KubeAI, KubeAISince607, AIBrix, AIBrixForSGLang, ProductionStack, NeMo],
     ids=lambda kind: kind.__name__,
 )
 def test_controllers_of_other_servers_find_their_loads_done(any_server, controller):
@@ -166,6 +184,27 @@ def test_errors_of_loads_have_the_types_of_vllm(any_server):
     assert "cannot be found" in error_of(gone)["message"]
     for body in ({}, {"lora_name": 5}, {"lora_name": "x", "lora_path": "/nowhere"}, []):
         assert error_of(any_server.post(LOAD, body))["message"]
+
+
+@pytest.mark.parametrize("controller", [KubeAI, KubeAISince607], ids=lambda kind: kind.__name__)
+def test_unload_of_an_unknown_name_is_to_kubeai_what_it_is_from_vllm(any_server, controller):
+    """A 404, whose message the controller reports; to it only a 400 says that an adapter is gone."""
+    answer = any_server.post(UNLOAD, {"lora_name": "nobody"})
+    vllms = {
+        "message": "The lora adapter 'nobody' cannot be found.",
+        "type": "NotFoundError",
+        "param": None,
+        "code": 404,
+    }
+    of_vllm = httpx.Response(404, json={"object": "error", **vllms, "error": vllms})
+    assert answer.status_code == of_vllm.status_code
+    for found in (answer, of_vllm):
+        assert not controller().is_gone(found)
+        error = controller().error(found)
+        assert (error["type"], error["code"]) == ("NotFoundError", 404)
+        assert "'nobody' cannot be found" in error["message"]
+    before = {"message": vllms["message"], "type": "InvalidUserInput"}
+    assert controller().is_gone(httpx.Response(400, json={**before, "error": before}))
 
 
 @pytest.mark.parametrize("path", [LOAD, UNLOAD, "/load_lora_adapter", "/unload_lora_adapter"])

@@ -45,7 +45,10 @@ NEIGHBOURS = ("upper", "reverse", "double")
 OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--instances", "2", "--dtype", "float32")
 
 
-@pytest.fixture(params=[(), ("--lora-server", "EP1-PP1")], ids=["coupled", "lora-server"])
+@pytest.fixture(
+    params=[(), ("--lora-server", "EP1-PP1"), ("--front-ends", "2")],
+    ids=["coupled", "lora-server", "front-ends"],
+)
 def pair(request, tmp_path, monkeypatch) -> Iterator[DemoServer]:
     (tmp_path / "sitecustomize.py").write_text(INJECTED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

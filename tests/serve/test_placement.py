@@ -181,6 +181,43 @@ def test_ranks_are_known_to_the_routers_that_need_them(tmp_path):
     assert routes.placement(fleet) is None
 
 
+def test_metrics_tell_what_rank_aware_learns_and_where_no_instance_keeps_the_slo(tmp_path):
+    path = tmp_path / "steps.json"
+    model = {
+        "kernel": "sgmv",
+        "form": "full",
+        "expert_share": 1.0,
+        "decode_s": {"tokens": 0.01},
+        "prefill_s": {},
+    }
+    path.write_text(json.dumps({"format": FORMAT, "models": [model]}))
+    front_end = FrontEndConfig(routing="rank_aware", performance_model=str(path), slo_tpot_s=0.015)
+    config = cluster_config(front_end)
+    routes = make_routes(config)
+    registry = InstanceRegistry([CountingEngine(adapters={"a": "p"})], [("a", "p")])
+    fleet = fleet_client(registry, routes.router, ranks=routes.ranks)
+    metrics = Metrics(config, ClusterController(FleetAdapters(registry)))
+    assert "rank_aware" not in metrics.render().decode()
+
+    async def ask(name: str, max_tokens: int) -> int:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        request = GenerateRequest(request_id=name, prompt_token_ids=(0, 1), sampling=sampling, adapter="a")
+        return sum([len(output.token_ids) async for output in fleet.generate(request)])
+
+    async def run() -> None:
+        await ask("alone", 8)
+        await asyncio.gather(ask("one", 8), ask("other", 8))  # two tokens are a step of 20 ms
+        metrics.stats = await fleet.stats()
+
+    asyncio.run(run())
+    text = metrics.render().decode()
+    assert 'moe_lora:rank_aware_choices_total{cost="finite",model_name="base"} 2.0' in text
+    assert 'moe_lora:rank_aware_choices_total{cost="infinite",model_name="base"} 1.0' in text
+    assert 'moe_lora:rank_aware_infinite_share{model_name="base"} 0.333' in text
+    mean = (8 * 128 + 3 * 8) / 11
+    assert f'moe_lora:rank_aware_mean_output_tokens{{model_name="base"}} {mean:.6f}' in text
+
+
 def test_metrics_tell_of_tables_moves_and_load(tmp_path):
     points = tmp_path / "points.json"
     points.write_text(json.dumps({"1": 100.0, "8": 50.0}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from pathlib import Path
@@ -16,8 +17,13 @@ from moe_lora.adapters.registry.registry import Registry
 from moe_lora.config import EngineConfig, RegistryConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, ConfigError, RegistryError
+from moe_lora.dist.cluster.adapter_calls import FleetAdapters
+from moe_lora.dist.cluster.controller.cluster_state import ControllerMethods
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry, opened_registry
+from moe_lora.dist.cluster.instances import InstanceRegistry
 from tests.adapters.peft_folders import BASE, OTHER_BASE, alter, peft_folder
+from tests.dist.cluster.fleet_parts import CountingEngine
+from tests.dist.lora_server.cluster import until
 
 from .conftest import app_of, as_served
 from .demo_server import DEMO, demo_server
@@ -256,3 +262,77 @@ def test_the_demo_serves_its_registry_and_a_version_registered_while_it_runs(sto
         foreign = http.post(LOAD, json={"lora_name": "foreign"})
         assert foreign.status_code == 400
         assert "base model" in foreign.json()["error"]["message"]
+
+
+LARGE = str(DEMO / "adapters" / "reverse-r16")
+
+
+@pytest.fixture
+def with_large(tmp_path) -> Path:
+    """A registry with adapters of rank 4 and 16."""
+    folder = tmp_path / "with-large"
+    with Registry(folder, create=True) as registry:
+        registry.add("upper", DEMO / "adapters" / "upper", base_hash=base_model_hash(MODEL))
+        registry.add("large", LARGE, base_hash=base_model_hash(MODEL))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "layout", [(), ("--front-ends", "2"), ("--instances", "2", "--pool-replicas", "1")], ids=len
+)
+def test_adapters_above_the_rank_limit_are_unavailable_and_new_ones_are_refused(with_large, tmp_path, layout):
+    options = ("--registry", str(with_large), "--max-lora-rank", "8", "--eager", *layout)
+    with (
+        demo_server(tmp_path / "log", *options) as server,
+        httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http,
+    ):
+
+        def cards() -> dict[str, dict]:
+            return {card["id"]: card for card in http.get("/v1/adapters").json()["data"]}
+
+        def ask(model: str) -> httpx.Response:
+            return http.post("/v1/completions", json={"model": model, "prompt": "abc=", "max_tokens": 2})
+
+        said = "the LoRA rank 16 is above max_lora_rank=8"
+        until(lambda: set(cards()) == {"large", "upper"}, "all are listed")
+        until(lambda: said in (cards()["large"]["problem"] or ""), "the reason is known")
+        assert cards()["large"]["residency"] == "unavailable"
+        assert cards()["upper"]["residency"] != "unavailable"
+        refused = ask("large")
+        assert said in error_of(refused, 503)
+        assert ask("upper").status_code == 200
+        for path, body in (
+            (ADAPTERS, {"lora_name": "later", "lora_path": LARGE}),
+            (LOAD, {"lora_name": "later", "lora_path": LARGE}),
+            (LOAD, {"lora_name": "large", "load_inplace": True}),
+        ):
+            assert said in error_of(http.post(path, json=body), 400)
+        assert "later" not in http.get(ADAPTERS).text
+        assert ask("upper").status_code == 200
+        assert http.post(UNLOAD, json={"lora_name": "large"}).status_code == 200
+        assert set(cards()) == {"upper"}
+    assert "the engine failed" not in (tmp_path / "log").read_text()
+
+
+def test_a_named_adapter_above_the_rank_limit_is_refused_before_anything_starts(with_large):
+    cluster = ClusterConfig(
+        engine=EngineConfig(model_dir=str(MODEL), max_lora_rank=8),
+        served_model_name="base",
+        registry=RegistryConfig(folder=str(with_large), adapters=("large",)),
+    )
+    with (
+        pytest.raises(AdapterError, match="'large': the LoRA rank 16 is above max_lora_rank=8"),
+        opened_registry(cluster),
+    ):
+        pass
+
+
+def test_publishing_is_refused_by_the_limit_of_the_devices(registry, tmp_path):
+    """CUDA has a limit of its own, which instances say by the names of their devices."""
+    instances = InstanceRegistry([CountingEngine()])
+    methods = ControllerMethods(FleetAdapters(instances), None, ServedRegistry(registry, BASE))
+    large = str(peft_folder(tmp_path / "large", 1, lora_rank=513))
+    assert asyncio.run(methods.registry_add("large", large, "", False)).lora_rank == 513
+    instances.instances[0].devices = ("cuda:0",)
+    with pytest.raises(AdapterError, match="the LoRA rank 513 is above max_lora_rank=512"):
+        asyncio.run(methods.registry_add("larger", large, "", False))

@@ -60,6 +60,16 @@ def test_every_router_serves_all_requests_and_leaves_nothing_counted(name, kind)
         assert abs(placed["a", 0] - placed["a", 1]) <= 1
 
 
+def test_rank_aware_routing_learns_the_answers_of_its_own_run():
+    means = []
+    for _ in range(2):
+        router = make_router("rank_aware", CONTEXT)
+        System(replace(coupled(6, num_instances=3), router=lambda router=router: router)).replay(some())
+        means.append(router.mean_output_tokens)
+    lengths = [one.output_tokens for one in some()]
+    assert means == [pytest.approx((8 * 128 + sum(lengths)) / (8 + len(lengths)))] * 2
+
+
 def test_rank_aware_routing_keeps_the_high_ranks_together():
     config = coupled(6, num_instances=3)
     spread = {}

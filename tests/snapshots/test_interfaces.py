@@ -28,7 +28,14 @@ from moe_lora.config.settings import Settings, settings_of
 from moe_lora.config.vllm_options import VLLM_OPTIONS
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.request import AdapterResidency, EngineStats, FleetStats, InstanceStats, ModelInfo
+from moe_lora.core.request import (
+    AdapterResidency,
+    EngineStats,
+    FleetStats,
+    InstanceStats,
+    ModelInfo,
+    RoutingStats,
+)
 from moe_lora.dist.cluster.controller.cluster_state import Figures
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.lora_server.protocol.control import ServerState
@@ -153,7 +160,10 @@ def test_names_and_labels_of_metrics() -> None:
     metrics = Metrics(config, link)
     metrics.server = ServerState(**{**counts, "ranks": (1,), "unlinked": (0,)})
     metrics.stats = FleetStats(
-        **numbers, resident_adapters=("a",), instances=(InstanceStats(name="a", **instance),)
+        **numbers,
+        resident_adapters=("a",),
+        instances=(InstanceStats(name="a", **instance),),
+        routing=RoutingStats(num_choices={"finite": 1, "infinite": 1}, mean_output_tokens=1.0),
     )
     metrics.info = ModelInfo(
         name="base",
@@ -180,7 +190,7 @@ def test_names_and_labels_of_metrics() -> None:
             f"{family.name} {label}={value}"
             for sample in family.samples
             for label, value in sample.labels.items()
-            if label in ("tier", "kind", "direction", "source")
+            if label in ("tier", "kind", "direction", "source", "cost")
         ]
     check("metrics", lines)
 

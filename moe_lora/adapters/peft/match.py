@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_lora.core.errors import AdapterError
-from moe_lora.core.shape import MAX_CUDA_LORA_RANK, ModelShape
+from moe_lora.core.shape import ModelShape, rank_problem
 
 from .base import check_base, quantised_base
 from .config import AdapterConfig, shown, suffixes
@@ -97,11 +97,7 @@ def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
         return
     largest = max((source.lora_rank for layer in found.layers for source in layer), default=0)
     if largest > max_lora_rank:
-        raise AdapterError(
-            f"{where}: the LoRA rank {largest} is above max_lora_rank={max_lora_rank} of this server; start "
-            f"the server with --max-lora-rank {largest} or more (at most {MAX_CUDA_LORA_RANK} on CUDA), or "
-            "train the adapter with a lower rank"
-        )
+        raise AdapterError(f"{where}: {rank_problem(largest, max_lora_rank)}")
 
 
 def _check_gathered(tensors: Mapping[str, Shaped], where: str) -> None:

@@ -15,6 +15,7 @@ from moe_lora.adapters.peft.config import AdapterConfig
 from moe_lora.adapters.peft.files import max_rank, read_config, read_header, target_names, weights_file
 from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, RegistryError
 from moe_lora.core.request import name_problem
+from moe_lora.core.shape import rank_problem
 
 from .content_store import ContentStore, Staged
 from .database import RegistryDatabase
@@ -107,13 +108,15 @@ class Registry:
         owner: str = "",
         link: bool = False,
         root: str | None = None,
+        max_lora_rank: int | None = None,
     ) -> RegisteredAdapter:
         """Register the PEFT folder `source` as the next version of `name`, and store its files.
 
         The content of the current version again makes no new version; it repairs that version's files.
         link: the store refers to the files where they are instead of copying them.  root: the folder that
-        the files must lie in, whatever links lead there; None: any.  Raises AdapterError for
-        an unfit name, owner or folder, AdapterExistsError if the name is another base model's.
+        the files must lie in, whatever links lead there; None: any.  max_lora_rank: the largest rank of a
+        config; None: any.  Raises AdapterError for an unfit name, owner or folder, AdapterExistsError if the
+        name is another base model's.
         """
         if problem := name_problem(name):
             raise AdapterError(f"the name {name[:50]!r} {problem}")
@@ -125,6 +128,8 @@ class Registry:
         with self._staged(source, link, root) as staged, self._database.writing() as connection:
             # Of what is stored: the source may have been another one when it was looked at.
             config = read_config(staged.folder)
+            if max_lora_rank is not None and max_rank(config) > max_lora_rank:
+                raise AdapterError(f"adapter {name!r}: {rank_problem(max_rank(config), max_lora_rank)}")
             read_header(weights_file(staged.folder))
             current = self._current(name)
             if current is not None and current.base_hash != base_hash:

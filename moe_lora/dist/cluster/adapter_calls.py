@@ -15,7 +15,7 @@ from moe_lora.dist.cluster.pool.pool import FleetPool
 from moe_lora.engine.client.client import EngineClient
 
 from .fan_out import Answers, ask, load_alike
-from .instances import Instance, InstanceRegistry, ServedVersion
+from .instances import Instance, InstanceRegistry, ServedVersion, reason
 from .reports import merge_adapters
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,11 @@ class FleetAdapters:
         # Calls for one adapter come one after the other, or instances could disagree on which was the last.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
+    @property
+    def devices(self) -> set[str]:
+        """Devices of all instances."""
+        return {device for instance in self._instance_registry.instances for device in instance.devices}
+
     async def load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
         """Serve the directory as `name` on all live instances.
 
@@ -49,7 +54,7 @@ class FleetAdapters:
     async def unload_adapter(self, name: str) -> None:
         """Refuse new requests for `name` everywhere; returns when the last instance has freed it.
 
-        Raises AdapterNotFoundError if no instance knows the name.
+        Raises AdapterNotFoundError for an unserved name.
         """
         await self._alone(name, self._unload(name))
 
@@ -103,10 +108,8 @@ class FleetAdapters:
             return info
 
     async def _is_unavailable(self, name: str) -> bool:
-        """Whether some instance can't serve the adapter, or requests of it are refused here."""
+        """Whether some instance can't serve the adapter."""
         registry = self._instance_registry
-        if registry.suspects.problem(name) is not None:
-            return True
         answers, _ = await ask(registry, registry.live, lambda client: client.list_adapters())
         infos = chain.from_iterable(infos for _, infos in answers)
         return any(info.name == name and info.residency == "unavailable" for info in infos)
@@ -114,6 +117,7 @@ class FleetAdapters:
     async def _unload(self, name: str) -> None:
         registry = self._instance_registry
         registry.having(None)
+        was_served = registry.served_version(name) is not None  # maybe unavailable on all instances
         registry.forget(name)
         # Asked anew: one that came in before it was forgotten came with it.
         instances = registry.having(None)
@@ -123,7 +127,7 @@ class FleetAdapters:
         if self.pool is not None:
             await self.pool.sweep()
         for _, error in errors:
-            if not answers or not isinstance(error, AdapterNotFoundError):
+            if not (answers or was_served) or not isinstance(error, AdapterNotFoundError):
                 raise error
 
     async def _pin(self, name: str, pinned: bool) -> AdapterInfo:
@@ -162,6 +166,7 @@ class FleetAdapters:
         for instance, error in errors:
             logger.error("instance %s can't go back to what it served as %s: %r", instance.name, name, error)
             instance.missing.add(name)
+            instance.problems[name] = reason(error)
 
 
 def _refusal(

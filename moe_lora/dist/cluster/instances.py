@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from anyio import move_on_after
 
-from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.errors import EngineDeadError, MoeLoraError
 from moe_lora.core.request import AdapterInfo, EngineStats
 from moe_lora.dist.cluster.pool.directory import PoolDirectory
 from moe_lora.engine.client.client import EngineClient
@@ -51,10 +51,14 @@ class ServedVersion:
 
 @dataclass(frozen=True)
 class Holding:
-    """That an instance holds all that is served but `missing`.  incarnation: see `messages.Hello`."""
+    """An instance holds all served adapters but `missing`.
+
+    problems: known reasons by name.  incarnation: see `messages.Hello`.
+    """
 
     incarnation: str | None
     missing: frozenset[str] = frozenset()
+    problems: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,11 @@ class Served:
         return Served(adapters, versions)
 
 
+def reason(error: Exception) -> str:
+    """A failed load in words for clients: the project's message, else the error's type."""
+    return str(error) if isinstance(error, MoeLoraError) else type(error).__name__
+
+
 @dataclass(eq=False)
 class Instance:
     """An engine among several.  `client` is replaced when the engine is restarted, or dials in again.
@@ -113,10 +122,10 @@ class Instance:
     name: its number, or the name it dialled in with.  asked_tokens: what the requests that it got from
     here may still need; tokens_elsewhere: what those of other front ends may.  load: see
     `policies.routing.InstanceView`.  silent: out of routing because it does not get on.  missing:
-    adapters that could not be loaded again after a restart.  starting: the client of a process that is
-    not in routing yet.  latest: the stats it gave last.  past: counters of its earlier processes;
-    past_before: of those before the latest, whose incarnation (of an engine that dials in) is kept beside
-    it.  devices: of its ranks, as it said when it dialled in.
+    adapters that could not be loaded at a start; problems: why, by name.  starting: the client of a
+    process that is not in routing yet.  latest: the stats it gave last.  past: counters of its earlier
+    processes; past_before: of those before the latest, whose incarnation (of an engine that dials in) is
+    kept beside it.  devices: of its ranks, as it said when it dialled in.
     """
 
     index: int
@@ -128,6 +137,7 @@ class Instance:
     tokens_elsewhere: int = 0
     load: InstanceLoad = field(default_factory=InstanceLoad)
     missing: set[str] = field(default_factory=set)
+    problems: dict[str, str] = field(default_factory=dict)
     starting: EngineClient | None = None
     num_starts: int = 1
     num_resent: int = 0
@@ -231,10 +241,15 @@ class InstanceRegistry:
             return found
         if self.live:
             raise EngineDeadError(
-                f"adapter {adapter!r} is unavailable: its files are damaged or not those that were loaded; "
-                "load it with load_inplace=true"
+                f"adapter {adapter!r} is unavailable: {self.problem(adapter or '')}; load it with "
+                "load_inplace=true once that is mended"
             )
         raise EngineDeadError(f"no LLM instance is running: {self._absence()}")
+
+    def problem(self, adapter: str) -> str:
+        """The reason for the adapter's absence from the live instances."""
+        reasons = (one.problems.get(adapter) for one in self.live if adapter in one.missing)
+        return next(filter(None, reasons), "its files are damaged or not those that were loaded")
 
     def _absence(self) -> str:
         silent = ", ".join(instance.name for instance in self.instances if instance.silent)
@@ -359,7 +374,7 @@ class InstanceRegistry:
             self.recover(Served.of(have))
         holding = self._holdings.get(instance.name)
         if holding is not None and holding.incarnation == incarnation:
-            missing = set(holding.missing)
+            missing, instance.problems = set(holding.missing), dict(holding.problems)
         else:
             missing = self.served.lacking(have)
         self._route_to(instance, client, missing, incarnation)
@@ -378,14 +393,17 @@ class InstanceRegistry:
         for instance in self.instances:
             holding = holdings.get(instance.name)
             if holding is not None and holding.incarnation == instance.incarnation:
-                instance.missing = set(holding.missing)
+                instance.missing, instance.problems = set(holding.missing), dict(holding.problems)
             else:
                 instance.missing |= new
 
     @property
     def holdings(self) -> dict[str, Holding]:
         """What the live instances hold, by name."""
-        return {one.name: Holding(one.incarnation, frozenset(one.missing)) for one in self.live}
+        return {
+            one.name: Holding(one.incarnation, frozenset(one.missing), dict(one.problems))
+            for one in self.live
+        }
 
     @property
     def adapters(self) -> dict[str, ServedVersion]:
@@ -435,6 +453,7 @@ class InstanceRegistry:
         self.suspects.forget(name)
         for instance in self.instances:
             instance.missing.discard(name)
+            instance.problems.pop(name, None)
 
     @property
     def served(self) -> Served:

@@ -39,7 +39,7 @@ from moe_lora.engine.client.messages import (
 from moe_lora.engine.client.step_notes import ReadNotes
 
 from .health import HealthMonitor
-from .instances import Instance, InstanceRegistry, Served, ServedVersion
+from .instances import Instance, InstanceRegistry, Served, ServedVersion, reason
 
 # An engine that was away gets the adapters that the others serve.
 
@@ -53,10 +53,11 @@ async def catch_up(
     have: dict[str, ServedVersion],
     missing: set[str],
     pool: PoolDirectory | None = None,
+    problems: dict[str, str] | None = None,
 ) -> None:
     """Load, unload and pin until the engine has what is `served`; what fails is noted as missing.
 
-    pool: where adapters are held; None: the engine reads them all.
+    pool: where adapters are held; None: the engine reads them all.  problems: filled with the reasons.
     """
     for name in [name for name in have if name not in served]:
         if name not in missing:
@@ -91,6 +92,8 @@ async def catch_up(
                 with suppress(AdapterNotFoundError):  # a pool that found no bytes took it away
                     await client.ask("unload_adapter", name)
             missing.add(name)
+            if problems is not None:
+                problems[name] = reason(error)
         have[name] = replace(adapter, content_hash=content_hash)
 
 
@@ -145,12 +148,13 @@ class CatchUp:
     async def __call__(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
         registry = self._instance_registry
         have, missing = await held_by(client, registry.pool), set[str]()
+        instance.problems = {}
         if self._recovering:
             registry.recover(Served.of(have))
             await registry.at_rest()
             have = await held_by(client, registry.pool)  # those that start together are given some meanwhile
         while not await registry.join(instance, client, have, missing, incarnation):
-            await catch_up(client, registry.adapters, have, missing, registry.pool)
+            await catch_up(client, registry.adapters, have, missing, registry.pool, instance.problems)
         order = registry.drains.orders.get(instance.name)
         if order is not None:  # its process may be younger than that
             await client.ask("remember_drain", order)
@@ -234,8 +238,8 @@ class DialledClient(CallableEngine):
 
     Belongs to the event loop of its connection.  hearing: what its beats tell.  on_beat: called with each.
     on_move: called with orders to move a request that came over this connection.  on_death: called with the
-    adapters in the engine's notes when it died.  max_unread: items of a request that may wait to be taken.
-    notes: where the engine's notes are.
+    adapters in the engine's notes when it died, and the notes.  max_unread: items of a request that may wait
+    to be taken.  notes: where the engine's notes are.
     """
 
     ended: asyncio.Event
@@ -250,7 +254,7 @@ class DialledClient(CallableEngine):
         self.hearing = Hearing()
         self.on_beat: Callable[[Beat], None] = lambda beat: None
         self.on_move: Callable[[Move], None] = lambda move: None
-        self.on_death: Callable[[frozenset[str]], None] = lambda adapters: None
+        self.on_death: Callable[[frozenset[str], ReadNotes], None] = lambda adapters, notes: None
         self._peer = peer
         self._streams: dict[str, _Stream] = {}
         self._dead: EngineDeadError | None = None
@@ -281,7 +285,7 @@ class DialledClient(CallableEngine):
                 self._peer.end("the engine has failed")
         self._dead = EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
         if failed or self._peer.cut:
-            self.on_death(self._notes.adapters())
+            self.on_death(self._notes.adapters(), self._notes)
         for stream in self._streams.values():
             stream.put(self._dead)
         self._streams.clear()

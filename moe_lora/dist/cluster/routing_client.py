@@ -20,6 +20,7 @@ from moe_lora.core.request import (
     TokenOutput,
 )
 from moe_lora.engine.client.messages import Move
+from moe_lora.policies.model_routing import RankAware
 from moe_lora.policies.routing import Router
 
 from .failover import MAX_RESENDS, Attempt, ResumableRequest
@@ -71,6 +72,7 @@ class FleetClient:
         self._seeds = random.Random(seed)
         self._instance_registry = instance_registry
         self._router = router
+        self._rank_aware = router if isinstance(router, RankAware) else None
         self._clock = clock
         self._meter = meter
         self._adapters = adapters
@@ -107,8 +109,7 @@ class FleetClient:
                 attempt, resumable.next = resumable.next, None
                 if attempt is None:
                     instance, trial = await self._choose(resumable)
-                    if resumable.aborted:
-                        self._release(trial)
+                    if instance is None:
                         break
                     attempt = Attempt(instance, self._continued(resumable), limit)
                     if left is not None:
@@ -144,24 +145,35 @@ class FleetClient:
                     resumable.switch(resumable.next)
             yield TokenOutput(request_id=request.request_id, token_ids=(), finish_reason="abort")
         finally:
-            del self._running[request.request_id]
-            if self._meter is not None:
-                self._meter.stop(request.request_id, len(resumable.delivered))
+            self._remove(resumable)
             await self._end_move(resumable)
 
-    async def _choose(self, resumable: ResumableRequest) -> tuple[Instance, Trial | None]:
-        """The next instance; waits while the adapter may have ended one (see `Suspects.admit`)."""
+    def _remove(self, resumable: ResumableRequest) -> None:
+        del self._running[resumable.request.request_id]
+        if self._meter is not None:
+            self._meter.stop(resumable.request.request_id, len(resumable.delivered))
+        if self._rank_aware is not None and resumable.delivered:
+            self._rank_aware.note_answer(len(resumable.delivered))
+
+    async def _choose(self, resumable: ResumableRequest) -> tuple[Instance | None, Trial | None]:
+        """Return the next instance, after a suspect's wait (see `Suspects.admit`).
+
+        None: the request was aborted meanwhile.
+        """
         suspects, adapter = self._instance_registry.suspects, resumable.request.adapter
         if not suspects or adapter is None:
             return self._next_instance(resumable), None
-        trial = await suspects.admit(adapter)
+        trial = await suspects.admit(adapter, lambda: resumable.aborted)
+        if resumable.aborted:
+            self._release(trial)
+            return None, None
         try:
             instance = self._next_instance(resumable)
         except BaseException:
             self._release(trial)
             raise
         if trial is not None:
-            trial.instance = instance.name
+            suspects.start(trial, instance.name)
         return instance, trial
 
     def _release(self, trial: Trial | None) -> None:
@@ -321,6 +333,8 @@ class FleetClient:
         resumable = self._running.get(request_id)
         if resumable is not None:
             resumable.aborted = True
+            if self._instance_registry.suspects:
+                self._instance_registry.suspects.wake()
             attempt = resumable.attempt
             if attempt is not None:
                 await attempt.abort()
@@ -365,7 +379,8 @@ class FleetClient:
         served = self._instance_registry.adapters
         infos = {info.name: info for info in merge_adapters(infos for _, infos in answers)}
         for name in served.keys() - infos.keys():
-            infos[name] = _unavailable(name, served[name])
+            problem = self._instance_registry.problem(name)
+            infos[name] = replace(_unavailable(name, served[name]), problem=problem)
         for name in served.keys() & infos.keys():
             infos[name] = replace(infos[name], version=served[name].version)
         for name, problem in self._instance_registry.suspects.refused.items():
@@ -383,7 +398,8 @@ class FleetClient:
         drained = self._instance_registry.drained
         each = [_instance_stats(instance, instance.name in drained) for instance in instances]
         merged = merge_stats([stats for _, stats in answers], past, each)
-        return replace(merged, moves=self.mover.stats())
+        routing = None if self._rank_aware is None else self._rank_aware.stats
+        return replace(merged, moves=self.mover.stats(), routing=routing)
 
     async def is_alive(self) -> bool:
         return bool(self._instance_registry.live)

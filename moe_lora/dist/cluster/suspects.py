@@ -3,6 +3,9 @@
 An instance that dies leaves notes of the adapters that it was about to load or compute (`step_notes`).  Each
 of these adapters is a suspect until one of its requests, the trial, gains a token on another instance.  A
 trial that ends its instance too shows the culprit, which is refused until it is loaded again.
+
+The front ends of a host have one trial of an adapter at a time: the lock of the notes admits one of them, and
+the notes name the trial to those that hear of its end.
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from anyio import move_on_after
 
 from moe_lora.core.errors import AdapterFailedError, EngineDeadError
+from moe_lora.engine.client.step_notes import ReadNotes
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +30,16 @@ ALONE_S = 30.0
 MOST_DEATHS = 2
 """An adapter that gained tokens before is refused after one more death: two unrelated kills may meet it."""
 _LOOK_S = 0.05
+_PROVEN = "proven"
 
 
 @dataclass(eq=False)
 class Trial:
-    """One request of a suspect, and the instance that computes it."""
+    """One request of a suspect, and its instance.  notes: locked for the trial."""
 
     adapter: str
+    notes: Sequence[ReadNotes] = ()
     instance: str = ""
-
-
-@dataclass
-class _Suspect:
-    """instances: that died with this adapter in their notes."""
-
-    instances: list[str] = field(default_factory=list)
 
 
 class Suspects:
@@ -52,7 +51,10 @@ class Suspects:
     def __init__(self, num_live: Callable[[], int], num_known: Callable[[], int]) -> None:
         self._num_live = num_live
         self._num_known = num_known
-        self._suspects: dict[str, _Suspect] = {}
+        self._suspects: dict[str, list[str]] = {}
+        """By adapter: the instances that died with the adapter in their notes."""
+        self._notes: dict[str, list[ReadNotes]] = {}
+        """By adapter: these notes, each once."""
         self._refused: dict[str, str] = {}
         self._proven: set[str] = set()
         self._trial: Trial | None = None
@@ -61,20 +63,20 @@ class Suspects:
     def __bool__(self) -> bool:
         return bool(self._suspects or self._refused)
 
-    def note_death(self, instance: str, adapters: frozenset[str]) -> None:
+    def note_death(self, instance: str, adapters: frozenset[str], notes: ReadNotes | None = None) -> None:
         """An instance died; adapters: those in its notes."""
-        trial = self._trial
-        if trial is not None and trial.adapter in adapters and trial.instance == instance:
-            self._trial = None
-            num_deaths = (
-                len(self._suspects[trial.adapter].instances) + 1 if trial.adapter in self._suspects else 1
-            )
-            if num_deaths > (MOST_DEATHS if trial.adapter in self._proven else 1):
-                self._refuse(trial.adapter, instance)
-                self._change()
+        tried, is_proven = self._tried_at(instance, adapters)
+        if tried is not None:
+            num_deaths = len(self._suspects.get(tried, ())) + 1
+            if num_deaths > (MOST_DEATHS if is_proven else 1):
+                self._refuse(tried, instance)
+                self.wake()
                 return  # the others ran beside it
         for name in sorted(adapters - self._refused.keys()):
-            self._suspects.setdefault(name, _Suspect()).instances.append(instance)
+            self._suspects.setdefault(name, []).append(instance)
+            known = self._notes.setdefault(name, [])
+            if notes is not None and all(one.place != notes.place for one in known):
+                known.append(notes)
         if adapters:
             logger.warning(
                 "instance %s died at work for %s; their requests go on one adapter at a time",
@@ -82,18 +84,44 @@ class Suspects:
                 ", ".join(sorted(adapters)),
             )
 
+    def _tried_at(self, instance: str, adapters: frozenset[str]) -> tuple[str | None, bool]:
+        """Return the suspect on trial at the dead instance, for any front end; True if it had tokens."""
+        trial = self._trial
+        if trial is not None and trial.adapter in adapters and trial.instance == instance:
+            self._trial = None
+            for notes in trial.notes:
+                notes.unlock()  # they go on naming the trial, for other front ends
+            return trial.adapter, trial.adapter in self._proven
+        for name in adapters & self._suspects.keys():
+            for notes in self._notes[name]:
+                if notes.trial[:2] == (name, instance):
+                    return name, name in self._proven or notes.trial[2:] == (_PROVEN,)
+        return None, False
+
+    def start(self, trial: Trial, instance: str) -> None:
+        """Note the instance of the trial's request."""
+        trial.instance = instance
+        words = (trial.adapter, instance, *([_PROVEN] if trial.adapter in self._proven else ()))
+        for notes in trial.notes:
+            notes.trial = words
+
     def note_token(self, adapter: str, trial: Trial | None) -> None:
         """A request of the adapter gained a token; trial: the one that it was."""
         self._proven.add(adapter)
         if trial is not None:
-            self._suspects.pop(adapter, None)
+            self._clear(adapter)
             self.release(trial)
 
     def forget(self, adapter: str) -> None:
         """The adapter was loaded anew, or unloaded: nothing is known against what the name means now."""
         self._proven.discard(adapter)
-        if self._refused.pop(adapter, None) is not None or self._suspects.pop(adapter, None) is not None:
-            self._change()
+        self._refused.pop(adapter, None)
+        self._clear(adapter)
+        self.wake()
+
+    def _clear(self, adapter: str) -> list[str]:
+        self._notes.pop(adapter, None)
+        return self._suspects.pop(adapter, [])
 
     def problem(self, adapter: str) -> str | None:
         """Why requests of the adapter are refused; None: they are not."""
@@ -104,8 +132,10 @@ class Suspects:
         """A copy: the refused adapters and the reasons."""
         return dict(self._refused)
 
-    async def admit(self, adapter: str) -> Trial | None:
+    async def admit(self, adapter: str, is_aborted: Callable[[], bool] = lambda: False) -> Trial | None:
         """Return when a request of the adapter may be sent; a Trial if it is the one that shows.
+
+        is_aborted: ends the wait after a `wake`.
 
         An adapter without a token waits up to ALONE_S for a second live instance, if there are several: a
         trial must not take the last one from all other requests.
@@ -113,20 +143,21 @@ class Suspects:
         """
         began_s = time.monotonic()
         with move_on_after(WAIT_S):
-            while True:
+            while not is_aborted():
                 problem = self._refused.get(adapter)
                 if problem is not None:
                     raise AdapterFailedError(problem)
                 if adapter not in self._suspects or not self._num_live():
                     return None  # without an instance the router says so
-                if self._trial is None and self._may_try(adapter, time.monotonic() - began_s):
-                    self._trial = Trial(adapter)
-                    return self._trial
+                may_try = self._trial is None and self._may_try(adapter, time.monotonic() - began_s)
+                if may_try and (trial := self._locked(adapter)) is not None:
+                    self._trial = trial
+                    return trial
                 with move_on_after(_LOOK_S):  # instances come and go without a word here
                     await self._changed.wait()
-        if adapter in self._proven:
+        if is_aborted() or adapter in self._proven:
             return None  # other trials took the time
-        where = self._suspects[adapter].instances[-1] if adapter in self._suspects else "an instance"
+        where = self._suspects[adapter][-1] if adapter in self._suspects else "an instance"
         raise EngineDeadError(
             f"adapter {adapter!r} may have ended instance {where}, and other adapters were tried before it "
             f"for {WAIT_S:.0f} s; send the request again"
@@ -137,20 +168,34 @@ class Suspects:
         least = 1 if alone else min(2, self._num_known())
         return self._num_live() >= least
 
+    def _locked(self, adapter: str) -> Trial | None:
+        """Return a trial of the adapter; None while another front end of this host has a trial."""
+        trial = Trial(adapter, tuple(self._notes.get(adapter, ())))
+        for number, notes in enumerate(trial.notes):
+            if not notes.try_lock():
+                for locked in trial.notes[:number]:
+                    locked.unlock()
+                return None
+        return trial
+
     def release(self, trial: Trial) -> None:
         """The trial's request has ended, or goes on elsewhere: the next suspect has its turn."""
         if self._trial is trial:
             self._trial = None
-            self._change()
+            for notes in trial.notes:
+                notes.trial = ()
+                notes.unlock()
+            self.wake()
 
     def _refuse(self, adapter: str, instance: str) -> None:
-        before = self._suspects.pop(adapter, _Suspect()).instances
+        before = self._clear(adapter)
         self._refused[adapter] = (
             f"adapter {adapter!r} is unavailable: instances {', '.join([*before, instance])} died while they "
             "loaded or computed it; load it again once that is mended"
         )
         logger.error(self._refused[adapter])
 
-    def _change(self) -> None:
+    def wake(self) -> None:
+        """Have all waiting requests look again."""
         self._changed.set()
         self._changed = asyncio.Event()

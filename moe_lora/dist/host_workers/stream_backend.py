@@ -140,12 +140,13 @@ class StreamSession:
 class StreamLink(Protocol):
     """A standing session with one worker; its uses are answered whether the worker lives or not.
 
-    num_fallback_rows: rows that the engine answered for it.  problem: why one could not be.
+    num_fallback_rows: rows that the engine answered for it.  problems: errors of rows that nobody could
+    compute, by the `content_number` of their adapters.
     """
 
     stream_session: StreamSession
     num_fallback_rows: int
-    problem: Exception | None
+    problems: dict[int, Exception]
 
 
 @dataclass(frozen=True)
@@ -185,14 +186,16 @@ class StreamBackend:
         """Rows of deltas that the engine computed because a worker did not."""
         return sum(link.num_fallback_rows for link in self._links.values())
 
-    def check(self) -> None:
-        """Raises what kept the engine from answering for a worker: tokens since then may be wrong."""
+    def failures(self) -> dict[int, Exception]:
+        """See `HostWorkers.failures`."""
+        found: dict[int, Exception] = {}
         for link in self._links.values():
-            if link.problem is not None:
-                raise link.problem
+            while link.problems:
+                number, error = link.problems.popitem()
+                found[number] = error
+        return found
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
-        self.check()
         self._routing = routing
         self._rows, self._pieces = {}, {}
 
@@ -203,8 +206,7 @@ class StreamBackend:
         for link in self._links.values():
             link.stream_session.abandon()
         self._stream.synchronize()
-        for link in self._links.values():
-            link.problem = None
+        self.failures()
 
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
         """They are elsewhere."""

@@ -33,7 +33,7 @@ class StreamWorkerLink(WorkerLink):
     """Keeps one worker process and the slots that a stream asks it by; the slots stay when processes change.
 
     One serves at a time: the worker from when it is told to until it has ended, and this thread otherwise.
-    serving: the worker does.  num_fallback_rows, problem: see `stream_backend.StreamLink`.
+    serving: the worker does.  num_fallback_rows, problems: see `stream_backend.StreamLink`.
     """
 
     _end_s = 0.0
@@ -57,7 +57,7 @@ class StreamWorkerLink(WorkerLink):
         self._ended = threading.Event()
         self.serving = threading.Event()
         self.num_fallback_rows = 0
-        self.problem: Exception | None = None
+        self.problems: dict[int, Exception] = {}
         self.stream_session = StreamSession(self._slots, stream)
         self._deltas = StoreDeltas(layout.shape, store)
         super().__init__(number, transport, layout, store, *options)
@@ -121,11 +121,10 @@ class StreamWorkerLink(WorkerLink):
         return slot is not None
 
     def _compute(self, request: DeltaRequest, out: torch.Tensor) -> int:
-        """Always an answer."""
+        """Always an answer, for the stream must go on; the engine's thread reads the problems."""
         self.num_fallback_rows += request.num_rows
         try:
             self._deltas.fill(request, out)
-        except Exception as error:  # the stream must go on; the engine's thread raises it
-            self.problem = error
-            out.zero_()
+        except Exception:
+            self.problems |= self._deltas.fill_apart(request, out)
         return DONE

@@ -84,6 +84,22 @@ class StoreDeltas:
         adapters = [RoutedAdapter(self._hash_of(number), ()) for number in numbers.tolist()]
         self._deltas.compute(request, adapters, row_adapter, out)
 
+    def fill_apart(self, request: DeltaRequest, out: torch.Tensor) -> dict[int, Exception]:
+        """As `fill`, with zeros for failed adapters; returns the errors by content number."""
+        numbers, row_adapter = np.unique(request.generation, return_inverse=True)
+        failed: dict[int, Exception] = {}
+        total = torch.zeros_like(out)
+        for index, number in enumerate(numbers.tolist()):
+            try:
+                adapter = RoutedAdapter(self._hash_of(number), ())
+                self._deltas.compute(request, [adapter], np.where(row_adapter == index, 0, -1), out)
+            except Exception as error:
+                failed[number] = error
+            else:
+                total += out
+        out.copy_(total)
+        return failed
+
     def _hash_of(self, number: int) -> str:
         """Raises AdapterError."""
         known = self._hashes.get(number)

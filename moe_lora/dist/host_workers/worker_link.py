@@ -87,6 +87,8 @@ class WorkerLink(threading.Thread):
                     self._live(held)
                 except (OSError, EOFError, PeerUnreachableError) as error:
                     logger.warning("%s can't be started: %s", self.name, error)
+                except Exception:  # without this thread no worker comes back, and a stream waits for ever
+                    logger.exception("%s can't be started", self.name)
                 if not self._closing.is_set():
                     logger.warning("%s ended; the engine computes its rows until it is back", self.name)
                 long_life = time.monotonic() - start_s > _LONG_LIFE_S

@@ -133,11 +133,13 @@ class HostWorkers:
         """Of the processes, None while one is being started."""
         return [link.pid for link in self.links.values()]
 
-    def check(self) -> None:
-        """Raises AdapterError if neither a worker nor the engine could compute a row that the device has
-        waited for: what it gave since is wrong.  (Without a stream who asks gets the error.)"""
-        if isinstance(self.backend, StreamBackend):
-            self.backend.check()
+    def failures(self) -> dict[int, Exception]:
+        """Return errors by `content_number` since the last call.
+
+        No worker and not the engine computed rows of these adapters: the rows of the step are wrong.  Without
+        a stream the step raises instead.  Call this after the device has ended the step.
+        """
+        return self.backend.failures() if isinstance(self.backend, StreamBackend) else {}
 
     def settle(self) -> None:
         """Return once no request is under way, so that files of adapters may go."""

@@ -12,18 +12,22 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from moe_lora.config import ControllerConfig, EngineConfig, FrontEndConfig, FrontEndPlace
 from moe_lora.config.cluster import ClusterConfig, cluster_text
 from moe_lora.config.devices import instance_names
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError, RegistryError
+from moe_lora.core.processes import is_stopped
 from moe_lora.dist.net.codec import Decoder, Message, encode
+
+if TYPE_CHECKING:
+    from .spare import Spare
 
 logger = logging.getLogger(__name__)
 
-FRONT_END, CONTROLLER = "front-end", "controller"
+FRONT_END, CONTROLLER, INSTANCE = "front-end", "controller", "instance"
 _OF_SETTINGS = (ConfigError, AdapterError, RegistryError)
 START_TRIES = 3
 """Starts of a process that may end without a word before who awaits all is told: what ends them may pass, as
@@ -102,7 +106,7 @@ class HostRoles:
     Everything is started again, for ever, unless a setting keeps its first process from its part.  drain_s:
     how long a front end may take to end what it serves.  at_once: when it is set, `stop` waits for nobody.
     dead_s: one that is stopped (SIGSTOP) for STOPPED_DEATHS of this is killed.
-    failed: what kept all of a kind from their part.
+    spare: of the roles of kind INSTANCE.  failed: what kept all of a kind from their part.
     """
 
     def __init__(
@@ -114,7 +118,9 @@ class HostRoles:
         drain_s: float = 0.0,
         at_once: asyncio.Event | None = None,
         dead_s: float = FrontEndConfig.heartbeat_dead_s,
+        spare: Spare | None = None,
     ) -> None:
+        self._spare = spare
         self._stopped_s = STOPPED_DEATHS * dead_s
         self._at_once = at_once or asyncio.Event()
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -149,7 +155,7 @@ class HostRoles:
         while True:
             await asyncio.sleep(_LOOK_S)
             now_s, running = self._clock.now_s(), dict(self._running)
-            stopped = {name: one.pid for name, (_, one) in running.items() if _is_stopped(one.pid)}
+            stopped = {name: one.pid for name, (_, one) in running.items() if is_stopped(one.pid)}
             since_s = {pid: since_s.get(pid, now_s) for pid in stopped.values()}
             for name, pid in stopped.items():
                 if now_s - since_s[pid] >= self._stopped_s:
@@ -168,6 +174,8 @@ class HostRoles:
     async def stop(self) -> None:
         """End all, those first that others work for; return when they have ended."""
         self._stopping = True
+        if self._spare is not None:
+            await self._spare.stop()
         running = [found for role in self._roles if (found := self._running.get(role.name)) is not None]
         for first, limit_s in ((True, STOP_S + self._drain_s), (False, STOP_S)):
             some = [process for role, process in running if (role.kind == FRONT_END) == first]
@@ -208,18 +216,9 @@ class HostRoles:
 
     async def _run(self, role: Role, num_starts: int) -> Exception:
         """As `_live`; raises what fails here, after it has ended what it started."""
-        status, theirs = os.pipe()
-        with os.fdopen(status, "rb") as pipe:
-            try:
-                # A session of its own: a Ctrl-C in the terminal reaches the process that ends all others.
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, *role.words, "--status-fd", str(theirs), "--starts", str(num_starts)),
-                    pass_fds=(*role.fds, theirs),
-                    env={**os.environ, **role.environment},
-                    start_new_session=True,
-                )
-            finally:
-                os.close(theirs)
+        spare = self._spare if role.kind == INSTANCE else None
+        process, pipe = (spare and spare.acquire(role.name, num_starts)) or await _start(role, num_starts)
+        with pipe:
             self._running[role.name] = role, process
             try:
                 logger.info("%s started (process %d)", role.name, process.pid)
@@ -227,8 +226,8 @@ class HostRoles:
                     await _end([process], STOP_S, self._at_once)
                 said = await _all_of(pipe)
                 started: Started | None = _DECODE(said) if said else None
-                if started is not None and started.error is None and not self._ready[role.name].done():
-                    self._ready[role.name].set_result(None)
+                if started is not None and started.error is None:
+                    self._does_its_part(role, spare)
                 code = await process.wait()
             finally:
                 if process.returncode is None:
@@ -239,6 +238,12 @@ class HostRoles:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return _Died(f"process {process.pid} {how}{'' if started else ' while starting'}")
 
+    def _does_its_part(self, role: Role, spare: Spare | None) -> None:
+        if not self._ready[role.name].done():
+            self._ready[role.name].set_result(None)
+        if spare is not None and not self._stopping:
+            spare.put_off()
+
     def _give_up(self, role: Role, error: Exception) -> None:
         logger.error("%s is not started again, since a setting is the cause: %s", role.name, error)
         self._kept.remove(role.kind)
@@ -246,12 +251,23 @@ class HostRoles:
             self.failed.set_result(error)
 
 
-def _is_stopped(pid: int) -> bool:
-    """Whether this child of ours does not run until it is told to."""
+async def _start(role: Role, num_starts: int) -> tuple[asyncio.subprocess.Process, BinaryIO]:
+    """The role's process, and the pipe of its status."""
+    status, theirs = os.pipe()
     try:
-        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return False
+        # A session of its own: a Ctrl-C in the terminal reaches the process that ends all others.
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, *role.words, "--status-fd", str(theirs), "--starts", str(num_starts)),
+            pass_fds=(*role.fds, theirs),
+            env={**os.environ, **role.environment},
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(status)
+        raise
+    finally:
+        os.close(theirs)
+    return process, os.fdopen(status, "rb")
 
 
 async def _all_of(pipe: BinaryIO) -> bytes:
@@ -292,14 +308,15 @@ async def run_roles(
     reload: Callable[[HostRoles], Coroutine[Any, Any, None]] | None = None,
     at_once: asyncio.Event | None = None,
     dead_s: float = FrontEndConfig.heartbeat_dead_s,
+    spare: Spare | None = None,
 ) -> bool:
     """Keep the roles running until SIGINT or SIGTERM; whether all did their part up to then.
 
-    drain_s, dead_s: see `HostRoles`.  reload: what SIGHUP does.  at_once: set by a second signal, also one
-    that comes when this has returned.
+    drain_s, dead_s, spare: see `HostRoles`.  reload: what SIGHUP does.  at_once: set by a second signal, also
+    when this has returned.
     """
     over, at_once = asyncio.Event(), at_once or asyncio.Event()
-    kept = HostRoles(roles, drain_s=drain_s, at_once=at_once, dead_s=dead_s)
+    kept = HostRoles(roles, drain_s=drain_s, at_once=at_once, dead_s=dead_s, spare=spare)
 
     def end() -> None:
         if over.is_set():
@@ -401,9 +418,21 @@ def roles_of(cluster: ClusterConfig, file: int, http: Sequence[int]) -> list[Rol
 
 def instance_roles(num_instances: int, file: int) -> list[Role]:
     """The instances of a cluster on this host.  file: descriptor of the cluster's file."""
-    names = instance_names(num_instances)
-    run = (*_RUN_ROLE, *_told(file), "--role", "instance", "--name")
-    return [Role(name=name, kind="instance", words=(*run, name), fds=(file,)) for name in names]
+    names, run = instance_names(num_instances), _instance(file)
+    return [Role(name=name, kind=INSTANCE, words=(*run, "--name", name), fds=(file,)) for name in names]
+
+
+def spare_of(cluster: ClusterConfig, file: int) -> Spare | None:
+    """Of the cluster's instances on this host.  file: descriptor of the cluster's file."""
+    if not cluster.engine.spare_process or cluster.engine.num_instances == 1:
+        return None
+    from .spare import Spare
+
+    return Spare(_instance(file), (file,))
+
+
+def _instance(file: int) -> tuple[str, ...]:
+    return *_RUN_ROLE, *_told(file), "--role", "instance"
 
 
 def server_roles(num_ranks: int, file: int) -> list[Role]:

@@ -182,7 +182,6 @@ def serve_instance(
     starts: how often who keeps it running started it before; None: nobody does.  As `serve_lora_server`
     otherwise.
     """
-    from moe_lora.core.processes import usable_cores, worker_environment
     from moe_lora.dist.lora_server.protocol.reach import own_host
 
     config = cluster.instance(name)
@@ -197,7 +196,7 @@ def serve_instance(
         config = replace(
             config, pool=replace(config.pool, host=own_host(str(next(iter(addresses.values())))))
         )
-    threads = thread_share(config.num_threads, config.num_instances, usable_cores())
+    threads = set_environment(config, starts)
     contents = config.contents_dir or str(
         state_folder(config.state_dir) / f"contents-{_digest(keys, addresses)}"
     )
@@ -209,13 +208,10 @@ def serve_instance(
         contents_dir=contents,
         # A bad folder keeps no instance from starting: the controller has it brought, or marks the adapter.
         # Only who starts a server with instances of its own is told.
-        leave_out_bad=cluster.controller is not None or starts != 0,
+        # Unnamed adapters of a registry are no reason to end either.
+        leave_out_bad=cluster.controller is not None or starts != 0 or cluster.serves_whole_registry,
     )
-    os.environ.update(worker_environment(config.threads_per_process))
     use_devices(config.device_shares)
-    if starts:
-        # The first start left its code on disk.  Processes that compile would import torch beside this one.
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if place.dist_rank:
         from moe_lora.engine.ranks.follower import follow_rank_0
 
@@ -226,6 +222,18 @@ def serve_instance(
         return 0
     stuck_s = STOPPED_DEATHS * cluster.front_end.heartbeat_dead_s
     return _serve_engine(config, place, addresses, keys, status, stuck_s)
+
+
+def set_environment(config: EngineConfig, starts: int | None) -> int:
+    """Set the environment of an instance's threads, before torch is imported; how many threads it has."""
+    from moe_lora.core.processes import usable_cores, worker_environment
+
+    threads = thread_share(config.num_threads, config.num_instances, usable_cores())
+    os.environ.update(worker_environment(replace(config, num_threads=threads).threads_per_process))
+    if starts:
+        # The first start left its code on disk.  Processes that compile would import torch beside this one.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    return threads
 
 
 def seed_of(seed: int, name: str, starts: int | None) -> int:

@@ -25,7 +25,7 @@ def main() -> None:
     )
     parser.add_argument("--role", choices=("lora-server", "instance"), required=True)
     parser.add_argument("--name", help="of the instance, unlike all others'  [default: instance-0]")
-    for hidden in ("--parent", "--status-fd", "--starts"):
+    for hidden in ("--parent", "--status-fd", "--starts", "--spare"):
         parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     quiet_teardown()
@@ -36,7 +36,14 @@ def main() -> None:
     from moe_lora.config.cluster import read_cluster
     from moe_lora.core.processes import set_log_level
 
-    from .roles import JobPlace, end_with, reread_on_hang_up, serve_instance, serve_lora_server
+    from .roles import (
+        JobPlace,
+        end_with,
+        reread_on_hang_up,
+        serve_instance,
+        serve_lora_server,
+        set_environment,
+    )
 
     status, place = options.status_fd, JobPlace.here()
     try:
@@ -49,7 +56,15 @@ def main() -> None:
             if options.role == "lora-server":
                 code = serve_lora_server(cluster, place, status)
             else:
-                code = serve_instance(cluster, place, options.name or "instance-0", status, options.starts)
+                name, starts = options.name or "instance-0", options.starts
+                if options.spare is not None:
+                    from .spare import wait_for_name
+
+                    set_environment(cluster.instance(name), starts=1)
+                    starts, name = wait_for_name(options.spare, compiles=not cluster.engine.eager)
+                    cluster = read_cluster(options.config)
+                    set_log_level(cluster.front_end.log_level)
+                code = serve_instance(cluster, place, name, status, starts)
     except (MoeLoraError, ValueError) as error:
         sys.exit(f"Error: {error}")
     sys.exit(code)

@@ -1,9 +1,8 @@
 """Puts issued by the GPU: NVSHMEM through torch's symmetric memory, as torch.distributed backend "ibgda".
 
-NOT YET RUN: it was written where no two GPUs were at hand.  The kernels compile for sm_90a against
-NVSHMEM's device library, and run in Triton's interpreter over a stand-in for its calls; the rest awaits a
-first run, which is why `alloc` tests one put between each pair of neighbours and refuses to go on when it
-does not arrive.
+Two streams of one process have put on an H200 (docs/results/gpu.md); two GPUs NEVER RAN.  The kernels
+compile for sm_90a against NVSHMEM's device library, and run in Triton's interpreter over a stand-in for its
+calls.  So `alloc` tests one put between each pair of neighbours, and refuses to go on without it.
 
 NVSHMEM's members are fixed at the start, so nobody joins or returns; for the words see `device_puts`.
 Source: InfiniLoRA section 5.1, IBGDA; pytorch issue 191858 (the handle's own put_signal does nothing).

@@ -91,6 +91,7 @@ class AdapterStore:
         self._kept: dict[str, PackedAdapter] = {}
         self._prepared: dict[str, PackedAdapter] = {}
         self._num_kept: Counter[str] = Counter()
+        self._without_host: set[str] = set()
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
         """What takes long of a `keep` that is to come; for another thread.  Raises CapacityError likewise."""
@@ -117,6 +118,7 @@ class AdapterStore:
         elif self._in_files:
             prepared = packed.content_hash in self._prepared
             packed = self._prepared.pop(packed.content_hash) if prepared else _nameless(packed)
+        self._without_host.discard(packed.content_hash)
         self._kept.setdefault(packed.content_hash, packed)
         self._num_kept[packed.content_hash] += 1
         return packed
@@ -133,6 +135,7 @@ class AdapterStore:
             return
         del self._num_kept[content_hash]
         del self._kept[content_hash]
+        self._without_host.discard(content_hash)
         if self._store is not None and self._before_removal is not None:
             self._before_removal()
             self._store.remove(content_hash)
@@ -141,14 +144,13 @@ class AdapterStore:
         """Where a kept adapter's bytes are."""
         return "host" if self._store is None and not self._in_files else "disk"
 
-    def check_host(self) -> None:
-        """Raises AdapterError if deltas of what was computed so far could not be had (see `HostWorkers`)."""
-        if self.host is not None:
-            self.host.check()
-
     def host_has(self, content_hash: str) -> bool:
         """Whether host workers can compute a kept adapter's deltas."""
-        return self.host is not None
+        return self.host is not None and content_hash not in self._without_host
+
+    def stop_host(self, content_hash: str) -> None:
+        """Keep an adapter from host workers after a failure, until the next load from a file."""
+        self._without_host.add(content_hash)
 
     def counters(self) -> dict[str, int]:
         """Counters of `EngineStats` by their names there."""

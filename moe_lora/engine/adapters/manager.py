@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import chain, count
 
@@ -13,11 +14,14 @@ from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
 from moe_lora.core.request import AdapterInfo, AdapterResidency
+from moe_lora.lora.row_routing import content_number
 from moe_lora.policies.host_start import ColdAdapter, HostLoads
 
 from .adapter_store import AdapterStore, AdapterVersion, ShardSizes
 from .failures import AdapterFailures
 from .leased_adapters import LeasedAdapters
+
+logger = logging.getLogger(__name__)
 
 
 class AdapterManager:
@@ -189,6 +193,26 @@ class AdapterManager:
         if readiness is Readiness.LOADING and self.store.host_has(adapter.packed.content_hash):
             return Readiness.HOST_COMPUTABLE
         return readiness
+
+    def stop_host(self, failed: Mapping[int, Exception]) -> set[AdapterVersion]:
+        """Have requests of failed adapters wait for the device.
+
+        failed: errors of host workers by content number.  Returns the versions of these adapters.
+        """
+        if not failed:
+            return set()
+        found = set()
+        for adapter in self.versions.values():
+            error = failed.get(content_number(adapter.packed.content_hash))
+            if error is not None:
+                found.add(adapter)
+                self.store.stop_host(adapter.packed.content_hash)
+                logger.error(
+                    "adapter %s version %d: its requests wait for its load, since its host workers failed",
+                    *(adapter.name, adapter.version),
+                    exc_info=error,
+                )
+        return found
 
     def pays_on_host(self, adapter: AdapterVersion, num_tokens: int, on_host: int) -> bool:
         """Whether host workers are to compute so many prompt tokens, rather than the device later."""

@@ -222,7 +222,7 @@ class PoolAdapters(AdapterStore):
             self.host.store.remove(content_hash)
 
     def host_has(self, content_hash: str) -> bool:
-        return content_hash in self._on_host
+        return content_hash in self._on_host and super().host_has(content_hash)
 
     def place(self, content_hash: str) -> AdapterResidency:
         if content_hash in self._held:

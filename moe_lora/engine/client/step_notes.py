@@ -1,11 +1,14 @@
 """What an engine was about to do, readable after its death by front ends of the same host.
 
 An engine notes the adapters of its next step, and of loads under way, in memory that outlives the process as
-long as a reader has the memory open.  A front end opens it when the engine dials in.
+long as a reader has the memory open.  A front end opens it when the engine dials in.  After the death the
+front ends of the host share the memory.  Its lock admits one trial of a noted adapter at a time, and the
+memory names the trial (`dist.cluster.suspects`).
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
 import os
@@ -15,13 +18,18 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 logger = logging.getLogger(__name__)
 
 NAME = "moe-lora-notes"
 NUM_BYTES = 1 << 16
 """Of each of two areas; names beyond them are left out."""
+TRIAL_BYTES = 1 << 12
 _HEAD = struct.Struct("<II")
+_LENGTH = struct.Struct("<I")
+_TRIAL_START = _HEAD.size + 2 * NUM_BYTES
+_SIZE = _TRIAL_START + _LENGTH.size + TRIAL_BYTES
 
 
 class StepNotes:
@@ -29,7 +37,7 @@ class StepNotes:
 
     def __init__(self) -> None:
         self._file = os.memfd_create(NAME, os.MFD_CLOEXEC)
-        os.ftruncate(self._file, _HEAD.size + 2 * NUM_BYTES)
+        os.ftruncate(self._file, _SIZE)
         self._memory = mmap.mmap(self._file, 0)
         self._lock = threading.Lock()
         self._step: Collection[str] = set[str]()
@@ -95,7 +103,41 @@ class ReadNotes:
     """
 
     def __init__(self, place: str) -> None:
-        self._memory = _opened(place)
+        self.place = place
+        self._file = _opened(place)
+        self._memory = None if self._file is None else mmap.mmap(self._file.fileno(), 0)
+
+    def try_lock(self) -> bool:
+        """Acquire the notes for a trial; False if another front end of the host has a trial."""
+        if self._file is not None:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
+
+    def unlock(self) -> None:
+        """Release the notes, as the end of this process does."""
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    @property
+    def trial(self) -> tuple[str, ...]:
+        """Words of the last trial; (): no trial, or a good end."""
+        if self._memory is None:
+            return ()
+        (length,) = _LENGTH.unpack_from(self._memory, _TRIAL_START)
+        start = _TRIAL_START + _LENGTH.size
+        text = self._memory[start : start + min(length, TRIAL_BYTES)].decode(errors="replace")
+        return tuple(text.split("\n")) if text else ()
+
+    @trial.setter
+    def trial(self, words: tuple[str, ...]) -> None:
+        text = "\n".join(words).encode()
+        if self._memory is not None and len(text) <= TRIAL_BYTES:
+            start = _TRIAL_START + _LENGTH.size
+            self._memory[start : start + len(text)] = text
+            _LENGTH.pack_into(self._memory, _TRIAL_START, len(text))
 
     def adapters(self) -> frozenset[str]:
         """Names of the adapters in the engine's notes."""
@@ -117,20 +159,18 @@ def host_of_processes() -> str:
         return "unknown"
 
 
-def _opened(place: str) -> mmap.mmap | None:
+def _opened(place: str) -> BinaryIO | None:
     try:
         host, pid, number = place.split(" ")
         path = f"/proc/{int(pid)}/fd/{int(number)}"
         if host != host_of_processes() or NAME not in os.readlink(path):
             return None
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open(path, "r+b", buffering=0)  # noqa: SIM115  (open as long as the notes are read)
     except (ValueError, OSError) as error:
         if place:
             logger.info("an engine's notes can't be read: %s", error)
         return None
-    try:
-        if os.fstat(file).st_size != _HEAD.size + 2 * NUM_BYTES:
-            return None
-        return mmap.mmap(file, 0, prot=mmap.PROT_READ)
-    finally:
-        os.close(file)
+    if os.fstat(file.fileno()).st_size != _SIZE:
+        file.close()
+        return None
+    return file

@@ -177,6 +177,8 @@ LINEAR_MAX_ROWS = dict(zip((torch.bfloat16, torch.float32), _MAX_ROWS.get(isa(),
 decide, which torch's change from a prompt to a step: in fp32 it takes 0.4 to 2.3 of torch's time at 32 to 512
 rows, in bf16 a sixth.  Cautious elsewhere.
 """
+QUANTISED_MAX_ROWS = LINEAR_MAX_ROWS | ({torch.bfloat16: 512} if isa() == "amx_bf16" else {})
+"""The same of weights-only formats; above it the whole matrix is dequantised in each step."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

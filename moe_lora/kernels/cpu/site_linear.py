@@ -18,7 +18,7 @@ from moe_lora.kernels.operands import SlotTable
 from moe_lora.kernels.quantised import QuantisedOperand
 
 from . import library
-from .cpu import KERNELS, LINEAR_MAX_ROWS, fits, packed_weights
+from .cpu import KERNELS, LINEAR_MAX_ROWS, QUANTISED_MAX_ROWS, fits, packed_weights
 from .library import PackedWeights, checked, lib, lora_site, lora_slots
 
 _threads = torch.get_num_threads
@@ -95,7 +95,8 @@ class SiteLinear:
         else:
             num_weights = (*experts, 1)[0] * num_out * width
             kind, packed = _PLAIN, PackedWeights(data=checked(weight, "weight", dtype, num_weights))
-        self.max_rows = None if self._has_experts or kind == _DYNAMIC else LINEAR_MAX_ROWS[dtype]
+        most = LINEAR_MAX_ROWS if kind == _PLAIN else QUANTISED_MAX_ROWS
+        self.max_rows = None if self._has_experts or kind == _DYNAMIC else most[dtype]
         bias_ptr = None
         if bias is not None:
             bias_ptr = checked(bias, "bias", dtype, (*experts, 1)[0] * num_out)

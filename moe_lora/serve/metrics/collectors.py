@@ -18,6 +18,7 @@ from moe_lora.core.request import (
     FleetStats,
     ModelInfo,
     MoveStats,
+    RoutingStats,
 )
 from moe_lora.dist.cluster.controller.cluster_state import Figures
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
@@ -171,6 +172,18 @@ SERVER_COUNTERS = (
 )
 
 
+RANK_AWARE_GAUGES = (
+    (
+        "moe_lora:rank_aware_infinite_share",
+        "Share of rank_aware's choices in which no instance keeps slo_tpot_s, 0 to 1.",
+        "infinite_share",
+    ),
+    (
+        "moe_lora:rank_aware_mean_output_tokens",
+        "Tokens of an answer that rank_aware expects.",
+        "mean_output_tokens",
+    ),
+)
 PLACEMENT_COUNTERS = (
     ("moe_lora:placement_tables", "Routing tables so far.", "num_tables"),
     ("moe_lora:placement_moves", "Adapters moved to an instance.", "num_copies"),
@@ -262,6 +275,8 @@ def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) 
             found = {(model_name, one.name): getattr(one, field) for one in instances}
             yield family(kind, name, text, ("model_name", "instance"), found)
     yield from move_families(model_name, stats.moves if isinstance(stats, FleetStats) else None)
+    if isinstance(stats, FleetStats) and stats.routing is not None:
+        yield from routing_families(model_name, stats.routing)
 
 
 def cache_config_family(model_name: str, config: EngineConfig, info: ModelInfo | None) -> Metric:
@@ -303,6 +318,18 @@ def loaded_family(adapters: Sequence[AdapterInfo], limit: int) -> Metric:
             for one in ordered[: max(num_ready, limit)]
         },
     )
+
+
+def routing_families(model_name: str, routing: RoutingStats) -> Iterator[Metric]:
+    """Of the router rank_aware."""
+    yield family(
+        CounterMetricFamily,
+        "moe_lora:rank_aware_choices",
+        "Instances chosen by rank_aware; infinite: no instance keeps slo_tpot_s.",
+        ("model_name", "cost"),
+        {(model_name, cost): num for cost, num in routing.num_choices.items()},
+    )
+    yield from table(GaugeMetricFamily, RANK_AWARE_GAUGES, model_name, routing)
 
 
 def move_families(model_name: str, moves: MoveStats | None) -> Iterator[Metric]:

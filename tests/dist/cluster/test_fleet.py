@@ -300,7 +300,10 @@ def test_adapter_missing_everywhere_is_named_until_it_is_loaded_or_unloaded():
         fleet = fleet_client(instance_registry, LeastOutstanding())
         for instance in instance_registry.instances:
             instance.missing.add("a")
-        with pytest.raises(EngineDeadError, match="'a' is unavailable"):
+            instance.problems["a"] = "its rank is too large"
+        [info] = await fleet.list_adapters()
+        assert (info.residency, info.problem) == ("unavailable", "its rank is too large")
+        with pytest.raises(EngineDeadError, match="'a' is unavailable: its rank is too large"):
             await tokens_of(fleet, ask(adapter="a"))
         await fleet.load_adapter("a", "q", replace=True)
         assert await tokens_of(fleet, ask(adapter="a")) == list(range(2, 10))
@@ -309,6 +312,20 @@ def test_adapter_missing_everywhere_is_named_until_it_is_loaded_or_unloaded():
         await fleet.unload_adapter("a")
         with pytest.raises(AdapterNotFoundError):
             await tokens_of(fleet, ask(adapter="a"))
+
+    asyncio.run(run())
+
+
+def test_an_adapter_that_no_instance_could_load_can_be_unloaded():
+    async def run() -> None:
+        instance_registry = InstanceRegistry([CountingEngine(), CountingEngine()], [("a", "p")])
+        fleet = fleet_client(instance_registry, LeastOutstanding())
+        for instance in instance_registry.instances:
+            instance.missing.add("a")
+        await fleet.unload_adapter("a")
+        assert await fleet.list_adapters() == []
+        with pytest.raises(AdapterNotFoundError):
+            await fleet.unload_adapter("a")
 
     asyncio.run(run())
 
@@ -491,3 +508,52 @@ def test_a_request_whose_move_off_a_drained_instance_failed_is_moved_once_more_a
         assert len([output async for output in stream]) == 7
 
     asyncio.run(run())
+
+
+def test_abort_of_a_request_that_waits_for_a_trial_ends_it_at_once(monkeypatch):
+    monkeypatch.setattr("moe_lora.dist.cluster.suspects._LOOK_S", 1000.0)
+
+    async def run() -> None:
+        engines = [CountingEngine(adapters={"a": "a"}) for _ in range(2)]
+        fleet = fleet_of(*engines)
+        suspects = fleet._instance_registry.suspects
+        suspects.note_death("0", frozenset({"a"}))
+        trial = await suspects.admit("a")
+        assert trial is not None
+        waiting = [asyncio.create_task(all_of(fleet.generate(ask(name, "a")))) for name in ("first", "last")]
+        await asyncio.sleep(0.05)
+        await fleet.abort("first")
+        [output] = await asyncio.wait_for(waiting[0], PATIENCE_S)
+        assert output.finish_reason == "abort"
+        assert not waiting[1].done()
+        assert list(fleet._running) == ["last"]
+        suspects.release(trial)
+        outputs = await asyncio.wait_for(waiting[1], PATIENCE_S)
+        assert outputs[-1].finish_reason == "length"
+        assert not suspects, "the last request was the trial"
+        assert not any("first" in request.request_id for engine in engines for request in engine.requests)
+
+    asyncio.run(run())
+
+
+def test_client_that_leaves_as_its_trial_begins_leaves_the_trial_to_the_next():
+    async def run() -> None:
+        engine = CountingEngine(adapters={"a": "a"})
+        fleet = fleet_of(engine, CountingEngine(adapters={"a": "a"}))
+        suspects = fleet._instance_registry.suspects
+        suspects.note_death("0", frozenset({"a"}))
+        trial = await suspects.admit("a")
+        assert trial is not None
+        leaving = asyncio.create_task(all_of(fleet.generate(ask("leaving", "a"))))
+        await asyncio.sleep(0.05)
+        suspects.release(trial)  # the waiting request is the next trial, and is aborted before it runs
+        await fleet.abort("leaving")
+        assert [one.finish_reason for one in await leaving] == ["abort"]
+        assert await tokens_of(fleet, ask("next", "a")) == list(range(2, 10))
+        assert not suspects
+
+    asyncio.run(run())
+
+
+async def all_of(outputs: AsyncIterator[TokenOutput]) -> list[TokenOutput]:
+    return [output async for output in outputs]

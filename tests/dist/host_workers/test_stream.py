@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -193,13 +194,30 @@ def test_adapter_that_nobody_has_is_said_by_the_engine_and_holds_nothing_up(stre
     routing.terms["generation"][0] = content_number("d" * 64)
     outputs(streamed.backend, streamed.shape, routing, 1)
     streamed.stream.synchronize()
-    with pytest.raises(AdapterError, match="ddd"):
-        streamed.backend.check()
-    for link in streamed.links:
-        link.problem = None
+    [(number, error)] = streamed.backend.failures().items()
+    assert number == content_number("d" * 64)
+    assert isinstance(error, AdapterError)
+    assert "ddd" in str(error)
+    assert not streamed.backend.failures(), "each is said once"
     before = streamed.backend.num_fallback_rows
     streamed.check(1)
     assert streamed.backend.num_fallback_rows == before, "workers go on after what they refused"
+
+
+def test_rows_beside_an_adapter_that_nobody_has_are_right(streamed):
+    rows = random_rows(3, 1)
+    routing = streamed.routing(rows)
+    routing.terms["generation"][0] = content_number("d" * 64)
+    site = 0
+    x = torch.randn(NUM_ROWS, streamed.shape.sites[site].in_features)
+    y = torch.zeros(NUM_ROWS, streamed.shape.sites[site].total_out_features)
+    streamed.backend.begin_step(STEP, routing)
+    streamed.backend.begin(2, site, x, None)(y)
+    streamed.stream.synchronize()
+    assert list(streamed.backend.failures()) == [content_number("d" * 64)]
+    known = np.where(rows == 0, -1, rows)
+    assert (known >= 0).any()
+    assert torch.equal(y, streamed.local_sum(known, x, (2,), site))
 
 
 def test_step_that_is_abandoned_leaves_the_next_one_its_own_deltas(streamed):
@@ -218,7 +236,7 @@ def test_step_that_is_abandoned_leaves_the_next_one_its_own_deltas(streamed):
         backend.abandon_step()
         assert (backend.num_fallback_rows > before) == (not is_known)
         streamed.check(1, 2)
-    backend.check()
+    assert not backend.failures()
 
 
 def test_adapter_whose_file_is_gone_is_computed_by_the_engine_that_has_it_mapped(streamed):
@@ -232,7 +250,7 @@ def test_adapter_whose_file_is_gone_is_computed_by_the_engine_that_has_it_mapped
     routing.terms["generation"][1] = content_number(packed.content_hash)
     found = outputs(streamed.backend, streamed.shape, routing, 1)
     streamed.stream.synchronize()
-    streamed.backend.check()
+    assert not streamed.workers.failures()
     local = local_backend(streamed.shape, [streamed.adapters[0], mapped, streamed.adapters[2]])
     assert_equal(found, outputs(local, streamed.shape, local_routing(streamed.shape, random_rows(3, 1)), 1))
     assert streamed.backend.num_fallback_rows > before

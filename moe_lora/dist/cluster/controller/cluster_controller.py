@@ -89,25 +89,26 @@ class ControlledFleet:
     async def start_together(self, num_instances: int, adapters: Sequence[tuple[str, str]]) -> None:
         """Return when that many instances, with these adapters from the start, are in routing.
 
-        Raises AdapterError if one of them lacks what the others serve.
+        Raises AdapterError if an instance lacks an adapter, except optional adapters of the registry.
         """
-        registry = self.instance_registry
+        registry, served = self.instance_registry, self.controller.registry
+        optional = frozenset[str]() if served is None else served.optional
         while not (
             len(registry.instances) == num_instances and all(one.starting for one in registry.instances)
         ):
             await asyncio.sleep(_LOOK_S)
         if registry.pool is not None:
             clients = [one.starting for one in registry.instances]
-            await registry.pool.fill(cast("list[CallableEngine]", clients), adapters)
+            await registry.pool.fill(cast("list[CallableEngine]", clients), adapters, optional)
         self.catch_up.end_recovery()
         while len(registry.live) < num_instances:
             await asyncio.sleep(_LOOK_S)
         for instance in registry.live:
-            if instance.missing:
-                names = ", ".join(sorted(instance.missing))
+            if lost := sorted(instance.missing - optional):
+                names, problem = ", ".join(lost), registry.problem(lost[0])
                 raise AdapterError(
-                    f"instance {instance.name} can't have what others read of {names}; the log says why: let "
-                    "nothing write to the folders of adapters while the server starts"
+                    f"instance {instance.name} can't serve {names}: {problem}; let nothing write to the "
+                    "folders of adapters while the server starts"
                 )
 
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from moe_lora.adapters.registry.registry import RegisteredAdapter
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import AdapterInfo, RequestTiming
+from moe_lora.core.shape import rank_limit
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
@@ -30,7 +31,7 @@ from .instance_control import InstanceControl
 from .placement_controller import PlacementController, Routes
 from .served_registry import ServedRegistry
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 PINGS = Pings()
 
 
@@ -193,7 +194,12 @@ class ControllerMethods:
     async def registry_add(self, name: str, source: str, owner: str, link: bool) -> RegisteredAdapter:
         served = _given(self.registry)
         add = partial(
-            served.registry.add, base_hash=served.base_hash, owner=owner, link=link, root=served.root
+            served.registry.add,
+            base_hash=served.base_hash,
+            owner=owner,
+            link=link,
+            root=served.root,
+            max_lora_rank=rank_limit(served.max_lora_rank, self.adapters.devices),
         )
         return await in_daemon_thread(add, name, source)
 

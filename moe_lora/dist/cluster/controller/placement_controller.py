@@ -309,6 +309,7 @@ def _cost_model(cluster: ClusterConfig) -> CostModel | None:
         ),
         slo_tpot_s=math.inf if config.slo_tpot_s is None else config.slo_tpot_s,
         mean_output_tokens=config.mean_output_tokens,
+        cost=config.rank_aware_cost,
         adapter_load_s_per_rank=config.adapter_load_s_per_rank,
         host=host,
         max_num_batched_tokens=engine.max_num_batched_tokens,

@@ -11,17 +11,24 @@ from moe_lora.adapters.registry.base_model import base_model_hash
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import AdapterError, ConfigError
+from moe_lora.core.shape import rank_limit, rank_problem
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ServedRegistry:
-    """A registry and the hash of the base model that is served; root: as `EngineConfig.adapter_root`."""
+    """A registry and the hash of the served base model.
+
+    root, max_lora_rank: as in `EngineConfig`.  optional: adapters without a name in the settings.  The server
+    starts with an unfit optional adapter, as unavailable.
+    """
 
     registry: Registry
     base_hash: str
     root: str | None = None
+    max_lora_rank: int | None = None
+    optional: frozenset[str] = frozenset()
 
 
 @contextmanager
@@ -31,8 +38,8 @@ def opened_registry(
     """Settings that name what is served of the registry from the start, and that, closed with the context.
 
     An adapter with lost or altered files is left out and logged, unless it was named.  Raises AdapterError or
-    AdapterNotFoundError for one that was, RegistryError or ConfigError if the registry or the base model
-    can't be read, or names collide.
+    AdapterNotFoundError for one that was, also for a rank above the limit, RegistryError or ConfigError if
+    the registry or the base model can't be read, or names collide.
     """
     settings, config = cluster.registry, cluster.engine
     if settings is None:
@@ -46,7 +53,7 @@ def opened_registry(
             *(name for name, _ in config.adapters),
         }
         found = []
-        chosen = settings.adapters
+        chosen, limit = settings.adapters, rank_limit(config.max_lora_rank, [config.device])
         for name in (
             [one.name for one in registry.adapters(base_hash=base_hash)] if chosen is None else chosen
         ):
@@ -56,10 +63,15 @@ def opened_registry(
                     "adapter given beside it; leave that one out, or choose among the registry's adapters"
                 )
             try:
-                found.append((name, registry.resolve(name, base_hash).path))
+                resolved = registry.resolve(name, base_hash)
+                if chosen is not None and limit is not None and resolved.lora_rank > limit:
+                    raise AdapterError(f"adapter {name!r}: {rank_problem(resolved.lora_rank, limit)}")
+                found.append((name, resolved.path))
             except AdapterError as error:
                 if chosen is not None:
                     raise
                 logger.error("left out: %s", error)
         config = replace(config, adapters=(*config.adapters, *found))
-        yield replace(cluster, engine=config), ServedRegistry(registry, base_hash, config.adapter_root)
+        optional = frozenset() if chosen is not None else frozenset(name for name, _ in found)
+        served = ServedRegistry(registry, base_hash, config.adapter_root, config.max_lora_rank, optional)
+        yield replace(cluster, engine=config), served

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from moe_lora.adapters.facts import AdapterFacts
-from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.errors import AdapterError, EngineDeadError
 from moe_lora.engine.client.client import CallableEngine
 from moe_lora.engine.client.messages import PoolEntry
 from moe_lora.policies.pool_moves import place_holders
@@ -165,11 +165,17 @@ class PoolDirectory:
         """What is known of the name, if that is what it means."""
         return self._facts[name] if self._served.get(name) == (path, version) else None
 
-    async def fill(self, clients: Sequence[CallableEngine], adapters: Sequence[tuple[str, str]]) -> None:
+    async def fill(
+        self,
+        clients: Sequence[CallableEngine],
+        adapters: Sequence[tuple[str, str]],
+        optional: frozenset[str] = frozenset(),
+    ) -> None:
         """Divide adapters over engines that have none yet: each is read from disk by its holders alone.
 
-        Raises what keeps one of them from being served.
+        Raises the error of a failed load; an optional adapter is left out.
         """
+        lost = set[str]()
         sizes = {name: _file_bytes(path) for name, path in adapters}
         places = place_holders(sizes, {}, range(len(clients)), self.replicas)
         homes = {name: sorted(holders) for name, holders in places.items()}
@@ -177,16 +183,21 @@ class PoolDirectory:
         async def load(index: int) -> None:
             for name, path in adapters:
                 if index in homes[name][:1]:
-                    await self._load(clients[index], name, path, 1)
+                    try:
+                        await self._load(clients[index], name, path, 1)
+                    except AdapterError:
+                        if name not in optional:
+                            raise
+                        lost.add(name)
 
         async def load_too(index: int) -> None:
             for name, path in adapters:
-                if index in homes[name][1:]:
+                if index in homes[name][1:] and name not in lost:
                     await self._load(clients[index], name, path, 1, self.content_hashes()[name])
 
         async def know(index: int) -> None:
             for name, path in adapters:
-                if index not in homes[name]:
+                if index not in homes[name] and name not in lost:
                     await self.give(clients[index], name, path, 1)
 
         for part in (load, load_too, know):

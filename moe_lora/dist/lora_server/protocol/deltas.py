@@ -116,7 +116,7 @@ class HostDeltas:
         row_adapter: np.ndarray,
         out: torch.Tensor,
     ) -> None:
-        """As `request_deltas`; row_adapter [T]: index into `adapters` of each row of x.
+        """As `request_deltas`; row_adapter [T]: index into `adapters` of each row of x, -1: zeros.
 
         Raises AdapterError, with the content hash, for a bad adapter.
         """
@@ -124,7 +124,7 @@ class HostDeltas:
         some = None if ids is None or request.num_rows == ids.numel() else ids.view(-1) >= 0
         deltas = out if some is None else out.new_empty(len(some), out.shape[1])
         deltas.zero_()
-        for index in np.unique(row_adapter).tolist():
+        for index in np.unique(row_adapter[row_adapter >= 0]).tolist():
             arena, table = self._layer(adapters[index].content_hash, request.layer)
             slot = torch.from_numpy(np.where(row_adapter == index, 0, -1).astype(np.int32))
             site = self._shape.sites[request.site]

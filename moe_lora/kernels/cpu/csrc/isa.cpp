@@ -66,6 +66,38 @@ bool passes_self_test(const IsaTable& table) {
     return passes_self_test(table, 37, 53, 130) && passes_self_test(table, 1, 32, 64);
 }
 
+// Whether the table's dots over packed weights have the bits of its dots over the unpacked weights.
+bool packed_dots_pass(const IsaTable& table, Codes codes, int64_t rows) {
+    constexpr int64_t kWidth = 640, kGroups = 10, kNumW = 53;
+    const int64_t row_bytes = codes == kNibbles ? kWidth / 2 : kWidth;
+    std::vector<uint8_t> data(kNumW * row_bytes);
+    for (size_t i = 0; i < data.size(); i++) data[i] = uint8_t(i * 37 % 120);
+    std::vector<float> scale(2 * kNumW * kGroups), values(16);
+    for (size_t i = 0; i < scale.size(); i++) scale[i] = float(1 + i % 7) / 8;
+    for (int i = 0; i < 16; i++) values[i] = float(i - 8);
+    std::vector<bf16> x(rows * kWidth), unpacked(kNumW * kWidth), found(rows * kNumW), expected(rows * kNumW);
+    for (size_t i = 0; i < x.size(); i++) x[i] = sample(int64_t(i));
+    std::vector<const void*> x_rows(rows);
+    std::vector<void*> out(rows), wanted(rows);
+    for (int64_t i = 0; i < rows; i++)
+        x_rows[i] = &x[i * kWidth], out[i] = &found[i * kNumW], wanted[i] = &expected[i * kNumW];
+    const DotTile dot{x_rows.data(), data.data(), nullptr, out.data(), rows, kNumW, kWidth, 0, nullptr};
+    const PackedTile packed{dot,           scale.data(),      codes == kInt8Zero ? kNumW * kGroups : 0,
+                            values.data(), kWidth / kGroups, kGroups, row_bytes};
+    table.dot_packed[codes][kBf16].run(packed);
+    table.unpack[codes][kBf16](packed, unpacked.data());
+    table.dot_bf16({x_rows.data(), unpacked.data(), nullptr, wanted.data(), rows, kNumW, kWidth, 0, nullptr});
+    return !memcmp(found.data(), expected.data(), found.size() * sizeof(bf16));
+}
+
+bool tiles_pass_self_test(const IsaTable& table) {
+    if (!passes_self_test(table)) return false;
+    for (int codes = 0; codes < kNumCodes; codes++)
+        for (int64_t rows : {1, 37})
+            if (!packed_dots_pass(table, Codes(codes), rows)) return false;
+    return true;
+}
+
 #ifdef MOE_LORA_AMX
 // The processor has the tiles, the system lets this process use them, and they compute what they should.
 bool find_amx() {
@@ -75,7 +107,7 @@ bool find_amx() {
     if (!in_processor || !has_avx512() || !has_avx512_dots()) return false;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
     if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return false;
-    return passes_self_test(*amx_bf16_table());
+    return tiles_pass_self_test(*amx_bf16_table());
 }
 #endif
 
@@ -95,7 +127,7 @@ const IsaTable* table_of(const char* name) {
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? avx2_table() : nullptr;
 #endif
     if (!strcmp(name, "amx_emulated"))
-        return passes_self_test(*amx_emulated_table()) ? amx_emulated_table() : nullptr;
+        return tiles_pass_self_test(*amx_emulated_table()) ? amx_emulated_table() : nullptr;
     return !strcmp(name, "portable") ? portable_table() : nullptr;
 }
 

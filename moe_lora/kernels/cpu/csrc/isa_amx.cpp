@@ -1,6 +1,6 @@
-// AMX tile registers for the dots of bf16; all else is that of avx512_bf16. Written without a processor that has
-// AMX: the driver is tested over the emulation, these instructions run first in the self-test of isa.cpp, where
-// they must agree with a plain loop to be used at all. Nothing here was timed.
+// AMX tile registers for the dots of bf16, over plain and quantised weights; all else is that of avx512_bf16.
+// Written without a processor that has AMX: the driver is tested over the emulation, these instructions run first in
+// the self-test of isa.cpp, where they must agree with a plain loop to be used at all. Nothing here was timed.
 // Nothing of the C++ standard library may be used below: the linker could hand its copy to other sources.
 #include <cstdlib>
 
@@ -16,6 +16,7 @@ namespace {
 
 // In assembler: the compiler's intrinsics are macros that take a register by literal number only.
 struct AmxTiles {
+    static inline const IsaTable& base() { return *avx512_bf16_table(); }
     static inline void begin() {
         struct alignas(64) {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -45,7 +46,7 @@ struct AmxTiles {
 }  // namespace
 
 const IsaTable* amx_bf16_table() {
-    static const IsaTable table = with_tile_dots<AmxTiles>("amx_bf16", *avx512_bf16_table());
+    static const IsaTable table = with_tile_dots<AmxTiles>("amx_bf16");
     return &table;
 }
 MOE_LORA_TARGET_END

@@ -8,6 +8,7 @@ namespace {
 #include "amx.inl"
 
 struct EmulatedTiles {
+    static inline const IsaTable& base() { return *portable_table(); }
     static inline char* reg(int number) {
         alignas(64) static thread_local char all[8][1024];
         return all[number];
@@ -48,6 +49,6 @@ struct EmulatedTiles {
 }  // namespace
 
 const IsaTable* amx_emulated_table() {
-    static const IsaTable table = with_tile_dots<EmulatedTiles>("amx_emulated", *portable_table());
+    static const IsaTable table = with_tile_dots<EmulatedTiles>("amx_emulated");
     return &table;
 }

@@ -1,8 +1,8 @@
 // Linear layers over quantised weights.
 //
-// Weights only: beside few rows of x weights are unpacked in registers, beside more a block of weight rows is unpacked
-// where the cache holds it, and the dots of linear.cpp run over it. Either way a result has the bits of the same layer
-// over the dequantised weights. Dynamic: x is quantised too.
+// Weights only: where the instruction set has a dot over packed weights for that many rows of x, it runs. Otherwise a
+// block of weight rows is unpacked where the cache holds it, and the dots of linear.cpp run over it. Either way a
+// result has the bits of the same layer over the dequantised weights. Dynamic: x is quantised too.
 #include <cstdlib>
 #include <memory>
 
@@ -13,9 +13,9 @@
 
 namespace {
 
-// Unpacked weight rows beside few rows of x, and beside many: shares of the first and of the second level cache.
-// Rows whose scales are made fp32 at a time, where weights are unpacked in registers.
-constexpr int64_t kFewRowsBytes = 24 << 10, kManyRowsBytes = 128 << 10, kRowsAtOnce = 48;
+// Up to how many rows of x are few; unpacked weight rows beside few rows of x, and beside many: shares of the first
+// and of the second level cache.
+constexpr int64_t kFewRows = 12, kFewRowsBytes = 24 << 10, kManyRowsBytes = 128 << 10;
 
 // Memory of one thread that grows, aligned to cache lines.
 char* thread_buffer(int64_t bytes) {
@@ -146,16 +146,18 @@ int32_t moe_lora_packed_linear(int32_t dtype, int32_t threads, const void* x, in
     for (size_t i = 0; i < x_list.size(); i++) x_list[i] = static_cast<const char*>(x) + grouped.x[i] * x_stride * size;
     const PackedReader reader(*weights, num_out, width);
     threads = useful_threads(threads, int64_t(grouped.segments.size()) * num_out * row_bytes);
-    const std::vector<LinearTask> tasks = cut_segments(grouped.segments, num_out, reader.row_bytes(), threads, 4);
+    const int64_t columns = isa().dot_columns[dtype];
+    const std::vector<LinearTask> tasks = cut_segments(grouped.segments, num_out, reader.row_bytes(), threads, columns);
     const auto dot = dtype == kF32 ? isa().dot_f32 : isa().dot_bf16;
     const Codes codes = reader.codes();
     const auto unpack = isa().unpack[codes][dtype];
-    const auto dot_packed = reader.fits_vectors() ? isa().dot_packed[codes][dtype] : nullptr;
+    const PackedDot dot_packed = reader.fits_vectors() ? isa().dot_packed[codes][dtype] : PackedDot{};
     run_tasks(int64_t(tasks.size()), threads, [&](int64_t i, int64_t) {
         const LinearTask& t = tasks[i];
-        const bool packed = dot_packed && t.rows <= kPackedRows;
-        const int64_t bytes = t.rows <= kPackedRows ? kFewRowsBytes : kManyRowsBytes;
-        const int64_t block = packed ? kRowsAtOnce : std::max<int64_t>(4, bytes / row_bytes / 4 * 4);
+        const bool packed = t.rows <= dot_packed.rows;
+        const int64_t bytes = t.rows <= kFewRows ? kFewRowsBytes : kManyRowsBytes;
+        const int64_t block =
+            packed ? dot_packed.columns : std::max<int64_t>(columns, bytes / row_bytes / columns * columns);
         const int64_t unpacked_bytes = packed ? 0 : round_up(block * row_bytes, 64);
         char* const unpacked = thread_buffer(unpacked_bytes + block * reader.num_scales() * int64_t(sizeof(float)));
         float* const scales = reinterpret_cast<float*>(unpacked + unpacked_bytes);
@@ -171,7 +173,7 @@ int32_t moe_lora_packed_linear(int32_t dtype, int32_t threads, const void* x, in
             }
             tile.x = &x_list[t.row], tile.out = &grouped.out[t.row], tile.rows = t.rows, tile.column = n;
             if (bias) tile.bias = static_cast<const char*>(bias) + (t.segment->expert * num_out + n) * size;
-            packed ? dot_packed(tile) : dot(tile);
+            packed ? dot_packed.run(tile) : dot(tile);
         }
     });
     return 0;

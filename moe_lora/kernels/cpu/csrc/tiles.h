@@ -77,6 +77,12 @@ struct SoftmaxState {
     float max, sum, rescale;
 };
 
+// A dot over quantised weights, and how many rows of x and weights it takes at a time. `rows` 0: unpack first.
+struct PackedDot {
+    void (*run)(const PackedTile&);
+    int64_t rows, columns;
+};
+
 struct IsaTable {
     const char* name;
     void (*dot_f32)(const DotTile&);
@@ -90,7 +96,8 @@ struct IsaTable {
     void (*store_f32)(const float* row, int64_t count, float scale, void* out);
     void (*store_bf16)(const float* row, int64_t count, float scale, void* out);
     void (*unpack[kNumCodes][2])(const PackedTile&, void* out);  // by codes and data type: rows of the tile, unpacked
-    void (*dot_packed[kNumCodes][2])(const PackedTile&);         // for up to kPackedRows rows of x; null: unpack first
+    PackedDot dot_packed[kNumCodes][2];                          // by codes and data type
+    int64_t dot_columns[2];                                      // weights that a dot takes together, by data type
     void (*quantise_f32)(const void* x, int64_t width, bool asymmetric, uint8_t* u, float* scale, int32_t* zero);
     void (*quantise_bf16)(const void* x, int64_t width, bool asymmetric, uint8_t* u, float* scale, int32_t* zero);
     int64_t dynamic_rows;  // that are computed together
@@ -117,8 +124,6 @@ const IsaTable* portable_table();
 const IsaTable& isa();
 
 enum DataType : int32_t { kF32 = 0, kBf16 = 1 };
-
-constexpr int64_t kPackedRows = 12;
 
 // Rows in balanced groups of up to `most`: group g is [rows * g / groups, rows * (g + 1) / groups).
 inline int64_t num_row_groups(int64_t rows, int64_t most) { return (rows + most - 1) / most; }

@@ -7,6 +7,9 @@
 // Up to so many rows of x weights are unpacked once, by twos.
 constexpr int kPackedPairs = 8;
 
+// Rows of x and of weights that a call takes at a time: the scales of those weights are made fp32 for it.
+constexpr int64_t kPackedRows = 12, kPackedColumns = 48;
+
 // Bytes of codes that are on their way from memory, at least, and at most for the first-level cache: rows of 4 KiB
 // would push each other out of its sets.
 constexpr int64_t kFetchAhead = 4 << 10, kFetchFirst = 8 << 10;
@@ -187,9 +190,9 @@ static void packed_tile(const PackedTile& t) {
 }
 
 template <class W>
-constexpr auto packed() -> void (*)(const PackedTile&) {
+constexpr PackedDot packed() {
     if constexpr (W::I::kTallRows >= kPackedPairs)
-        return packed_tile<W>;
+        return {packed_tile<W>, kPackedRows, kPackedColumns};
     else
-        return nullptr;
+        return {};
 }

@@ -15,6 +15,7 @@ from moe_lora.config.lora_server import LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster.controller.placement_controller import make_routes
 from moe_lora.dist.host_workers.profile import host_section
+from moe_lora.policies.answer_lengths import FIRST_TOKENS
 from moe_lora.policies.host_start import HostTimes, PartTime
 from moe_lora.policies.model_routing import RankAware, ShortestPendingTime
 from moe_lora.policies.step_model import StepModel
@@ -96,4 +97,12 @@ def test_rank_aware_routing_counts_the_start_too(tmp_path):
         routes = make_routes(cluster_config(front_end, host_workers=number))
         routes.ranks["large"] = 128
         costs.append(cast(RankAware, routes.router).cost_s(FOUR, Instance(0).run(None)))
-    assert costs[1] - costs[0] == pytest.approx(0.6 / front_end.mean_output_tokens)
+    assert costs[1] - costs[0] == pytest.approx(0.6 / FIRST_TOKENS)
+
+
+def test_the_settings_of_rank_aware_reach_the_router(tmp_path):
+    settings = {"slo_tpot_s": 0.5, "mean_output_tokens": 30.0, "rank_aware_cost": "all"}
+    front_end = FrontEndConfig(routing="rank_aware", performance_model=profile(tmp_path), **settings)
+    router = cast(RankAware, make_routes(cluster_config(front_end)).router)
+    assert (router._model.slo_tpot_s, router._model.cost) == (0.5, "all")
+    assert router.mean_output_tokens == 30.0

@@ -1,0 +1,26 @@
+"""Tables of the pages, made from valid records: name -> module and function, imported when chosen.
+
+python -m bench.pages.table NAME       # print one table
+python -m bench.pages.blocks           # check the blocks, as `make results-check` does
+python -m bench.pages.blocks --write   # write the blocks anew
+"""
+
+TABLES = {
+    "adapters-on-a-gpu": "gpu:adapters",
+    "adapters-on-cpu": "engine:adapters",
+    "decode": "engine:decode",
+    "decode-readme": "engine:readme",
+    "estimator": "estimator:errors",
+    "gpu-adapters": "gpu:adapters_by_popularity",
+    "gpu-decode": "gpu:decode",
+    "gpu-kernels": "gpu:kernels",
+    "gpu-prefill": "gpu:prefill",
+    "performance-mixing": "performance:mixing",
+    "performance-points": "performance:points",
+    "performance-quality": "performance:quality",
+    "plans": "plans:plans",
+    "plans-qwen": "plans:qwen",
+    "server-overlap": "server:overlap",
+    "simulator": "simulated:nearness",
+    "support": "support:matrix",
+}

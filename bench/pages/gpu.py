@@ -1,0 +1,109 @@
+"""Steps and kernels of one H200, from gpu.jsonl and lora_kernels_gpu.jsonl: docs/results/gpu.md, README.md.
+
+Only parts that ran alone on the GPU count; of a whole model the last record of a batch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from bench.harness.records import Record
+
+from .evidence import records
+from .markdown import table
+
+FILE, KERNELS = "gpu.jsonl", "lora_kernels_gpu.jsonl"
+WHOLE = {"GPT-OSS-20B": 24, "Qwen3-30B-A3B": 48}
+BATCHES = (1, 4, 16, 64)
+GOALS = {"decode": 0.70, "prefill": 0.50, "copy": 0.85, "adapters": 0.90}
+
+
+def _alone(kind: str, **wanted: Any) -> list[Record]:
+    def is_it(config: dict[str, Any], result: dict[str, Any]) -> bool:
+        if config["record"] != kind or not config.get("alone"):
+            return False
+        return all(result.get(name) == value for name, value in wanted.items())
+
+    return records(FILE, is_it)
+
+
+def _last(kind: str, **wanted: Any) -> tuple[dict[str, Any], str]:
+    """The last such result, and its commit."""
+    record = _alone(kind, **wanted)[-1]
+    return record["result"], record["env"]["git_commit"][:7]
+
+
+def _share(value: float, goal: float) -> str:
+    return f"**{value:.2f}**" if round(value, 2) < goal else f"{value:.2f}"
+
+
+def decode() -> str:
+    """Decode steps of whole models, of the roofline."""
+    rows = []
+    for model, layers in WHOLE.items():
+        cells = []
+        for batch in BATCHES:
+            result, commit = _last("decode", model=model, layers=layers, batch=batch)
+            share = _share(result["of_roofline"], GOALS["decode"])
+            cells.append(f"{share} ({result['step_ms']:.3g} ms, `{commit}`)")
+        rows.append((f"{model}, {layers} layers", *cells, f"{GOALS['decode']:.2f}"))
+    head = ("decode, share of the roofline", "1 request", *map(str, BATCHES[1:]), "goal")
+    return table(head, rows)
+
+
+def prefill() -> str:
+    """Prompts of whole models, of a GEMM's rate."""
+    rows = []
+    for model, layers in WHOLE.items():
+        result, commit = _last("prefill", model=model, layers=layers)
+        share = f"{_share(result['of_gemm'], GOALS['prefill'])} ({result['TFLOP_s']:.0f} TFLOP/s)"
+        rows.append((f"{model}, {layers} layers (`{commit}`)", share, f"{GOALS['prefill']:.2f}"))
+    return table(("prefill, 4 prompts of 2 048 tokens in a step", "share of a GEMM's rate", "goal"), rows)
+
+
+def adapters() -> str:
+    """Steps with 8 adapters beside the base model's, by the number of requests."""
+    cells, times = [], []
+    for batch in BATCHES:
+        base, commit = _last("dependent", early=False, batch=batch, arm="base")
+        step, _ = _last("dependent", early=False, batch=batch, arm="zipf")
+        cells.append(f"{base['step_ms'] / step['step_ms']:.2f}")
+        times.append(f"{step['step_ms']:.2f}")
+    rows = [(f"tokens/s, of the base model's (`{commit}`)", *cells), ("step with adapters, ms", *times)]
+    head = ("12 layers of Qwen3-30B-A3B, 8 adapters of rank 32", "1 request", *map(str, BATCHES[1:]))
+    return table(head, rows)
+
+
+def adapters_by_popularity() -> str:
+    """64 requests over 64 adapters, drawn by Zipf or all distinct, round by round beside the base model."""
+    base = _rounds("base")
+    rows = []
+    for arm, name in (("zipf", "Zipf 1.2 ({} adapters in the batch)"), ("distinct", "{} distinct adapters")):
+        steps = _rounds(arm)
+        ratios = [one["step_ms"] / other["step_ms"] for one, other in zip(base, steps, strict=True)]
+        share = _share(statistics.median(ratios), GOALS["adapters"])
+        allowed = sum(base[0]["bytes"].values()) / sum(steps[0]["bytes"].values())
+        roofline = statistics.median(one["of_roofline"] for one in steps)
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        about = name.format(steps[0]["adapters"])
+        rows.append((about, f"{share} ({spread})", f"{allowed:.2f}", f"{roofline:.2f}"))
+    head = ("", f"tokens/s, of the base model's (goal {GOALS['adapters']:.2f})", "bytes alone allow")
+    return table((*head, "step, of the roofline of base and adapters (goal 0.70)"), rows)
+
+
+def _rounds(arm: str) -> list[dict[str, Any]]:
+    return [one["result"] for one in _alone("zipf_adapters", arm=arm, layers=12)]
+
+
+def kernels() -> str:
+    """Decode cases of our kernel: share of the copy rate, and vLLM's time by ours."""
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for one in records(KERNELS, lambda config, result: config["group"] == "decode"):
+        cases.setdefault(one["config"]["case"], {})[one["config"]["kernel"]] = one["result"]
+    rows = []
+    for case, contestants in cases.items():
+        ours, peer_ms = contestants["our sgmv"], contestants["vLLM fused_moe_lora"].get("time_ms")
+        ratio = f"{peer_ms / ours['time_ms']:.2g}" if peer_ms else "does not take it"
+        rows.append((case.removeprefix("decode "), _share(ours["of_copy"]["median"], GOALS["copy"]), ratio))
+    return table(("", f"of copy (goal {GOALS['copy']})", "vLLM's time by ours"), rows)

@@ -1,0 +1,238 @@
+"""The support matrix of docs/reference/support.md: the data, and the tables made of the data.
+
+A cell is "tested" (by the default run, so by CI), "refused" (by a tested error), "ran once" (by a record of
+bench/results) or "never ran".  A cell without evidence below never ran.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .evidence import Config, records
+from .markdown import table
+
+FAMILIES = {
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3-MoE",
+    "gpt_oss": "GPT-OSS",
+    "dbrx": "DBRX",
+    "llama": "Llama",
+}
+MOE = ("mixtral", "qwen3_moe", "gpt_oss", "dbrx")
+DEVICES = ("CPU", "one GPU", "several GPUs")
+FEATURES = (
+    "base model",
+    "mixed adapters",
+    "TP",
+    "EP",
+    "LoRA Server",
+    "host workers",
+    "quantised",
+    "merged",
+    "migration",
+    "pool",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InCi:
+    """A test of the default run.
+
+    named: the ids of the cases carry the family; else the model of the test is of the family.
+    refused: the test holds the error for the combination.
+    """
+
+    device: str
+    feature: str
+    families: tuple[str, ...]
+    test: str
+    named: bool = True
+    refused: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanOnce:
+    """Records of the combination: of the part `part` and, where given, of the model `model`."""
+
+    device: str
+    feature: str
+    families: tuple[str, ...]
+    file: str
+    part: str
+    what: str
+    model: str | None = None
+
+    def keeps(self, config: Config, result: Config) -> bool:
+        return config.get("part") == self.part and self.model in (None, result.get("model"))
+
+
+EVIDENCE: tuple[InCi | RanOnce, ...] = (
+    InCi(
+        device="CPU",
+        feature="base model",
+        families=tuple(FAMILIES),
+        test="tests/engine/test_oracle.py::test_mixed_batch_continues_as_peft_does",
+    ),
+    RanOnce(
+        device="one GPU",
+        feature="base model",
+        families=("mixtral",),
+        file="gpu.jsonl",
+        part="mixtral",
+        model="Mixtral-8x7B",
+        what="2 layers of Mixtral-8x7B, random weights, on an H200",
+    ),
+    RanOnce(
+        device="one GPU",
+        feature="base model",
+        families=("qwen3_moe",),
+        file="gpu.jsonl",
+        part="qwen3",
+        model="Qwen3-30B-A3B",
+        what="all layers of Qwen3-30B-A3B, random weights, on an H200",
+    ),
+    RanOnce(
+        device="one GPU",
+        feature="base model",
+        families=("gpt_oss",),
+        file="gpu.jsonl",
+        part="gpt_oss",
+        model="GPT-OSS-20B",
+        what="all layers of GPT-OSS-20B, random weights in bf16, on an H200",
+    ),
+    InCi(
+        device="CPU",
+        feature="mixed adapters",
+        families=tuple(FAMILIES),
+        test="tests/engine/test_oracle.py::test_mixed_batch_continues_as_peft_does",
+    ),
+    InCi(
+        device="CPU",
+        feature="TP",
+        families=tuple(FAMILIES),
+        test="tests/engine/ranks/test_tensor_parallel.py::test_tokens_are_those_of_transformers_and_peft",
+    ),
+    InCi(
+        device="CPU",
+        feature="EP",
+        families=MOE,
+        test="tests/engine/ranks/test_expert_parallel.py::test_tokens_are_those_of_one_process",
+    ),
+    InCi(
+        device="CPU",
+        feature="EP",
+        families=("llama",),
+        test="tests/engine/ranks/test_expert_parallel.py::test_dense_model_has_no_experts_to_share",
+        named=False,
+        refused=True,
+    ),
+    InCi(
+        device="CPU",
+        feature="LoRA Server",
+        families=tuple(FAMILIES),
+        test="tests/dist/test_same_tokens.py::test_bits_and_tokens_are_those_of_the_local_backend",
+    ),
+    InCi(
+        device="CPU",
+        feature="host workers",
+        families=tuple(FAMILIES),
+        test="tests/engine/test_host_assisted.py::test_killed_workers_change_no_token_and_come_back",
+    ),
+    InCi(
+        device="CPU",
+        feature="quantised",
+        families=MOE,
+        test="tests/engine/test_quantised.py::test_mixed_batch_continues_as_peft_does",
+    ),
+    InCi(
+        device="CPU",
+        feature="quantised",
+        families=("llama",),
+        test="tests/engine/test_quantised.py::test_checkpoint_that_comes_quantised_is_served_as_it_is",
+    ),
+    InCi(
+        device="CPU",
+        feature="merged",
+        families=("mixtral", "gpt_oss", "llama"),
+        test="tests/engine/test_merging.py::test_tokens_are_those_of_peft_in_every_mode",
+    ),
+    InCi(
+        device="CPU",
+        feature="merged",
+        families=("qwen3_moe", "dbrx"),
+        test="tests/models/test_weight_merge.py::test_mixed_steps_give_the_tokens_of_peft",
+    ),
+    InCi(
+        device="CPU",
+        feature="migration",
+        families=("mixtral",),
+        test="tests/dist/cluster/test_migration.py::test_moved_answer_has_the_tokens_of_one_left_alone",
+        named=False,
+    ),
+    InCi(
+        device="CPU",
+        feature="pool",
+        families=("mixtral",),
+        test="tests/serve/test_pool_instances.py::test_answers_are_the_same_and_each_adapter_is_held_once",
+        named=False,
+    ),
+    RanOnce(
+        device="one GPU",
+        feature="mixed adapters",
+        families=("mixtral",),
+        file="gpu.jsonl",
+        part="engine",
+        what="steps of a random model of 440 M weights, 8 layers, on an H200",
+    ),
+    RanOnce(
+        device="one GPU",
+        feature="mixed adapters",
+        families=("qwen3_moe",),
+        file="gpu.jsonl",
+        part="zipf_adapters",
+        model="Qwen3-30B-A3B",
+        what="2 and 12 layers of Qwen3-30B-A3B, 64 adapters, on an H200",
+    ),
+    RanOnce(
+        device="one GPU",
+        feature="host workers",
+        families=("mixtral",),
+        file="gpu.jsonl",
+        part="host",
+        what="tokens of cold requests of a tiny model, on an H200",
+    ),
+)
+
+
+def matrix() -> str:
+    """A table a device, and below the tables the evidence by number."""
+    names = dict.fromkeys(_name(one) for one in EVIDENCE)
+    numbers = {name: number for number, name in enumerate(names, start=1)}
+    parts = []
+    for device in DEVICES:
+        cells = {
+            name: tuple(_cell(device, feature, family, numbers) for feature in FEATURES)
+            for family, name in FAMILIES.items()
+        }
+        if len(set(cells.values())) == 1:
+            cells = {"all families": cells["Mixtral"]}
+        parts.append(table((device, *FEATURES), [(name, *row) for name, row in cells.items()]))
+    parts.append("\n".join(f"{number}. {name}" for name, number in numbers.items()))
+    return "\n\n".join(parts)
+
+
+def _name(one: InCi | RanOnce) -> str:
+    if isinstance(one, InCi):
+        return f"`{one.test}`"
+    found = records(one.file, one.keeps)
+    commits = sorted({record["env"]["git_commit"][:7] for record in found})
+    quoted = ", ".join(f"`{commit}`" for commit in commits)
+    return f"[{one.file}](../../bench/results/{one.file}), part `{one.part}` ({quoted}): {one.what}"
+
+
+def _cell(device: str, feature: str, family: str, numbers: dict[str, int]) -> str:
+    for one in EVIDENCE:
+        if (one.device, one.feature) == (device, feature) and family in one.families:
+            word = "ran once" if isinstance(one, RanOnce) else "refused" if one.refused else "tested"
+            return f"{word} ({numbers[_name(one)]})"
+    return "never ran"

@@ -1,0 +1,108 @@
+"""The support matrix: the page is the generator's, tests and records exist, a cell has one evidence."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from bench.harness.records import RESULTS, ROOT
+from bench.pages.blocks import complaints, pages
+from bench.pages.evidence import records
+from bench.pages.support import DEVICES, EVIDENCE, FAMILIES, FEATURES, InCi, RanOnce, matrix
+from tests.families import FAMILIES as TESTED_FAMILIES
+
+TESTS = [one for one in EVIDENCE if isinstance(one, InCi)]
+RECORDS = [one for one in EVIDENCE if isinstance(one, RanOnce)]
+PAGE = ROOT / "docs" / "reference" / "support.md"
+
+
+@pytest.fixture(autouse=True)
+def in_a_clone() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git clone")
+
+
+def test_the_page_is_what_the_generator_writes() -> None:
+    assert list(complaints(PAGE)) == []
+    assert matrix() in PAGE.read_text(encoding="utf-8")
+
+
+def test_every_family_has_a_row() -> None:
+    assert set(FAMILIES) == set(TESTED_FAMILIES)
+
+
+@pytest.mark.parametrize("one", EVIDENCE, ids=lambda one: f"{one.device} {one.feature} {one.families[0]}")
+def test_evidence_is_for_known_cells(one: InCi | RanOnce) -> None:
+    assert one.device in DEVICES
+    assert one.feature in FEATURES
+    assert set(one.families) <= set(FAMILIES)
+
+
+def test_a_cell_has_one_evidence() -> None:
+    cells = Counter((one.device, one.feature, family) for one in EVIDENCE for family in one.families)
+    assert [cell for cell, number in cells.items() if number > 1] == []
+
+
+@pytest.mark.parametrize("test", sorted({one.test for one in TESTS}))
+def test_named_tests_exist(test: str) -> None:
+    file, _, function = test.partition("::")
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_named_tests_have_a_case_of_the_default_run_for_each_family() -> None:
+    """A marker, or a family that leaves the parameters, would empty a cell."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+    ]
+    names = sorted({one.test for one in TESTS})
+    done = subprocess.run(
+        [*command, "-m", "not slow and not gpu", *names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    cases = [line for line in done.stdout.splitlines() if "::" in line]
+    missing = []
+    for one in TESTS:
+        of_test = [case.removeprefix(one.test) for case in cases if case.split("[")[0] == one.test]
+        for family in one.families:
+            if not any(
+                family in case.strip("[]").replace(" ", "-").split("-") for case in of_test if one.named
+            ):
+                missing += [] if of_test and not one.named else [(one.test, family)]
+    assert missing == [], done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_other_pages_link_to_the_matrix_instead_of_saying_it() -> None:
+    """Results pages name their gaps themselves."""
+    said = re.compile(r"(?:has|have)(?: not|n't)(?: yet)? (?:been )?run (?:on|yet)|no device yet", re.I)
+    texts = {
+        str(page.relative_to(ROOT)): page.read_text("utf-8")
+        for page in pages()
+        if page.parent.name != "results"
+    }
+    assert {name: found[0] for name, text in texts.items() if (found := said.search(text))} == {}
+    linking = [name for name, text in texts.items() if "reference/support.md)" in text]
+    guides = ("parallel", "lora_server", "host_assisted", "quantised")
+    assert {"README.md", *(f"docs/guides/{name}.md" for name in guides)} <= set(linking)
+
+
+@pytest.mark.parametrize("one", RECORDS, ids=lambda one: f"{one.feature} {one.families[0]}")
+def test_named_records_exist(one: RanOnce) -> None:
+    assert (RESULTS / one.file).is_file()
+    assert records(one.file, one.keeps)
