@@ -16,6 +16,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from moe_lora.core import processes
+from tests.shared_memory import names_in_shm
 
 from .chaos_host import ChaosHost
 from .chaos_model import MAX_MODEL_LEN, ChaosModel
@@ -76,7 +77,7 @@ class ChaosCluster:
         if host is not None:
             self._command = [*host.prefix, *self._command, "--registry", str(host.registry)]
         self._start()
-        self._shared = set(os.listdir("/dev/shm"))
+        self._shared = names_in_shm()
 
     def _start(self) -> None:
         environment = {**os.environ, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
@@ -216,7 +217,7 @@ def _has_whole_server(figures: Mapping[tuple[str, str], float]) -> bool:
 
 def _orphans(before: set[str]) -> list[str]:
     """Names in /dev/shm that were not there before and that no process has mapped or open."""
-    names = set(os.listdir("/dev/shm")) - before
+    names = names_in_shm() - before
     used = "\n".join(_uses() if names else ())
     return sorted(name for name in names if f"/dev/shm/{name}" not in used)
 

@@ -13,6 +13,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.shared_memory import names_in_shm
+
 from .demo_server import DEMO, DemoServer, demo_server
 from .test_instances import gone, until, until_both_up
 from .test_placement_instances import ADAPTERS, complete_all
@@ -99,7 +101,7 @@ def test_adapter_that_is_unloaded_leaves_no_memory_anywhere(pair, alone, folder)
         return sorted(size for pid in pair.engine_pids() for size in windows(pid) if size > 64 << 10)
 
     before = held()
-    shared = sorted(os.listdir("/dev/shm"))
+    shared = names_in_shm()
     path = str(folder / ADAPTERS[0])
     post(pair, "load_lora_adapter", {"lora_name": "extra", "lora_path": path})
     until(lambda: held() == before, 20)  # its content was held already
@@ -113,7 +115,7 @@ def test_adapter_that_is_unloaded_leaves_no_memory_anywhere(pair, alone, folder)
     post(pair, "unload_lora_adapter", {"lora_name": "other"})
     post(pair, "unload_lora_adapter", {"lora_name": "extra"})
     assert held() == before
-    assert sorted(os.listdir("/dev/shm")) == shared
+    assert names_in_shm() == shared
     check_answers(pair, alone)
 
 
