@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the C++ libraries, which ctypes loads. The rest is in setup.cfg.
 
 Two are plain C++. The third has torch's headers and serves the torch that it was built beside. Where there is

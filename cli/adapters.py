@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora adapters`: look at PEFT adapters before serving them, and keep a registry of them."""
 
 from __future__ import annotations

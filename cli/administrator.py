@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of a running server that are an administrator's, for commands."""
 
 from __future__ import annotations

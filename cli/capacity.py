@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora capacity`: show or change how many adapters a running LoRA Server holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora cluster`: what a cluster over several hosts needs once, before its roles start."""
 
 from __future__ import annotations

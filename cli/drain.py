@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora drain`: take an instance out of use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How commands tell a user what went wrong: one line on stderr, no traceback, an exit status that isn't 0."""
 
 from __future__ import annotations

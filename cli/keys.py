@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora keys`: the API keys of a server's tenants and administrators."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options that say what the requests ask for, the same in every command that has them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora`: the table of commands, a group that imports one only to run it, and the process, which
 Ctrl-C ends quietly.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options that are lists of whole numbers: `--ranks 8,16,32`."""
 
 from __future__ import annotations

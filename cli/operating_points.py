@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora operating-points`: the most tokens/s of each rank within an SLO, for placement."""
 
 from __future__ import annotations

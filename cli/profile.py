@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora profile`: this machine's times for one model, as a file that `moe-lora provision` takes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora profile-steps`: step times by rank and batch, and performance models fitted to them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora provision`: options in, a plan out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of `moe-lora provision` as `PlanInputs`."""
 
 from __future__ import annotations

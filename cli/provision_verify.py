@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How `moe-lora provision --verify` checks a plan as it is written, and shows which targets it keeps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora replay`: options in, `moe_lora.report.replay` run, results out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which adapters `moe-lora replay` asks for, from its options and what the server lists."""
 
 from __future__ import annotations

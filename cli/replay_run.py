@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The steps of `moe-lora replay`: ask the server, plan, send, show, save."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora restart`: start instances again, one after the other."""
 
 from __future__ import annotations

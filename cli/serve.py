@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora serve`: options in, `moe_lora.assemble.serve` run."""
 
 from __future__ import annotations

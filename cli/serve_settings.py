@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of `moe-lora serve`, laid over the settings of its file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options made from settings (`moe_lora.config.settings`): type, range, help and default are stated there."""
 
 from __future__ import annotations

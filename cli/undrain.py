@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora undrain`: bring a drained instance back into use."""
 
 from __future__ import annotations

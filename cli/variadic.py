@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options that take several values after one name (`--lora-modules a b c`), and options in groups."""
 
 from __future__ import annotations

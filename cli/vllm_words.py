@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Translates vLLM's options on the command line of `serve` to the options of `serve`."""
 
 from __future__ import annotations

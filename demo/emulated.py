@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m demo.emulated SYSTEM`: serve the demo on emulated devices on which its adapters do not all fit.
 
 The engines, their scheduling, their copies and their answers are real. Emulated are a device's memory and

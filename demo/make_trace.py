@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write demo/trace.csv: two minutes of traffic with the statistics of a real trace, always the same bytes.
 
     python demo/make_trace.py [--out FILE] [--measure AZURE_CSV]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make demo`: serve the demo's adapters beside the model and on a LoRA Server, once where they fit and once
 where they don't, and say which was faster, whichever it was; leaves nothing behind but the results.
 """

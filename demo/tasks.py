@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The string tasks of the demo adapters: each adapter answers one of them.
 
 Pure Python on purpose: the trainer, the load generator, tests and examples all draw their

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train the demo model and its adapters from nothing, on one CPU core, and write them under --out.
 
     python -m demo.train_demo --out demo

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train an adapter and serve it from the first epoch on.
 
     python -m examples.train_to_serve

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serve many LoRA adapters over one Mixture-of-Experts model.
 
 The names below are imported on first use, so that `import moe_lora` and the

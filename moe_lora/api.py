@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the library exports: `from moe_lora import LLM`."""
 
 from __future__ import annotations

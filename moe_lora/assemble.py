@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The composition root: settings in, wired processes out."""
 
 from __future__ import annotations

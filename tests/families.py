@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny seeded checkpoints and PEFT adapters of the five model families, made with transformers and peft.
 
 Weights are drawn wide enough that logits and gate choices are well apart, unlike a fresh

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that the product starts as `python -m moe_lora...`, forked from one that has torch loaded.
 
 Importing torch takes a process more than a second, forking takes milliseconds.  What runs is the module that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What transformers and peft compute: the tokens and logits that every path of the engine is held to.
 
 Each adapter is applied alone to a fresh model. Results are cached for the session, so that tests that share

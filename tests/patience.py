@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a test waits for an event that must come."""
 
 PATIENCE_S = 300.0

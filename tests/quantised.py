@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints whose weights are those that a quantised base stands for: oracles of its tests."""
 
 from __future__ import annotations

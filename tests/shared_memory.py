@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared memory of this host that the product could have left."""
 
 from __future__ import annotations

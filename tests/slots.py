@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters put into an arena at once, for tests of what reads them there."""
 
 from __future__ import annotations

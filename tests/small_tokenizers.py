@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizers made on the spot: byte-level BPE, byte fallback, word starts, and characters."""
 
 from __future__ import annotations

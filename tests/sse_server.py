@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server of the OpenAI completion protocol for tests of clients: no model, answers known beforehand.
 
 "reverse" gives the prompt reversed, one character a chunk; other models give as many tokens as asked for.

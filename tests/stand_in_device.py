@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A CUDA device for tests where there is none: tensors that say they are on it and lie in host memory.
 
 What the package computes on CUDA runs as it is, its Triton kernels in the interpreter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that a test stops: the signal alone returns while they may still run."""
 
 from __future__ import annotations

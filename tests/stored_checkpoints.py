@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints in the formats that come quantised, written by each format's definition, with plain twins."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The committed demo model and adapters: sizes, formats, and that they answer their tasks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `make demo` says at its end: true to what came out, whichever way that was."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo trainer: its model is Mixtral, its adapters are PEFT's, a stopped run goes on."""
 
 from __future__ import annotations

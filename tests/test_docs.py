@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages find each other and the code: links, link texts and modules exist, examples run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The house keeps its numbers: ratchets, floors and budgets in `house_limits.json`, the only place of limits.
 
 `python -m bench.house.house --limits` prints the numbers beside the limits.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an install holds, what starts without torch, and that no file speaks of one machine."""
 
 from __future__ import annotations
@@ -26,6 +27,15 @@ def tracked_files() -> list[Path]:
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("not a git checkout")
     return [ROOT / name for name in done.stdout.decode().split("\0") if name]
+
+
+def test_each_source_names_its_license() -> None:
+    marks = dict.fromkeys((".cpp", ".h", ".inl"), "//") | {".py": "#"}
+    sources = [path for path in tracked_files() if path.suffix in marks and path.stat().st_size]
+    assert len(sources) > 1000
+    for path in sources:
+        first, _, _ = path.read_text(encoding="utf-8").partition("\n")
+        assert first == f"{marks[path.suffix]} SPDX-License-Identifier: Apache-2.0", path
 
 
 def run_python(program: str) -> str:

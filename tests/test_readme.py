@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """README.md can't rot: its commands parse, its files exist, its Python runs and prints what it should."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One cache for adapters and history KV under every policy; see README.md.
 
 python -m bench.cache.bench_cache --part simulated --out FILE.jsonl [--trace MOONCAKE.jsonl]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the cache's bookkeeping costs the engine: a request's match and update, and a swap decision.
 
     python -m bench.cache.bench_cache_overhead --out bench/results/cache_overhead.jsonl [--nodes 100000]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests sent to an engine at their times, and what their answers say of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The measured cells of bench_cache: a small model, real swaps between two arenas in memory.
 
 Every policy answers the same requests at the same times; all of a cell in one run, in turns.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What bench_cache simulates: models on the paper's device, applications, policies and their settings."""
 
 from __future__ import annotations

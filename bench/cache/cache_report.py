@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of bench_cache's records, beside what the paper says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulated cells of bench_cache: every policy at its best setting, on the same requests."""
 
 from __future__ import annotations

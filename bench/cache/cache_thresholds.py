@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the shares of the device matter above which the cache swaps out and below which it swaps in.
 
     python -m bench.cache.cache_thresholds --trace TRACE.jsonl --out bench/results/cache_thresholds.jsonl

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placements, routers and kernels of a cluster on LoRAServe's traces; see README.md.
 
 python -m bench.cluster.bench_cluster --part measured --out FILE.jsonl [--plot FILE.png] [--quick]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The path of tokens from an instance's socket to the events that a front end awaits, old against new.
 
     python -m bench.cluster.bench_connection [--streams 64] [--out bench/results/connection.jsonl]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetching an adapter from another instance's memory, against a copy in one's own and against disk.
 
     python -m bench.cluster.bench_pool --out bench/results/pool.jsonl [--quick]

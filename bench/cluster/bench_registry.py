@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adding to and reading from a registry that holds 40 000 adapters, against bare files and bare SQLite.
 
     python -m bench.cluster.bench_registry --out bench/results/registry.jsonl

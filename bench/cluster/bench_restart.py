@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time from the death of an instance to its return, in parts.
 
     python -m bench.cluster.bench_restart [--kills 5] [--eager] [--no-spare] [--out FILE]

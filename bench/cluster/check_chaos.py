@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is every request answered rightly or with 503 while instances, the controller and front ends are killed?
 
     python -m bench.cluster.check_chaos --out FILE.jsonl [--requests 500] [--rounds 3]

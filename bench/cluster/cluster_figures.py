@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run of bench_cluster comes to: latencies, SLOs, adapters, answers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine processes of `bench_cluster`, which all systems use one after the other."""
 
 from __future__ import annotations

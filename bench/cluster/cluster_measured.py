@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The measured part of bench_cluster: real engine processes, every system of a cell on the same requests."""
 
 from __future__ import annotations

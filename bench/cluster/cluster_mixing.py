@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRAServe's figure 1: requests of rank 8 on one instance, alone and beside requests of rank 128."""
 
 from __future__ import annotations

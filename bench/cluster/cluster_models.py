@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What placements and routers of `bench_cluster` are told of this machine, measured in the same run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the measured part of `bench_cluster` runs: systems, traces, cells; all sizes scaled down to CPU cores.
 
 A cell is a list of requests that each of its systems answers, one system after the other.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The figure of bench_cluster's measured records: P95 TTFT by trace and system, a panel for each kernel."""
 
 from __future__ import annotations

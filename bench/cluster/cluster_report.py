@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the measured records of bench_cluster say: tables, and the papers' claims beside them."""
 
 from __future__ import annotations

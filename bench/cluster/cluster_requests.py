@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The requests of bench_cluster's cells, equal for every system and kernel."""
 
 from __future__ import annotations

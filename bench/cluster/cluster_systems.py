@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The systems of `bench_cluster`: a front end of its own for each, over the same engine processes."""
 
 from __future__ import annotations

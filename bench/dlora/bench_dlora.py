@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dLoRA's claims, simulated and on the real engine; see README.md.
 
 python -m bench.dlora.bench_dlora --part PART --out FILE.jsonl [--quick]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Four engine processes with paced devices: round robin, proactive only, proactive and migration.
 
     python -m bench.dlora.bench_instances [--out bench/results/dlora_instances.jsonl] [--quick]

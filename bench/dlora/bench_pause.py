@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a stream pauses when its request is moved, by tokens and with its KV.
 
     python -m bench.dlora.bench_pause [--out bench/results/dlora_pause.jsonl] [--quick]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ways to have the weights' bits again after a merge: the original bytes, or an exact residual.
 
     python -m bench.dlora.bench_restore --out bench/results/merge_restore.jsonl [--quick]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long dLoRA's co-migration takes to plan, exactly and fast, and how far the fast plan is from the exact.
 
     python -m bench.dlora.bench_solver --out bench/results/dlora_solver.jsonl        # about 4 minutes

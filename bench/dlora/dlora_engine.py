@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The real engine on this machine's cores under each policy of merging, in turn, in real time.
 
 One engine for each policy, of one random model, in one process; the share of deltas first, then a sweep over

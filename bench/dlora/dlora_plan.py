@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is simulated: the paper's machine and ours, requests by its arrival functions, and the systems.
 
 The paper's traces (Azure functions of 2019 and 2021, ShareGPT) are not to be had here.  What stands in for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Eight simulated replicas: round robin, proactive, proactive and migration, S-LoRA (figures 11 to 15)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One simulated replica under each policy of merging: figures 10, 14 and 15."""
 
 from __future__ import annotations

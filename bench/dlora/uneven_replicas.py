@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Migration problems whose replicas are unevenly loaded, of any size."""
 
 from __future__ import annotations

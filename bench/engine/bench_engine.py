@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode speed of the engine beside transformers, peft and the memory bandwidth; see README.md.
 
 python -m bench.engine.bench_engine --out FILE.jsonl [--plot FILE.png] [--quick]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a decode step must read at least, and how fast this machine reads.
 
 Legend: T rows, K experts per token.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contestants of one dtype and the records of each cell of `bench_engine`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The goals of the engine's decode speed, held against measured records."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `bench_engine` measures: sizes, cells, repeats."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figure of `bench_engine`'s records: tokens/s by concurrency, one panel per dtype and adapter count."""
 
 from __future__ import annotations

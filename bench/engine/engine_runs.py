@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our engine as a contestant: requests of one length in lockstep, decode steps timed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers and peft as contestants: a cached greedy decode loop, in the best setting each has."""
 
 from __future__ import annotations

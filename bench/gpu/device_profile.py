@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The profile of the measured GPU, from its records: `moe_lora/provision/profiles/h200.json`.
 
     python -m bench.gpu.device_profile > moe_lora/provision/profiles/h200.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of the first run on a GPU: an engine's steps, copies to the device, attention."""
 
 from __future__ import annotations

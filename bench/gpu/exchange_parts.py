@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of the first run on a GPU: puts that the device issues, through NVSHMEM."""
 
 from __future__ import annotations

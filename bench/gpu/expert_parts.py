@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Part of the first run on a GPU: the experts of a layer by our kernels, beside grouped_mm."""
 
 from __future__ import annotations

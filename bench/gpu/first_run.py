@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All that one Hopper GPU is asked, in runs of less than 9 minutes each.
 
     python -m bench.gpu.first_run FOLDER            # in the repository root: what decides how to go on

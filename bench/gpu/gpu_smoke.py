@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does the engine answer on CUDA, compiled and eager, and how fast does it decode there?
 
     python -m bench.gpu.gpu_smoke --out FILE

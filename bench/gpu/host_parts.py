@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Part of the first run on a GPU: host workers over the device's stream, against waiting in each layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of the first run on a GPU: the device itself, what is compiled ahead, sampling, base GEMMs."""
 
 from __future__ import annotations

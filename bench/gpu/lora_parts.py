@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of the first run on a GPU: the LoRA kernels, right, alike in bits and fast."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Part of the first run on a GPU: linear layers over quantised weights, beside torch's over bf16 ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines over random weights of released models' sizes, as many layers as fit, and decode steps of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of the first run on a GPU: steps of models of real sizes against what the device does in the part.
 
 On a CPU they run with tiny models, to be tried; then records say `cpu` and hold no rates.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every part of the first run on a GPU uses: the log, and times on the device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contestants in turn, so that what the machine does meanwhile falls on all of them alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The highest rate that is still served well."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random checkpoints, Mixtral-like or (without experts) Llama-like, and PEFT adapters, written to a folder.
 
 Legend: H hidden size, F expert inner size, E experts, R LoRA rank.

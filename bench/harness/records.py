@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every bench writes beside its figures, and which tree it may write from.
 
 python -m bench.harness.records FOLDER   # the state of this tree, as variables for a copy without history

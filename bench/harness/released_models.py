@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configs as released models have them, in the spelling of their time, and tiny models of the same kind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was found, as columns for the terminal or as a markdown table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The emulated device of `bench_host_assisted`, scaled to what one host worker computes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of `bench_host_assisted`: which devices, adapters and requests.
 
 Time is counted in prefills of a mean prompt, 35 ms in the paper (Llama2-7B on an A100: 28.7 ms and 0.06 ms

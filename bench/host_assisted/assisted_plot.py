@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The figure of `bench_host_assisted`'s records."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of `bench_host_assisted`, and how its records stand against the goals."""
 
 from __future__ import annotations

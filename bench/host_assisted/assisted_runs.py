@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The systems of `bench_host_assisted` on an emulated device, by turns on the same requests."""
 
 from __future__ import annotations

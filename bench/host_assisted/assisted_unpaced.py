@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Not paced: an engine on all cores against one that has a core less, and a host worker on it.
 
 The base model runs on the same cores as the deltas, so what a worker gains may be taken from the engine.  An

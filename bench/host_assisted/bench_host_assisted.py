@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a cold adapter costs a request: cached, blocking loads, loads beside steps, host-assisted starts.
 
     python -m bench.host_assisted.bench_host_assisted --out bench/results/host_assisted.jsonl \

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the parts of host-assisted starts are worth, each against its usual alternative.
 
     python -m bench.host_assisted.bench_host_parts --out bench/results/host_parts.jsonl [--quick]

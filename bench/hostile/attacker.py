@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a hostile client does with sockets: bytes as they are, slowly, in part, without reading."""
 
 from __future__ import annotations

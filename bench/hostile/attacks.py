@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attacks: each a function of an `Attacker`, over in about ten seconds unless the server holds it up."""
 
 from __future__ import annotations

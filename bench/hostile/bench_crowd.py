@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A thousand streams at once, and ten thousand open connections without a request, on one front end.
 
     python -m bench.hostile.bench_crowd [--out FILE] [--streams 1000] [--connections 10000] [--quick]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attacks on a front end, one after another, beside ordinary streams.
 
     python -m bench.hostile.bench_hostile [--out FILE] [--only WORDS] [--quick] [--tree DIR --python PY]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Do memory, handles, threads and files stay as they are while a server is used in every way for long?
 
     python -m bench.hostile.bench_soak [--out FILE] [--minutes 30] [--serve OPTIONS] [--quick]

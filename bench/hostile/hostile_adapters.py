@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapter folders of somebody who means harm, drawn from a seed: headers that lie, configs that cost or leak.
 
 Each is a good adapter with a few changes.  Its values are zeros, so that a file takes no room.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixed load: streams, whole answers, aborts, mistakes, and adapters that come and go."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that schemathesis draws from a server's OpenAPI document: some fit it, some do not.
 
     python -m bench.hostile.openapi_calls PORT NUM_CALLS

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ordinary streams beside an attack, in a process of their own: what each waited, from token to token.
 
     python -m bench.hostile.ordinary PORT NUM_STREAMS ADDRESS

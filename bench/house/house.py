@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How large the code is, how it is divided, and how much of it one request enters.
 
     python -m bench.house.house [--tree DIR] [--label NAME] [--out FILE]  # counts of a checkout

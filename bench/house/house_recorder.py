@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Count the calls of each function of a checkout, inside every process of a server, window by window.
 
 A `sitecustomize` module of the driver (`house_trace`) calls `record` when a process starts.  This file needs

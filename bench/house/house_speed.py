@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a checkout is as fast as an earlier one, beside it and in turn.
 
     python -m bench.house.house_speed --before DIR --before-python DIR/.venv/bin/python

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `house_speed` times, run in a checkout by the interpreter that has it installed.
 
     PYTHON house_speed_child.py PART

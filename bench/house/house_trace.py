@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The functions and files on a request's way, in the processes of a server.
 
 A server of the demo answers the same request many times, each time in a separate window.  A function counts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names for users and developers: options, settings, control verbs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prose of code and pages: words, relative words, pronouns, code blocks with output."""
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ def count_prose(texts: Iterable[str]) -> Prose:
 
 
 def explanations(source: Source) -> list[str]:
-    """Comments and docstrings; each statement of a string alone is a docstring."""
+    """Comments but the license's line, and docstrings; each statement of a string alone is a docstring."""
     texts = [node.value.value for node in source.nodes if is_text(node)]  # type: ignore[attr-defined]
     tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
-    return texts + [one.string.lstrip("# ") for one in tokens if one.type == tokenize.COMMENT]
+    comments = [one.string.lstrip("# ") for one in tokens if one.type == tokenize.COMMENT]
+    return texts + [comment for comment in comments if not comment.startswith("SPDX-")]
 
 
 def sentences(source: Source) -> list[str]:

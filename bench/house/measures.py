@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The house's numbers by name, and their limits in `tests/house_limits.json`.
 
 A ratchet may only fall, a floor may only rise.  A budget rises by a stated number for a stated reason.

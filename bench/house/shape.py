@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of the code: parameters and lengths of functions, the subjects of a file, public docstrings."""
 
 from __future__ import annotations

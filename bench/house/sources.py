@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a checkout as text and syntax trees: code lines, imports, public names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds launch configurations and algorithms by rank of the GPU's LoRA kernels; writes them into its table.
 
     python -m bench.kernels.autotune_lora [--budget-s 150] [--state FILE.json] [--dry-run]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speed of the LoRA kernels beside other ways to compute deltas and the machine's own limits; see README.md.
 
 python -m bench.kernels.bench_lora_kernels --out FILE.jsonl [--quick | --tiny]

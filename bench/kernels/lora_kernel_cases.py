@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands of one LoRA benchmark case: a batch's routing, the adapters it touches, cold copies of all of it.
 
 Legend: T token rows, K experts per token (1 at a dense site), M = T*K output rows, H input width, N output

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clocks of the LoRA benchmark, and what the machine can do: read, copy and GEMM rates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our own kernels as contestants."""
 
 from __future__ import annotations

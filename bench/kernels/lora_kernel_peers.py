@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The other ways to compute a batch's deltas, and the protocol by which a file outside the repository joins.
 
 Legend: as in lora_kernel_cases.

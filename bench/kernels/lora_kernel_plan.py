@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which LoRA operations bench_lora_kernels measures: shapes, batches, ranks, and how they are scaled down."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The goals of the LoRA kernels, held against measured records, and a line per record."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks and times every contestant of a case; its records."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Search over launch configurations and algorithms by rank; what is found, and its place in a GPU's table.
 
 No clock here: the caller's `measure` says how long something takes, so that the search runs anywhere.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's `fused_moe_lora` as a contestant of bench_lora_kernels: a `--peer-module`.
 
 The file is vLLM's own and no part of this project: vllm/lora/ops/triton_ops/fused_moe_lora_op.py, as of its

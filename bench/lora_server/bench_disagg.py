@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coupled instances beside fewer instances and a LoRA Server, on emulated devices; see README.md.
 
 python -m bench.lora_server.bench_disagg --trace AZURE.csv --out FILE.jsonl [--plot-dir DIR]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of the LoRA Server's time is hidden behind the instance's own base computation.
 
     python -m bench.lora_server.bench_overlap --out bench/results/overlap.jsonl

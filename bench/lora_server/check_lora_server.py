@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does every combination of the LoRA Server give the bits and tokens of the local backend?
 
     python -m bench.lora_server.check_lora_server --out FILE.jsonl

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines as something `report.replay` can send to, without HTTP, whose cost per token this machine lacks."""
 
 from __future__ import annotations

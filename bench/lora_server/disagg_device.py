@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The emulated devices of `bench_disagg`: what fits on them, and how long they take.
 
 Memory.  An instance owns `instance_gpus` GPUs: weights, then KV and adapters share what is left of the part

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What capacity alone leads one to expect of `bench_disagg`, by arithmetic, before anything runs.
 
 Requests of adapter a arrive at rate_a and stay T = answer tokens x step time; were there always room, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `bench_disagg` runs: systems, request rates, durations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `bench_disagg` found: serviceable rates and their ratios, beside what was expected and the paper's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts a system of `bench_disagg` as processes, replays arrivals against it, and judges what came back."""
 
 from __future__ import annotations

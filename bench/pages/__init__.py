@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of the pages, made from valid records: name -> module and function, imported when chosen.
 
 python -m bench.pages.table NAME       # print one table

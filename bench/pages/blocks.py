@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks of the pages, made again and compared: `make results-check`.
 
 Between `<!-- generated: python -m bench.pages.table NAME -->` and `<!-- end -->` stands a table of records.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode speed on a CPU, from engine.jsonl: README.md and docs/results.md."""
 
 from __future__ import annotations

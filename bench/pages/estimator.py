@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors of the admission estimators, from provision_estimator.jsonl: docs/explanation/estimator.md."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The valid records of bench/results: clean trees of this history.
 
 A record names the git trees of `moe_lora`, `cli` and the bench's folders; an older record names a commit.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps and kernels of one H200, from gpu.jsonl and lora_kernels_gpu.jsonl: docs/results/gpu.md, README.md.
 
 Only parts that ran alone on the GPU count; of a whole model the last record of a batch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of step times, from performance_model.jsonl: docs/guides/performance_model.md."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans beside InfiniLoRA's own numbers, from provision_plans.jsonl: docs/results/plans.md."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps with a LoRA Server, from overlap.jsonl: docs/results.md."""
 
 from __future__ import annotations

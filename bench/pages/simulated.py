@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulated points beside recorded ones, from sim.jsonl: docs/explanation/simulator.md."""
 
 from __future__ import annotations

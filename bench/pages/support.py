@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The support matrix of docs/reference/support.md: the data, and the tables made of the data.
 
 A cell is "tested" (by the default run, so by CI), "refused" (by a tested error), "ran once" (by a record of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One table of a page: `python -m bench.pages.table NAME` prints the text between the block's comments."""
 
 from __future__ import annotations

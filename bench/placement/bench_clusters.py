@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placements beside routers in simulated clusters: highest rates within the SLO, and adapters held.
 
     python -m bench.placement.bench_clusters --out bench/results/placement_clusters.jsonl

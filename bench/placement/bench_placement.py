@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How good placements are on LoRAServe's popularities, and how long they take to find.
 
     python -m bench.placement.bench_placement --out bench/results/placement.jsonl

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The least worst load under a bound on copied bytes, by a mixed-integer program; for small clusters.
 
 Variables: T, the worst load; x[a, s] in [0, 1], shares; y[a, s] in {0, 1}, whether s holds a; z[s, c] in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How well linear models tell step times, and what a high rank does to the low ones beside it; see README.md.
 
 python -m bench.provision.bench_performance_model --out bench/results/performance_model.jsonl

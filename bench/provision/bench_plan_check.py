@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Do plans hold their own check, and would fewer GPUs have done: five models under 18 loads each.
 
     python -m bench.provision.bench_plan_check --out bench/results/plan_check.jsonl [--cells 90]

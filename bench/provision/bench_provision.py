@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Provisioning: how fast and how exact its solvers are, and how near simulation its models come.
 
     python -m bench.provision.bench_provision --out bench/results/provision.jsonl

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The estimator part of `bench_provision`: both models of admission beside a simulation of waiting requests.
 
 Every cell is a popularity, a number of adapters, a global batch and a capacity from 0.7 to 1.3 times the

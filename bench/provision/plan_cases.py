@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads that InfiniLoRA describes, with what the paper says of its LoRA Server under them.
 
 The paper gives rates, adapters, skew and GPUs, not lengths: BurstGPT's are sampled, their mean is not stated,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans for the loads of InfiniLoRA's evaluation, beside the paper's own numbers.
 
     python -m bench.provision.plan_table --out bench/results/provision_plans.jsonl --markdown

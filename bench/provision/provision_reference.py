@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slow, plain ways to the immediate admissibility rate, for tests and for `bench_provision`.
 
 Source: InfiniLoRA section 4.2.1 and algorithm 1, with a threshold of at least 0

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The solver part of `bench_provision`: time, memory and error of `min_capacity` up to 10^6 adapters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers over quantised weights, format by format, beside the same layers in bf16.
 
     python -m bench.quantised.bench_layers --out bench/results/quantised_layers.jsonl [--quick]

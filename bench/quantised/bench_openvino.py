@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode speed of quantised bases beside OpenVINO GenAI with weights of as many bits: an optional peer.
 
     python -m bench.quantised.bench_openvino --openvino-python VENV/bin/python --model llama [--out FILE]

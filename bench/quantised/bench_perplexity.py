@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Perplexity of small trained models per format of their weights, in fp32, by our own forward pass.
 
     python -m bench.quantised.bench_perplexity --out bench/results/quantised_perplexity.jsonl [--quick]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode speed of a base in int8, int4 and fp8, some with inputs in int8, beside the same base in bf16.
 
     python -m bench.quantised.bench_quantised --model llama --out bench/results/quantised.jsonl [--quick]

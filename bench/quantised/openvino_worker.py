@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model in OpenVINO GenAI, decoding what it is told: run by `bench_openvino` with another Python.
 
     PYTHON openvino_worker.py MODEL_DIR THREADS PROMPT_LEN VOCAB_SIZE

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time between the tokens of streams over HTTP, from this tree and from another one.
 
     python -m bench.serve.bench_decode --before DIR --before-python PY [--quantize int4] [--out FILE]

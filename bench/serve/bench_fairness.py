@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TTFT of a tenant beside another one that asks for its share of a server, and for ten times that.
 
     python -m bench.serve.bench_fairness [--out FILE] [--quick]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CPU time of the whole front end per streamed token: HTTP, SSE, text, routing and the link to the engine.
 
     python -m bench.serve.bench_front_end --before DIR --before-python PY [--keys] [--out FILE]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A `moe-lora serve` of some tree, as a contestant of benches that compare two."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulator: its speed, and its agreement with recorded runs."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speed of the simulator, and how near it comes to runs of real processes; see README.md.
 
 python -m bench.sim.bench_sim --out FILE.jsonl

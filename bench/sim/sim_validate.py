@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulator beside `bench_disagg`: the same systems, requests and step profiles, without processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Latency and bandwidth of the transports between two processes, against memcpy and against each other.
 
     python -m bench.transport.bench_transport --out bench/results/transport.jsonl [--quick]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rate and memory of reading a trace as a stream, against the bare parser of its file format.
 
     python -m bench.workload.bench_traces --out bench/results/traces.jsonl

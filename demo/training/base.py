@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training of the base model: all tasks at once, each asked with its tag; untagged text is repeated."""
 
 from __future__ import annotations

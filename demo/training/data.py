@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training batches: random questions with their answers, as one ragged run of tokens.
 
 Legend: B questions, N tokens of all questions together, L longest question.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trained weights in the public formats: a Hugging Face Mixtral checkpoint and PEFT adapters.
 
 Legend: R LoRA rank, D hidden, F expert hidden, E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA adapters of the demo model: their factors, their place in the weights, their training.
 
 Legend: R LoRA rank, D hidden, F expert hidden, E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixtral's forward pass as plain functions over a dict of weights, quick on one CPU core.
 
 The dict makes LoRA easy: the trainer passes base + delta in place of the base weights. Only real

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer of the base: Muon (momentum, orthogonalised) for the matrices, AdamW for the rest.
 
 Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024).

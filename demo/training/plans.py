@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which adapters the demo has: every task once under its own name, and again at another rank.
 
 Together with the base they stay below 16 MB: a unit of rank costs 48 kB in the fused form and

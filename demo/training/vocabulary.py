@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The character vocabulary of the demo model and its tokenizer files.
 
 Ids: four special tokens, newline, the 95 printable ASCII characters, one private-use character

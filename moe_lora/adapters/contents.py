@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What adapters' folders held when they were registered, kept by hash for whoever must read it again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is known of a packed adapter by those who don't have its bytes.  Imports no torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed adapters as files that all processes of a host map: one copy in memory, however many read it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters packed at true rank: per layer one flat tensor and a table of offsets into it.
 
 Legend: N copies of a matrix (1 or one per expert), R LoRA rank, D features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes as rows of arrays, so that a decision over all of them is a few array operations."""
 
 from __future__ import annotations

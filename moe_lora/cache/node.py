@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the cache keeps: adapters, and runs of full KV blocks below them."""
 
 from __future__ import annotations

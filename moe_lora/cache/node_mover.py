@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tier each node's pages are in, and the orders that move them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the cache wants moved: orders that somebody else executes and confirms.  No tensors here."""
 
 from __future__ import annotations

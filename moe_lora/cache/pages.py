@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which pages of the arena are free.
 
 Single pages (KV blocks) are taken from the top of the arena, contiguous runs (adapter extents) from the

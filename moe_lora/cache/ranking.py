@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which nodes a policy values least or most."""
 
 from __future__ import annotations

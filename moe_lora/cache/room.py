@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages for what needs them now, at the cost of what the policy values least."""
 
 from __future__ import annotations

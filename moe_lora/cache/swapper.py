@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves nodes between the tiers ahead of need, so that few evictions lose anything.
 
 Source: FastLibra, section 5.3.

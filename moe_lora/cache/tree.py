@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who needs whom: adapters below a virtual root, history KV below its adapter by token prefix.
 
 The tree is a networkx graph of `Node`s, radix-compressed: a node is a run of full blocks, cut at a block

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One cache of adapters and history KV over two arenas of equal pages; decides, and has others copy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of each role, stated once: type, default, range, option and meaning (see `settings`)."""
 
 from .emulation import EmulationConfig

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who may do what at a front end, and by which connection (docs/guides/tenants.md)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """cluster.yaml: one file that every role of a cluster reads."""
 
 from __future__ import annotations

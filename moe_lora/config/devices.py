@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Map of the ranks of a host to its devices: the ranks of the instances in order, then of the LoRA Server.
 
 A device number counts the entries of CUDA_VISIBLE_DEVICES, as torch does.

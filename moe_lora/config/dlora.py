@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of dLoRA's merging policy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long the stages of a step take on another device, and the settings of an engine that emulates it."""
 
 from __future__ import annotations

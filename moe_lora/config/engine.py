@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of an engine.  Frozen; "auto" and None are resolved by functions that read model and machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of front ends and of the controller: where they listen, what they decide."""
 
 from __future__ import annotations

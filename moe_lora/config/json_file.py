@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JSON files that users give: what may stand in them is a type, and errors name file, field and value."""
 
 from __future__ import annotations

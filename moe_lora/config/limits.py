@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients may have of a front end: connections, bytes, tokens, time (docs/guides/limits.md)."""
 
 from __future__ import annotations

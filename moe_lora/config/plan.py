@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of `moe-lora provision` and `moe-lora replay`."""
 
 from __future__ import annotations

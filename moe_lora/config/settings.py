@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a setting is: a field of a frozen dataclass that states type, default, range, option and meaning once.
 
     @dataclass(frozen=True, kw_only=True)

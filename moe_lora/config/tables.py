@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of settings in the docs, made from the classes.
 
     python -m moe_lora.config.tables docs/*/*.md

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of the table of vLLM's options (`vllm_options`).
 
 A value is refused, with a way out, if it would change answers, access or the served models in an unsupported

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's options as `moe-lora serve` takes them: the table behind parser, help, docs and test."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vocabulary of the project, without torch."""

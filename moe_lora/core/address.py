@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where processes of a cluster listen: a port of a host, or a socket of this host."""
 
 from __future__ import annotations

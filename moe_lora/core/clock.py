@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time as an argument: wall clock for engines, virtual clock for simulation and tests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors a user can meet.  Each message says what was given, what is allowed, and what to do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading the sizes out of a Hugging Face config.json, in the old and the new spellings of its keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a host keeps what must outlive a process: cleaners of temporary folders don't go there."""
 
 from __future__ import annotations

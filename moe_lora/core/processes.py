@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that compute: their share of the cores, and those that follow this one.  Imports no torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far something long is: a bar on a terminal, a line every ten seconds elsewhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a client asks of an engine and what it gets back."""
 
 from __future__ import annotations

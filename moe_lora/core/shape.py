@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes of a decoder model and the places in it where LoRA applies.
 
 Every part that needs to know "how big" or "where" asks `ModelShape`: kernels, arena, placement,

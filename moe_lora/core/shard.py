@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank of an instance holds of a model, and which sums it has only a part of.
 
 With tensor parallelism T each rank has 1/T of the attention heads, of the inner width of a dense MLP, and of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end of a process, for those who read its stderr.  Apart, as every command imports it first."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How an instance holds the weights of linear layers, for all that plans with their sizes or times steps."""
 
 from __future__ import annotations

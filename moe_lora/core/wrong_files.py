@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names the cause of an unreadable file by its first bytes, and of a folder without weights by its files."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """All that makes several processes one system: transports, control messages, LoRA Server, cluster, launch."""

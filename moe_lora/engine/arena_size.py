@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much memory an engine takes for KV and for adapters, from its settings and its model."""
 
 from __future__ import annotations

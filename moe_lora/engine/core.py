@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One engine: requests in, tokens out, one step at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands behind an engine's channels: the arena, the current step, and the LoRA backend."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV of requests on its way between instances: put into a window of the target, page by page.
 
 The target takes pages of its arena and a window of host memory.  The source puts full blocks while it decodes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine as a library: `LLM` for scripts, `AsyncLLM` for asyncio programs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread that owns an engine: takes commands, steps, sends events (see `messages`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the weights of one rank carry, and what a step's rows need because of it."""
 
 from __future__ import annotations

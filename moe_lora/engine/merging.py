@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One adapter merged into the weights between steps: who decides.
 
 `Merging`, on rank 0, asks the policy before each step and has the weights of all ranks follow

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long steps and changes of the weights should take, before any was measured: bytes by bandwidth.
 
 Policies that weigh modes against each other begin with these times and multiply them by what measured steps

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine's part in moving a request to another instance: held where it leaves, ready where it comes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns a scheduled step into tensors and runs the model on them.
 
 Legend: T token rows, S sequences, B blocks of the longest sequence.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From logits to tokens.
 
 Legend: S sequences that sample, V vocabulary.

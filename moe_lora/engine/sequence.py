@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request on its way through the engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One step's input, as the ranks of an instance pass it on.
 
 Legend: T token rows, S sequences, B blocks of the longest sequence.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a step's input gets to its device: in one copy that nobody waits for."""
 
 from __future__ import annotations

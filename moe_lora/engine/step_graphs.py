@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode steps as CUDA graphs: captured once for each shape, replayed as one launch, or in pieces.
 
 Legend: T token rows, S sequences, B blocks of the longest sequence.

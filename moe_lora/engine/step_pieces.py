@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step's launches in pieces: graphs, and between them what the host has to do.
 
 A graph holds launches, not what the host does.  So where a step that is being captured needs the host, its

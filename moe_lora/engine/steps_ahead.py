@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether steps are launched before the tokens of those before are read (see `EngineCore.step`)."""
 
 from __future__ import annotations

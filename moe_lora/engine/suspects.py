@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A CPU step that raised, run again in parts: one adapter's error ends the requests of that adapter only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The LoRA kernels of the device that the operands lie on: CPU library, Triton on CUDA, else the reference.
 
 Legend: T token rows, H input width, N output width, K experts per token.

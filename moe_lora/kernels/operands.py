@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the operations of one engine step need beside their operands.
 
 Legend: T token rows, S sequences, B blocks per sequence, L layers, N slots, X offset-table entries per layer.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operations a compiled step is made of, registered with torch.library.
 
 Operations that touch the arena or the LoRA tables take a channel: a small int64 tensor [handle, layer,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Page-locked host memory, which a CUDA device copies from and to by itself, while others compute."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised weights: their formats, how torchao makes them, how they lie in memory, and what they mean.
 
 Legend: E experts, N output width, K input width, G groups of K.

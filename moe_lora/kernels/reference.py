@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The meaning of every operation in plain torch: oracle of tests, and path of devices without kernels.
 
 Legend: T token rows, H input width, N output width, E experts, K experts per token, R LoRA rank, S sequences.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface behind which every way of computing a LoRA delta stands, and the choice among them."""
 
 from __future__ import annotations

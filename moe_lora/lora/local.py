@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coupled way: deltas computed unmerged, on the instance's own device, from its own arena."""
 
 from __future__ import annotations

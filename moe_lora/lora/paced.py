@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emulation of another device: a LoraBackend that lets each stage of a step take the time of a profile."""
 
 from __future__ import annotations

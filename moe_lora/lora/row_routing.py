@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where each row's LoRA deltas are computed in a step: one table for all backends.
 
 Legend: T token rows, L layers, N routes, G groups of sites, M terms.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stack of decoder layers between an embedding and a vocabulary head."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of a checkpoint directory by name: safetensors files, and how what is quantised in them is kept."""
 
 from __future__ import annotations

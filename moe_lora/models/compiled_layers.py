@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decoder layer's compiled code, called without the compiler's checks."""
 
 from __future__ import annotations

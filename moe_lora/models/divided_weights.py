@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which part of each tensor of a checkpoint a rank takes, and where it lies in the rank's own parameter."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a checkpoint directory (config.json, safetensors) to a model with its weights."""
 
 from __future__ import annotations

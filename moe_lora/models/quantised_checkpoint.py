@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a checkpoint to one whose linear layers are quantised, in the format of compressed-tensors.
 
 Legend: N output width, K input width.

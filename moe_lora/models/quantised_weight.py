@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights of a model that are held quantised.
 
 Legend: T token rows, E experts, N output width, K input width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that no file holds: random ones of a model's real sizes, for runs that only need its speed.
 
 Legend: N output width, K input width.

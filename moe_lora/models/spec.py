@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What distinguishes the model families, as data, read from a config.json."""
 
 from __future__ import annotations

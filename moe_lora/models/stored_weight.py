@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that a checkpoint keeps quantised: the schemes that are read, and what their tensors mean.
 
 Legend: N output width, K input width, G groups of K, E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One adapter folded into the base weights, in place, and taken out again.
 
 Legend: E experts held here, N output width of a site, H input width, R LoRA rank.

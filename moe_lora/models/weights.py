@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where each family's checkpoints keep the parameters of the layer stack.
 
 Legend: E experts, F inner size of an expert or a dense MLP, H hidden size.

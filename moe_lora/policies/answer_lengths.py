@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long an answer is expected to be, from the answers before it."""
 
 from __future__ import annotations

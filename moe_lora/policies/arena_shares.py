@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a cache gives up first, where several tenants fill it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What to keep on the device: values of cached nodes, as pure functions over columns.
 
 N: nodes asked about, one entry per column each.

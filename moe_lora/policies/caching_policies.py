@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caching policies by the names users give."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demand of each adapter: metered when requests come, forecast for the next time step."""
 
 from __future__ import annotations

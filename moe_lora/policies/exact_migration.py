@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The migration plan with the least objective: the whole problem of `migration`, by HiGHS.
 
 For small clusters and as the oracle of `fast_migration`: the time grows exponentially.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose waiting request starts next, where tenants compete for one instance.
 
 Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI '24 (virtual token counter), with the

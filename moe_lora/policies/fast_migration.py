@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A migration plan in milliseconds: longest requests first from the replicas above the bound, then a search.
 
 No plan brings the slowest replica below `lower_bound`.  Replicas above it give requests until they are at it,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts that host workers compute while their adapters load: when that pays, how much of each in a step.
 
 Legend: L prompt tokens of a step, r LoRA rank, c tokens that one worker computes in time, N layers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether the next step is unmerged, merged or mixed, and who computes in it: dLoRA's rules and ours."""
 
 from __future__ import annotations

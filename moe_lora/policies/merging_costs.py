@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long steps take unmerged, merged and mixed, and how long a swap: by a model, and as measured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What dLoRA's batching keeps between steps: credits against starvation, thresholds that follow the load."""
 
 from __future__ import annotations

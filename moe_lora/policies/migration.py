@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which requests go to another replica, and which adapters with them: dLoRA's co-migration problem.
 
 Legend: i a request, j a replica, k an adapter; x_ij request i is on j, in device memory (x^G) or in the

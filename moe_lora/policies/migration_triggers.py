@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When requests are moved to other replicas, which of a plan's moves pay, and how a running request moves.
 
 The caller says how pressed replicas are, builds the problem of `migration` when asked to, and carries the

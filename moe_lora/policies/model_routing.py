@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing by a performance model: Toppings' rank-aware cost, dLoRA's shortest pending time."""
 
 from __future__ import annotations

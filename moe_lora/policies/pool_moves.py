@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which instances hold which adapters of a pool in their host memory, and which copies may go.
 
 The order is: copies are made and confirmed, requests are routed by the new placement, then what is no longer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dLoRA's own fast plan: the problem of `migration` on few replicas, relaxed and rounded.
 
 The K replicas that need longest may give parts of requests to those and to the K that need least, by a linear

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routers by the names users give, made from what a front end knows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which LLM instance computes a request."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Performance models: how long a step takes, as a linear function of which adapters are in it."""
 
 from __future__ import annotations

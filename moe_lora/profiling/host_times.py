@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What host workers, the device and loads take on this machine, for `moe-lora profile-steps --host-worker`.
 
 Legend: T tokens, K experts per token.

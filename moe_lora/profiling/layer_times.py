@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long one layer of a model takes on this machine: base model, deltas, transfers; for `moe-lora profile`.
 
 Legend: B rows, D hidden size, F expert hidden size, K experts per row, E experts, x EP degree.

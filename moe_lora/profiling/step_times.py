@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long whole steps of an engine take, by what is in the batch; for `moe-lora profile-steps`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a device does in which time: the facts that sizing rests on (fields: docs/reference/profiles.md).
 
 A profile is a JSON file, shipped or a user's own: "tables" are measured times of one model at some batch

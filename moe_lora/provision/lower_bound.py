@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fewest GPUs of a load on any cluster: its operations and bytes over peak rates.
 
 No plan may be below this bound.  Nothing here is shared with the sizing (`provision.plan`): an error there

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The provisioning solver on what a running system sees."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was measured: the definitions of TTFT and TPOT, summaries, result files, tables and plots.
 
 The load client (`moe_lora.report.replay`) and the plots (`moe_lora.report.html`) are imported by name, as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One HTML file, with all plots inside it, that shows one run or several side by side."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one place where TTFT, TPOT, ITL, E2E and their kin are defined. Symbols: docs/reference/metrics.md.
 
 sent     the client begins to send the request

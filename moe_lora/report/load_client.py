@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client for OpenAI-compatible servers that stamps the arrival of every token."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report's figures, each from the run files of one or more runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replay a plan against a server: every request is sent at its time, whether earlier ones are done or not."""
 
 from __future__ import annotations

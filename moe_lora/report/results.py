@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Result files: JSON written whole or not at all, and JSON lines {config, result, env, kind}."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file that one replay leaves: a summary, and arrays with one entry a request in plan order."""
 
 from __future__ import annotations

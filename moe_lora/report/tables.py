@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lines of a result that a person reads first, as a rich table; the HTML report shows the same ones."""
 
 from __future__ import annotations

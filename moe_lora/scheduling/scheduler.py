@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Continuous batching: which sequences compute how many tokens in the next step."""
 
 from __future__ import annotations

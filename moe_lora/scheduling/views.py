@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the scheduler sees of sequences, and of the adapters that they hold."""
 
 from __future__ import annotations

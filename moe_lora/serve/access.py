@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who asks, and what it may do: keys, rates, what only administrators may (docs/guides/tenants.md)."""
 
 from __future__ import annotations

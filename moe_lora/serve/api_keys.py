@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """API keys: a file of their digests, and what each may do.
 
 A key is random (256 bits), so that a plain SHA-256 keeps it: there is nothing to guess.  The file is replaced

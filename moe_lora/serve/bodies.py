@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading a request's body: no more than its route takes, than its client may have, and than all may."""
 
 from __future__ import annotations

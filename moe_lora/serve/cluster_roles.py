@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The controller and the front ends of a cluster, wired from its file."""
 
 from __future__ import annotations

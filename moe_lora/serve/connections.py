@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connections of HTTP: how many there may be, and how long a client may take to send and to read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every endpoint needs: the engine, the tokenizer, names, limits, metrics."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every error as an OpenAI error body; what a client caused is 4xx, never 500."""
 
 from __future__ import annotations

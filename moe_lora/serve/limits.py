@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who a client is, what clients have of a front end now, what is refused to them (docs/guides/limits.md)."""
 
 from __future__ import annotations

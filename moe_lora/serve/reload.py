@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings that are read again while a front end serves: SIGHUP, as other servers have it."""
 
 from __future__ import annotations

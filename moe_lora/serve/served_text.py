@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text files of the served model and of its adapters, as a front end uses them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running the application on a socket until a signal ends it."""
 
 from __future__ import annotations

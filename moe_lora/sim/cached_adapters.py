@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters of a simulated instance with the real cache, as its scheduler sees them."""
 
 from __future__ import annotations

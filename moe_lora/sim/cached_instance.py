@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated instance whose pages, adapters and history are kept by the real cache (`cache.unified`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request on its way through an instance that has a cache, and where its time to the first token went."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The links between a simulated instance's host and its device, as a cache's orders use them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The event queue, which is also the clock: time is that of the event being carried out."""
 
 from __future__ import annotations

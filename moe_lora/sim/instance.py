@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated LLM instance: continuous batching, the real admission policy, a model of the step's time.
 
 Steps between two changes of the batch are alike, so they are one event: a `Stretch` lasts until the first

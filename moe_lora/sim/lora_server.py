@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulated LoRA Server: the real one's lease table, a link to load over, and its computing time."""
 
 from __future__ import annotations

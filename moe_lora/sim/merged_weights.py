@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which adapter a simulated instance's weights carry: the engine's policies on the virtual clock."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompt tokens with KV from earlier requests on one simulated instance."""
 
 from __future__ import annotations

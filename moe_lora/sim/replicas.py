@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several simulated instances with caches: a router before them, adapters preloaded, requests that move."""
 
 from __future__ import annotations

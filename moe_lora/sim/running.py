@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The requests that an instance runs: whose prompt is computed, whose answer, when each ends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which requests start at once when a cache has fewer slots than there are adapters: a simulation.
 
 Requests arrive as a Poisson process of rate `global_batch` and each is in service for an exponential time of

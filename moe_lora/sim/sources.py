@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a simulated instance's adapters come from: the interface, and the link they come over."""
 
 from __future__ import annotations

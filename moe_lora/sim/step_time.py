@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a step of an instance takes: by the formulas that pace an emulated one (`lora.paced`), or by
 a performance model.
 """

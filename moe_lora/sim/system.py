@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated system: requests come, a router chooses an instance, everybody's events share one queue."""
 
 from __future__ import annotations

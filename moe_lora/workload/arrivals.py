@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrival times: as recorded, scaled, or drawn from a Poisson or Gamma process. All in seconds, sorted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that share prefixes, with their tokens: dialogues of several turns, and prompts below one prefix.
 
 What a cache of history KV can find is decided by which tokens are equal, so these plans name them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the prompts say: random token ids, a trace's texts, or rows of a data set."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a trace and options to the list of requests to send: when, to which adapter, how long."""
 
 from __future__ import annotations

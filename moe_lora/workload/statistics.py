@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What sizing needs to know of a trace, in one pass and in memory that does not grow with its length."""
 
 from __future__ import annotations

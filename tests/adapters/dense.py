@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense deltas of a packed adapter, and those that peft itself merges into the base."""
 
 from __future__ import annotations

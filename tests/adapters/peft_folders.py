@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small PEFT folders for tests of files, not of what they compute; made without torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shards of a packed adapter hold exactly what they keep; the host store gives back what was put."""
 
 from __future__ import annotations

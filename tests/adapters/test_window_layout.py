@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An adapter in one piece of memory, and what stands for it where its bytes are not."""
 
 from __future__ import annotations

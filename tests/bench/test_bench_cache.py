@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cache's benchmark runs, and its tables say what its records say."""
 
 from pathlib import Path

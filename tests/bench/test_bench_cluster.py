@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of a cluster runs on a tiny model, and its tables say what its records say."""
 
 from __future__ import annotations

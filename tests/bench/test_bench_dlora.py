@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the dLoRA bench asks for, and that its parts run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark itself: does it run, and do its records hold what the README says?"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bench of performance models runs on a tiny model, and records what it says it does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of plans over five models: its cells, and how it goes on after it was cut short."""
 
 from __future__ import annotations

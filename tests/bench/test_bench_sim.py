@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulator's benchmark runs, and says what it found."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the command makes of a round; rounds themselves are run by tests/dist/test_chaos.py."""
 
 from __future__ import annotations

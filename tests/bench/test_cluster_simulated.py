@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulated clusters: step times as the papers have them, the search for rates, tables, one small run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shipped profile of the measured GPU, made from its records."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disaggregation benchmark: do its devices add up as in the paper, and does it run?"""
 
 from __future__ import annotations

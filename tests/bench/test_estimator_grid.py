@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the estimator bench makes of its cells."""
 
 from __future__ import annotations

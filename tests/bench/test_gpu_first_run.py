@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The run that waits for a GPU must find what it imports, and call what is there as it is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bench of host-assisted starts: its settings keep the paper's ratios, and it runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attacks that a fuzzer draws: adapters that are refused or read, calls of every operation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each measure of the house counts by its definition, on small packages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of the LoRA kernels: does it run, does it refuse what is wrong, do its records agree?"""
 
 from __future__ import annotations

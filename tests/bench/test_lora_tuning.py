@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The autotuner's search and what it writes, with invented times."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks of pages are tables of valid records: a changed digit, a lost commit or a changed tree fails."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of plans: what is committed is what the planner says today, and docs quote it."""
 
 from __future__ import annotations

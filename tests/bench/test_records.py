@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records name a commit, so a changed tree writes none into bench/results, and elsewhere only when asked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the soak makes of its samples, and that the load's answers are what it takes them for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The support matrix: the page is the generator's, tests and records exist, a cell has one evidence."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recomputes what the cache keeps up to date, from scratch."""
 
 from __future__ import annotations

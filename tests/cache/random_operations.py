@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cache under random use, with the bytes that a device and a host would hold per page."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bringing in ahead of need what is worth more than what is there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a forgotten adapter leaves is freed a slice at a time, and gives way at once to what needs room."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dropped nodes count on: what comes back late is told from what never does."""
 
 from __future__ import annotations

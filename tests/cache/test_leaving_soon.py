@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What leaves the device soon: found among all nodes now and then, the more seldom the more there are."""
 
 from __future__ import annotations

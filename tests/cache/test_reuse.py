@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the cache counts of its nodes' reuse."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts that tenants do not share."""
 
 from __future__ import annotations

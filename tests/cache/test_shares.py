@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tenants that fill one cache: a thousand cold adapters of one leave another what is its own."""
 
 from __future__ import annotations

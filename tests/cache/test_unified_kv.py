@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV of one device without a host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every policy under random use: invariants after each step, and every page holds what it is found by."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora adapters` over a registry, with the demo's model and adapters."""
 
 from __future__ import annotations

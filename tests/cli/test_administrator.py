@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of commands reach a server over the network, or over its socket for administrators."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora cluster init`: certificates that roles on several hosts know each other by."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes of `moe-lora` end quietly."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora drain` says that an instance has no requests only of one that has none."""
 
 from __future__ import annotations

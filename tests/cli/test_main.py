@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The group, its lazy commands, and arguments of several values."""
 
 from __future__ import annotations

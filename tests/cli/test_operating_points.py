@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora profile-steps` and `operating-points` on the demo model: what they write, what they refuse."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora profile` on the demo model, and planning with what it writes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora quantize` on the demo model, and an engine over what it writes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora replay` as a user types it, against a server that speaks the protocol."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's options: every row of the table, and command lines of peers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cluster of torchrun jobs on one host, joined over TCP: each can go and come back without the others."""
 
 from __future__ import annotations

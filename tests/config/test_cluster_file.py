@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """cluster.yaml: what is read, what is refused, and how the refusal reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Devices of a host's ranks: the order, the sums refused, sharing only where it is listed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A setting is stated once: what it may be, its option, its place in the file and its row in the docs."""
 
 from __future__ import annotations

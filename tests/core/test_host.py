@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders of processes: none is taken from one that lives, none stays of one that was killed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which cores a process may use, and give to those that it starts."""
 
 from __future__ import annotations

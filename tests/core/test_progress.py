@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is said of something long where there is no terminal."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What planners are told of a quantised base."""
 
 from __future__ import annotations

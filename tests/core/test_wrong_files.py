@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that hold something else than their names promise, and folders of other tools: the cause is named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A replay over a cluster whose parts are killed: each request is answered rightly or with 503."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora serve` with several front ends and instances, watched while parts of it are killed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is done to a running cluster: parts of it killed, or stopped for a while, one after the other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a host can lack while a server runs on it: room on the disk and in /dev/shm, a registry to write to.
 
 For a process in a mount namespace of its own (`in_own_namespace`), where file systems are the test's.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that are told to move, by POST /v1/migrate, while parts of the cluster are killed."""
 
 from __future__ import annotations

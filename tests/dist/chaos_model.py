@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny model with many adapters, questions to it, and what one engine that nobody disturbs answers."""
 
 from __future__ import annotations

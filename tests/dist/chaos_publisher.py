@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An adapter that is replaced again and again while parts of the cluster are killed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests over HTTP while parts of the server are killed, and what became of each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cluster as its operator starts it: torchrun jobs and a front end on several hosts, or on one."""
 
 from __future__ import annotations

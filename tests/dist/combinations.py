@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the LoRA Server must give the local backend's bits for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A RemoteBackend that computes every delta a second time, locally, and compares the bits.
 
 Legend: T token rows, K experts per token.

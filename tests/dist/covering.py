@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Covering arrays: few combinations in which every pair of values of two factors occurs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sends requests from where it runs: {url, bodies, pause_s} on stdin, [[status, answer], ...] on stdout."""
 
 from __future__ import annotations

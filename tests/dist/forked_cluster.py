@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A LoRA Server and an instance that it serves, each rank a process, forked from one that has torch loaded.
 
 Forking takes milliseconds where starting Python takes seconds; what runs in a process is the entry point that

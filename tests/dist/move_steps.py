@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cluster on this host whose processes stand still at a step of a move, to be killed there.
 
 Each process is forked from one that has the imports, and runs a role as it is started otherwise; only the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Network namespaces that stand for hosts: joined by a switch in a namespace of its own, always removed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny checkpoints with adapters of mixed ranks, forms and targets, and the requests asked of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of a cluster are killed while it serves and adapters move: each request is right, or told 503."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cluster over four hosts that only TCP joins: network namespaces, one of which is cut off for a while."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cluster whose instances share their adapters over TCP, and find each other again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An instance of two ranks that one torchrun starts."""
 
 from __future__ import annotations

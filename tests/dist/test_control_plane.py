@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two front ends, a controller and two instances as processes, each of which may end under the others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Source, target and front end of a move are killed with SIGKILL while it stands at one of its steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An instance of the LoRA Server adds the bits that the local backend adds, whatever the layout and medium.
 
 The whole product is checked by `bench/lora_server/check_lora_server.py`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny model behind the engine's runner, on the stand-in for a CUDA device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small real parts for tests of the engine's bookkeeping: no model, a few pages, adapters of one layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small arenas, slow copies: every request ends within a bounded number of steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What arena_mb, host_arena_mb and the older bounds come to."""
 
 from __future__ import annotations

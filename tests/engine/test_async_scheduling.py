@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps that are launched before the tokens of those before are read give the tokens of steps in turn."""
 
 from __future__ import annotations

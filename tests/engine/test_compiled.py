@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled steps, of any size and padded to buckets, answer as eager ones do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine on a CUDA device: the same answers, compiled, in buckets."""
 
 from __future__ import annotations

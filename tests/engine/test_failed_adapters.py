@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An error of one adapter, while it is loaded or computed, ends the requests of that adapter only."""
 
 from __future__ import annotations

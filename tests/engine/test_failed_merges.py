@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An error while an adapter is merged costs at most its merging: tokens and weights stay right."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which captured graph, if any, computes a step."""
 
 from __future__ import annotations

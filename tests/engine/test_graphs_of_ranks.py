@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that share a model's experts compute steps by graphs, with what they tell each other between these.
 
 Two ranks of one instance on stand-ins for CUDA devices.  (Started by

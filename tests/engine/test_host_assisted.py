@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests whose adapters are still loading: host workers compute their prompts, and no token changes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host workers when things end: cold requests, builds that fail, engines that are killed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts that no host worker and not the engine can compute wait for the load of their adapter."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts begin on host workers or wait, by a profile of the machine; what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host reads nothing from the device in a step: whole steps of each family on a stand-in for CUDA.
 
 The package's own CUDA paths run, their kernels in Triton's interpreter (started by

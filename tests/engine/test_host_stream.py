@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine whose device asks host workers by its stream: here each operation is done when it is queued."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many kernels a layer of a decode step launches on CUDA: the package's own, seen on a stand-in for it.
 
 (Started by `tests/kernels/triton/test_in_interpreter.py`.)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The library on the demo model: answers anyone can check."""
 
 from __future__ import annotations

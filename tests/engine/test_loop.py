@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loop between its inbox and the engine."""
 
 from __future__ import annotations

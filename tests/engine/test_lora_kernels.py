@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whichever LoRA kernel an engine or a LoRA Server is told to use, answers are the same on CPU."""
 
 from __future__ import annotations

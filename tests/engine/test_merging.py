@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The running engine with an adapter in its weights: tokens in every mode, and what goes with it."""
 
 from __future__ import annotations

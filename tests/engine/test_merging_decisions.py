@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine and the simulator, given the same requests and policy, decide alike step by step."""
 
 from __future__ import annotations

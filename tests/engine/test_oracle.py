@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole engine against transformers and peft, token for token, however the work is batched."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine whose device puts to the LoRA Server itself gives the oracle's tokens: the kernels in Triton's
 interpreter, NVSHMEM's calls by a stand-in that delays and reorders what it delivers.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A quantised base in the running engine: what stands around it changes no token."""
 
 from __future__ import annotations

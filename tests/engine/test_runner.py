@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the runner says of where a step's deltas come from."""
 
 from __future__ import annotations

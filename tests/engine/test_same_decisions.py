@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's sequences and adapters, and the simulator's, under the one scheduler."""
 
 from __future__ import annotations

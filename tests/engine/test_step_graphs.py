@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps by graphs are those launched one by one, bit for bit: on the stand-in for a CUDA device, which does
 again what it noted, as a replay does.
 

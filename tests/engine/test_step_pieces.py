@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps whose deltas the host sends for are replayed in pieces, with the bits of launches one by one.
 
 On the stand-in for a CUDA device; whole steps in Triton's interpreter (started by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random traffic over the engine's bookkeeping: everybody gets done, and nothing stays taken."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-OSS as Unsloth splits it for training, a linear layer for each expert: served as peft computes it."""
 
 from __future__ import annotations

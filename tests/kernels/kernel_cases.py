@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random operands for the kernel tests: sites, slot tables with packed adapters, batches, paged sequences."""
 
 from __future__ import annotations

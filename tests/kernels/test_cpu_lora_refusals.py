@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands that don't fit are refused by name, and nothing is written."""
 
 from __future__ import annotations

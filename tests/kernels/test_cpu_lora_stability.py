@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A row's delta has the same bits whatever else the batch holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers over quantised weights, against torchao and against the same layers over plain weights."""
 
 from __future__ import annotations

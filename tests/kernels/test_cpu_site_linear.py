@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A LoRA site in one call of the library against shrink, linear layer and expand one after another."""
 
 from __future__ import annotations

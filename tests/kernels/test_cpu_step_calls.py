@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations that C++ computes against the same in Python, and what it leaves to Python."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Page-locked memory as a CUDA device would see it, with a stand-in for the calls of CUDA's runtime."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The emulated device's clock: which stages add up, and which overlap.  Sleeps are recorded, not slept."""
 
 from __future__ import annotations

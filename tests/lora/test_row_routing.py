@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table that says where each row's deltas are computed, and steps whose rows go different ways."""
 
 from __future__ import annotations

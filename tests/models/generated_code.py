@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the code that inductor generated for a layer: which operation runs when, on which buffers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a model step by step without an engine: paged KV, adapters in slots, batches put together by hand."""
 
 from __future__ import annotations

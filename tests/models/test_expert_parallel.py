@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that share a layer's experts give, bit for bit, what one that holds all of them does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of config.json: those that are supported compute what transformers does, others are refused."""
 
 from __future__ import annotations

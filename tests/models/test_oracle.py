@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our forward pass against transformers and peft, driven without an engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A quantised base against transformers and peft over the weights that it stands for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints written quantised: they hold what quantising at load makes, and none is half there."""
 
 from __future__ import annotations

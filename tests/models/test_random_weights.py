@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of random weights: made from config.json alone, the same each time and on each rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configs as the released models have them, in the spelling of their time, built without memory."""
 
 from __future__ import annotations

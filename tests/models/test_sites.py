@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which way the LoRA sites of a step on CPU are computed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints that come quantised, against transformers and peft over the weights that they stand for."""
 
 from __future__ import annotations

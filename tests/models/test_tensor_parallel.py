@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that divide heads and inner widths hold each weight once, and what they compute adds up."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folding an adapter into the weights and taking it out: bits, tokens, and what rows of others get."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base folders with pointers, web pages, missing shards and other formats: refused with the cause."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Columns for policies, a node per mapping."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Migration problems: small ones by hand, drawn ones, and what holds for any plan."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instances and requests for tests of routers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tenants that fill a cache: what is beyond a share goes before what is within one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Demand as it is metered when requests come, and as it is forecast for the next time step."""
 
 from __future__ import annotations

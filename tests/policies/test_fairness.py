@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tenants get what their shares say, whoever asks for more."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fast and relaxed plans: never worse than nothing, within memory; fast ones near the exact ones."""
 
 from __future__ import annotations

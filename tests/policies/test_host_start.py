@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts on host workers: when they begin there, from which layers on, how a step's tokens are divided."""
 
 from __future__ import annotations

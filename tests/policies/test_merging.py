@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which adapter is merged and who computes, step by step and by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The co-migration problem, solved exactly."""
 
 from __future__ import annotations

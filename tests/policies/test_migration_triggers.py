@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When requests move: thresholds, pauses, gains; how: by tokens or by KV."""
 
 from __future__ import annotations

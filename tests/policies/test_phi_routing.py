@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing by a table of shares."""
 
 from __future__ import annotations

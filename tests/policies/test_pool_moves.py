@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who holds adapters, and the order in which copies are made and dropped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uses per second that keeping brings, from counts."""
 
 from __future__ import annotations

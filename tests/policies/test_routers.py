@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routers by name, those that count requests, and those that ask a performance model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Features of a batch by hand, and times from them."""
 
 from __future__ import annotations

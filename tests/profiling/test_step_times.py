@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real engine with random adapters: steps that are timed, requests that are sent at their times."""
 
 from __future__ import annotations

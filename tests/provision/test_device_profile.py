@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables between and beyond their points, and what a profile file may hold."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sliding window, what the model says of it, and when the capacity follows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTML page: whole in itself, and right for one run, several, and odd ones."""
 
 from __future__ import annotations

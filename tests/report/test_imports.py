@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The torch-free rooms stay torch-free, and light ones light."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The load client end to end, against a server that speaks the protocol."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Result files and the environment they record."""
 
 from __future__ import annotations

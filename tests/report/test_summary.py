@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run of five requests summed up by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A scheduler over a real cache, with the simulator's requests and adapters; copies are done when told."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler starts requests of several tenants by what each was given."""
 
 from __future__ import annotations

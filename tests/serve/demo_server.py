@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora serve` on the demo model, as a user starts it: a process of its own, its engine in another."""
 
 from __future__ import annotations

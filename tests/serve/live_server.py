@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real HTTP server on a free port, in a thread of the test process."""
 
 from __future__ import annotations

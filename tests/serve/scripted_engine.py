@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine that says what it was told to: for tests of the interface, not of models."""
 
 from __future__ import annotations

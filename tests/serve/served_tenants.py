@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora serve` with keys of several tenants, over TLS, administrators at a socket of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys: who may do what, and that nobody sees or disturbs what is another tenant's."""
 
 from __future__ import annotations

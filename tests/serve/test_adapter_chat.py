@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text files beside an adapter, on the demo's server."""
 
 from __future__ import annotations

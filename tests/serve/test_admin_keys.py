@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Administrators' keys without a file, as vLLM's --api-key."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a client gets wrong is answered 4xx with an OpenAI error body, and the server keeps serving."""
 
 from __future__ import annotations

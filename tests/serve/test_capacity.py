@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The load on adapters over HTTP, and the LoRA Server's capacity: a scripted engine, a server on paper."""
 
 from __future__ import annotations

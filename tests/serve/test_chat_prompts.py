@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prompt and the sampling that reach the engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients count on beside the answer: usage in every chunk, request ids, calls from browsers, a page."""
 
 from __future__ import annotations

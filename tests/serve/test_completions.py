@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the endpoints make of the tokens that an engine gives."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several instances serve one content under a name, whatever becomes of the folder that it came from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Controllers and trainers written for vLLM and SGLang: their bodies, and their own checks of the answers.
 
 Facts are from the public sources of each project (2026-08).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that have a time to be done in, and those that go before others."""
 
 from __future__ import annotations

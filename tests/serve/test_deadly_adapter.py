@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An adapter whose computing ends the process: two instances, a LoRA Server, three neighbours' clients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The main job over HTTP: many adapters over one model, real processes."""
 
 from __future__ import annotations

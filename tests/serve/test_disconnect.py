@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client that leaves takes its work with it."""
 
 from __future__ import annotations

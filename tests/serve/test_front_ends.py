@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moe-lora serve --front-ends 2`: one port, several processes behind it, and nothing left of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No input makes the server answer 500: cases from the OpenAPI document, and mangled bodies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GET /v1/instances shows the map of devices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several engine processes behind one server, and what happens when they are killed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The OpenAI interface, as any client may rely on it, whatever model answers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Idle connections outlive clients' pauses: no request is lost to a connection that the server closed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a front end refuses before it works for it: connections, bytes, time; each refusal is counted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user may type wrong about the LoRA Server: one line, at start, that names the setting."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instances, ranks of a LoRA Server and the front end, each killed in the middle of a replay."""
 
 from __future__ import annotations

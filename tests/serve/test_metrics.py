@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GET /metrics, read as Prometheus reads it."""
 
 from __future__ import annotations

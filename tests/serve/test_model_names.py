@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several names of the base model, as --served-model-name gives them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placements made while requests are served."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real instances whose adapters are placed anew all the time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real instances that share their adapters, and what happens when those that hold them are killed."""
 
 from __future__ import annotations

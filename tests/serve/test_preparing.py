@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a body asks for, checked within the limits: small ones here, large ones in a process of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry over HTTP: a scripted engine for the interface, the demo's model for what is computed."""
 
 from __future__ import annotations

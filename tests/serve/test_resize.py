@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A LoRA Server that becomes too small for its load is seen to be, and made larger, while requests run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server's life: start, readiness, signals; and what it must not import."""
 
 from __future__ import annotations

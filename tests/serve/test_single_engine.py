@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The only engine of a server, when it does not get on."""
 
 from __future__ import annotations

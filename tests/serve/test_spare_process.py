@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An instance that is killed comes back as the spare process of its server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The real server with keys: what is one tenant's no other sees or disturbs, in whichever way it tries."""
 
 from __future__ import annotations

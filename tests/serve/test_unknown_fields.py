@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fields of other servers: neutral values are taken, telling ones refused, unknown ones ignored and named."""
 
 from __future__ import annotations

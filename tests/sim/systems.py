@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small systems and requests for the tests of the simulator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulation of a cache with too few slots: hand-worked steps, and facts known from queueing theory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated instance with the real cache: hand-worked stamps, and what holds under every policy."""
 
 from __future__ import annotations

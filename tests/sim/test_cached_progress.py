@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small devices, copies slower than steps: the simulated instance gets every request done."""
 
 from __future__ import annotations

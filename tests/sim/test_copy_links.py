@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Order of copies on the links between host and device."""
 
 from __future__ import annotations

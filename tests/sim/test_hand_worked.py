@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small systems whose times can be worked out by hand: steps of 0.1 s, whatever is in the batch."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policies of merging in a simulated instance: what steps cost by hand, and that each mode is met."""
 
 from __future__ import annotations

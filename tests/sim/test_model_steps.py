@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instances whose steps are timed by a performance model, by hand."""
 
 from __future__ import annotations

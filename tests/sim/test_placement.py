@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placements made while simulated requests come: tables, what hosts keep, what is fetched."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefixes that a simulated instance has KV of, by hand."""
 
 from __future__ import annotations

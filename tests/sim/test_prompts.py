@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts beside decode rows in simulated steps, and loads that hold up nobody else, by hand."""
 
 from __future__ import annotations

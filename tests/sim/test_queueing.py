@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Against queueing theory, and against the bare process of slots that the IAR is about."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several simulated instances: requests are routed, adapters preloaded, requests move, nothing is lost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The front end's routers before simulated instances."""
 
 from __future__ import annotations

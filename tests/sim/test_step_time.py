@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step times, against the way an emulated device passes a layer's sites."""
 
 from types import SimpleNamespace

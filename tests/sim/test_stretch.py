@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Equal steps as one event."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cluster's instance, simulated: a tenant that asks for ten times its share, beside one that does not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users touch, one line an item, held against files: a change of these is seen in a diff.
 
 UPDATE_SNAPSHOTS=1 python -m pytest tests/snapshots     writes the files anew

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From trace and options to the requests to send."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trace in numbers, against the same numbers computed from the whole trace."""
 
 from __future__ import annotations

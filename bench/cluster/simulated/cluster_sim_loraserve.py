@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRAServe's clusters (sections V-E to V-G): highest rates within the SLO, and fewest servers for a rate."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What bench_cluster simulates: step times, loads and systems, with where each number comes from.
 
 Step times are of Llama-7B on one A100, seconds; R rank, T tokens or rows.  Toppings (section 2.3, figures 4

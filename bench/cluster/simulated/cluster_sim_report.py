@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of bench_cluster's simulated records, beside what the papers say."""
 
 from __future__ import annotations

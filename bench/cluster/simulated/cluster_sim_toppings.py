@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Toppings' simulation of 60 servers (section 7.4): which router keeps how many requests within their SLO."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulated part of bench_cluster: LoRAServe's clusters at weak scaling, Toppings' 60 servers."""
 
 from __future__ import annotations

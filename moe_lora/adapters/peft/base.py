@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base model that an adapter's config names: held against the one served where its files lie here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """adapter_config.json as PEFT writes it: which modules are targeted, with which rank and scale.
 
 Source: the semantics of peft's LoraConfig (suffix match of target names, patterns at the path's end).

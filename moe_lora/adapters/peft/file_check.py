@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether an adapter's files fit a base model, told without torch and, unless asked, without its values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two files of a PEFT adapter folder, as far as they can be read without torch.
 
 They may come from anyone: sizes, names and offsets are held against each other before anything is allocated,

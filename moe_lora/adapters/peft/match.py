@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matching the tensors of a PEFT file with its config and the model: nothing left over, nothing missing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of tensors in an adapter's file: prefixes of known wrappers are removed, others are refused by name.
 
 A wrapper around a model adds a segment to the names: torch.compile `_orig_mod.`, DataParallel `module.`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Regular expressions of an adapter's config, which come from anyone: compiled and matched within bounds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where LoRA may sit in each family: PEFT module paths and expert parameters mapped to sites.
 
 Torch-free. A place is one LoRA pair (lora_A, lora_B) of the file. Several parameters of one module

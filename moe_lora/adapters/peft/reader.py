@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading PEFT adapters: a directory, or a state dict out of a training loop."""
 
 from __future__ import annotations

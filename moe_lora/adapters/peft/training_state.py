@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training loop has at hand (PEFT objects, a whole model's state dict), as an adapter's files hold it.
 
 Imports neither torch nor peft.

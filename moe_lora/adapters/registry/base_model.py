@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which base model lies in a folder, told without reading its gigabytes."""
 
 from __future__ import annotations

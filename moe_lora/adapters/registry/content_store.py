@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapter files under the hash of their content: written once, whole or not at all, checked when used."""
 
 from __future__ import annotations

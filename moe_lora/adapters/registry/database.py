@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry's table: SQLite in WAL mode, one writer at a time, a schema version that is checked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Into a registry only what a base model can serve: from a folder, or out of a training loop."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry: which adapters there are, in which version, for which base model, and their files."""
 
 from __future__ import annotations

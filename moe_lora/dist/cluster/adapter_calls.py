@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters loaded, unloaded and pinned on every instance, or on none."""
 
 from __future__ import annotations

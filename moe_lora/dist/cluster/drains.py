@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which instances get no requests while others take some: by an operator, or to be started again."""
 
 from __future__ import annotations

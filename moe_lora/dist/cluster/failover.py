@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request that goes on at another instance: when the one that computes it ends, or when it is moved."""
 
 from __future__ import annotations

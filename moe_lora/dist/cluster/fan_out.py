@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One call to several instances at once."""
 
 from __future__ import annotations

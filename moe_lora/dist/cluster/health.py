@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An instance's health: in routing while it gets on, out of it while it is silent."""
 
 from __future__ import annotations

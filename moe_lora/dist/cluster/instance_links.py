@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine's side of `listener`: it dials every front end, serves them all, and dials again what it lost."""
 
 from __future__ import annotations

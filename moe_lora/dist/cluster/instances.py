@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which instances there are, which of them are live, and which adapters they all serve: of one event loop."""
 
 from __future__ import annotations

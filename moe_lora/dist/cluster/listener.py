@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The front end's listener for engines: they dial in, take part, leave, and dial in again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves a running request from one instance to another, without a gap in its stream.
 
 The target gets the request with what its answer has so far, held: it brings the adapter, takes pages and

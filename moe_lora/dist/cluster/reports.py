@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What several engines report, as if they were one."""
 
 from __future__ import annotations

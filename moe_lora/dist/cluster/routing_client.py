@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several engines behind one `EngineClient`: requests are routed, and outlive the engine they run on."""
 
 from __future__ import annotations

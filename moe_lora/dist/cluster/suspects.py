@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters that may have ended an instance: their requests go on one adapter at a time, on one instance.
 
 An instance that dies leaves notes of the adapters that it was about to load or compute (`step_notes`).  Each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A CUDA device's current stream, as host workers are asked over (`stream_backend.Stream`)."""
 
 from __future__ import annotations

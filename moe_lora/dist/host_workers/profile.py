@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one machine's host workers, device and loads take, as a part of a performance model's file."""
 
 from __future__ import annotations

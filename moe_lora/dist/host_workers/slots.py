@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames between a device's stream and a host worker: slots that are used again, each counted for itself.
 
 The k-th use of a slot is asked for when its request word is k, and answered when its answer word is k.  Words

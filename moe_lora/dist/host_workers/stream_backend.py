@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host backend of a device with streams: what it asks of workers is queued, and nobody waits for it.
 
 Rows are copied to a worker's frame, its signal is raised, the answer is waited for and added by operations of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One host worker as a device's stream has it: what was asked is answered, whatever becomes of the worker.
 
 A wait of a stream has no time limit.  So the thread that keeps the worker looks after what it owes: where the

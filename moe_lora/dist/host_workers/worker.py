@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A host worker: a process with a core of its own that computes deltas from adapters in host memory.
 
 Run as `python -m moe_lora.dist.host_workers.worker FD`.  It serves one session of frames over shared memory,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One host worker as the engine has it: its process, started and started again, and the session with it."""
 
 from __future__ import annotations

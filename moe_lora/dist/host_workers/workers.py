@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host workers of an engine: started, started again when they end, and who of them gets which rows."""
 
 from __future__ import annotations

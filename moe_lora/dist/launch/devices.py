@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Devices of the roles of a host: counts them, assigns them, and hides foreign devices from a role's process.
 
 `python -m moe_lora.dist.launch.devices` prints the number of CUDA devices.  The process keeper imports no

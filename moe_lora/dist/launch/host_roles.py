@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes of this host: started together, each started again whenever it ends, ended together."""
 
 from __future__ import annotations

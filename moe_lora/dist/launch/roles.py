@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The roles of a cluster that hold models and adapters: one process each, or the ranks of a torchrun job."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entry point of a role's process: a LoRA Server rank, or an LLM instance, of the cluster in a file.
 
     torchrun --nproc-per-node 2 -m moe_lora.dist.launch.run_role --config cluster.yaml --role lora-server

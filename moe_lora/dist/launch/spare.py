@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A spare process of a host: it starts ahead of need and replaces the next instance that dies.
 
 Imports are most of the time from the death of an instance to its return.

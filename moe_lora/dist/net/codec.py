@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages as bytes: msgspec structs, told apart by their names; whatever else comes is refused.
 
 Nothing that arrives can name code to run: a frame becomes one of the types that a link lists, or an error.

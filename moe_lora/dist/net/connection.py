@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connections of processes: a Unix socket on one host, mutual TLS between hosts; dialled again if lost."""
 
 from __future__ import annotations

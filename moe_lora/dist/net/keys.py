@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Certificates of a cluster: who has one signed by its authority takes part, over mutual TLS."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The other end of a connection: messages in order, calls answered; a connection ends as a whole.
 
 Nothing is resumed: when a connection ends, what was asked over it fails, and both ends are told.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Event loops beside threads: one in a thread of its own, and calls that would hold one up."""
 
 from __future__ import annotations

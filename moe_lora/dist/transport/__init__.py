@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One-sided transports: windows of memory that peers write, and signals that count up."""
 
 from .contract import KINDS, RemoteWindow, Transport, Window, make_transport

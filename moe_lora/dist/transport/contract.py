@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every transport offers, in OpenSHMEM's words: memory others may write, and signals that count up.
 
 A process makes one Transport, allocates windows, and hands their descriptors to its peers, which `attach`. A

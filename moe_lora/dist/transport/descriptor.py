@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a peer needs to find a window, as JSON in ASCII, and the checks that all transports share."""
 
 from __future__ import annotations

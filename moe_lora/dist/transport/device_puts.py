@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Puts that a device issues itself: what the LoRA Server needs of them, and who offers them.
 
 The members of a group start together and have the same memory, each its own copy (OpenSHMEM's symmetric

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two-sided baseline and fallback between hosts: torch.distributed's gloo send/recv behind the contract.
 
 A thread per connection receives what peers send, places it into the window and raises the signal.  No

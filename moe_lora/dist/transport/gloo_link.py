@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One connection between two processes over gloo send/recv: requests one way, answers the other.
 
 A gloo process group has fixed members, so each connection is a group of its own with two: the owner of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transport over NIXL (UCX underneath): one-sided writes with a notification, also between hosts.
 
 Optional: pip install 'moe-lora[nixl]'.  Signals travel as notifications; whoever waits collects them and

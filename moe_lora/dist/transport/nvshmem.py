@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Puts issued by the GPU: NVSHMEM through torch's symmetric memory, as torch.distributed backend "ibgda".
 
 Two streams of one process have put on an H200 (docs/results/gpu.md); two GPUs NEVER RAN.  The kernels

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels that put from the GPU through NVSHMEM's device library.
 
 Import only where torch finds a GPU and libnvshmem_device.bc (NVSHMEM_LIB_DIR): torch offers the device

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transport over shared memory on one host: a put is a memcpy and a store, a wait spins, then sleeps.
 
 All processes run as one user in one PID namespace.  Puts are complete when they return.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads the C++ library and wraps it as signal words that threads and processes wait for."""
 
 from __future__ import annotations

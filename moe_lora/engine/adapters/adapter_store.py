@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters that are not in an arena: their versions, their packed bytes, and how much room they will take."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank copies between its two arenas, and from adapters' files to the device.
 
 Orders name pages, slots and content hashes only, so that they mean the same on every rank of an instance.

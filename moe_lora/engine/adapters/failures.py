@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters that an engine can't serve now: the reasons, and the time of the next try."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters that the LoRA Server computes: kept in its host store, ready when they are leased."""
 
 from __future__ import annotations

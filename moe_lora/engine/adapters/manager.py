@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which adapters the engine knows, their versions, which of them requests hold, and which are pinned."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An adapter that is held elsewhere, read layer by layer: from a peer's memory, else from its directory."""
 
 from __future__ import annotations

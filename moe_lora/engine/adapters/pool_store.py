@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The adapters that an instance of a pool knows: some of them held in windows that its peers read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cache's orders on their way: sent to all ranks between steps, confirmed when they are done."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one interface between a front end and an engine, wherever that engine runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Beats: how an engine shows that it goes on, and when its front end takes it for silent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What travels between an engine loop and its clients, in one process or over a link (`dist.net`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine was about to do, readable after its death by front ends of the same host.
 
 An engine notes the adapters of its next step, and of loads under way, in memory that outlives the process as

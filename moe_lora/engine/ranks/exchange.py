@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ranks of an instance tell each other within a step: rows of experts, summands, logits.
 
 Outputs of experts travel between the ranks that hold them, so that every rank has all rows.

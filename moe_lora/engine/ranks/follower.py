@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank of an instance that computes what rank 0 schedules.
 
 Run as `python -m moe_lora.engine.ranks.follower FD`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The other ranks of an instance, as rank 0 sees them: processes of this host behind one connection each.
 
 Rank 0 schedules.  What it tells its followers (`engine.ranks.follower`) arrives in order: what they need to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host workers as this machine and its profile have them: how many, c, and when their use pays."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every process of an engine holds: its part of the weights, an arena, a runner."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text files beside an adapter, compared with the base model's: tokenizer, end token, chat template.
 
 Trainers save such files with an adapter.  An adapter changes no embedding: a tokenizer with other tokens

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chat templates of Hugging Face checkpoints, rendered by transformers' own function.
 
 Output: the text of `PreTrainedTokenizerBase.apply_chat_template(tokenize=False)`.  Two exceptions: a template

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The form of a message's content for a chat template: a text, or a list of parts.
 
 Clients send both forms.  A template for texts prints a list as Python code; a template for parts loses a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text from tokens as they come: whole characters only, cut at stop strings."""
 
 from __future__ import annotations

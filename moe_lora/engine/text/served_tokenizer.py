@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tokenizer at a server's start: wrong files are named, and its size is held against the vocabulary."""
 
 from __future__ import annotations

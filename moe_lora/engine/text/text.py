@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back.
 
 A folder with tokenizer.json needs the `tokenizers` library only.  Older formats need transformers'

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a tokenizer's files: special tokens and chat templates, by transformers' rules, and end tokens."""
 
 from __future__ import annotations

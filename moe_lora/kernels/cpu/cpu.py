@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operations on CPU: a binding of the C++ kernels in csrc/, same meaning as in `reference`.
 
 Legend: T token rows, H input width, N output width, E experts, K experts per token, S sequences.

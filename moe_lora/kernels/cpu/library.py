@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads the C++ library and turns the project's objects into its arguments."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A LoRA site of a step in one call of the library: base weights and deltas.
 
 Legend: T token rows, H input width, N output width, E experts, K experts per token.

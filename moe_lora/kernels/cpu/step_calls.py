@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of a step the operations of csrc/operations.cpp compute without a call into Python.
 
 Torch's way into Python and out of it costs more than small kernels, at every site of every layer. So a step's

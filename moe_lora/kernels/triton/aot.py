@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m moe_lora.kernels.triton.aot`: compile every kernel of every table for sm_90a, without a GPU.
 
 Every kernel with every dtype, design and size of its constants at least once; with `--all` everything that is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles kernels for sm_90a on a machine without GPU, and prints and judges what they became."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels of paged attention: attending, joining split sequences.
 
 Legend: T token rows, S sequences, N heads, M kv heads, G = N / M heads of a group, D head_dim, P parts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which meta-parameters each kernel is launched with: committed tables, and an override.
 
 A table is a JSON file `configs/<gpu name>.json`. Its entries are keyed by kernel, dtype, phase and the widths

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every LoRA kernel reads first: the slot table's entry of a (slot, layer, module, expert).
 
 tables: `problem.Tables`, [N, L, X] each; `slot_stride` is L * X and `table_base` is layer * X + the site's

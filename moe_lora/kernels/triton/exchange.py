@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels around one-sided puts: waiting for signals, admitting rows to slots, adding answers.
 
 Of each signal the waiting side keeps how far it has counted: a signal's words lie eight int64 apart, its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels of experts: rows grouped by expert, their linear layers, what lies between and after them.
 
 Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.

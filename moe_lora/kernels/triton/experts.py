@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts on a GPU: linear layers as grouped GEMMs, the gated activation, the sum over a token's experts.
 
 Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernel that writes K and V of a step's rows to their pages, q and k rotated before.
 
 Legend: T token rows, N heads, M kv heads, D head_dim.  Pages lie as `operands.KvLayout` says.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernel of norms over whole rows, where no compiler sees them: of prompts, and the last one.
 
 A row is read once and written once, where the reference's operations move it some twenty times.

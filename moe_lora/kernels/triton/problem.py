@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One site's LoRA operands, checked before anything is launched.
 
 Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), H input width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels of linear layers over quantised weights; see `quantised_linear`.
 
 Legend: E experts, R rows, N output width, H input width, S parts of the inputs that are summed apart.

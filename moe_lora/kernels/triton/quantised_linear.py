@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers over quantised weights, dense and of experts: `cpu.quantised_linear` for a GPU.
 
 Legend: T tokens, K experts per token, E experts, R rows (T, or T*K), N output width, H input width, S parts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels that draw next tokens after temperature, top-k, top-p and min-p.
 
 Legend: S sequences, V vocabulary, P parts of the vocabulary.

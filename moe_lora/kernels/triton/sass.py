@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ptxas made of a kernel: registers, memory and the instructions that matter, read from a cubin."""
 
 from __future__ import annotations

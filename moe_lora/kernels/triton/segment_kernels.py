@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels that sort rows into segments and cut segments into tiles; see `segments`.
 
 Legend: R rows, N slots, E experts, K experts per token.  Each sorted position has a description of four

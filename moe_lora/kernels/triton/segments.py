@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of a step sorted by (expert, adapter), and tiles of them: the work lists of the LoRA kernels.
 
 Legend: R rows (T, or T*K at an expert site), T tokens, K experts per token.

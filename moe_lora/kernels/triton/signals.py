@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels by which a stream asks a process of the host, and waits for its answer.
 
 The words lie in host memory that the device has mapped.  They are read and written by plain loads and stores

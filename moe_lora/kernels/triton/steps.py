@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One function per kernel: workspace, grid and constants of its launch.
 
 Legend: R rows, M modules of the site, S parts of the input width that are summed apart.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paged attention on a GPU: K and V to their pages, then causal attention of each row over its sequence.
 
 What writes K also clamps, norms and rotates q and k, where it is told to.

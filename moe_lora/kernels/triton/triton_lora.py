@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA deltas on a GPU: shrink, expand, and both at once.
 
 Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), H input width, C output columns.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BGMV: one row per work item, products summed by threads, no tensor cores; and the papers' per-row
 baselines.
 

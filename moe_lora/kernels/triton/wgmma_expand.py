@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGMV's second half with operands swapped: delta.T = B h.T; `wgmma_shrink` says how both work.
 
 Legend: R rows, C output columns, S parts of h, M modules of the site.

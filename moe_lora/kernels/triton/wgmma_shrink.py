@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGMV with operands swapped: h.T = A x.T here, delta.T = B h.T in `wgmma_expand`.
 
 Legend: R rows, H input width, C output columns, S parts of H summed apart, M modules of the site.

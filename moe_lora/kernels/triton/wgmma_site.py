@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shrink and expand of a site in one launch, for decode: items of `wgmma_shrink`, then of `wgmma_expand`.
 
 Legend: R rows, C output columns, S parts of H summed apart, M modules of the site.

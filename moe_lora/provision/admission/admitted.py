@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The share of requests that start at once, by either model of it."""
 
 from __future__ import annotations

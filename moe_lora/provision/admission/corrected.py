@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Immediate admissibility rate of a cache whose refused requests wait, and so keep slots busy for longer.
 
 Call an adapter wanting while requests of it are in service (it is active and holds a slot) or wait for a

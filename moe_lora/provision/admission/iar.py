@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Immediate admissibility rate (IAR) of a cache of adapters, and the smallest cache that reaches a target.
 
 Source: InfiniLoRA section 4.2.1, equations 1 to 4 and algorithm 1.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The highest rate at which a server holds its SLO: bracketing and bisection, whatever serves the requests.
 
 Source: LoRAServe, section IV-A: "the maximum number of tokens per second the LLM inference server can process

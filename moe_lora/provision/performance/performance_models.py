@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Performance models fitted to measured steps: least squares without negative coefficients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dLoRA's proactive placement: which adapters to preload on which replicas.
 
 Source: dLoRA, section 5.1.

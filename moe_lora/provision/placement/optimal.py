@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A placement whose worst server is as little loaded as can be, ranks apart, little copied."""
 
 from __future__ import annotations

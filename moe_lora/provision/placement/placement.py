@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRAServe's placement: which servers serve an adapter, and what share of its requests each.
 
 Source: LoRAServe, Algorithm 1 and section IV-A, steps 1 to 5.  Where the paper leaves a choice, it is said

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a placement is asked: adapters with their ranks and demands, servers, operating points."""
 
 from __future__ import annotations

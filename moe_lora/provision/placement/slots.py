@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which server serves up to which rank, and what it then gets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan that holds in the simulator before it is handed out.
 
 The models say where to begin; clusters of so many GPUs are replayed, the most promising first, until one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is sized, and what keeps running on it (InfiniLoRA section 4.2.2).
 
 Legend: B rows per instance, L instances, x * y ranks of EPx-PPy, M adapters resident at once.

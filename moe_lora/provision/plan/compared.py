@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cheaper of coupled instances and of instances beside a LoRA Server, and why."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coupled instances: adapters beside the weights, KV in the rest.
 
 Legend: B decode rows per instance, L instances, s adapters on each.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Search for the fewest coupled instances: the load holds in the simulator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evidence of a plan: its lower bound, and the parts of the plan with a run on hardware."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many adapters fit on a LoRA Server, and how many requests' KV beside an instance's weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cluster of a certain size."""
 
 from __future__ import annotations

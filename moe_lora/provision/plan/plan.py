@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a load and two SLOs to a cluster: how many GPUs, in which layout, and why."""
 
 from __future__ import annotations

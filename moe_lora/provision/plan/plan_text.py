@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan as lines for a person."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prompts of a load: lengths, and tokens with KV from earlier requests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The smallest LoRA Server for a load, and the smallest cluster (InfiniLoRA section 4.2.2)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long the parts of one layer take for a given model: a profile's times carried over to its sizes.
 
 Legend: B rows of one instance, p its GPUs, x the EP degree of the LoRA Server, E experts, K experts per row,

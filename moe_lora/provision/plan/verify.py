@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cluster as the simulator runs it, and its load as requests: what plans are chosen and checked by.
 
 The cluster is the one that would be deployed: its instances, the slots and the layout of its LoRA Server, the

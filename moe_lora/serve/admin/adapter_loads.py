@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads and unloads adapters for controllers and trainers of this server, vLLM and SGLang."""
 
 from __future__ import annotations

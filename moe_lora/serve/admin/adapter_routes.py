@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters while serving: loaded and unloaded as by vLLM's endpoints, listed, pinned."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instances as operators see them: listed, drained, started again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GET /health, /version and /metrics."""
 
 from __future__ import annotations

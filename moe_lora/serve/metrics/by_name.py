@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests, tokens and TTFT by adapter or by tenant, as metric families with a bound on names."""
 
 from __future__ import annotations

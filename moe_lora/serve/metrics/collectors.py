@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the engine, the controllers and their link are at, as metric families (docs/reference/metrics.md)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process for checks of large bodies: starts with the front end, and again after its end."""
 
 from __future__ import annotations

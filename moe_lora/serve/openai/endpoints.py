@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /v1/completions and /v1/chat/completions: whole answers, and streams of chunks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fields of request bodies: served, known from other servers, unknown.
 
 A field of another server is never dropped if it changes the answer: only its neutral values are accepted.

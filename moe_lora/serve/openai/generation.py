@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a checked request to text: one engine request per choice, their outputs as text deltas."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a body's bytes to what the engine is asked: parsed, checked, token ids.  Large bodies in a process of
 their own, since whatever holds Python's lock holds up everyone's tokens.
 """

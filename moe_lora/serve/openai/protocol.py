@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Request bodies of the OpenAI-compatible endpoints."""
 
 from __future__ import annotations

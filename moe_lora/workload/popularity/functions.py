@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Azure Functions traces with functions as adapters: who is invoked when, or how often.
 
 Source: dLoRA section 7.1.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Popularity by name: what `--popularity` takes, in every command that has it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which adapter a request asks for: Zipf, uniform, or counts from a file."""
 
 from __future__ import annotations

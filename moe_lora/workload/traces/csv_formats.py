@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Readers of the CSV formats: Azure LLM inference traces and BurstGPT."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Readers of the JSON-lines formats: Mooncake, vLLM's custom data set, and this project's own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The record that every trace format is read into, and the checks all formats share."""
 
 from __future__ import annotations

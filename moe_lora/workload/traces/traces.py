@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read a trace of any known format: `read_trace(path)`, or `iter_trace(path)` for one too big for memory."""
 
 from __future__ import annotations

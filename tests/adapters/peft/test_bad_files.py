@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever cannot be served exactly is refused, with the file, the key and a way out."""
 
 from __future__ import annotations

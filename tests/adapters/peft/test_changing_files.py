@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapter files that somebody writes while they are read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lora_B of expert parameters grouped by expert: served where the file says so, refused where it may be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapter files of somebody who means harm: refused by config and header, before anything is allocated."""
 
 from __future__ import annotations

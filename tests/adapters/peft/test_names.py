@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of tensors under wrappers: read as the plain names are, or refused with the prefix."""
 
 from __future__ import annotations

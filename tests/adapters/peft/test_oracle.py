@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed adapters against the weights that peft merges, for every family and form."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layout of packed layers, sharing of matrices, state dicts, and round trips over random ranks."""
 
 from __future__ import annotations

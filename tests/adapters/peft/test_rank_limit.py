@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`max_lora_rank`: each reader refuses an adapter above the limit, with rank and limit."""
 
 from __future__ import annotations

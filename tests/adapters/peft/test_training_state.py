@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training loop has at hand, PEFT's own objects, published as they are."""
 
 from __future__ import annotations

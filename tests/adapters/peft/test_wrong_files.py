@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapter folders with pointers, web pages, shards and other tools' files: refused with the cause."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that work on a registry, and are killed at a chosen step or by others.
 
 python -m tests.adapters.registry.registry_worker kill FOLDER SOURCES MOST

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry as one process sees it: versions, states, files, refusals."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry against a dictionary, over random sequences of what can be done to it."""
 
 from __future__ import annotations

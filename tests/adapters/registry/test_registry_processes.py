@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry under several processes at once, and under processes killed at any moment."""
 
 from __future__ import annotations

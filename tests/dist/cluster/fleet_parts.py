@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines for tests of what stands before them: the next token is the number of tokens before it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines that dial in: scripted loops behind real connections, no model."""
 
 from __future__ import annotations

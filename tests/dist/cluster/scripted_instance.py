@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An instance's process without a model.
 
 Run as `python -m tests.dist.cluster.scripted_instance NAME NUMBER SOCKET...`.

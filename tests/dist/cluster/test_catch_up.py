@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine that was away is told to load, pin and unload."""
 
 from __future__ import annotations

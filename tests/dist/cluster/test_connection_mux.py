@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several connections to one loop: whose request is whose."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is drained: the later order counts, from wherever it is heard."""
 
 from __future__ import annotations

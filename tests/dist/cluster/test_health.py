@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When an engine is drained, brought back and given up, on a clock that the test turns."""
 
 from __future__ import annotations

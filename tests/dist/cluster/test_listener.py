@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines that dial in, one by one, and leave."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that are moved between real engines while they stream."""
 
 from __future__ import annotations

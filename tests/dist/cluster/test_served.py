@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accounts of what is served, joined after those who kept them have ended."""
 
 from __future__ import annotations

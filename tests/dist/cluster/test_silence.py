@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instances whose processes are stopped: out of routing, then taken for dead, and back when they wake."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters that may have ended an instance are tried one at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device's stream without a device: a thread that does one queued operation after the other."""
 
 from __future__ import annotations

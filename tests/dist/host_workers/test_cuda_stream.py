@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host workers over the stream of a CUDA device."""
 
 from __future__ import annotations

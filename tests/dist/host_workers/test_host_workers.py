@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host workers: deltas of adapters that are on their way, bit for bit those of the device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A LoRA Server with host workers: rows of layers that are still being loaded wait for nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slots of frames: any order of asking, serving, refusing, taking over and answering late."""
 
 from __future__ import annotations

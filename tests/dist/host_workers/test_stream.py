@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host workers behind a device's stream: the same bits, and nobody waits for longer than the stream."""
 
 from __future__ import annotations

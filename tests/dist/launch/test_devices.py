@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the process keeper and torchrun give each role: counted, written into the file, kept at a restart."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Roles as processes of one host: kept running, ended together, nothing left."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Roles that can't start say why, in one line that names the setting."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A spare process takes the place of an instance that died."""
 
 from __future__ import annotations

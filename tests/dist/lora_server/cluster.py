@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A LoRA Server whose ranks are threads of the test process, and adapters of random numbers for it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of a LoRA Server in processes of their own, to which instances put over `symmetric_memory`."""
 
 from __future__ import annotations

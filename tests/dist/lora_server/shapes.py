@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small model shapes for partition tests."""
 
 from __future__ import annotations

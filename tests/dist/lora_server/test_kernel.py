@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A LoRA Server's rank computes with the kernel that the cluster's settings name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows whose deltas come from this device at some sites and from the LoRA Server at others, in one step."""
 
 from __future__ import annotations

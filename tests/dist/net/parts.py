@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A link of two kinds of messages and two methods, and what stands between its ends."""
 
 from __future__ import annotations

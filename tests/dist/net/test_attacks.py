@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who has no certificate of the cluster, and who stands between two that have one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a frame can and can't become."""
 
 from __future__ import annotations

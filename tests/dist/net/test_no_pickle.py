@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nothing that a frame from another host reaches can name code to run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A connection from its first message to its end."""
 
 from __future__ import annotations

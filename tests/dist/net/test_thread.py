@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls beside an event loop that may hang."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the NVSHMEM kernels for sm_90a without a GPU; prints a line per kernel. Run by test_nvshmem."""
 
 import torch.utils._triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every test here runs over each transport that this machine can run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A second process whose transport a test drives call by call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stands for NVSHMEM where there is no GPU: processes with a file of memory each, which all of them map.
 
 What NVSHMEM promises, and no more: a put is delivered some time after it returned, in pieces, and puts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that put, over a stand-in for NVSHMEM's calls that promises no more than these do.
 
 (Started by `tests/kernels/triton/test_in_interpreter.py`.)

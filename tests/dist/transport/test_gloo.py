@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What only the gloo transport can get wrong: its links."""
 
 from __future__ import annotations

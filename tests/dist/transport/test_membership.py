@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes come, die and return under their name; what they held is given back."""
 
 from __future__ import annotations

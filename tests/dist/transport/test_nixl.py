@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What only the NIXL transport can get wrong: its notices."""
 
 from __future__ import annotations

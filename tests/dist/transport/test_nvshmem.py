@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU's own puts: what can be seen without two GPUs, and what runs where they are."""
 
 from __future__ import annotations

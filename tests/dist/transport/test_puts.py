@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data arrives before its signal, whatever its size and place; nothing is written beyond a window."""
 
 from __future__ import annotations

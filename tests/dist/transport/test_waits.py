@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waits ask for >=, end in time, and one sleeper can wait for any of many signals."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instances' bookkeeping over one lease table; what they say to each other waits until a test hands it on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """With an arena so small that swapping never stops, answers are those of a large one."""
 
 from __future__ import annotations

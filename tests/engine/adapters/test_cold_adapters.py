@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A thousand cold adapters of one tenant, a request each: what becomes of another's at a LoRA Server."""
 
 from __future__ import annotations

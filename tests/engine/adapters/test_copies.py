@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank copies: pages both ways, adapters from files, whole ones and parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two queues with rules against starvation, an instance's and the LoRA Server's: nobody waits for ever."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters that are ready when the LoRA Server has leased them, and when it is away."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters of a pool on two or three of its instances, in one process: held, fetched, dropped."""
 
 from __future__ import annotations

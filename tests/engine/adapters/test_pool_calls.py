@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two engines of a pool in one process: the calls by which one serves what the other holds."""
 
 from __future__ import annotations

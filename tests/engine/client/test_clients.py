@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same contract for an engine in this process and for one in a process of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An instance of several front ends: each is served as if it were alone, and sees what the others ask."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Notes of an engine, read by another process after its death."""
 
 from __future__ import annotations

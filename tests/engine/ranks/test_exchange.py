@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows that other ranks computed arrive bit for bit, however the experts are chosen."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines of several processes answer as one process does, and end together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that follows copies beside its steps, and waits where rank 0 relies on what it copied."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines whose ranks divide heads and inner widths answer as transformers and peft do."""
 
 from __future__ import annotations

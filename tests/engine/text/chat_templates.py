@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chat templates of one construct each, combinations, and conversations for all of them."""
 
 # ruff: noqa: E501

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel tests here run twice: in Triton's interpreter, in a process of their own, and on a CUDA device.
 
 `test_in_interpreter` starts the first run; outside of it, tests that use `device` are marked `gpu`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sites and batches for the GPU kernel tests, small enough for the interpreter, and an fp64 oracle."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels around one-sided puts: waits, admission of rows, addition of answers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What only a CUDA device can show: the compiled pipelines at real sizes, and graph capture."""
 
 from __future__ import annotations

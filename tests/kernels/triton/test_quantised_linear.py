@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers over quantised weights on a GPU, against a product with the dequantised weights."""
 
 from __future__ import annotations

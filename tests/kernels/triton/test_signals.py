@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels by which a stream asks the host and waits for it."""
 
 from __future__ import annotations

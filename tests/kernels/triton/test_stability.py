@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A row's delta has the same bits in any batch and phase, with the committed tables' configurations."""
 
 from __future__ import annotations

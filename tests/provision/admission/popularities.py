@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Popularity shapes and hypothesis strategies that the tests of this folder share."""
 
 from __future__ import annotations

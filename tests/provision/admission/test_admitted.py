@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The smallest capacity by either estimator."""
 
 from __future__ import annotations

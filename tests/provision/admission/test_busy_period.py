@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mean busy periods against the recursion they come from."""
 
 from __future__ import annotations

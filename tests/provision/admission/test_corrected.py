@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The corrected admissibility rate against simulation, exact chains and its own properties."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Degenerate and bad input to the admissibility functions."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shares of time at a given number of wanting adapters: enumeration, symmetry, conservation."""
 
 from __future__ import annotations

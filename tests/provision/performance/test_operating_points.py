@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operating points of servers whose highest rate is known, in the simulator, and their files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fits where the truth is known, batches that tell the terms apart, files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which adapters dLoRA's greedy preloads where: by hand, and what holds for any loads."""
 
 from __future__ import annotations

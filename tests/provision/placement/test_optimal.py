@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimising placement, against an exact solver and its own bounds."""
 
 from __future__ import annotations

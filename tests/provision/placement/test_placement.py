@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRAServe's Algorithm 1, its budgets, and the placements it is compared with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs that the tests of sizing and planning share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No plan has fewer GPUs than its load needs at peak rates."""
 
 from __future__ import annotations

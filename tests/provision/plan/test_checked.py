@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans that are chosen by replays."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coupled instances beside a LoRA Server: which is chosen, why, and what a profile must have for each."""
 
 from __future__ import annotations

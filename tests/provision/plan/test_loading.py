@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads of adapters: misses against a simulated LRU cache, the queue against the simulator."""
 
 from __future__ import annotations

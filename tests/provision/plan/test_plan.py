@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole plans: their keys, their arithmetic, and the file that serves them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must not happen when a load or a goal moves: looser never costs more, harder never less."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clusters replayed in the simulator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory, equations 5 and 6, and the split of a budget."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage times: the table where it was taken, and carried over to other sizes."""
 
 from __future__ import annotations

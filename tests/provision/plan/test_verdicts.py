@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verdicts on replays, worked by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Popularity that moves from adapter to adapter."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Azure Functions traces: dLoRA's mapping by hand, arrivals, and bad files."""
 
 from __future__ import annotations

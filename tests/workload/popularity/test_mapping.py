@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trace's identities mapped to adapters: dLoRA's round robin in blocks."""
 
 from __future__ import annotations

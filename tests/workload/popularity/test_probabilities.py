@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of a popularity, a global batch and a capacity."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shapes of popularity: what each paper's sentence says of them, and their names on the command line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's sample trace is what its script writes, and the script quotes the real trace correctly."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever is done to a trace's bytes, reading it ends well or with ValueError that names the file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trace readers on small hand-written files of every format, odd ones included."""
 
 from __future__ import annotations

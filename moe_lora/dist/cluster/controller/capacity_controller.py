@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watches whether the places for adapters meet the load, and changes the LoRA Server's capacity."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What decides for all front ends: adapters, their placement, the LoRA Server's capacity."""
 
 from __future__ import annotations

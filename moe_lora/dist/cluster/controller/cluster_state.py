@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What travels between the controller and the front ends, over links of `dist.net`."""
 
 from __future__ import annotations

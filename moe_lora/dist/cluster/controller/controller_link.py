@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A front end's connection to the controller: it dials, and dials again when the connection ends."""
 
 from __future__ import annotations

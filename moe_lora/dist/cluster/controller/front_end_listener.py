@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where front ends dial the controller: their calls in, states out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instances that an operator drains, or has started again, while the others serve."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Has requests moved between instances: asks what they have, asks the policy, passes its orders on.
 
 The front end that has a request's stream carries a move out (`dist.cluster.migration`).  The controller tells

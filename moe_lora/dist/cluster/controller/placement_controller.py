@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The controller that places adapters on instances: demand -> placement -> routing table."""
 
 from __future__ import annotations

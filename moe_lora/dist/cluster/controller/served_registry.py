@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A registry beside a running server, and what of it is served from the start."""
 
 from __future__ import annotations

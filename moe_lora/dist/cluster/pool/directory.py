@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the adapters of a pool are held: what the front end knows, and tells instances that join."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The adapter pool of a fleet: who holds what, kept as it should be while instances come and go."""
 
 from __future__ import annotations

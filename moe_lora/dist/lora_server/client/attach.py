@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Joins one rank of an LLM instance to the LoRA Server."""
 
 from __future__ import annotations

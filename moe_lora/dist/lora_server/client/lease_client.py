@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An instance's leases: asked of the leader, granted when there is room, asked again of a new leader."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The LoraBackend whose rows a device puts to the LoRA Server itself: no host between two layers.
 
 A step's slots and generations go to all server ranks when it begins.  Each site is a put to the ranks that

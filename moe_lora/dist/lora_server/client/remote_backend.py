@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The remote LoraBackend: rows go to the server ranks that own their layer and experts, deltas come back.
 
 Legend: T token rows of the step, K experts per token, R rows of an answer.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client rank's session with one server rank, made again whenever it was lost."""
 
 from __future__ import annotations

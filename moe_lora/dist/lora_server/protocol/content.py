@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An adapter's packed file sent over a control connection, for hosts that don't share a store."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Control connections around a LoRA Server, beside the one-sided data path.
 
 A process has one event loop for them, in a thread of its own.  A connection begins with a hello that says

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What travels over the LoRA Server's control connections: a hello, then calls and the leader's orders."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The deltas of one request, wherever they are computed: on a server rank, or on the instance when it must.
 
 Legend: T token rows, K experts per token, R rows of the answer, N output width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How requests and answers lie in memory that devices put to (see `transport.device_puts`).
 
 Members of the group are the server's ranks, in their order, and then the instances.  Every member has the

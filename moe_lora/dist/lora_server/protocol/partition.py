@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which LoRA Server rank holds what, and which ranks of an instance talk to it.
 
 The adapters form a block of adapters x layers x experts (InfiniLoRA section 4.1, figure 8).  EPx-PPy cuts it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a process is reached by the others around a LoRA Server, and what it must agree on with them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One client rank and one server rank: a ring of request frames there, a ring of answer frames here.
 
 Request n lies in frame n mod depth and is announced by signal value n + 1; so is its answer.  A frame is used

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data path of one server rank: takes requests of all clients in turn, computes, puts the deltas back.
 
 While one request is computed the next ones arrive by themselves, because clients put them, and the answers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data path of one server rank for instances whose devices put to it: a stream for each, no host.
 
 A session's step is a fixed row of operations: wait for the step's frame; for each layer of this rank admit

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who belongs to the group of devices that put to each other: those that come first, once."""
 
 from __future__ import annotations

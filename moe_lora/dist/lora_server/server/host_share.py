@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a server rank has the host's cores compute: rows of adapters whose layer is still being loaded.
 
 Legend: T token rows, R rows of the answer, N output width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The leader: registers adapters, gives leases to instances, tells the ranks what to load.
 
 Runs in the server's first rank.  It belongs to the event loop of the control connections: decisions are made

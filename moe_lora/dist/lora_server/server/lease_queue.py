@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The instances that wait for leases, and whose turn comes first."""
 
 from __future__ import annotations

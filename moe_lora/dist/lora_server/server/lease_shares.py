@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose adapters give way at the LoRA Server where several tenants use it, and whose lease comes first."""
 
 from __future__ import annotations

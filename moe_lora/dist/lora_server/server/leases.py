@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which instances may use which adapters of the LoRA Server.
 
 The leader keeps one `LeaseTable` for all instances.  It decides only: what is to be done comes out as events

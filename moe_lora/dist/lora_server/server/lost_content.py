@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lost content of the leader's store, on its way from an instance."""
 
 from __future__ import annotations

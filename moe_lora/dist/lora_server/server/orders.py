@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The leader's orders on one server rank, turned into work of the `ServerAdapterStore`.
 
 A load is tried again after an error that can pass, beside all other orders.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How large the server ranks' arenas are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which adapters are resident on the LoRA Server: their slots, and their pages on its ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page arenas of all server ranks, kept by the leader so that a load names its pages."""
 
 from __future__ import annotations

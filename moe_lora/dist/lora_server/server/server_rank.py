@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of the LoRA Server: control connections beside the data loop.
 
 Rank 0 is the leader: it owns the leases, and its address is the one that all others are told.

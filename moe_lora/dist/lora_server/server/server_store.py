@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The adapters of one server rank: its arena, and the thread that loads layer by layer.
 
 Legend: M slots, L layers.

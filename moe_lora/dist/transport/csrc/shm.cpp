@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Signals, doorbells and copies for memory that processes share.  Plain C ABI, Linux.
 //
 // A doorbell is one cache line {ring, sleepers} per process.  Raising a signal stores it (release), then looks

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // "dot" tiles of bf16 over a tile unit: 8 registers of 16 rows x 64 bytes, and c[m][n] += a[m] . b[n] over 32 bf16.
 // Included after tiles.inl. `Tiles` is the processor's unit (isa_amx.cpp) or a plain emulation of it
 // (isa_amx_emulated.cpp).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention over paged keys and values: writes this step's K and V, then each task attends a block of rows and
 // all heads of one group over its sequence, with an online softmax over chunks of pages.
 #include <cmath>

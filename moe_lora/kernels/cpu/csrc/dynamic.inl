@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Quantised rows of x against quantised weights, in integers: out = x_scale * sum_g scale[g] * sum_{k in g} (u - zero) q.
 // Included after tiles.inl. The integer sums are exact, so a result depends on nothing but its row and its weights.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Choice of the instruction set at run time.
 #include <cmath>
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AMX tile registers for the dots of bf16, over plain and quantised weights; all else is that of avx512_bf16.
 // Written without a processor that has AMX: the driver is tested over the emulation, these instructions run first in
 // the self-test of isa.cpp, where they must agree with a plain loop to be used at all. Nothing here was timed.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The driver of the AMX path over plain loops, so that it can be tested on any processor. Never chosen by itself.
 #include <cstdlib>
 

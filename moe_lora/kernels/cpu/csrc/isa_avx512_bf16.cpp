@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AVX-512 with dot products of bf16 (vdpbf16ps: 32 pairs into 16 fp32 lanes) and of bytes (vpdpbusd: 64 into 16).
 // Nothing of the standard library may be used below: the linker could hand its copy to other sources.
 #include "tiles.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Any processor: 4-lane vectors of the compiler's own extension (SSE2, NEON, or plain scalar code).
 #include "tiles.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The C interface of the CPU kernels, as called by moe_lora/kernels/cpu/cpu.py; semantics in reference.py.
 //
 // Strides and widths are in elements unless named otherwise. `dtype`: 0 fp32, 1 bf16. `threads`: upper limit.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dense and expert-grouped linear layers: rows grouped by weight matrix, each matrix read once.
 #include <vector>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // LoRA shrink and expand over a plan: what shrink left, and the plan it was made by, wait for expand.
 #include <mutex>
 

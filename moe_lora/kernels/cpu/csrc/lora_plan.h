@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which rows share which adapter matrices at one site in one step.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operations of a decode step that torch's dispatcher calls without Python between, over the kernels of the library.
 //
 // They compute what the step's tables say is computed here (see kernels/cpu/step_calls.py). Everything else, and

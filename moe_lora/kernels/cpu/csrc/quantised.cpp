@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Linear layers over quantised weights.
 //
 // Weights only: where the instruction set has a dot over packed weights for that many rows of x, it runs. Otherwise a

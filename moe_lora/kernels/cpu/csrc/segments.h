@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of a linear layer in the order of the weight matrices that they meet.
 #pragma once
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A LoRA site of a step in one call, for steps whose time is not in the kernels alone.
 #include <vector>
 

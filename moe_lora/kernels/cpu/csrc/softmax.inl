@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Online softmax over chunks of logits; part of tiles.inl.
 
 // exp(x) for x <= 0 to about 2 ulp; below -87 the result is zero.

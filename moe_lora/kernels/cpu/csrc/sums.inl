@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scaled sums of rows of B; part of tiles.inl. An element's sum always runs over the rows in order, from zero.
 
 constexpr int64_t kStreamColumns = 1024, kStripBytes = 24 << 10;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MOE_LORA_TARGET("avx2,..."): the functions that follow may use these instructions.
 #pragma once
 #include <immintrin.h>

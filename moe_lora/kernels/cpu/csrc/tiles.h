@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shared by all sources: element types, the tiles that the vector code of each instruction set works on,
 // and the table of functions by which the drivers (linear, lora, attention) reach that code.
 //

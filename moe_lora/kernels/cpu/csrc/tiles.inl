@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The vector code, written once over a set of vector operations `I` (vec_*.h) and compiled once per
 // instruction set. Included inside an anonymous namespace, after the target is set.
 

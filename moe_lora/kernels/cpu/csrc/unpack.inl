@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Quantised weights as a source of weights for the dots of tiles.inl: round((code's value - zero) * scale) of T, what
 // torchao's `dequantize` gives, bit for bit. Included after tiles.inl.
 //

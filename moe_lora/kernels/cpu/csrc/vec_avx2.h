@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Vector operations of AVX2 with FMA (8 fp32 lanes).
 
 struct Avx2 {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Vector operations of AVX-512 (16 fp32 lanes). bf16 products: two fp32 multiply-adds, on even and odd elements.
 
 struct Avx512 {

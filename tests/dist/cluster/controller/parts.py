@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A controller and front ends in one event loop, over real connections; engines that count stand behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The controller and its front ends: what one changes, all have; what the controller knew comes back."""
 
 from __future__ import annotations

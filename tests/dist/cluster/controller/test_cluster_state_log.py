@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States of the controller: written down, and recovered by another that numbers instances otherwise."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the controller's front_end_listener lets in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instances drained and started again, over scripted engines that dial in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A front end's link, message by message."""
 
 from __future__ import annotations

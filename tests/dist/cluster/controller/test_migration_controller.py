@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that the controller has moved: real instances, all requests sent to one of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters that are on devices before their first request: real instances, dLoRA's proactive placement."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What routers know of host workers, from the settings and the performance model's file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pool of a fleet over stand-ins for engines, which hold adapters in a dict."""
 
 from __future__ import annotations

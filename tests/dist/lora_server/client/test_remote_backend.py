@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deltas of the LoRA Server against those of the local backend, bit for bit."""
 
 from __future__ import annotations

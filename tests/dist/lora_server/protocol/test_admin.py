@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resizing a running LoRA Server over its control connection."""
 
 from __future__ import annotations

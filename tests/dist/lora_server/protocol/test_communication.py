@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The counted metrics beside the closed forms of InfiniLoRA's table 1 and the text of section 4.1."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Places in the window that devices put to."""
 
 from __future__ import annotations

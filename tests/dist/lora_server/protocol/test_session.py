@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both halves of a session over shared memory, without a data loop between them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server that carries out the events of a lease table, and what must hold after every call."""
 
 from __future__ import annotations

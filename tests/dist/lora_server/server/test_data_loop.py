@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data loop over shared memory; a server_store whose layers are there when the test says so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sessions of devices, without a device: what they launch in which order, and what they keep.
 
 What they compute is in `tests/engine/test_pushed.py`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who belongs to the devices that put to each other, and settings that can't."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The leader and the instances' lease clients over real connections."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several tenants at one LoRA Server: what one asks for takes nothing that is within another's share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random traffic over a lease table, each step replayed and checked by `LeaseModel`."""
 
 from __future__ import annotations
