@@ -2,7 +2,8 @@
 """Blocks of the pages, made again and compared: `make results-check`.
 
 Between `<!-- generated: python -m bench.pages.table NAME -->` and `<!-- end -->` stands a table of records.
-The check fails on a difference, on an invalid record in a block, and on a new table outside of blocks.
+The check fails on a difference and on an invalid record in a block.  On pages of results, and on those that
+open_tables.json names, it fails on a new table outside of blocks.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def complaints(page: Path, root: Path = ROOT) -> Iterator[str]:
     )
     if difference := "\n".join(lines):
         yield f"{difference}\nrun python -m bench.pages.blocks --write, and look at the change"
-    most = json.loads(OPEN_TABLES.read_text(encoding="utf-8")).get(name)
+    known = json.loads(OPEN_TABLES.read_text(encoding="utf-8"))
+    most = known.get(name, 0 if name.startswith("docs/results/") else None)
     if most is not None and (here := open_tables(text)) > most:
         yield f"{name} has {here} tables outside of blocks, at most {most} may be; make the new one a block"
 

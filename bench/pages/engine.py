@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.harness.records import Record
 
-from .evidence import records
+from .evidence import RecordError, records
 from .markdown import table
 
 FILE = "engine.jsonl"
@@ -98,4 +98,7 @@ def adapters() -> str:
 
 
 def _commit() -> str:
-    return str(records(FILE)[0]["env"]["git_commit"][:7])
+    commits = {str(one["env"]["git_commit"][:7]) for one in records(FILE)}
+    if len(commits) > 1:
+        raise RecordError(f"{FILE} holds records of {', '.join(sorted(commits))}; run the whole bench again")
+    return commits.pop()

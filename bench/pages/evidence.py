@@ -32,6 +32,8 @@ class History:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        if Path(_git(root, "rev-parse", "--show-toplevel")) != root.resolve():
+            raise RecordError(f"{root} lies in another repository; check records in a git clone")
         if _git(root, "rev-parse", "--is-shallow-repository") == "true":
             raise RecordError(f"{root} has a part of its history only; run git fetch --unshallow")
         self.commits = tuple(_git(root, "rev-list", "HEAD", "--glob=refs/tags/records/*").split())
@@ -52,7 +54,10 @@ class History:
 
 def _git(root: Path, *arguments: str, given: str = "") -> str:
     command = ["git", "-C", str(root), *arguments]
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise RecordError(f"git can't be run ({error}); check records where it is installed") from error
     if done.returncode:
         raise RecordError(f"{root}: git {arguments[0]}: {done.stderr.strip()}; check records in a git clone")
     return done.stdout.strip()
@@ -107,7 +112,7 @@ def problem(name: str, record: Record, known: History | None) -> str | None:
     if commit is None:
         return "no commit; run the bench again in a git clone"
     if not known.has_commit(commit):
-        return f"commit {commit[:8]}, which is not in this history; run the bench again"
+        return f"commit {commit[:8]}, which is not in this history; git fetch --tags, or run the bench again"
     if env.get("git_dirty") is None and commit not in exceptions().get(name, {}):
         return f"commit {commit[:8]} without the state of its tree; pass MOE_LORA_TREES to the device"
     return None

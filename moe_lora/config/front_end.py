@@ -94,9 +94,11 @@ class RoutingConfig(Settings):
     placement_interval_s: float = setting(30.0, above=0, option="--placement-interval-s")
     """From one placement to the next."""
     demand_steps: int = setting(8, least=1)
-    """Placement intervals that the forecast of an adapter's demand looks at."""
+    """Placement intervals that the forecast of an adapter's demand looks at.  With demand_smoothing 1 and no
+    trend the latest decides, and this is after how many idle intervals an adapter is forgotten."""
     demand_smoothing: float = setting(1.0, above=0, most=1)
-    """Weight of the latest interval in that forecast; 1 is the latest interval alone."""
+    """Weight of the latest interval in that forecast, and at least 1 / demand_steps; 1 is the latest interval
+    alone."""
     demand_trend: float = setting(0.0, least=0, most=1)
     """Weight of the latest change in that forecast's damped trend; 0 is no trend."""
     operating_points: str | None = setting(

@@ -2,8 +2,9 @@
 """One adapter merged into the weights between steps: who decides.
 
 `Merging`, on rank 0, asks the policy before each step and has the weights of all ranks follow
-(`MergedWeights`).  An error of one adapter restores the weights, and keeps this adapter unmerged until its
-next load.  An error of the policy ends merging.  No request fails.
+(`MergedWeights`).  An error of one adapter on rank 0 restores the weights, and keeps this adapter unmerged
+until its next load.  An error of the policy ends merging.  No request fails.  An error of another rank ends
+the engine.
 """
 
 from __future__ import annotations
@@ -193,6 +194,7 @@ class Merging:
 
         Raises `error` if the weights can't be restored.
         """
+        self._refuse(adapter, error)
         carried, self._carried, self._num_in = self._carried, None, 0
         if carried is not None:
             try:
@@ -201,7 +203,6 @@ class Merging:
                 logger.exception("the weights can't be restored")
                 raise error from problem
             self._adapters.release_merged(carried)
-        self._refuse(adapter, error)
 
     def _can_be_merged(self, adapter: AdapterVersion) -> bool:
         """Whether it changes something that is merged at all, and the host has memory for what that was;

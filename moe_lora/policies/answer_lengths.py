@@ -27,6 +27,11 @@ class AnswerLengths:
         self._tokens[adapter] = self._tokens.get(adapter, 0) + num_tokens
         self._num[adapter] = self._num.get(adapter, 0) + 1
 
+    def forget(self, adapter: str) -> None:
+        """The adapter is gone; its name may come again with other content."""
+        self._tokens.pop(adapter, None)
+        self._num.pop(adapter, None)
+
     def expected(self, adapter: str | None, prior_tokens: float | None = None) -> float:
         """Tokens of the adapter's next answer.  prior_tokens: None: the constructor's."""
         prior = self.PRIOR * (self._prior_tokens if prior_tokens is None else prior_tokens)

@@ -26,7 +26,8 @@ class DemandMeter:
     def __init__(self, mean_output_tokens: float | None = None) -> None:
         self._lengths = AnswerLengths(mean_output_tokens or FIRST_TOKENS)
         self._tokens: Counter[str] = Counter()
-        self._expected: dict[Hashable, tuple[str, int]] = {}
+        self._expected: dict[Hashable, tuple[str, int, int]] = {}
+        """By request: its adapter, tokens of its prompt, expected tokens of its answer."""
 
     def start(self, key: Hashable, request: RoutedView, max_tokens: int | None = None) -> None:
         """Count a request that has come.  key: names the request until its `stop`."""
@@ -36,7 +37,7 @@ class DemandMeter:
         expected = round(self._lengths.expected(adapter, self._lengths.expected(_OVERALL)))
         if max_tokens is not None:
             expected = min(expected, max_tokens)
-        self._expected[key] = adapter, expected
+        self._expected[key] = adapter, request.prompt_tokens, expected
         self._tokens[adapter] += request.prompt_tokens + expected
 
     def stop(self, key: Hashable, answer_tokens: int) -> None:
@@ -45,11 +46,21 @@ class DemandMeter:
         The correction counts in the current time step.
         A request without any token stays as counted: a client that left a queue wanted its answer.
         """
-        adapter, expected = self._expected.pop(key, (None, 0))
+        adapter, _, expected = self._expected.pop(key, (None, 0, 0))
         if adapter is not None and answer_tokens:
             self._tokens[adapter] += answer_tokens - expected
             self._lengths.note(adapter, answer_tokens)
             self._lengths.note(_OVERALL, answer_tokens)
+
+    def cancel(self, key: Hashable) -> None:
+        """Take back the count of a request that the service refused."""
+        adapter, prompt_tokens, expected = self._expected.pop(key, (None, 0, 0))
+        if adapter is not None:
+            self._tokens[adapter] -= prompt_tokens + expected
+
+    def forget(self, adapter: str) -> None:
+        """The adapter was unloaded: its next content may answer at another length."""
+        self._lengths.forget(adapter)
 
     def add(self, tokens: Mapping[str, int]) -> None:
         """Count what another meter read, by adapter."""

@@ -192,6 +192,17 @@ def test_a_part_of_a_history_is_refused(repository: Path, tmp_path: Path) -> Non
         History(tmp_path)
 
 
+def test_a_copy_inside_another_repository_and_a_machine_without_git_are_told_apart(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository / "vendored").mkdir()
+    with pytest.raises(RecordError, match="lies in another repository"):
+        History(repository / "vendored")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RecordError, match="git can't be run"):
+        History(repository)
+
+
 def test_a_copy_without_history_compares_its_blocks(
     repository: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:

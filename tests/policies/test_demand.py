@@ -53,6 +53,31 @@ def test_a_request_without_a_token_stays_as_counted():
     assert meter.read() == {"a": 60}, "nothing was learnt from it"
 
 
+def test_a_request_that_the_service_refuses_is_no_demand():
+    meter = DemandMeter(mean_output_tokens=50.0)
+    meter.start(0, Asked("a"))
+    for number in range(1, 100):
+        meter.start(number, Asked("a"))
+        meter.cancel(number)
+        meter.stop(number, 0)
+    meter.cancel("never started")
+    assert meter.read() == {"a": 60}
+
+
+def test_the_answers_of_an_unloaded_adapter_are_forgotten():
+    meter = DemandMeter(mean_output_tokens=50.0)
+    meter.start(1, Asked("a"))
+    meter.stop(1, 5000)
+    expected = []
+    for number in (2, 3):
+        meter.read()
+        meter.start(number, Asked("a"))
+        expected.append(meter.read()["a"])
+        meter.forget("a")
+    meter.start(4, Asked("new"))
+    assert expected[0] > expected[1] == meter.read()["new"]
+
+
 def test_answers_are_expected_by_the_adapters_mean_and_before_it_by_the_mean_of_all():
     meter = DemandMeter(mean_output_tokens=100.0)
     for number in range(800):

@@ -185,6 +185,23 @@ def test_a_server_that_ends_while_the_process_starts_ends(tokenizer, started, wa
         asyncio.run(run(True))
 
 
+def test_a_server_ends_beside_a_process_that_never_answers(tokenizer, monkeypatch):
+    """And whoever cancels the end is heard."""
+    monkeypatch.setattr(checking_process, "EXIT_S", 0.2)
+
+    async def hangs(limit_s):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(checking_process, "_spawn", hangs)
+
+    async def run():
+        async with CheckingProcess(tokenizer).started():
+            asyncio.get_running_loop().call_later(0.05, asyncio.current_task().cancel)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
+
+
 @pytest.mark.parametrize("name", ["moe_lora.cli.main", "moe_lora.dist.launch.run_role"])
 def test_the_process_can_read_the_files_by_which_front_ends_start(name):
     """`anyio.to_process` runs the file of the parent's main module, without a package."""

@@ -103,6 +103,7 @@ class FleetAdapters:
                 raise _refusal(name, answers, errors)
             for instance, _ in answers:
                 instance.missing.discard(name)
+                instance.problems.pop(name, None)
             info = answers[0][1]
             registry.serve(info, path)
             self.ranks[name] = info.lora_rank

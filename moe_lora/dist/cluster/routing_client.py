@@ -145,6 +145,10 @@ class FleetClient:
                 if resumable.next is not None:
                     resumable.switch(resumable.next)
             yield TokenOutput(request_id=request.request_id, token_ids=(), finish_reason="abort")
+        except Exception:
+            if self._meter is not None and not resumable.delivered:
+                self._meter.cancel(request.request_id)
+            raise
         finally:
             self._remove(resumable)
             await self._end_move(resumable)
@@ -371,6 +375,8 @@ class FleetClient:
 
     async def unload_adapter(self, name: str) -> None:
         await self._adapters.unload_adapter(name)
+        if self._meter is not None:
+            self._meter.forget(name)
 
     async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
         return await self._adapters.pin_adapter(name, pinned)

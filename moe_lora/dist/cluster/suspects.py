@@ -30,6 +30,8 @@ ALONE_S = 30.0
 """After so long the second instance is not expected any more: a trial needs one."""
 MOST_DEATHS = 2
 """An adapter that gained tokens before is refused after one more death: two unrelated kills may meet it."""
+DEATHS_COUNT_S = 600.0
+"""Earlier deaths are forgotten: unrelated kills of many days would add up."""
 _LOOK_S = 0.05
 _PROVEN = "proven"
 
@@ -54,6 +56,8 @@ class Suspects:
         self._num_known = num_known
         self._suspects: dict[str, list[str]] = {}
         """By adapter: the instances that died with the adapter in their notes."""
+        self._died_s: dict[str, float] = {}
+        """By adapter: the time of the last of these deaths."""
         self._notes: dict[str, list[ReadNotes]] = {}
         """By adapter: these notes, each once."""
         self._refused: dict[str, str] = {}
@@ -66,6 +70,7 @@ class Suspects:
 
     def note_death(self, instance: str, adapters: frozenset[str], notes: ReadNotes | None = None) -> None:
         """An instance died; adapters: those in its notes."""
+        self._forget_old()
         tried, is_proven = self._tried_at(instance, adapters)
         if tried is not None:
             num_deaths = len(self._suspects.get(tried, ())) + 1
@@ -75,6 +80,7 @@ class Suspects:
                 return  # the others ran beside it
         for name in sorted(adapters - self._refused.keys()):
             self._suspects.setdefault(name, []).append(instance)
+            self._died_s[name] = time.monotonic()
             known = self._notes.setdefault(name, [])
             if notes is not None and all(one.place != notes.place for one in known):
                 known.append(notes)
@@ -84,6 +90,12 @@ class Suspects:
                 instance,
                 ", ".join(sorted(adapters)),
             )
+
+    def _forget_old(self) -> None:
+        least_s = time.monotonic() - DEATHS_COUNT_S
+        on_trial = None if self._trial is None else self._trial.adapter
+        for name in [one for one, died_s in self._died_s.items() if died_s < least_s and one != on_trial]:
+            self._clear(name)
 
     def _tried_at(self, instance: str, adapters: frozenset[str]) -> tuple[str | None, bool]:
         """Return the suspect on trial at the dead instance, for any front end; True if it had tokens."""
@@ -122,6 +134,7 @@ class Suspects:
 
     def _clear(self, adapter: str) -> list[str]:
         self._notes.pop(adapter, None)
+        self._died_s.pop(adapter, None)
         return self._suspects.pop(adapter, [])
 
     def problem(self, adapter: str) -> str | None:

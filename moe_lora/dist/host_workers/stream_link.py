@@ -126,6 +126,15 @@ class StreamWorkerLink(WorkerLink):
         self.num_fallback_rows += request.num_rows
         try:
             self._deltas.fill(request, out)
-        except Exception:
-            self.problems |= self._deltas.fill_apart(request, out)
+        except Exception as error:
+            self._compute_apart(request, out, error)
         return DONE
+
+    def _compute_apart(self, request: DeltaRequest, out: torch.Tensor, error: Exception) -> None:
+        """As `_compute`, adapter by adapter; zeros for all where memory lacks even for that."""
+        try:
+            self.problems |= self._deltas.fill_apart(request, out)
+        except Exception:
+            out.zero_()
+            for number in request.generation:
+                self.problems[int(number)] = error

@@ -222,6 +222,12 @@ class Rank:
         layout = FrameLayout(self.shape, self.dtype, tokens * max(1, self.shape.num_experts_per_token))
         slowdown = self.config.emulation.host_slowdown
         stream, cores = self.host_stream(), host.cores
+        if stream is not None and self.config.num_ranks > 1:
+            raise ConfigError(
+                f"host_workers={host.num_workers} and {self.config.num_ranks} ranks do not go together on "
+                "CUDA: rank 0 would take a step's tokens before it hears of an error at another rank; leave "
+                "one out"
+            )
         return HostWorkers(
             layout, store, host.num_workers, tokens, cores=cores, slowdown=slowdown, stream=stream
         )

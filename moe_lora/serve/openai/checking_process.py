@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ START_S = 30.0
 """For the process to start, or to answer."""
 FIRST_START_S = 300.0
 """For the start beside instances that load, and for the tokenizer."""
+EXIT_S = 60.0
+"""For the exit to wait for a process that starts."""
 CHECK_NICE = 5
 """Priority of the process: beside a process of usual priority it gets a third of a core."""
 
@@ -37,17 +40,15 @@ class CheckingProcess:
     async def started(self) -> AsyncIterator[None]:
         """Starts the process in the background.  A failed start is repeated by `ready`.
 
-        The exit waits until Python runs in the process.  A closing event loop cancels all tasks, and asyncio
-        may never end a cancelled `create_subprocess_exec` (Python 3.11).
+        The exit waits up to EXIT_S until Python runs in the process.  A closing event loop cancels all tasks,
+        and asyncio may never end a cancelled `create_subprocess_exec` (Python 3.11).
         """
         spawning = asyncio.create_task(_spawn(FIRST_START_S))
         self._begin(_read_there(spawning, self._tokenizer))
         try:
             yield
         finally:
-            while not spawning.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait({spawning})
+            await _ended(spawning)
 
     async def ready(self) -> None:
         """Returns when the process answers.  Starts a process if there is none, and ends a stopped one.
@@ -63,6 +64,19 @@ class CheckingProcess:
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         self._starting = asyncio.create_task(work)
         self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+async def _ended(spawning: asyncio.Task[None]) -> None:
+    """Return when the task is done, or after EXIT_S; a cancellation waits for that too."""
+    cancelled: asyncio.CancelledError | None = None
+    until_s = time.monotonic() + EXIT_S
+    while not spawning.done() and (left_s := until_s - time.monotonic()) > 0:
+        try:
+            await asyncio.wait({spawning}, timeout=left_s)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 async def _spawn(limit_s: float) -> None:

@@ -12,6 +12,7 @@ from msgspec import structs
 from moe_lora.core.errors import (
     AdapterError,
     AdapterExistsError,
+    AdapterFailedError,
     AdapterNotFoundError,
     AdapterVersionError,
     CapacityError,
@@ -407,6 +408,22 @@ def test_closing_ends_all_and_refuses_what_comes_later():
         assert [engine.closed for engine in engines] == [True, True]
         with pytest.raises(EngineDeadError):
             await tokens_of(fleet, ask())
+
+    asyncio.run(run())
+
+
+def test_requests_of_an_adapter_that_is_refused_are_no_demand():
+    async def run() -> None:
+        meter = DemandMeter()
+        instance_registry = InstanceRegistry([CountingEngine(adapters={"a": "p"})], [("a", "p")])
+        fleet = fleet_client(instance_registry, LeastOutstanding(), meter=meter)
+        for instance in ("0", "1"):
+            instance_registry.suspects.note_death(instance, frozenset({"a"}))
+        instance_registry.suspects._refuse("a", "1")
+        for number in range(5):
+            with pytest.raises(AdapterFailedError):
+                await tokens_of(fleet, ask(str(number), adapter="a"))
+        assert meter.read()["a"] == 0
 
     asyncio.run(run())
 

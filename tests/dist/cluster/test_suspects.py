@@ -177,6 +177,21 @@ def test_adapter_that_gained_tokens_is_refused_after_one_more_death():
     asyncio.run(run())
 
 
+def test_deaths_of_long_ago_are_forgotten(monkeypatch):
+    async def run() -> None:
+        fleet = Fleet()
+        for instance in ("0", "1", "2"):
+            fleet.die(instance, "a")
+        monkeypatch.setattr(module, "DEATHS_COUNT_S", -1.0)
+        fleet.die("0", "b")
+        assert await fleet.suspects.admit("a") is None
+        trial = await fleet.try_at("b", "1")
+        fleet.die("2", "c")
+        assert fleet.suspects._trial is trial, "a trial is no matter of the past"
+
+    asyncio.run(run())
+
+
 def test_trial_of_an_adapter_that_is_loaded_anew_meanwhile_ends_with_its_token():
     async def run() -> None:
         fleet = Fleet()

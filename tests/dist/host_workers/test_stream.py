@@ -14,6 +14,7 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import AdapterError, ConfigError
+from moe_lora.dist.host_workers.worker import StoreDeltas
 from moe_lora.dist.host_workers.worker_link import DEPTH
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
@@ -203,6 +204,19 @@ def test_adapter_that_nobody_has_is_said_by_the_engine_and_holds_nothing_up(stre
     before = streamed.backend.num_fallback_rows
     streamed.check(1)
     assert streamed.backend.num_fallback_rows == before, "workers go on after what they refused"
+
+
+def test_rows_that_lack_memory_even_apart_are_said_and_hold_nothing_up(streamed, monkeypatch):
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    routing = streamed.routing(random_rows(3, 1))
+    routing.terms["generation"][:] = content_number("d" * 64)  # workers refuse these rows
+    monkeypatch.setattr(StoreDeltas, "fill_apart", out_of_memory)
+    outputs(streamed.backend, streamed.shape, routing, 1)
+    streamed.stream.synchronize()
+    assert list(streamed.backend.failures()) == [content_number("d" * 64)]
+    streamed.check(1)
 
 
 def test_rows_beside_an_adapter_that_nobody_has_are_right(streamed):
