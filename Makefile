@@ -59,7 +59,7 @@ results-check: venv
 # Compile every Triton kernel for sm_90a, without a GPU, and check what the compiler made of it.
 # AOT_ARGS=--all: every variant, some minutes.
 kernels-aot: venv
-	$(BIN)/python -m moe_lora.kernels.triton.aot $(AOT_ARGS)
+	$(BIN)/python -m bench.gpu.aot.aot $(AOT_ARGS)
 
 # The same with an older Triton, in an environment of its own over this one's packages: 200 MB are downloaded.
 OLD_TRITON := 3.6.0
@@ -69,7 +69,7 @@ kernels-aot-3.6: venv
 	    $(BIN)/python -c "import torch; print(torch.__path__[0].removesuffix('/torch'))" \
 	        > $$(echo $(OLD_VENV)/lib/python*/site-packages)/packages.pth && \
 	    $(OLD_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps triton==$(OLD_TRITON); }
-	$(OLD_VENV)/bin/python -m moe_lora.kernels.triton.aot $(AOT_ARGS)
+	$(OLD_VENV)/bin/python -m bench.gpu.aot.aot $(AOT_ARGS)
 
 format: venv
 	$(BIN)/ruff check --fix .

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.policies.routing import Router
+from moe_lora.policies.routing.routing import Router
 
 from .config import ONE_FRONT_END, EngineConfig, FrontEndConfig, LoraServerConfig
 
@@ -373,10 +373,10 @@ async def local_lora_server(
         return
 
     from moe_lora.core.host import OwnFolder, run_folder
+    from moe_lora.core.partition import Layout, Partition
     from moe_lora.core.shape import ModelShape
     from moe_lora.dist.launch.devices import placed
     from moe_lora.dist.launch.host_roles import HostRoles, cluster_file, server_roles
-    from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
 
     cluster = placed(cluster)
     config = cluster.engine

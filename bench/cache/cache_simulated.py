@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from bench.harness.peak import highest_rate
-from moe_lora.sim.cached_instance import CachedConfig, simulate_cached
-from moe_lora.sim.cached_requests import PARTS
+from moe_lora.sim.instance import CachedConfig, simulate_cached
+from moe_lora.sim.requests import PARTS
 from moe_lora.workload.conversations import TurnRequest
 
 from .cache_plan import POLICIES, PolicyMaker, settings_of
@@ -85,7 +85,7 @@ def peak_rate(cell: Cell, make: PolicyMaker, guess: float) -> float:
 
 
 def simulated(cell: Cell, make: PolicyMaker, rate: float, max_waiting: int = 10**9) -> dict[str, Any]:
-    """One rate: its summary (`sim.cached_instance`)."""
+    """One rate: its summary (`sim.instance`)."""
     requests = cell.requests(rate)
     policy = make(cell.config.costs())
     result = simulate_cached(cell.config, policy, requests, max_waiting=max_waiting)

@@ -20,10 +20,10 @@ from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.placement_controller import PlacementController
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.policies.demand import DemandMeter
-from moe_lora.policies.model_routing import CostModel
-from moe_lora.policies.routers import PhiRouting, RoutingContext, make_router
-from moe_lora.policies.routing import Instance, RoutedView, Router
+from moe_lora.policies.routing.demand import DemandMeter
+from moe_lora.policies.routing.model_routing import CostModel
+from moe_lora.policies.routing.routers import PhiRouting, RoutingContext, make_router
+from moe_lora.policies.routing.routing import Instance, RoutedView, Router
 from moe_lora.provision.placement.placement_problem import PlacementQuality
 from moe_lora.report.latency import RequestRecord
 from moe_lora.report.replay import replay

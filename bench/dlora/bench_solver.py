@@ -22,10 +22,10 @@ from itertools import product
 from typing import Any
 
 from bench.harness.records import Recorder
-from moe_lora.policies.exact_migration import plan_exact
-from moe_lora.policies.fast_migration import plan_fast
-from moe_lora.policies.migration import MigrationPlan, MigrationProblem, Placement, lower_bound
-from moe_lora.policies.relaxed_migration import plan_relaxed
+from moe_lora.policies.migration.exact import plan_exact
+from moe_lora.policies.migration.fast import plan_fast
+from moe_lora.policies.migration.problem import MigrationPlan, MigrationProblem, Placement, lower_bound
+from moe_lora.policies.migration.relaxed import plan_relaxed
 
 from .uneven_replicas import uneven_problem
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moe_lora.config.dlora import DLoraConfig
-from moe_lora.policies.caching import CachingPolicy
-from moe_lora.policies.caching_policies import make_caching_policy
-from moe_lora.policies.merging import MergingPolicy, make_merging_policy
-from moe_lora.policies.merging_costs import MergingCosts, Uid
-from moe_lora.sim.cached_instance import CachedConfig
+from moe_lora.policies.caching.caching import CachingPolicy
+from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.policies.merging.merging import MergingPolicy, make_merging_policy
+from moe_lora.policies.merging.merging_costs import MergingCosts, Uid
+from moe_lora.provision.replayed.step_time import TransformerTime
+from moe_lora.sim.instance import CachedConfig
 from moe_lora.sim.merged_weights import SimMerging
-from moe_lora.sim.step_time import TransformerTime
 from moe_lora.workload.arrivals import gamma_arrivals_until
 from moe_lora.workload.conversations import TurnRequest
 from moe_lora.workload.popularity.functions import mapped_popularity
@@ -106,7 +106,7 @@ def costs(machine: Machine) -> MergingCosts:
 
 
 def batching(system: str, machine: Machine, settings: DLoraConfig | None = None) -> SimMerging:
-    """system: a name of `policies.merging.BATCHINGS`.  settings: of "dlora"; None: the defaults."""
+    """system: a name of `policies.merging.merging.BATCHINGS`.  settings: of "dlora"; None: the defaults."""
 
     def policy() -> MergingPolicy:
         return make_merging_policy(system, costs(machine), settings)

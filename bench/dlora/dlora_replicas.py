@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.policies.fast_migration import plan_fast
-from moe_lora.policies.migration import MigrationPlan, MigrationProblem
-from moe_lora.policies.model_routing import CostModel, ShortestPendingTime
-from moe_lora.policies.routers import PhiRouting
-from moe_lora.policies.routing import Router
+from moe_lora.policies.migration.fast import plan_fast
+from moe_lora.policies.migration.problem import MigrationPlan, MigrationProblem
+from moe_lora.policies.routing.model_routing import CostModel, ShortestPendingTime
+from moe_lora.policies.routing.routers import PhiRouting
+from moe_lora.policies.routing.routing import Router
 from moe_lora.provision.placement.burst_tolerance import DeviceMemory, place_by_burst_tolerance
 from moe_lora.sim.replicas import Replicas, ReplicasConfig, SimMigration
 

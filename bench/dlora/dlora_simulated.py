@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from moe_lora.config.dlora import DLoraConfig
-from moe_lora.sim.cached_instance import CachedInstance, simulate_cached
-from moe_lora.sim.cached_requests import CachedRequest
+from moe_lora.sim.instance import CachedInstance, simulate_cached
+from moe_lora.sim.requests import CachedRequest
 
 from .dlora_plan import (
     MACHINES,

@@ -7,12 +7,7 @@ import math
 
 import numpy as np
 
-from moe_lora.policies.migration import (
-    AdapterSize,
-    MigrationProblem,
-    ReplicaView,
-    RequestView,
-)
+from moe_lora.policies.migration.problem import AdapterSize, MigrationProblem, ReplicaView, RequestView
 
 SWAP_BYTES_PER_S = 200.0
 

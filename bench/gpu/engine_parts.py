@@ -204,7 +204,7 @@ def attention_tiles(log: Log) -> None:
 
 
 def _changed(one: AttentionOperands, single: bool, change: dict[str, int]) -> None:
-    from moe_lora.kernels.triton.triton_attention import paged_attention, tiles_for
+    from moe_lora.kernels.triton.attention.triton_attention import paged_attention, tiles_for
 
     tiles = replace(tiles_for(one.q.dtype, one.q.shape[2], single=single), **change)
     paged_attention(one, single=tiles if single else None, several=None if single else tiles)
@@ -243,7 +243,7 @@ def attention_case(
 
 
 def _attend(one: AttentionOperands) -> torch.Tensor:
-    from moe_lora.kernels.triton.triton_attention import paged_attention
+    from moe_lora.kernels.triton.attention.triton_attention import paged_attention
 
     return paged_attention(one)
 

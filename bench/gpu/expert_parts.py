@@ -89,7 +89,7 @@ class _Layer:
     def __init__(self, num_experts: int, top_k: int, hidden: int, inner: int, biased: bool) -> None:
         import torch
 
-        from moe_lora.kernels.triton.experts import Gate
+        from moe_lora.kernels.triton.linear.experts import Gate
 
         self.num_experts, self.top_k, self.gate = num_experts, top_k, Gate(biased, 7.0)
         given: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
@@ -108,7 +108,7 @@ class _Layer:
 
     def run(self, x: Any, ids: Any, weights: Any) -> Any:
         """A layer's launches, without deltas."""
-        from moe_lora.kernels.triton import experts as kernels
+        from moe_lora.kernels.triton.linear import experts as kernels
 
         order = kernels.order(ids, self.num_experts)
         inner = kernels.linear(x, self.up, self.biases[0], ids, order, self.gate)
@@ -179,7 +179,7 @@ class _Batch:
         import torch
         from torch.nn import functional
 
-        from moe_lora.kernels.triton import experts as kernels
+        from moe_lora.kernels.triton.linear import experts as kernels
 
         x, ids, weights = layer.rows(tokens)
         order, expert = kernels.order(ids, layer.num_experts), ids.flatten().sort().values
@@ -204,7 +204,7 @@ def _try_tiles(log: Log, name: str, layer: _Layer, tokens: int, trials: tuple[di
 
     import torch
 
-    from moe_lora.kernels.triton import experts as kernels
+    from moe_lora.kernels.triton.linear import experts as kernels
 
     batches = [_Batch(layer, tokens) for _ in range(4 if tokens <= 16 else 1)]
     for call in ("gate_up", "down"):

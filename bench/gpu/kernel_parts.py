@@ -118,7 +118,7 @@ def compiled_tiles(log: Log) -> None:
 
 
 def _compile(log: Log, part: str, run: Callable[[Log], Any]) -> None:
-    from moe_lora.kernels.triton.aot_check import leave_in_cache
+    from bench.gpu.aot.aot_check import leave_in_cache
 
     begin = time.time()
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
@@ -138,7 +138,7 @@ def builds_ahead(unread: Log, run: Callable[[Log], Any]) -> list[Any]:
 
     unread: takes their records, which hold no times.
     """
-    from moe_lora.kernels.triton.aot import launches_recorded
+    from bench.gpu.aot.aot import launches_recorded
 
     with launches_recorded() as builds, untimed():
         run(unread)
@@ -158,8 +158,8 @@ def sampling(log: Log) -> None:
     import torch
 
     from moe_lora.core.request import GenerateRequest, SamplingParams
-    from moe_lora.engine import sampler
     from moe_lora.engine.sequence import Sequence
+    from moe_lora.engine.step import sampler
     from moe_lora.kernels.triton.sampling import draw
 
     kinds: dict[str, dict[str, Any]] = {"plain": {}, "top_k": {"top_k": 50}, "top_p": {"top_p": 0.9}}

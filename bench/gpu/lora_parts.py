@@ -70,7 +70,7 @@ def case(shape: Any, lora_rank: int, rows: int = 64, adapters: int = 64) -> Any:
 
 
 def segments_of(one: Any) -> Any:
-    from moe_lora.kernels.triton.segments import build_segments
+    from moe_lora.kernels.triton.lora.segments import build_segments
 
     return build_segments(one.token_slots, one.ids, one.slots.num_slots, one.site.num_experts)
 
@@ -104,8 +104,8 @@ def whole_delta(by_tma: bool, one_launch: bool = False) -> dict[str, tuple[float
 def delta_of(c: Any, one_launch: bool) -> torch.Tensor:
     import torch
 
-    from moe_lora.kernels.triton.segments import Zeros
-    from moe_lora.kernels.triton.triton_lora import lora_delta
+    from moe_lora.kernels.triton.lora.segments import Zeros
+    from moe_lora.kernels.triton.lora.triton_lora import lora_delta
 
     out = torch.empty_like(c.y[0])
     zeros = Zeros() if one_launch else None
@@ -134,7 +134,7 @@ def race(log: Log) -> None:
     """Programs write tensor maps anew for each matrix, when all loads have ended: look for other bits."""
     import torch
 
-    from moe_lora.kernels.triton.triton_lora import lora_expand, lora_shrink
+    from moe_lora.kernels.triton.lora.triton_lora import lora_expand, lora_shrink
 
     c = case(shapes()["gate_up"], 16)
     segments = segments_of(c.operands(0))
@@ -230,8 +230,8 @@ class Site:
 
     def time_whole(self, log: Log, part: str, *, one_launch: bool, **about: Any) -> None:
         """Both halves, as one launch or two."""
-        from moe_lora.kernels.triton.segments import Zeros
-        from moe_lora.kernels.triton.triton_lora import lora_expand
+        from moe_lora.kernels.triton.lora.segments import Zeros
+        from moe_lora.kernels.triton.lora.triton_lora import lora_expand
 
         def run() -> None:
             zeros = Zeros() if one_launch else None
@@ -242,7 +242,7 @@ class Site:
 
     def time_half(self, log: Log, part: str, kernel: str, **about: Any) -> None:
         """Shrink or expand alone."""
-        from moe_lora.kernels.triton.triton_lora import lora_expand
+        from moe_lora.kernels.triton.lora.triton_lora import lora_expand
 
         def shrink() -> list[Any]:
             return [self._shrink(i, None) for i in range(self.case.num_copies)]
@@ -259,7 +259,7 @@ class Site:
         self._log(log, part, "expand", expand, kernel=kernel, **about)
 
     def _shrink(self, copy: int, zeros: Any) -> Any:
-        from moe_lora.kernels.triton.triton_lora import lora_shrink
+        from moe_lora.kernels.triton.lora.triton_lora import lora_shrink
 
         return lora_shrink(self.case.operands(copy), **self._given, zeros=zeros)
 

@@ -61,7 +61,7 @@ def _format(log: Log, name: str, layer: Any, of: Any, device: str, rows: tuple[i
 
     from moe_lora.kernels import reference
     from moe_lora.kernels.quantised import format_of
-    from moe_lora.kernels.triton.quantised_linear import quantised_linear
+    from moe_lora.kernels.triton.linear.quantised_linear import quantised_linear
 
     num_experts, top_k, num_out, width = layer
     form, experts = format_of(*of), (num_experts,) * bool(num_experts)

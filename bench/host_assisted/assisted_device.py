@@ -21,15 +21,15 @@ from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.config.emulation import StageTime, StepProfile
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape
+from moe_lora.dist.deltas.session import FrameLayout
 from moe_lora.dist.host_workers.profile import host_section
 from moe_lora.dist.host_workers.workers import HostWorkers
-from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.engine.ranks.host_settings import machine_of, model_of
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.backend import AddTo
 from moe_lora.lora.paced import prefill_shares
 from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content_number, no_terms
-from moe_lora.policies.host_start import HostTimes, PartTime
+from moe_lora.policies.admission.host_start import HostTimes, PartTime
 
 from .assisted_plan import DECODE_SHARE, LONGEST, Cell
 

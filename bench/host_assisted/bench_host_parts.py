@@ -40,15 +40,10 @@ from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape
+from moe_lora.dist.deltas.host_deltas import HostDeltas
+from moe_lora.dist.deltas.session import DeltaRequest, FrameLayout, lay_out_request, read_request
 from moe_lora.dist.host_workers.worker import StoreDeltas
 from moe_lora.dist.host_workers.workers import HostWorkers
-from moe_lora.dist.lora_server.protocol.deltas import HostDeltas
-from moe_lora.dist.lora_server.protocol.session import (
-    DeltaRequest,
-    FrameLayout,
-    lay_out_request,
-    read_request,
-)
 from moe_lora.lora.row_routing import RoutedAdapter, content_number
 
 from .assisted_device import begun_at

@@ -27,9 +27,9 @@ LAYOUTS = {
     "a folder a subject": {
         "EngineConfig": "moe_lora.config:EngineConfig",
         "LoraServer": "moe_lora.config:LoraServerConfig",
-        "InstanceLoad": "moe_lora.policies.routing:InstanceLoad",
-        "AdapterAffinity": "moe_lora.policies.routers:AdapterAffinity",
-        "make_caching_policy": "moe_lora.policies.caching_policies:make_caching_policy",
+        "InstanceLoad": "moe_lora.policies.routing.routing:InstanceLoad",
+        "AdapterAffinity": "moe_lora.policies.routing.routers:AdapterAffinity",
+        "make_caching_policy": "moe_lora.policies.caching.caching_policies:make_caching_policy",
         "front end": "moe_lora.serve.cluster_roles:serve_deciding",
     },
     "before the moves": {
@@ -48,8 +48,8 @@ ALIKE = {
     "build_engine": "moe_lora.engine.build:build_engine",
     "GenerateRequest": "moe_lora.core.request:GenerateRequest",
     "SamplingParams": "moe_lora.core.request:SamplingParams",
-    "LeastOutstanding": "moe_lora.policies.routing:LeastOutstanding",
-    "CacheCosts": "moe_lora.policies.caching:CacheCosts",
+    "LeastOutstanding": "moe_lora.policies.routing.routing:LeastOutstanding",
+    "CacheCosts": "moe_lora.policies.caching.caching:CacheCosts",
     "UnifiedCache": "moe_lora.cache.unified:UnifiedCache",
 }
 NUM_ADAPTERS, PROMPT_TOKENS, MOST_REQUESTS = 8, 33, 64

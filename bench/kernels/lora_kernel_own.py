@@ -36,8 +36,8 @@ def gpu_phases(options: dict[str, Any]) -> Callable[[Case], Phases]:
     """Our Triton kernels; what they walk is made in `prepare`, as a layer does it once for its sites."""
 
     def prepare(case: Case) -> Phases:
-        from moe_lora.kernels.triton import triton_lora as lora
-        from moe_lora.kernels.triton.segments import rows_for
+        from moe_lora.kernels.triton.lora import triton_lora as lora
+        from moe_lora.kernels.triton.lora.segments import rows_for
 
         rows, decode = rows_for(case.operands(0), options["kernel"]), case.spec.group != "prefill"
         found = {
@@ -56,8 +56,8 @@ def gpu_phases(options: dict[str, Any]) -> Callable[[Case], Phases]:
 def _decode_sites(case: Case, options: dict[str, Any]) -> Call:
     """A delta as a decode step of the engine has it: one launch a site where weights come by pointer, and one
     fill of counters for all sites of a step, here for all copies of a pass."""
-    from moe_lora.kernels.triton import triton_lora as lora
-    from moe_lora.kernels.triton.segments import Zeros
+    from moe_lora.kernels.triton.lora import triton_lora as lora
+    from moe_lora.kernels.triton.lora.segments import Zeros
 
     zeros = Zeros()
 

@@ -30,8 +30,8 @@ from bench.harness.records import environment
 from moe_lora.assemble import lora_server_processes
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.dist.lora_server.client.remote_backend import RemoteBackend
-from moe_lora.dist.lora_server.protocol.session import ClientSession, ExchangeTimes
+from moe_lora.dist.deltas.remote_backend import RemoteBackend
+from moe_lora.dist.deltas.session import ClientSession, ExchangeTimes
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
 from moe_lora.lora.backend import RoutedBackend

@@ -30,10 +30,10 @@ from bench.cluster.simulated.cluster_sim_loraserve import (
 from bench.cluster.simulated.cluster_sim_plan import Systems
 from bench.harness.records import Record, Recorder
 from bench.harness.tables import table
-from moe_lora.policies.demand import DemandForecast
+from moe_lora.policies.routing.demand import DemandForecast
 from moe_lora.provision.placement.placement import PLACEMENTS
-from moe_lora.sim.system import simulate
-from moe_lora.sim.system_config import SystemConfig
+from moe_lora.provision.replayed.system import simulate
+from moe_lora.provision.replayed.system_config import SystemConfig
 
 POPULARITIES = ("shifting", "production")
 SIZES = (4, 8, 12)

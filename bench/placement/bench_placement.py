@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bench.harness.records import Recorder
-from moe_lora.policies.demand import DemandForecast
+from moe_lora.policies.routing.demand import DemandForecast
 from moe_lora.provision.placement.optimal import optimal_placement
 from moe_lora.provision.placement.placement import PLACEMENTS
 from moe_lora.provision.placement.placement_problem import Table, placement_quality

@@ -22,9 +22,9 @@ from moe_lora.cli.operating_points import found_points
 from moe_lora.cli.profile_steps import measured_models, summary_lines
 from moe_lora.config import LORA_KERNELS, EngineConfig
 from moe_lora.core.errors import SloError
-from moe_lora.policies.step_model import Row
 from moe_lora.profiling.step_times import StepClock
 from moe_lora.report.results import append_result, write_json
+from moe_lora.timing.step_model import Row
 
 PARTS = ("models", "mixing", "points")
 PAPER_R2 = 0.96

@@ -19,9 +19,14 @@ from bench.harness.records import Recorder
 from bench.harness.tables import table
 from bench.lora_server.disagg_device import Device, read_device
 from bench.lora_server.disagg_runs import shortened
+from moe_lora.provision.replayed.system import simulate
+from moe_lora.provision.replayed.system_config import (
+    InstanceConfig,
+    LocalConfig,
+    SimLoraServerConfig,
+    SystemConfig,
+)
 from moe_lora.report.results import read_results
-from moe_lora.sim.system import simulate
-from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SimLoraServerConfig, SystemConfig
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.replay_plan import PlannedRequest
 from moe_lora.workload.traces.traces import read_trace

@@ -15,13 +15,18 @@ from bench.lora_server.disagg_device import Device
 from bench.lora_server.disagg_plan import Plan, System
 from bench.lora_server.disagg_runs import Files, planned, tokens_per_s
 from moe_lora.config.emulation import StageTime
-from moe_lora.policies.routers import PhiRouting
-from moe_lora.policies.routing import balanced_assignment
+from moe_lora.policies.routing.routers import PhiRouting
+from moe_lora.policies.routing.routing import balanced_assignment
+from moe_lora.provision.replayed.running import SimRequest
+from moe_lora.provision.replayed.system import simulate
+from moe_lora.provision.replayed.system_config import (
+    InstanceConfig,
+    LocalConfig,
+    SimLoraServerConfig,
+    SystemConfig,
+)
 from moe_lora.report.latency import ClientTiming, RequestRecord, SloTargets
 from moe_lora.report.run_file import summarize
-from moe_lora.sim.running import SimRequest
-from moe_lora.sim.system import simulate
-from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SimLoraServerConfig, SystemConfig
 from moe_lora.workload.traces.records import Trace
 
 MAX_NUM_SEQS = 512

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.policies.caching import (
+from moe_lora.policies.caching.caching import (
     DEPTHS,
     EDGES_S,
     NOTHING_KNOWN,
@@ -53,7 +53,7 @@ class ReuseAges:
         self.rates = NOTHING_KNOWN
 
     def note(self, uses: float, depth: int, age_s: float, *, visited: bool) -> None:
-        """An interval of that length of a node of this class (`policies.caching.classes_of`) ended, with a
+        """An interval of that length of a node of this class (`policies.caching.caching.classes_of`) ended, with a
         visit or without.
         """
         level = min(int(uses).bit_length() - 1, NUM_LEVELS - 1) if uses >= 1 else 0
@@ -299,7 +299,7 @@ class Columns:
             )
 
     def _uses(self, row: int) -> float:
-        """What tells the node's class (`policies.caching.classes_of`); 0 if it was never used."""
+        """What tells the node's class (`policies.caching.caching.classes_of`); 0 if it was never used."""
         visits: float = self.visits.item(row)
         if not visits:
             return 0.0

@@ -9,8 +9,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.policies.arena_shares import BEYOND, REST, WITHIN, ArenaShares
-from moe_lora.policies.caching import CacheLoad, CachingPolicy, Floats, ascending
+from moe_lora.policies.caching.arena_shares import BEYOND, REST, WITHIN, ArenaShares
+from moe_lora.policies.caching.caching import CacheLoad, CachingPolicy, Floats, ascending
 
 from .node import BACKED, CAN_BACK_UP, CAN_LEAVE, CAN_LEAVE_HOST, DYING, HAS_DEVICE_PAGES, Node
 from .node_mover import NodeMover

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.policies.arena_shares import BEYOND, WITHIN
-from moe_lora.policies.caching import Floats
+from moe_lora.policies.caching.arena_shares import BEYOND, WITHIN
+from moe_lora.policies.caching.caching import Floats
 
 from .node import BACKED, CAN_BACK_UP, CAN_ENTER, CAN_LEAVE, Node
 from .ranking import Ranking, first_to_go

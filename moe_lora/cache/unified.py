@@ -8,8 +8,8 @@ from itertools import takewhile
 from typing import Literal
 
 from moe_lora.core.errors import CapacityError
-from moe_lora.policies.arena_shares import ANYBODY, NOBODY, ArenaShares, Asker
-from moe_lora.policies.caching import CachingPolicy
+from moe_lora.policies.caching.arena_shares import ANYBODY, NOBODY, ArenaShares, Asker
+from moe_lora.policies.caching.caching import CachingPolicy
 
 from .node import DYING, HAS_DEVICE_PAGES, TOKEN_BYTES, Node, encode
 from .node_mover import NodeMover, first_pages
@@ -77,7 +77,7 @@ class UnifiedCache:
 
     def count_for(self, tenant: str, share: float, now_s: float) -> None:
         """What is held and matched from now on is for requests of this tenant; share: its weight among those
-        that fill the arenas (`policies.arena_shares`).
+        that fill the arenas (`policies.caching.arena_shares`).
         """
         self.asker = Asker(tenant, share)
         self._tenant = self._shares.ask(tenant, share, now_s)

@@ -17,7 +17,7 @@ CONTROLLER = "controller"
 ONE_FRONT_END = "front-end"
 """The name of a cluster's only front end, which its file need not name."""
 PERFORMANCE_FORMS = ("toppings", "full")
-"""Forms of `policies.step_model.StepModel`."""
+"""Forms of `timing.step_model.StepModel`."""
 ROUTINGS = (
     "least_outstanding",
     "round_robin",
@@ -29,13 +29,13 @@ ROUTINGS = (
     "shortest_pending_time",
     "phi",
 )
-"""Names of `policies.routers.ROUTERS`."""
+"""Names of `policies.routing.routers.ROUTERS`."""
 PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "disjoint", "everywhere", "burst_tolerance")
 """Names of `provision.placement.placement.PLACEMENTS`."""
 MIGRATIONS = ("off", "dlora")
-"""off: requests stay where they were sent; dlora: `policies.migration_triggers.DLoraMigration`."""
+"""off: requests stay where they were sent; dlora: `policies.migration.triggers.DLoraMigration`."""
 RANK_AWARE_COSTS = ("others", "all")
-"""Forms of `policies.model_routing.RankAware`'s cost."""
+"""Forms of `policies.routing.model_routing.RankAware`'s cost."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MIGRATION_SOLVERS = ("fast", "relaxed", "exact")
 

@@ -88,7 +88,7 @@ class GenerateRequest:
     but the last one it knows, says so by an output without tokens, and gains none until it is resumed.
     awaits_kv: held, it computes nothing, since its KV comes from where it was; it says when it has pages.
 
-    tenant, share: whom it counts for where tenants compete, and with which weight (`policies.fairness`).
+    tenant, share: whom it counts for where tenants compete, and with which weight (`policies.admission.fairness`).
     priority: among those of its tenant that wait; lower goes first.
     cache_salt: it finds only such computed prompts in the cache as requests of the same salt left there.
     """
@@ -309,7 +309,7 @@ class InstanceStats:
 
     name: its number, or the name it dialled in with.  live: it gets requests.  silent: it gets none because
     it does not get on.  drained: none while others take some.  outstanding_tokens: tokens that its requests
-    may still need (see `policies.routing.InstanceView`).
+    may still need (see `policies.routing.routing.InstanceView`).
     num_resent: requests that it left unfinished when it ended and that another instance took over.
     device_bytes: of its device's arena, for adapters and KV together.  devices: of its ranks.
     """

@@ -33,26 +33,31 @@ from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
+from moe_lora.engine.merging.merging import Merging
+from moe_lora.engine.moving.kv_transfer import KvTransfer
 from moe_lora.engine.ranks.followers import HOST_STORE, Allocate, Followers, RankReport, start_followers
 from moe_lora.engine.ranks.rank import Rank
+from moe_lora.engine.step.runner import ModelRunner
+from moe_lora.engine.step.steps_ahead import check_ahead, schedules_ahead
 from moe_lora.engine.text.generation_config import read_sampling_defaults
 from moe_lora.engine.text.tokenizer_files import read_eos_token_ids
-from moe_lora.policies.caching import CacheCosts, CachingPolicy
-from moe_lora.policies.caching_policies import FastLibra, Recency, make_caching_policy
-from moe_lora.policies.host_start import HostLoads
-from moe_lora.policies.merging import make_merging_policy
-from moe_lora.policies.merging_costs import MergingCosts, Uid
+from moe_lora.policies.admission.host_start import HostLoads
+from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
+from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
+from moe_lora.policies.merging.merging import make_merging_policy
+from moe_lora.policies.merging.merging_costs import MergingCosts, Uid
 from moe_lora.scheduling.scheduler import Scheduler
+from moe_lora.engine.merging.merging_times import (
+    bytes_per_rank,
+    copy_bandwidth,
+    expected_step_times,
+    expected_swap_times,
+)
 
 from .arena_size import ArenaSize, arena_size, free_bytes, kept_originals, max_model_len, within_share
 from .core import EngineCore
-from .kv_transfer import KvTransfer
-from .merging import Merging
-from .merging_times import bytes_per_rank, copy_bandwidth, expected_step_times, expected_swap_times
 from .ranks import exchange
-from .runner import ModelRunner
 from .sequence import Sequence
-from .steps_ahead import check_ahead, schedules_ahead
 
 
 def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> CachingPolicy:

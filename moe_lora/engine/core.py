@@ -32,16 +32,16 @@ from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.client.step_notes import StepNotes
+from moe_lora.engine.merging.merging import Merging
+from moe_lora.engine.moving.kv_transfer import KvTransfer
+from moe_lora.engine.moving.moves import RequestMoves
 from moe_lora.engine.ranks.followers import Followers
+from moe_lora.engine.step.runner import ModelRunner
+from moe_lora.engine.step.sampler import Drawn, sample
 from moe_lora.lora.row_routing import content_number
 from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.scheduling.views import Scheduled
 
-from .kv_transfer import KvTransfer
-from .merging import Merging
-from .moves import RequestMoves
-from .runner import ModelRunner
-from .sampler import Drawn, sample
 from .sequence import Sequence, check_request
 from .suspects import run_apart
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
+from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.scheduling.views import Scheduled
 
 from . import sequence
-from .runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 Item = Scheduled[sequence.Sequence]

@@ -20,9 +20,9 @@ from .cpu import cpu
 from .operands import LoraOperands
 
 if TYPE_CHECKING:
-    from moe_lora.kernels.triton.problem import Deltas
-    from moe_lora.kernels.triton.segments import RowsToSort, Segments, Zeros
-    from moe_lora.kernels.triton.triton_lora import Shrunk as GpuShrunk
+    from moe_lora.kernels.triton.lora.problem import Deltas
+    from moe_lora.kernels.triton.lora.segments import RowsToSort, Segments, Zeros
+    from moe_lora.kernels.triton.lora.triton_lora import Shrunk as GpuShrunk
 
 Shrunk = Union[cpu.CpuShrunk, "GpuShrunk", torch.Tensor]
 """What `lora_shrink` leaves for `lora_expand`; a tensor is the whole delta."""
@@ -42,14 +42,14 @@ class SharedSegments:
 
     @cached_property
     def zeros(self) -> Zeros:
-        from moe_lora.kernels.triton.segments import Zeros
+        from moe_lora.kernels.triton.lora.segments import Zeros
 
         return Zeros()
 
     def of(self, operands: LoraOperands, kernel: str, decode: bool = False) -> Segments:
         """`triton.segments.rows_for` of these rows; tensors are kept: no others can be taken for them."""
-        from moe_lora.kernels.triton.segments import rows_for
-        from moe_lora.kernels.triton.steps import tile_rows
+        from moe_lora.kernels.triton.lora.segments import rows_for
+        from moe_lora.kernels.triton.lora.steps import tile_rows
 
         ids, slots = operands.ids, operands.token_slots
         place = _DENSE if ids is None else operands.layer, id(slots)
@@ -61,8 +61,8 @@ class SharedSegments:
 
     def to_sort(self, operands: LoraOperands, decode: bool) -> RowsToSort:
         """What `of` gives from now on for "sgmv", which the caller has filled; operands: of experts."""
-        from moe_lora.kernels.triton.segments import rows_to_sort
-        from moe_lora.kernels.triton.steps import tile_rows
+        from moe_lora.kernels.triton.lora.segments import rows_to_sort
+        from moe_lora.kernels.triton.lora.steps import tile_rows
 
         x, ids, site, layer, slots, table, _ = operands
         num_tile_rows = tile_rows(x, site, decode)
@@ -89,7 +89,7 @@ def lora_shrink(
     if x.is_cpu:
         return cpu.lora_shrink(operands, kernel=kernel)
     if x.is_cuda:
-        from .triton import triton_lora
+        from moe_lora.kernels.triton.lora import triton_lora
 
         segments = None
         if shared is not None:
@@ -112,14 +112,14 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> N
     elif isinstance(shrunk, torch.Tensor):
         y.add_(shrunk, alpha=-1 if subtract else 1)
     else:
-        from .triton import triton_lora
+        from moe_lora.kernels.triton.lora import triton_lora
 
         triton_lora.lora_expand(shrunk, y, subtract=subtract)
 
 
 def deltas_of(shrunk: Shrunk) -> Deltas | None:
     """See `triton_lora.deltas_of`; on CUDA."""
-    from .triton import triton_lora
+    from moe_lora.kernels.triton.lora import triton_lora
 
     assert isinstance(shrunk, triton_lora.Shrunk), "elsewhere a site is one operation"
     return triton_lora.deltas_of(shrunk)
@@ -140,7 +140,7 @@ def lora_delta(
     if x.is_cpu:
         cpu.lora_delta(operands, out, kernel=kernel)
     elif x.is_cuda:
-        from .triton import triton_lora
+        from moe_lora.kernels.triton.lora import triton_lora
 
         triton_lora.lora_delta(operands, out, kernel=kernel, decode=False, max_lora_rank=max_lora_rank)
     else:

@@ -34,7 +34,7 @@ _next_handle = itertools.count(1)
 def open_channels(handler: Any, num_layers: int, calls: StepCalls | None = None) -> list[torch.Tensor]:
     """One channel per layer for this handler; they stay valid as long as the handler lives.
 
-    handler: answers the operations of one engine that take a channel (see `engine.execution_context`).
+    handler: answers the operations of one engine that take a channel (see `engine.step.execution_context`).
     calls: what it leaves to C++.
     """
     handle = next(_next_handle)
@@ -198,7 +198,7 @@ def _expert_linear(
 
 def _experts() -> Any:
     """What a GPU computes experts with."""
-    from .triton import experts
+    from moe_lora.kernels.triton.linear import experts
 
     return experts
 
@@ -300,7 +300,7 @@ def _multiply_quantised(
     num_out: int,
 ) -> torch.Tensor:
     if x.is_cuda:
-        from .triton import quantised_linear
+        from moe_lora.kernels.triton.linear import quantised_linear
 
         return quantised_linear.quantised_linear(x, weight, bias, ids, num_out)
     if ids is None and not weight.form.dynamic and x.shape[0] > cpu.QUANTISED_MAX_ROWS[x.dtype]:

@@ -16,7 +16,7 @@ from moe_lora.kernels.operands import StepTables
 from .row_routing import RowRouting
 
 if TYPE_CHECKING:
-    from moe_lora.kernels.triton.segments import RowsToSort
+    from moe_lora.kernels.triton.lora.segments import RowsToSort
 
 AddTo: TypeAlias = Callable[[torch.Tensor], None]
 """Adds the deltas of one site to its output y: [T or T*K, sum of the site's out_features], in the model's

@@ -19,8 +19,8 @@ from .backend import AddTo, LoraBackend
 from .row_routing import RowRouting, Source
 
 if TYPE_CHECKING:
-    from moe_lora.kernels.triton.problem import Deltas
-    from moe_lora.kernels.triton.segments import RowsToSort
+    from moe_lora.kernels.triton.lora.problem import Deltas
+    from moe_lora.kernels.triton.lora.segments import RowsToSort
 
 
 class LocalDeltas:

@@ -21,13 +21,13 @@ from scipy.optimize import nnls
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.config import EngineConfig
 from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, Site
+from moe_lora.dist.deltas.session import ClientSession, FrameLayout, lay_out_request
 from moe_lora.dist.host_workers.profile import host_section
 from moe_lora.dist.host_workers.workers import HostWorkers
-from moe_lora.dist.lora_server.protocol.session import ClientSession, FrameLayout, lay_out_request
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.ranks.host_settings import machine_of, model_of
 from moe_lora.lora.row_routing import content_number
-from moe_lora.policies.host_start import HostStart, HostTimes, PartTime
+from moe_lora.policies.admission.host_start import HostStart, HostTimes, PartTime
 
 from .step_times import StepClock, random_adapter
 

@@ -17,8 +17,8 @@ import torch
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.transport import make_transport
-from moe_lora.engine.execution_context import ExecutionContext
 from moe_lora.engine.ranks.rank import Rank
+from moe_lora.engine.step.execution_context import ExecutionContext
 from moe_lora.kernels.lora import lora_delta
 from moe_lora.kernels.operands import LoraOperands, SlotTable, StepTables
 from moe_lora.lora.local import LocalBackend

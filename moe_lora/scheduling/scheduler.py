@@ -12,9 +12,9 @@ from moe_lora.cache.orders import Namespace, Readiness
 from moe_lora.cache.pages import BlockTable
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
-from moe_lora.policies.admission import admissible, shortest_first
-from moe_lora.policies.fairness import VirtualTokenCounter
-from moe_lora.policies.host_start import fair_shares
+from moe_lora.policies.admission.admission import admissible, shortest_first
+from moe_lora.policies.admission.fairness import VirtualTokenCounter
+from moe_lora.policies.admission.host_start import fair_shares
 
 from .views import Adapters, Scheduled, Sequence
 
@@ -30,11 +30,11 @@ class Scheduler(Generic[Sequence]):
     running: sequences that compute.  loading: those whose adapter or history is on its way to the device;
     they hold both, and wait alone.  waiting: those that hold nothing.
     fairness: newcomers of several tenants by what each was given, within one by priority, then by arrival;
-    shortest_first: by `policies.admission.shortest_first` instead.
+    shortest_first: by `policies.admission.admission.shortest_first` instead.
 
     max_host_tokens: prompt tokens of loading adapters in a step while any other request computes or could
     begin, which then has the rest of the step; host workers compute them (Readiness.HOST_COMPUTABLE), and
-    those that have begun divide them by `policies.host_start.fair_shares`.  Such a request computes its
+    those that have begun divide them by `policies.admission.host_start.fair_shares`.  Such a request computes its
     prompt, then waits alone until its adapter is there, so that no decode step waits for the host.  Source:
     Toppings section 4.1.
 

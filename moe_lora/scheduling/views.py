@@ -95,7 +95,7 @@ class Schedulable(Protocol):
 
     @property
     def tenant(self) -> str:
-        """Whom it counts for; as `policies.fairness.CompetingView` has it, and the next two."""
+        """Whom it counts for; as `policies.admission.fairness.CompetingView` has it, and the next two."""
         ...
 
     @property

@@ -108,7 +108,7 @@ class Waiting:
     """A choice that waits for its first token.
 
     client: whom it counts for.  tenant: among whose it starts by `priority` (lower goes first), and whose
-    share it takes (`policies.fairness`); one of all where there are no keys.
+    share it takes (`policies.admission.fairness`); one of all where there are no keys.
     """
 
     client: str

@@ -1,246 +1,376 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated LLM instance: continuous batching, the real admission policy, a model of the step's time.
-
-Steps between two changes of the batch are alike, so they are one event: a `Stretch` lasts until the first
-request ends, and is cut short, at the end of the step under way, by whatever may change the next step.
-"""
+"""A simulated instance whose pages, adapters and history are kept by the real cache (`cache.unified`)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lora.cache.orders import Namespace
+from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.errors import CapacityError
-from moe_lora.policies.admission import admissible
-from moe_lora.policies.routing import InstanceLoad
+from moe_lora.policies.admission.host_start import ColdAdapter, HostLoads, HostStart
+from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
+from moe_lora.policies.routing.routing import InstanceLoad
+from moe_lora.provision.replayed.step_time import TransformerTime
+from moe_lora.provision.replayed.system import mean, percentile
+from moe_lora.scheduling.scheduler import Scheduler
+from moe_lora.scheduling.views import Scheduled
+from moe_lora.workload.conversations import TurnRequest
 
+from .adapters import CachedAdapters
+from .copy_links import CopyLinks
 from .events import EventQueue
-from .running import RunningRequests, SimRequest, WaitingRequests
-from .sources import AdapterSource
-from .step_time import StepTime, delayed_step_s
-from .system_config import InstanceConfig
+from .merged_weights import LoraWork, SimMergedWeights, SimMerging
+from .requests import PARTS, CachedRequest
 
-# Equal steps taken together.
+STUCK_S = 60.0
+"""Time after which a request that nothing else is in the way of will never have room."""
+SAMPLE_S = 1.0
+"""Time between two looks at what the arenas hold."""
+
+Plan = list[Scheduled[CachedRequest]]
+"""The work of one step."""
 
 
-@dataclass(slots=True, eq=False)
-class Stretch:
-    """num_steps steps from start_s on: the first takes first_s, each other one step_s.
+@dataclass(frozen=True, kw_only=True)
+class CachedConfig:
+    """One instance.
 
-    Of no steps: the moment before a step, so that all that happens at start_s comes before it.
+    adapter_pages: of each adapter, one extent.  block_size: tokens of a page.  link_bytes_per_s: between host
+    and device, each way.  merging: None: all steps are
+    unmerged.  tick_s: time between two decisions of the cache ahead of need.  upper, lower: its thresholds
+    (`UnifiedCache`).  host: host workers compute prompts of loading adapters where that pays, so many in a
+    step beside others and taking as much longer as it says; None: there are none.  lora_ranks: of adapters;
+    1 of others.
     """
 
-    start_s: float
-    first_s: float = 0.0
-    step_s: float = 0.0
-    num_steps: int = 0
+    time: TransformerTime
+    adapter_pages: Mapping[str, int]
+    num_device_pages: int
+    num_host_pages: int
+    link_bytes_per_s: float
+    block_size: int = 32
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    starvation_s: float = 5.0
+    merging: SimMerging | None = None
+    tick_s: float = 0.1
+    upper: float = 0.95
+    lower: float = 0.70
+    host: HostStart | None = None
+    lora_ranks: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def end_s(self) -> float:
-        if self.num_steps == 0:
-            return self.start_s
-        return self.start_s + self.first_s + (self.num_steps - 1) * self.step_s
+    def page_bytes(self) -> int:
+        return self.block_size * self.time.kv_token_bytes
 
-    def steps_done(self, now_s: float) -> int:
-        """Steps that have ended by now_s."""
-        over_s = now_s - self.start_s - self.first_s
-        if over_s < 0:
-            return 0
-        if self.step_s == 0:
-            return self.num_steps
-        return min(self.num_steps, 1 + math.floor(over_s / self.step_s))
-
-    def cut(self, now_s: float) -> bool:
-        """End with the step under way; False if it does so anyway."""
-        if self.num_steps < 2 or self.step_s == 0:
-            return False
-        over_s = now_s - self.start_s - self.first_s
-        begun = 1 + max(0, math.ceil(over_s / self.step_s))
-        if self.start_s + self.first_s + (begun - 1) * self.step_s < now_s:  # by rounding
-            begun += 1
-        if begun >= self.num_steps:
-            return False
-        self.num_steps = begun
-        return True
+    def costs(self) -> CacheCosts:
+        """What the policies are told."""
+        return CacheCosts(
+            page_bytes=self.page_bytes,
+            transfer_bytes_per_s=self.link_bytes_per_s,
+            disk_bytes_per_s=self.link_bytes_per_s,
+            prefill_tokens_per_s=self.time.prefill_tokens_per_s,
+            attention_s_per_token2=self.time.attention_s_per_token2,
+            wait_s=self.time.step_s(1, 0.0, 0.0, 0.0),
+        )
 
 
-class SimInstance:
-    """`policies.routing.InstanceView`; `connect` it to the source of its adapters before the first request.
+class CachedInstance:
+    """Continuous batching in steps; a request whose bytes are on their way waits alone.
 
-    on_finish: called with every request that is done.
+    A `policies.routing.routing.InstanceView`.  requests: that come to it by themselves; others by `add`.  is_over:
+    whether no more come and all are done; None: when all `requests` are.  on_done: called with each request
+    that has its last token.
+    done: finished requests.  samples: `UnifiedCache.usage` every second.  aborted: more requests waited than
+    allowed.
     """
 
     def __init__(
         self,
-        index: int,
-        config: InstanceConfig,
-        step_time: StepTime,
-        events: EventQueue,
-        on_finish: Callable[[SimRequest], None],
+        config: CachedConfig,
+        policy: CachingPolicy,
+        requests: Sequence[TurnRequest] = (),
+        max_waiting: int = 10**9,
+        *,
+        index: int = 0,
+        events: EventQueue | None = None,
+        is_over: Callable[[], bool] | None = None,
+        on_done: Callable[[CachedRequest], None] | None = None,
     ) -> None:
         self.index = index
-        self._config = config
-        self._step_time = step_time
-        self._events = events
-        self._on_finish = on_finish
-        self._waiting = WaitingRequests(shortest_first=config.shortest_first)
-        budget = config.max_num_batched_tokens if config.has_prompts else None
-        self._running = RunningRequests(budget, config.steps)
-        self._prefix_hits = None if config.prefix_hits is None else config.prefix_hits()
-        self._free_kv_tokens = math.inf if config.kv_tokens is None else config.kv_tokens
-        self._stretch: Stretch | None = None
-        self._outstanding_tokens = 0
+        self.events = events or EventQueue()
         self.load = InstanceLoad()
-
-    def connect(self, source: AdapterSource) -> None:
-        self._source = source
+        self.done: list[CachedRequest] = []
+        self.samples: list[Mapping[str, int]] = []
+        self.num_steps = 0
+        self.busy_s = 0.0
+        self.aborted = False
+        self._computing: dict[CachedRequest, None] = {}
+        self._last_step_s = 0.0
+        self._config = config
+        self._requests = requests
+        self._max_waiting = max_waiting
+        self._is_over = is_over or (lambda: len(self.done) == len(requests))
+        self._on_done = on_done
+        self._leaving: dict[CachedRequest, Callable[[CachedRequest], None]] = {}
+        self.cache = UnifiedCache(
+            num_device_pages=config.num_device_pages,
+            num_host_pages=config.num_host_pages,
+            block_size=config.block_size,
+            policy=policy,
+            upper=config.upper,
+            lower=config.lower,
+        )
+        for name, pages in config.adapter_pages.items():
+            self.cache.add_adapter(name, (pages,), 0.0)
+        self.links = CopyLinks(
+            self.events, config.link_bytes_per_s, config.page_bytes, self._load_pages, self._copied
+        )
+        host = config.host
+        self._host_loads = None if host is None else HostLoads(host, config.max_num_batched_tokens)
+        self.num_host_tokens = 0
+        adapters = CachedAdapters(
+            self.cache, config.adapter_pages, self.events, self._host_loads, self._cold_adapter
+        )
+        self.scheduler: Scheduler[CachedRequest] = Scheduler(
+            self.cache,
+            adapters,
+            self.events,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            starvation_s=config.starvation_s,
+            max_host_tokens=0 if host is None else host.tokens_per_step(config.max_num_batched_tokens),
+        )
+        self.weights = (
+            SimMergedWeights(config.merging, adapters, config.max_num_seqs, self.events)
+            if config.merging is not None
+            else None
+        )
+        self._arrive(0)
+        self.events.at(self.events.now_s(), self._tick)
 
     @property
-    def num_steps(self) -> int:
-        return self._running.num_steps
+    def unfinished(self) -> list[CachedRequest]:
+        """In FCFS order: those that run, load, wait."""
+        scheduler = self.scheduler
+        return [*scheduler.running, *scheduler.loading, *scheduler.waiting]
 
     @property
     def outstanding_tokens(self) -> int:
-        done = self._stretch.steps_done(self._events.now_s()) if self._stretch else 0
-        return self._outstanding_tokens - done * self._running.num_rows
+        return sum(request.num_uncomputed + request.num_left for request in self.unfinished)
 
-    def add(self, request: SimRequest) -> None:
-        """Queue a request.  Raises CapacityError if it could never run."""
-        room = self._config.kv_tokens
-        if room is not None and request.num_tokens > room:
-            raise CapacityError(
-                f"request {request.index} needs {request.num_tokens} tokens of KV, an instance has {room:g}; "
-                "raise kv_tokens or shorten the request"
-            )
-        request.instance = self.index
-        self._outstanding_tokens += self._running.work(request)
-        self.load.add(request.adapter, request.prompt_tokens)
-        self._source.wait(request)
-        self._waiting.add(request)
-        self.look_again()
+    def add(self, request: CachedRequest) -> None:
+        """Queue a request, or one that has moved here with its tokens so far."""
+        self.load.add(request.adapter, request.num_uncomputed)
+        self.scheduler.add(request)
+        self.aborted |= len(self.scheduler.waiting) > self._max_waiting
+        self._step()
 
-    def freed(self) -> None:
-        """Requests that were turned away may find room now."""
-        self._waiting.freed()
-        self.look_again()
-
-    def look_again(self) -> None:
-        """Begin a step, or plan anew when the one under way has ended."""
-        now_s = self._events.now_s()
-        if self._stretch is None:
-            self._go_on(Stretch(now_s))
-        elif self._stretch.cut(now_s):
-            self._go_on(self._stretch)
-
-    def _go_on(self, stretch: Stretch) -> None:
-        self._stretch = stretch
-        self._events.at(stretch.end_s, partial(self._end, stretch, stretch.end_s))
-
-    def _end(self, stretch: Stretch, end_s: float) -> None:
-        """Take the tokens of a stretch, unless it was cut short meanwhile, and begin the next one."""
-        if stretch is not self._stretch or end_s != stretch.end_s:
+    def take(self, request: CachedRequest, on_taken: Callable[[CachedRequest], None]) -> None:
+        """Let go of a request before its next step, unless it is done by then; then call on_taken."""
+        if request in self._computing:
+            self._leaving[request] = on_taken
             return
-        running = self._running
-        self._stretch = None
-        if stretch.num_steps:
-            self._outstanding_tokens -= stretch.num_steps * running.num_rows + running.num_prompt_tokens
-            for request in running.advance(stretch.num_steps, end_s):
-                self._finish(request)
-        self._begin(end_s)
+        self.scheduler.finish(request)
+        self.load.end(request.adapter, request.load_tokens, started=request.has_started)
+        request.start_over()
+        on_taken(request)
 
-    def _begin(self, now_s: float) -> None:
-        running = self._running
-        running.continue_prompts()
-        self._waiting.next_step()
-        started = running.join(now_s)
-        for request in started:
-            self._start(request, now_s)
-        started += self._admit(now_s)
-        if running.is_idle:
-            self._source.work(0.0, 0.0)
-            if running.next_join_s is not None:
-                self._go_on(Stretch(running.next_join_s))
-            return
-        layer_s, delta_s = self._step_time.layer_s(running)
-        step_s = self._step_time.step_s(layer_s, self._source.work(layer_s, delta_s))
-        first_s = self._first_step_s(step_s, started, now_s)
-        running.stamp_first_decode(now_s + first_s)
-        self._go_on(Stretch(now_s, first_s, step_s, running.steps_alike()))
+    def _cold_adapter(self, name: str) -> ColdAdapter:
+        num_bytes = self._config.adapter_pages[name] * self._config.page_bytes
+        return ColdAdapter(lora_rank=self._config.lora_ranks.get(name, 1), num_bytes=num_bytes)
 
-    def _first_step_s(self, step_s: float, started: list[SimRequest], now_s: float) -> float:
-        """A step that has prompt tokens, and waits for the adapters of those that start with it."""
-        step_s += self._step_time.prompts_s(self._running)
-        loaded_s = self._source.loaded_s(started)
-        if loaded_s is None:
-            return step_s
-        first_layer_s, last_layer_s = (moment_s - now_s for moment_s in loaded_s)
-        return delayed_step_s(step_s, self._config.num_layers, first_layer_s, last_layer_s)
-
-    def _admit(self, now_s: float) -> list[SimRequest]:
-        """Take what may start out of the queue; those that start now."""
-        admitted: list[SimRequest] = []
-        started: list[SimRequest] = []
-        self.load.held_back = False
-        if not self._waiting or not self._has_room:
-            return started
-        whole = True
-        turned_away: set[str | None] = set()
-
-        def acquire(request: SimRequest) -> bool:
-            found = self._source.acquire(request)
-            if not found:
-                turned_away.add(request.adapter)
-            return found
-
-        queue = self._waiting.candidates()
-        for request in admissible(queue, acquire, now_s, self._source.starvation_s):
-            if request.num_tokens > self._free_kv_tokens:
-                self._source.wait(request)
-                self._source.release(request)
-                whole = False
-                break
-            admitted.append(request)
-            if self._take(request, now_s):
-                started.append(request)
-            whole = self._has_room
-            if not whole:
-                break
-        self._waiting.scanned(admitted, turned_away, whole=whole)
-        self.load.held_back = whole and len(self._waiting) > 0
-        return started
+    def _load_pages(self, namespace: Namespace) -> int:
+        assert isinstance(namespace, str)
+        return self._config.adapter_pages[namespace]
 
     @property
-    def _has_room(self) -> bool:
-        return len(self._running) < self._config.max_num_seqs and self._running.has_room
+    def _over(self) -> bool:
+        return self.aborted or self._is_over()
 
-    def _take(self, request: SimRequest, now_s: float) -> bool:
-        """Give the request its place; whether it starts now."""
-        self._free_kv_tokens -= request.num_tokens
-        if self._prefix_hits is not None:
-            request.num_cached = self._prefix_hits.match(request)
-            self._outstanding_tokens -= request.num_cached
-        adapter = self._source.adapter(request)
-        if adapter is not None and adapter.told_s > now_s:
-            self._running.join_at(adapter.told_s, request)
-            return False
-        self._start(request, now_s)
-        return True
+    def _arrive(self, index: int) -> None:
+        if index == len(self._requests):
+            return
+        planned = self._requests[index]
 
-    def _start(self, request: SimRequest, now_s: float) -> None:
-        request.admitted_s = now_s
-        adapter = self._source.adapter(request)
-        if adapter is not None and self._source.loads_first:
-            request.admitted_s = max(now_s, adapter.first_layer_s)
-        self.load.start(request.adapter, request.prompt_tokens)
-        self._running.start(request)
+        def come() -> None:
+            self._arrive(index + 1)
+            self.add(CachedRequest(planned))
 
-    def _finish(self, request: SimRequest) -> None:
-        self._free_kv_tokens += request.num_tokens
-        if self._prefix_hits is not None:
-            self._prefix_hits.add(request, self._free_kv_tokens)
-        self.load.end(request.adapter, request.prompt_tokens, started=True)
-        if self._source.release(request):
-            self._waiting.freed()
-        self._on_finish(request)
+        self.events.at(planned.arrival_s, come)
+
+    def _tick(self) -> None:
+        if self._over:
+            return
+        now_s = self.events.now_s()
+        oldest = self.scheduler.oldest
+        if oldest is not None and now_s - STUCK_S > max(self._last_step_s, oldest.arrival_s):
+            index = oldest.planned.index
+            raise CapacityError(f"request {index} alone has no room; raise num_device_pages or shorten it")
+        if now_s >= len(self.samples) * SAMPLE_S:
+            self.samples.append(self.cache.usage())
+        self.cache.tick(now_s, len(self.scheduler.running))
+        self.links.submit(self.cache.take_orders(), urgent=False)
+        self.events.at(now_s + self._config.tick_s, self._tick)
+        self._step()
+
+    def _copied(self, copy_id: int) -> None:
+        self.cache.copied(copy_id)
+        self._step()
+
+    def _step(self) -> None:
+        """Begin a step unless one is under way or there is nothing to compute."""
+        if self._computing or self._over:
+            return
+        plan = self.scheduler.schedule(self._may_compute())
+        self.load.held_back = self.scheduler.held_back and bool(self.scheduler.waiting)
+        now_s = self.events.now_s()
+        for request in self.scheduler.loading:
+            if request.waits.loading_s == now_s:
+                self.links.hurry(request.adapter_uid)
+        self.links.submit(self.cache.take_orders(), urgent=True)
+        if plan:
+            self._computing = {item.sequence: None for item in plan}
+            self.num_steps += 1
+            step_s = self._step_s(plan)
+            self.busy_s += step_s
+            self.events.at(now_s + step_s, lambda: self._end(plan))
+
+    def _may_compute(self) -> frozenset[Hashable] | None:
+        """Adapters whose requests may; None: all."""
+        requests = self.unfinished
+        if self.weights is None or not requests:
+            return None
+        return self.weights.decide(requests, held_back=self.scheduler.held_back)
+
+    def _step_s(self, plan: Plan) -> float:
+        time = self._config.time
+        context = attended = 0.0
+        rows: Counter[str | None] = Counter()
+        weighed: dict[str | None, float] = {}
+        adapters: dict[str, float] = {}
+        for item in plan:
+            request = item.sequence
+            num_tokens = item.num_tokens - min(
+                item.num_tokens, max(0, request.num_brought - request.num_computed)
+            )
+            rows[request.adapter] += num_tokens
+            attended += num_tokens * (request.num_computed + num_tokens / 2)
+            if num_tokens == 1:
+                context += len(request.tokens)
+            weight = 1.0 if num_tokens == 1 else num_tokens * time.prompt_delta
+            weighed[request.adapter] = weighed.get(request.adapter, 0.0) + weight
+            if request.adapter is not None:
+                adapters[request.adapter] = 1.0
+        lora = LoraWork(sum(weighed[name] for name in adapters), adapters)
+        if self.weights is not None:
+            lora = self.weights.lora_work(weighed)
+        pages = sum(self._config.adapter_pages[name] * share for name, share in lora.adapters.items())
+        adapter_bytes = pages * self._config.page_bytes
+        step_s = time.step_s(sum(rows.values()), attended, context, adapter_bytes, lora.rows)
+        if self.weights is not None:
+            step_s += self.weights.took(rows, step_s)
+            self.weights.keep_apart(item.sequence for item in plan)
+        return step_s + self._host_extra_s(plan)
+
+    def _host_extra_s(self, plan: Plan) -> float:
+        """What the prompts of loading adapters add to a step: the longest that one of them takes beside the
+        others.
+        """
+        cold = [item for item in plan if item.sequence.cold_tokens]
+        if self._host_loads is None or not cold:
+            return 0.0
+        total, now_s = sum(item.num_tokens for item in cold), self.events.now_s()
+        self.num_host_tokens += total
+        return max(
+            self._host_loads.extra_s(item.sequence.adapter, item.num_tokens, total - item.num_tokens, now_s)
+            for item in cold
+        )
+
+    def _end(self, plan: Plan) -> None:
+        now_s = self.events.now_s()
+        self._computing, self._last_step_s = {}, now_s
+        self.scheduler.advance(plan)
+        for item in plan:
+            request = item.sequence
+            if request.num_uncomputed:
+                continue
+            request.num_brought = 0
+            if request.append(now_s):
+                self.scheduler.finish(request)
+                self.load.end(request.adapter, request.load_tokens, started=request.has_started)
+                self.done.append(request)
+                if self._on_done is not None:
+                    self._on_done(request)
+            elif not request.has_started:
+                request.has_started = True
+                self.load.start(request.adapter, request.load_tokens)
+        leaving, self._leaving = self._leaving, {}
+        for request, on_taken in leaving.items():
+            if request.num_left:
+                self.take(request, on_taken)
+        self._step()
+
+    def summary(self, since_s: float = 0.0) -> dict[str, Any]:
+        """Means over the requests that arrived at since_s or later (ms), shares over the whole run.
+
+        ttft = queue + adapter_cold + history_cold + prefill.  invalid_kv_share: of the device's KV, whose
+        adapter is not there; each look weighs alike.  *_usage: shares of the arenas.
+        """
+        judged = [request for request in self.done if request.arrival_s >= since_s]
+        ttft_ms = _milliseconds(judged, "ttft_s")
+        looks = [look for second, look in enumerate(self.samples) if second >= since_s]
+        num_device_pages, num_host_pages = self._config.num_device_pages, max(1, self._config.num_host_pages)
+        counters, end_s = self.cache.counters, self.events.now_s()
+        num_acquires = counters.adapter_hits + counters.adapter_misses
+        return {
+            "num_requests": len(judged),
+            "ttft_ms": mean(ttft_ms),
+            "p99_ttft_ms": percentile(ttft_ms, 99),
+            **{f"{part}_ms": mean(_milliseconds(judged, f"{part}_s")) for part in PARTS},
+            "tpot_ms": mean(_milliseconds(judged, "tpot_s")),
+            "adapter_hit_rate": _share(counters.adapter_hits, num_acquires),
+            "kv_device_hit_rate": _share(counters.kv_device_hit_tokens, counters.kv_query_tokens),
+            "kv_host_hit_rate": _share(counters.kv_host_hit_tokens, counters.kv_query_tokens),
+            "invalid_kv_share": mean(
+                [_share(look["device_kv_invalid"], look["device_kv"]) or 0.0 for look in looks]
+            ),
+            "device_usage": mean([1 - look["device_free"] / num_device_pages for look in looks]),
+            "device_adapter_usage": mean([look["device_adapters"] / num_device_pages for look in looks]),
+            "host_usage": mean([1 - look["host_free"] / num_host_pages for look in looks]),
+            "link_in_busy": self.links.busy_s[0] / end_s,
+            "link_out_busy": self.links.busy_s[1] / end_s,
+            "num_preemptions": self.scheduler.num_preemptions,
+            "aborted": self.aborted,
+        }
+
+
+def simulate_cached(
+    config: CachedConfig, policy: CachingPolicy, requests: Sequence[TurnRequest], *, max_waiting: int = 10**9
+) -> CachedInstance:
+    """The instance after every request's last token.  Nothing is drawn: equal arguments, equal results.
+
+    requests: by arrival; each answer has a token at least.  max_waiting: stop when more wait for room than
+    that (far above saturation the rest tells nothing).  Raises CapacityError for a request that never finds
+    room.
+    """
+    instance = CachedInstance(config, policy, requests, max_waiting)
+    instance.events.run()
+    return instance
+
+
+def _milliseconds(requests: Sequence[CachedRequest], name: str) -> NDArray[np.float64]:
+    """An attribute in seconds of all that have it."""
+    values = np.array([getattr(request, name) for request in requests], dtype=np.float64)
+    return values[~np.isnan(values)] * 1e3
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

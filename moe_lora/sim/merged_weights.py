@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from moe_lora.cache.orders import Readiness
 from moe_lora.core.clock import Clock
-from moe_lora.policies.merging import Batching, MergingPolicy, MergingView
-from moe_lora.policies.merging_costs import Mode, Uid
+from moe_lora.policies.merging.merging import Batching, MergingPolicy, MergingView
+from moe_lora.policies.merging.merging_costs import Mode, Uid
 from moe_lora.scheduling.views import Adapters
 
-from .cached_requests import CachedRequest
+from .requests import CachedRequest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,16 +11,15 @@ from functools import partial
 from moe_lora.cache.orders import Readiness
 from moe_lora.config.front_end import MigrationConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.answer_lengths import AnswerLengths
-from moe_lora.policies.caching import CachingPolicy
-from moe_lora.policies.migration import (
+from moe_lora.policies.caching.caching import CachingPolicy
+from moe_lora.policies.migration.problem import (
     AdapterSize,
     MigrationPlan,
     MigrationProblem,
     ReplicaView,
     RequestView,
 )
-from moe_lora.policies.migration_triggers import (
+from moe_lora.policies.migration.triggers import (
     DLoraMigration,
     MoveCost,
     Planner,
@@ -28,14 +27,15 @@ from moe_lora.policies.migration_triggers import (
     cheaper_move,
     move_factor,
 )
-from moe_lora.policies.model_routing import RankAware
-from moe_lora.policies.routing import Router
-from moe_lora.policies.step_model import Row
+from moe_lora.policies.routing.model_routing import RankAware
+from moe_lora.policies.routing.routing import Router
+from moe_lora.timing.answer_lengths import AnswerLengths
+from moe_lora.timing.step_model import Row
 from moe_lora.workload.conversations import TurnRequest
 
-from .cached_instance import CachedConfig, CachedInstance
-from .cached_requests import CachedRequest
 from .events import EventQueue
+from .instance import CachedConfig, CachedInstance
+from .requests import CachedRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +255,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class _Routed:
-    """`policies.routing.RoutedView` of a planned request."""
+    """`policies.routing.routing.RoutedView` of a planned request."""
 
     planned: TurnRequest
 

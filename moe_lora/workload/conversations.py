@@ -28,7 +28,7 @@ PILOT_DIALOGUES = 1000
 class TurnRequest:
     """One request: answer `prompt` with as many tokens as `answer` has; both are token ids.
 
-    tenant, share, priority: as `policies.fairness` sees it.
+    tenant, share, priority: as `policies.admission.fairness` sees it.
     """
 
     index: int

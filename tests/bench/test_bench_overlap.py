@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from bench.lora_server.bench_overlap import shares
-from moe_lora.dist.lora_server.protocol.session import ExchangeTimes
+from moe_lora.dist.deltas.session import ExchangeTimes
 
 
 def test_shares_of_hand_made_exchanges():

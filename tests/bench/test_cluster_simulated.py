@@ -23,10 +23,10 @@ from bench.cluster.simulated.cluster_sim_plan import Planner, step_models
 from bench.cluster.simulated.cluster_sim_report import summary_tables
 from bench.cluster.simulated.cluster_simulated import simulate
 from bench.placement import bench_clusters
-from moe_lora.policies.step_model import Row
 from moe_lora.provision.placement.placement import PLACEMENTS
+from moe_lora.provision.replayed.system import simulate as run_system
 from moe_lora.report.results import read_results
-from moe_lora.sim.system import simulate as run_system
+from moe_lora.timing.step_model import Row
 
 
 def same_rank(count: int, rank: int) -> list[Row]:

@@ -63,8 +63,8 @@ def test_calls_fit_the_functions_of_today() -> None:
     from moe_lora import EngineConfig
     from moe_lora.dist.transport import nvshmem
     from moe_lora.kernels.operands import LoraOperands, SlotTable
-    from moe_lora.kernels.triton.segments import build_segments
-    from moe_lora.kernels.triton.triton_lora import lora_delta, lora_expand, lora_shrink
+    from moe_lora.kernels.triton.lora.segments import build_segments
+    from moe_lora.kernels.triton.lora.triton_lora import lora_delta, lora_expand, lora_shrink
 
     inspect.signature(lora_shrink).bind(1, decode=True, segments=None, max_lora_rank=16)
     inspect.signature(lora_delta).bind(1, 2, decode=True, segments=None)
@@ -255,7 +255,7 @@ def test_parts_of_kernels_need_nothing_that_is_carried() -> None:
     }
     own = sorted(one for one in modules if one.startswith(("moe_lora.", "bench.")))
     wanted = [one for one in own if not one.startswith(of_engines)]
-    assert {"moe_lora.kernels.triton.triton_lora", "moe_lora.kernels.triton.aot_check"} <= set(wanted)
+    assert {"moe_lora.kernels.triton.lora.triton_lora", "bench.gpu.aot.aot_check"} <= set(wanted)
     program = NEEDS_NO_CARRIED.format(modules=["bench.gpu.first_run", *wanted])
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ from bench.kernels.lora_tuning import (
     updated,
 )
 from moe_lora.kernels.triton.configs import PHASES, Config, config_space, load_table, order_of
-from moe_lora.kernels.triton.triton_lora import choose
+from moe_lora.kernels.triton.lora.triton_lora import choose
 
 TARGET = Target(kernel="vector_expand", dtype="bf16", in_features=4096, out_features=4096)
 WIDTHS = (4096, 4096)

@@ -9,8 +9,8 @@ from random import Random
 from moe_lora.cache.orders import Copy, LoadAdapter, Order, Readiness
 from moe_lora.cache.pages import BlockTable
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.policies.caching import CacheCosts
-from moe_lora.policies.caching_policies import make_caching_policy
+from moe_lora.policies.caching.caching import CacheCosts
+from moe_lora.policies.caching.caching_policies import make_caching_policy
 
 from .consistency import check
 

@@ -10,7 +10,7 @@ import pytest
 
 from moe_lora.cache.orders import Copy
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.policies.caching import CacheLoad, Floats, NodeColumns, Traits
+from moe_lora.policies.caching.caching import CacheLoad, Floats, NodeColumns, Traits
 
 from .consistency import check
 from .test_unified_adapters import bring, confirm, leave_history

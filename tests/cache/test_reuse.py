@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe_lora.cache.columns import ReuseAges, _bin
-from moe_lora.policies.caching import EDGES_S, NUM_BINS, bins_of, classes_of, rates_from
+from moe_lora.policies.caching.caching import EDGES_S, NUM_BINS, bins_of, classes_of, rates_from
 
 NOBODY = np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0)
 

@@ -16,7 +16,7 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.lora_server.client.remote_backend import RemoteBackend, ServerPartition
+from moe_lora.dist.deltas.remote_backend import RemoteBackend, ServerPartition
 from moe_lora.kernels.operands import SlotTable, StepTables
 from moe_lora.lora.backend import AddTo
 from moe_lora.lora.local import LocalBackend

@@ -22,12 +22,12 @@ from unittest import mock
 
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.host import OwnFolder
+from moe_lora.core.partition import Layout
 from moe_lora.core.request import GenerateRequest
 from moe_lora.dist.launch.host_roles import Started, say_started
 from moe_lora.dist.launch.roles import JobPlace, serve_rank
-from moe_lora.dist.lora_server.client import attach
-from moe_lora.dist.lora_server.protocol.control import LoraServerAdmin
-from moe_lora.dist.lora_server.protocol.partition import Layout
+from moe_lora.dist.lora_server import attach
+from moe_lora.dist.lora_server.control import LoraServerAdmin
 from moe_lora.dist.net.codec import decoder_of
 from moe_lora.engine import build
 from moe_lora.engine.core import EngineCore

@@ -24,8 +24,8 @@ from moe_lora.dist.cluster.migration import RequestMover
 from moe_lora.dist.launch.host_roles import on_sockets
 from moe_lora.dist.launch.roles import JobPlace, serve_instance
 from moe_lora.engine.core import EngineCore
-from moe_lora.engine.kv_transfer import KvTransfer
-from moe_lora.engine.moves import RequestMoves
+from moe_lora.engine.moving.kv_transfer import KvTransfer
+from moe_lora.engine.moving.moves import RequestMoves
 
 from .cluster_jobs import free_port, until
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
-from moe_lora.engine.execution_context import ExecutionContext
 from moe_lora.engine.ranks.exchange import ALONE, Exchanges
-from moe_lora.engine.runner import ModelRunner
-from moe_lora.engine.step_buffer import StepBuffer
-from moe_lora.engine.step_graphs import StepGraphs
-from moe_lora.engine.step_pieces import HostCalled, StepCapture, between_graphs
+from moe_lora.engine.step.execution_context import ExecutionContext
+from moe_lora.engine.step.runner import ModelRunner
+from moe_lora.engine.step.step_buffer import StepBuffer
+from moe_lora.engine.step.step_graphs import StepGraphs
+from moe_lora.engine.step.step_pieces import HostCalled, StepCapture, between_graphs
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.backend import AddTo, LoraBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend

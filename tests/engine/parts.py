@@ -26,7 +26,7 @@ from moe_lora.engine.build import caching_policy
 from moe_lora.engine.ranks.followers import Followers
 from moe_lora.engine.sequence import Sequence
 from moe_lora.kernels.operands import SlotTable
-from moe_lora.policies.host_start import HostLoads
+from moe_lora.policies.admission.host_start import HostLoads
 from moe_lora.scheduling.scheduler import Scheduler
 
 PAGE_BYTES = 64

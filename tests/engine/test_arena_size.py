@@ -20,7 +20,7 @@ from moe_lora.engine.arena_size import ArenaSize, arena_size
 from moe_lora.engine.build import caching_policy
 from moe_lora.engine.ranks.rank import Rank
 from moe_lora.kernels.operands import KvLayout
-from moe_lora.policies.caching_policies import CACHING_POLICIES
+from moe_lora.policies.caching.caching_policies import CACHING_POLICIES
 from tests.families import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -19,7 +19,7 @@ from moe_lora.engine.adapters.failures import MAX_LOADS
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.step_notes import ReadNotes, StepNotes
 from moe_lora.engine.core import EngineCore
-from moe_lora.engine.runner import ModelRunner
+from moe_lora.engine.step.runner import ModelRunner
 
 DEMO = Path(__file__).parents[2] / "demo"
 NAMES = ("upper", "reverse", "double")

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from moe_lora.engine.step_batch import StepBatch
-from moe_lora.engine.step_buffer import StepBuffer
-from moe_lora.engine.step_graphs import StepGraphs
-from moe_lora.engine.step_pieces import StepCapture
+from moe_lora.engine.step.step_batch import StepBatch
+from moe_lora.engine.step.step_buffer import StepBuffer
+from moe_lora.engine.step.step_graphs import StepGraphs
+from moe_lora.engine.step.step_pieces import StepCapture
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.row_routing import TERM, RowRouting, Source, local_routing, on_merged_weights
 from tests.dist.lora_server.shapes import model_shape

@@ -24,14 +24,14 @@ from moe_lora.config.emulation import EmulationConfig
 from moe_lora.core.errors import ConfigError, StorageError
 from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.dist.launch.roles import build_rank
-from moe_lora.dist.lora_server.server.server_rank import ServerRank
+from moe_lora.dist.lora_server.server_rank import ServerRank
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.adapters.failures import MAX_LOADS
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.llm import InProcessClient
-from moe_lora.engine.runner import ModelRunner
+from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.lora.row_routing import Lease, Source
 from tests.families import FAMILIES, MOE_FAMILIES, NUM_LAYERS
 from tests.models.conftest import served  # noqa: F401  (the fixture)

@@ -15,7 +15,7 @@ import pytest
 
 from moe_lora import LLM, SamplingParams
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
-from moe_lora.engine.runner import ModelRunner
+from moe_lora.engine.step.runner import ModelRunner
 from tests.engine.test_host_assisted import (
     GREEDY,
     NUM_TOKENS,

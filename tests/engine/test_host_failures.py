@@ -11,9 +11,9 @@ import time
 import pytest
 
 from moe_lora.core.errors import AdapterError
+from moe_lora.dist.deltas.host_deltas import HostDeltas
 from moe_lora.dist.host_workers.stream_link import StreamWorkerLink
 from moe_lora.dist.host_workers.worker_link import WorkerLink
-from moe_lora.dist.lora_server.protocol.deltas import HostDeltas
 from moe_lora.engine.ranks.rank import Rank
 from tests.dist.host_workers.queued_stream import InlineStream
 from tests.engine.test_host_assisted import HeldCopies, ask, expected_of, start, worker_pids

@@ -14,7 +14,7 @@ import pytest
 
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.ranks.rank import Rank
-from moe_lora.engine.runner import ModelRunner
+from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.lora.row_routing import Source
 from tests.dist.host_workers.queued_stream import InlineStream
 from tests.engine.test_host_assisted import (

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lora.kernels.triton import configs, experts
+from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.configs import interpreted
+from moe_lora.kernels.triton.linear import experts
 from tests.models.harness import Harness
 from tests.stand_in_device import Launch, launches, stand_in_device
 

@@ -18,7 +18,7 @@ from moe_lora.core.request import GenerateRequest
 from moe_lora.engine import build
 from moe_lora.engine.llm import InProcessClient
 from moe_lora.models.weight_merge import WeightMerge
-from moe_lora.policies.merging import Batching
+from moe_lora.policies.merging.merging import Batching
 from tests.engine.test_host_assisted import ask_client, lora_server
 from tests.families import FAMILIES, make_adapter
 from tests.models.conftest import served  # noqa: F401  (the fixture)

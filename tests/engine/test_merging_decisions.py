@@ -12,14 +12,14 @@ from moe_lora.config import EngineConfig
 from moe_lora.config.dlora import DLoraConfig
 from moe_lora.core.request import GenerateRequest
 from moe_lora.engine import build
-from moe_lora.policies.caching_policies import make_caching_policy
-from moe_lora.policies.merging import CheapestMode, DLora, MergedOnly
-from moe_lora.policies.merging_costs import MergingCosts
-from moe_lora.policies.step_model import StepModel
-from moe_lora.sim.cached_instance import CachedConfig, CachedInstance
-from moe_lora.sim.cached_requests import CachedRequest
+from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.policies.merging.merging import CheapestMode, DLora, MergedOnly
+from moe_lora.policies.merging.merging_costs import MergingCosts
+from moe_lora.provision.replayed.step_time import TransformerTime
+from moe_lora.sim.instance import CachedConfig, CachedInstance
 from moe_lora.sim.merged_weights import SimMerging
-from moe_lora.sim.step_time import TransformerTime
+from moe_lora.sim.requests import CachedRequest
+from moe_lora.timing.step_model import StepModel
 from moe_lora.workload.conversations import TurnRequest
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 

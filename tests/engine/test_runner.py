@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
-from moe_lora.engine.runner import ModelRunner
+from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.lora.row_routing import Lease, Source
 from tests.dist.lora_server.shapes import model_shape
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.engine.sampler import exponential_noise, sample, truncated_probabilities
 from moe_lora.engine.sequence import Sequence
+from moe_lora.engine.step.sampler import exponential_noise, sample, truncated_probabilities
 
 EOS = (3,)
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_lora.engine import step_graphs
-from moe_lora.engine.step_pieces import StepCapture
+from moe_lora.engine.step import step_graphs
+from moe_lora.engine.step.step_pieces import StepCapture
 from moe_lora.kernels.lora import lora_delta
 from moe_lora.kernels.operands import SlotTable
-from moe_lora.kernels.triton import triton_lora
 from moe_lora.kernels.triton.configs import interpreted
+from moe_lora.kernels.triton.lora import triton_lora
 from tests.families import ALL_TARGETS, make_adapter, make_checkpoint
 from tests.kernels.kernel_cases import SiteCase
 from tests.kernels.triton.gpu_cases import make_batch

@@ -18,14 +18,14 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.shape import ModelShape
+from moe_lora.dist.deltas.session import FrameLayout
 from moe_lora.dist.host_workers.workers import HostWorkers
-from moe_lora.dist.lora_server.client.attach import LoraServerClient
-from moe_lora.dist.lora_server.protocol.session import FrameLayout
+from moe_lora.dist.lora_server.attach import LoraServerClient
 from moe_lora.engine.ranks.exchange import Exchanges
-from moe_lora.engine.step_batch import StepBatch
-from moe_lora.engine.step_buffer import StepBuffer
-from moe_lora.engine.step_graphs import StepGraphs
-from moe_lora.engine.step_pieces import HostCalled, StepCapture, between_graphs
+from moe_lora.engine.step.step_batch import StepBatch
+from moe_lora.engine.step.step_buffer import StepBuffer
+from moe_lora.engine.step.step_graphs import StepGraphs
+from moe_lora.engine.step.step_pieces import HostCalled, StepCapture, between_graphs
 from moe_lora.kernels.operands import StepTables
 from moe_lora.kernels.triton.configs import interpreted
 from moe_lora.lora.backend import RoutedBackend

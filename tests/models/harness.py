@@ -12,7 +12,7 @@ import torch
 
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.shard import ModelShard
-from moe_lora.engine.execution_context import ExecutionContext
+from moe_lora.engine.step.execution_context import ExecutionContext
 from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, local_routing

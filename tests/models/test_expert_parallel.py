@@ -18,8 +18,8 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import experts_of_rank
 from moe_lora.engine.adapters.adapter_store import ShardSizes
 from moe_lora.engine.adapters.copies import BringAdapter, RankCopier
-from moe_lora.engine.execution_context import ExecutionContext
 from moe_lora.engine.ranks.exchange import Exchanges, RowExchange, open_group
+from moe_lora.engine.step.execution_context import ExecutionContext
 from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import local_routing

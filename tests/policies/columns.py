@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.policies.caching import NodeColumns
+from moe_lora.policies.caching.caching import NodeColumns
 
 DEFAULTS: dict[str, Any] = {
     "is_adapter": False,

@@ -7,7 +7,7 @@ import math
 
 from hypothesis import strategies as st
 
-from moe_lora.policies.migration import (
+from moe_lora.policies.migration.problem import (
     AdapterSize,
     MigrationPlan,
     MigrationProblem,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moe_lora.policies.routing import InstanceLoad
+from moe_lora.policies.routing.routing import InstanceLoad
 
 
 @dataclass

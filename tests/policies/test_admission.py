@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_lora.policies.admission import admissible, shortest_first
+from moe_lora.policies.admission.admission import admissible, shortest_first
 
 
 @dataclass

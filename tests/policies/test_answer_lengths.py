@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from moe_lora.policies.answer_lengths import AnswerLengths
+from moe_lora.timing.answer_lengths import AnswerLengths
 
 
 def test_answers_are_expected_to_be_as_long_as_those_of_their_adapter_were():

@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.policies.caching import CacheCosts, CacheLoad
-from moe_lora.policies.caching_policies import CACHING_POLICIES, lru, make_caching_policy, static_partition
+from moe_lora.policies.caching.caching import CacheCosts, CacheLoad
+from moe_lora.policies.caching.caching_policies import (
+    CACHING_POLICIES,
+    lru,
+    make_caching_policy,
+    static_partition,
+)
 
 from .columns import columns
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.config import RoutingConfig
-from moe_lora.policies.demand import DemandForecast, DemandMeter
+from moe_lora.policies.routing.demand import DemandForecast, DemandMeter
 
 RATES = st.lists(st.floats(0, 1e6), min_size=1, max_size=12)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_lora.policies.admission import least_recently_used
+from moe_lora.policies.admission.admission import least_recently_used
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.policies.fairness import DECODE_COST, PREFILL_COST, VirtualTokenCounter
+from moe_lora.policies.admission.fairness import DECODE_COST, PREFILL_COST, VirtualTokenCounter
 
 SLOTS, LONGEST_PROMPT, LONGEST_ANSWER = 3, 40, 8
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.dlora.uneven_replicas import uneven_problem
-from moe_lora.policies.exact_migration import plan_exact
-from moe_lora.policies.fast_migration import plan_fast
-from moe_lora.policies.migration import (
+from moe_lora.policies.migration.exact import plan_exact
+from moe_lora.policies.migration.fast import plan_fast
+from moe_lora.policies.migration.problem import (
     AdapterSize,
     MigrationProblem,
     Placement,
@@ -21,7 +21,7 @@ from moe_lora.policies.migration import (
     RequestView,
     lower_bound,
 )
-from moe_lora.policies.relaxed_migration import plan_relaxed
+from moe_lora.policies.migration.relaxed import plan_relaxed
 
 from .migration_cases import check_plan, problems
 

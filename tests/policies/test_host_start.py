@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.host_start import (
+from moe_lora.policies.admission.host_start import (
     ColdAdapter,
     HostLoads,
     HostStart,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moe_lora.config.dlora import DLoraConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.merging import (
+from moe_lora.policies.merging.merging import (
     BATCHINGS,
     Batching,
     CheapestMode,
@@ -24,9 +24,9 @@ from moe_lora.policies.merging import (
     UnmergedOnly,
     make_merging_policy,
 )
-from moe_lora.policies.merging_costs import MergingCosts, mode_of
-from moe_lora.policies.merging_credits import Credits, Period, Thresholds
-from moe_lora.policies.step_model import StepModel
+from moe_lora.policies.merging.merging_costs import MergingCosts, mode_of
+from moe_lora.policies.merging.merging_credits import Credits, Period, Thresholds
+from moe_lora.timing.step_model import StepModel
 
 BASE_S, RANK_S, SWAP_S = 0.010, 0.0001, 0.050
 

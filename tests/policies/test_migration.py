@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from moe_lora.policies.exact_migration import plan_exact
-from moe_lora.policies.migration import (
+from moe_lora.policies.migration.exact import plan_exact
+from moe_lora.policies.migration.problem import (
     AdapterSize,
     MigrationProblem,
     Placement,

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.config.front_end import MigrationConfig
-from moe_lora.policies.fast_migration import plan_fast
-from moe_lora.policies.migration import (
+from moe_lora.policies.migration.fast import plan_fast
+from moe_lora.policies.migration.problem import (
     MigrationPlan,
     MigrationProblem,
     Placement,
@@ -22,7 +22,8 @@ from moe_lora.policies.migration import (
     RequestId,
     RequestView,
 )
-from moe_lora.policies.migration_triggers import (
+from moe_lora.policies.migration.relaxed import plan_relaxed
+from moe_lora.policies.migration.triggers import (
     DLoraMigration,
     MoveCost,
     ReplicaPressure,
@@ -30,8 +31,7 @@ from moe_lora.policies.migration_triggers import (
     move_factor,
     paying_moves,
 )
-from moe_lora.policies.relaxed_migration import plan_relaxed
-from moe_lora.policies.step_model import Row, StepModel
+from moe_lora.timing.step_model import Row, StepModel
 from tests.policies.migration_cases import check_plan, placed, problems
 
 CONFIG = MigrationConfig(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.policies.routers import PhiRouting
+from moe_lora.policies.routing.routers import PhiRouting
 
 from .routing_parts import BASE, Instance, Request
 

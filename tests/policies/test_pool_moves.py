@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.policies.pool_moves import UNEVEN, copies_to_drop, copies_to_make, place_holders
+from moe_lora.policies.migration.pool_moves import UNEVEN, copies_to_drop, copies_to_make, place_holders
 
 NAMES = [f"a{number}" for number in range(8)]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_lora.policies.caching import (
+from moe_lora.policies.caching.caching import (
     NOTHING_KNOWN,
     NUM_BINS,
     NUM_CLASSES,

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from moe_lora.config import ROUTINGS, RoutingConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.answer_lengths import FIRST_TOKENS
-from moe_lora.policies.host_start import HostStart, HostTimes, PartTime
-from moe_lora.policies.model_routing import AnswerMean, CostModel, RankAware, ShortestPendingTime
-from moe_lora.policies.routers import (
+from moe_lora.policies.admission.host_start import HostStart, HostTimes, PartTime
+from moe_lora.policies.routing.model_routing import AnswerMean, CostModel, RankAware, ShortestPendingTime
+from moe_lora.policies.routing.routers import (
     ROUTERS,
     AdapterAffinity,
     FirstFit,
@@ -24,8 +23,9 @@ from moe_lora.policies.routers import (
     RoutingContext,
     make_router,
 )
-from moe_lora.policies.routing import InstanceLoad
-from moe_lora.policies.step_model import StepModel
+from moe_lora.policies.routing.routing import InstanceLoad
+from moe_lora.timing.answer_lengths import FIRST_TOKENS
+from moe_lora.timing.step_model import StepModel
 
 from .routing_parts import BASE, Instance, Request
 

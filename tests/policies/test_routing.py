@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.policies.routers import PhiRouting
-from moe_lora.policies.routing import LeastOutstanding, RoundRobin, balanced_assignment
+from moe_lora.policies.routing.routers import PhiRouting
+from moe_lora.policies.routing.routing import LeastOutstanding, RoundRobin, balanced_assignment
 
 
 @dataclass

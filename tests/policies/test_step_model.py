@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.step_model import FEATURES, Row, StepModel, StepWork, feature_names, features
+from moe_lora.timing.step_model import FEATURES, Row, StepModel, StepWork, feature_names, features
 
 MIXED = [Row("a", 8), Row("b", 32), Row("a", 8), Row(None, 0)]
 
@@ -118,7 +118,7 @@ def test_bad_models_are_refused(changes: dict[str, object], words: str) -> None:
 
 def test_needs_no_torch() -> None:
     program = (
-        "import sys, moe_lora.policies.step_model, moe_lora.provision.performance.performance_models\n"
+        "import sys, moe_lora.timing.step_model, moe_lora.provision.performance.performance_models\n"
         "import moe_lora.provision.performance.operating_points\n"
         "assert 'torch' not in sys.modules"
     )

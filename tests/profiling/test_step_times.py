@@ -14,8 +14,8 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape
-from moe_lora.policies.step_model import Row
 from moe_lora.profiling.step_times import OverloadError, StepClock, random_adapter, serve_open_loop
+from moe_lora.timing.step_model import Row
 from moe_lora.workload.replay_plan import PlannedRequest
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"

@@ -11,12 +11,12 @@ from typing import Any
 from moe_lora.cache.orders import Order
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import VirtualClock
-from moe_lora.policies.caching import CacheCosts, CachingPolicy
-from moe_lora.policies.caching_policies import make_caching_policy
-from moe_lora.policies.host_start import ColdAdapter, HostLoads
+from moe_lora.policies.admission.host_start import ColdAdapter, HostLoads
+from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
+from moe_lora.policies.caching.caching_policies import make_caching_policy
 from moe_lora.scheduling.scheduler import Scheduler
-from moe_lora.sim.cached_adapters import CachedAdapters
-from moe_lora.sim.cached_requests import CachedRequest
+from moe_lora.sim.adapters import CachedAdapters
+from moe_lora.sim.requests import CachedRequest
 from moe_lora.workload.conversations import TurnRequest
 
 BLOCK_SIZE = 4

@@ -20,7 +20,7 @@ class Finder(importlib.abc.MetaPathFinder):
     """Has the engine abort when it computes a request of the adapter "deadly"."""
 
     def find_spec(self, name, path, target=None):
-        if name != "moe_lora.engine.runner":
+        if name != "moe_lora.engine.step.runner":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -15,7 +15,7 @@ from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.cluster_controller import ClusterController
 from moe_lora.dist.cluster.controller.placement_controller import PlacementController, make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry
-from moe_lora.policies.routers import PhiRouting
+from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.provision.performance.performance_models import FORMAT
 from moe_lora.serve.metrics.metrics import Metrics
 from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config, fleet_client

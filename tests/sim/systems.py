@@ -6,7 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from moe_lora.config.emulation import StageTime, StepProfile
-from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SimLoraServerConfig, SystemConfig
+from moe_lora.provision.replayed.system_config import (
+    InstanceConfig,
+    LocalConfig,
+    SimLoraServerConfig,
+    SystemConfig,
+)
 from moe_lora.workload.replay_plan import PlannedRequest
 
 STEP_S = 0.1

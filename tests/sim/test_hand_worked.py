@@ -7,9 +7,9 @@ import pytest
 
 from moe_lora.config.emulation import StageTime, StepProfile
 from moe_lora.core.errors import CapacityError, ConfigError
-from moe_lora.policies.routers import PhiRouting
-from moe_lora.policies.routing import RoundRobin
-from moe_lora.sim.system import simulate
+from moe_lora.policies.routing.routers import PhiRouting
+from moe_lora.policies.routing.routing import RoundRobin
+from moe_lora.provision.replayed.system import simulate
 
 from .systems import asked, coupled, flat_profile, served, server
 

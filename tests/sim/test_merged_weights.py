@@ -9,13 +9,13 @@ import pytest
 
 from moe_lora.cache.orders import Readiness
 from moe_lora.core.clock import VirtualClock
-from moe_lora.policies.caching_policies import make_caching_policy
-from moe_lora.policies.merging import BATCHINGS, Batching, MergingPolicy, make_merging_policy
-from moe_lora.policies.merging_costs import MergingCosts
-from moe_lora.sim.cached_instance import CachedConfig, CachedInstance, simulate_cached
-from moe_lora.sim.cached_requests import CachedRequest
+from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.policies.merging.merging import BATCHINGS, Batching, MergingPolicy, make_merging_policy
+from moe_lora.policies.merging.merging_costs import MergingCosts
+from moe_lora.provision.replayed.step_time import TransformerTime
+from moe_lora.sim.instance import CachedConfig, CachedInstance, simulate_cached
 from moe_lora.sim.merged_weights import LoraWork, SimMergedWeights, SimMerging
-from moe_lora.sim.step_time import TransformerTime
+from moe_lora.sim.requests import CachedRequest
 from moe_lora.workload.conversations import TurnRequest
 
 MERGE_S = 0.03

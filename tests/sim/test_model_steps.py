@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.step_model import StepModel
-from moe_lora.sim.system import simulate
-from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SystemConfig
+from moe_lora.provision.replayed.system import simulate
+from moe_lora.provision.replayed.system_config import InstanceConfig, LocalConfig, SystemConfig
+from moe_lora.timing.step_model import StepModel
 
 from .systems import asked, flat_profile, server
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.routers import PhiRouting
-from moe_lora.sim.system import simulate
-from moe_lora.sim.system_config import LocalConfig, PlacementConfig
+from moe_lora.policies.routing.routers import PhiRouting
+from moe_lora.provision.replayed.system import simulate
+from moe_lora.provision.replayed.system_config import LocalConfig, PlacementConfig
 
 from .systems import STEP_S, asked, coupled, served, server
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from moe_lora.config.emulation import StageTime
-from moe_lora.sim.prefix_hits import BlockHits, StatedHits
-from moe_lora.sim.running import SimRequest
-from moe_lora.sim.system import simulate
+from moe_lora.provision.replayed.prefix_hits import BlockHits, StatedHits
+from moe_lora.provision.replayed.running import SimRequest
+from moe_lora.provision.replayed.system import simulate
 from moe_lora.workload.replay_plan import PlannedRequest
 
 from .systems import STEP_S, coupled

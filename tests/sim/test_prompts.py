@@ -9,8 +9,8 @@ import pytest
 
 from moe_lora.config.emulation import StageTime
 from moe_lora.core.errors import ConfigError
-from moe_lora.sim.system import simulate
-from moe_lora.sim.system_config import InstanceConfig, LocalConfig, StepRows, SystemConfig
+from moe_lora.provision.replayed.system import simulate
+from moe_lora.provision.replayed.system_config import InstanceConfig, LocalConfig, StepRows, SystemConfig
 from moe_lora.workload.replay_plan import PlannedRequest
 
 from .systems import asked, flat_profile, server

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from moe_lora.config.front_end import MigrationConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.caching_policies import make_caching_policy
-from moe_lora.policies.exact_migration import plan_exact
-from moe_lora.policies.host_start import HostStart, HostTimes, PartTime
-from moe_lora.policies.migration import MigrationPlan, MigrationProblem
-from moe_lora.policies.model_routing import CostModel, ShortestPendingTime
-from moe_lora.policies.routers import PhiRouting
-from moe_lora.policies.routing import RoundRobin
-from moe_lora.sim.cached_instance import CachedConfig
+from moe_lora.policies.admission.host_start import HostStart, HostTimes, PartTime
+from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.policies.migration.exact import plan_exact
+from moe_lora.policies.migration.problem import MigrationPlan, MigrationProblem
+from moe_lora.policies.routing.model_routing import CostModel, ShortestPendingTime
+from moe_lora.policies.routing.routers import PhiRouting
+from moe_lora.policies.routing.routing import RoundRobin
+from moe_lora.provision.replayed.step_time import TransformerTime
+from moe_lora.sim.instance import CachedConfig
 from moe_lora.sim.replicas import Replicas, ReplicasConfig, SimMigration
-from moe_lora.sim.step_time import TransformerTime
 from moe_lora.workload.conversations import TurnRequest
 
 TIME = TransformerTime(

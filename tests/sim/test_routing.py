@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from moe_lora.config.emulation import StageTime
-from moe_lora.policies.model_routing import CostModel
-from moe_lora.policies.routers import ROUTERS, RoutingContext, make_router
-from moe_lora.policies.step_model import StepModel
-from moe_lora.sim.system import System
+from moe_lora.policies.routing.model_routing import CostModel
+from moe_lora.policies.routing.routers import ROUTERS, RoutingContext, make_router
+from moe_lora.provision.replayed.system import System
+from moe_lora.timing.step_model import StepModel
 
 from .systems import asked, coupled, served, server
 

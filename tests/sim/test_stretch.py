@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.sim.instance import Stretch
+from moe_lora.provision.replayed.instance import Stretch
 
 
 def test_a_stretch_ends_after_its_first_step_and_the_equal_ones():

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.config.emulation import StageTime, StepProfile
-from moe_lora.sim.running import RunningRequests
-from moe_lora.sim.system import System, simulate
+from moe_lora.provision.replayed.running import RunningRequests
+from moe_lora.provision.replayed.system import System, simulate
 
 from .systems import asked, coupled, served, server
 

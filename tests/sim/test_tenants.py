@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_lora.policies.caching_policies import lru
-from moe_lora.sim.cached_instance import CachedConfig, simulate_cached
+from moe_lora.policies.caching.caching_policies import lru
+from moe_lora.sim.instance import CachedConfig, simulate_cached
 from moe_lora.workload.conversations import TurnRequest
 
 from .test_cached_instance import EVEN_STEPS

@@ -18,10 +18,9 @@ from typing import cast
 
 import numpy as np
 
-from moe_lora.policies.demand import DemandForecast
-from moe_lora.policies.model_routing import CostModel
-from moe_lora.policies.routers import PhiRouting, RoutingContext, make_router
-from moe_lora.policies.step_model import StepModel
+from moe_lora.policies.routing.demand import DemandForecast
+from moe_lora.policies.routing.model_routing import CostModel
+from moe_lora.policies.routing.routers import PhiRouting, RoutingContext, make_router
 from moe_lora.provision.performance.operating_points import (
     PointLoad,
     SloGoal,
@@ -30,7 +29,13 @@ from moe_lora.provision.performance.operating_points import (
     simulated_run,
 )
 from moe_lora.provision.placement.placement_problem import Table
-from moe_lora.sim.system_config import InstanceConfig, LocalConfig, PlacementConfig, SystemConfig
+from moe_lora.provision.replayed.system_config import (
+    InstanceConfig,
+    LocalConfig,
+    PlacementConfig,
+    SystemConfig,
+)
+from moe_lora.timing.step_model import StepModel
 from moe_lora.workload.popularity.popularity import Popularity
 from moe_lora.workload.replay_plan import PlannedRequest
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.policies.routing import Instance, RoutedView, Router
+from moe_lora.policies.routing.routing import Instance, RoutedView, Router
 from moe_lora.provision.performance.operating_points import PointLoad, SloGoal
 from moe_lora.provision.placement.placement import PLACEMENTS
-from moe_lora.sim.system import System
-from moe_lora.sim.system import simulate as run_system
-from moe_lora.sim.system_config import SystemConfig
+from moe_lora.provision.replayed.system import System
+from moe_lora.provision.replayed.system import simulate as run_system
+from moe_lora.provision.replayed.system_config import SystemConfig
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.replay_plan import PlannedRequest
 

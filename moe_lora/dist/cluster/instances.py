@@ -17,7 +17,7 @@ from moe_lora.dist.cluster.pool.directory import PoolDirectory
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.engine.client.heartbeat import Heartbeat
 from moe_lora.engine.client.messages import Beat, DrainOrder, Move
-from moe_lora.policies.routing import InstanceLoad
+from moe_lora.policies.routing.routing import InstanceLoad
 
 from .drains import Drains
 from .reports import add_counters
@@ -122,7 +122,7 @@ class Instance:
 
     name: its number, or the name it dialled in with.  asked_tokens: what the requests that it got from
     here may still need; tokens_elsewhere: what those of other front ends may.  load: see
-    `policies.routing.InstanceView`.  silent: out of routing because it does not get on.  missing:
+    `policies.routing.routing.InstanceView`.  silent: out of routing because it does not get on.  missing:
     adapters that could not be loaded at a start; problems: why, by name.  starting: the client of a
     process that is not in routing yet.  latest: the stats it gave last.  past: counters of its earlier
     processes; past_before: of those before the latest, whose incarnation (of an engine that dials in) is

@@ -21,8 +21,8 @@ from moe_lora.core.request import (
     TokenOutput,
 )
 from moe_lora.engine.client.messages import Move
-from moe_lora.policies.model_routing import RankAware
-from moe_lora.policies.routing import Router
+from moe_lora.policies.routing.model_routing import RankAware
+from moe_lora.policies.routing.routing import Router
 
 from .failover import MAX_RESENDS, Attempt, ResumableRequest
 from .fan_out import ask_live
@@ -32,7 +32,7 @@ from .reports import merge_adapters, merge_stats
 from .suspects import Trial
 
 if TYPE_CHECKING:
-    from moe_lora.policies.demand import DemandMeter
+    from moe_lora.policies.routing.demand import DemandMeter
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from moe_lora.config.engine import AUTO, EngineConfig
 from moe_lora.config.json_file import FileContent, checked, read_object
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.processes import usable_cores
-from moe_lora.policies.host_start import HostStart, HostTimes, PartTime, enough_workers
+from moe_lora.policies.admission.host_start import HostStart, HostTimes, PartTime, enough_workers
 
 VERSION = 1
 WRITER = "moe-lora profile-steps MODEL_DIR --host-worker --out FILE"

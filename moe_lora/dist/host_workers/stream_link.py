@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.dist.lora_server.protocol.session import DONE, DeltaRequest, FrameLayout
+from moe_lora.dist.deltas.frame_slots import FIRST_SLEEP_S, FrameSlots
+from moe_lora.dist.deltas.session import DONE, DeltaRequest, FrameLayout
+from moe_lora.dist.deltas.stream_backend import Stream, StreamSession
 from moe_lora.dist.transport.shm import ShmTransport
 
-from .slots import FIRST_SLEEP_S, FrameSlots
-from .stream_backend import Stream, StreamSession
 from .worker import StoreDeltas
 from .worker_link import DEPTH, START_TIMEOUT_S, WorkerLink
 

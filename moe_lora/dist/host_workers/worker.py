@@ -2,7 +2,7 @@
 """A host worker: a process with a core of its own that computes deltas from adapters in host memory.
 
 Run as `python -m moe_lora.dist.host_workers.worker FD`.  It serves one session of frames over shared memory,
-the LoRA Server's (`dist.lora_server.protocol.session`) or slots that a device's stream asks by (`slots`), and
+the LoRA Server's (`dist.deltas.session`) or slots that a device's stream asks by (`slots`), and
 ends with the engine.
 Source: Toppings section 4.2.
 """
@@ -29,14 +29,13 @@ from moe_lora.core.errors import PeerGoneError
 from moe_lora.core.processes import wait_for_hang_up
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.teardown import quick_teardown
-from moe_lora.dist.lora_server.protocol.deltas import FailureLog, HostDeltas
-from moe_lora.dist.lora_server.protocol.session import DONE, STALE, DeltaRequest, FrameLayout
-from moe_lora.dist.lora_server.server.data_loop import ServerSession
+from moe_lora.dist.deltas.frame_slots import FrameSlots
+from moe_lora.dist.deltas.host_deltas import FailureLog, HostDeltas
+from moe_lora.dist.deltas.session import DONE, STALE, DeltaRequest, FrameLayout
+from moe_lora.dist.lora_server.data_loop import ServerSession
 from moe_lora.dist.transport.contract import make_transport
 from moe_lora.dist.transport.shm import ShmTransport
 from moe_lora.lora.row_routing import RoutedAdapter, content_prefix
-
-from .slots import FrameSlots
 
 logger = logging.getLogger(__name__)
 

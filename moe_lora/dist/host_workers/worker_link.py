@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import EngineDeadError, PeerUnreachableError
 from moe_lora.core.processes import start_child
-from moe_lora.dist.lora_server.protocol.session import ClientSession, FrameLayout
+from moe_lora.dist.deltas.session import ClientSession, FrameLayout
 from moe_lora.dist.transport.contract import Transport
 
 from .worker import WorkerSetUp

@@ -14,13 +14,13 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import OwnFolder
 from moe_lora.core.processes import STOP_TIMEOUT_S, allowed_core_numbers, usable_cores
-from moe_lora.dist.lora_server.client.remote_backend import RemoteBackend
-from moe_lora.dist.lora_server.protocol.session import DeltaRequest, FrameLayout
+from moe_lora.dist.deltas.remote_backend import RemoteBackend
+from moe_lora.dist.deltas.session import DeltaRequest, FrameLayout
+from moe_lora.dist.deltas.stream_backend import Stream, StreamBackend
 from moe_lora.dist.transport.shm import ShmTransport
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content_number, no_terms
 
-from .stream_backend import Stream, StreamBackend
 from .stream_link import StreamWorkerLink
 from .worker_link import WorkerLink
 

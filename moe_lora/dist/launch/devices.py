@@ -24,7 +24,7 @@ from moe_lora.config.devices import (
     narrowed,
 )
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.lora_server.protocol.partition import Layout
+from moe_lora.core.partition import Layout
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from .host_roles import STOPPED_DEATHS, say_started, thread_share
 if TYPE_CHECKING:
     from moe_lora.core.shape import ModelShape
     from moe_lora.dist.host_workers.workers import HostWorkers
-    from moe_lora.dist.lora_server.server.server_rank import ServerRank
+    from moe_lora.dist.lora_server.server_rank import ServerRank
     from moe_lora.engine.client.heartbeat import Pulse
 
 logger = logging.getLogger(__name__)
@@ -94,8 +94,8 @@ def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | Non
     status: a descriptor over which it is told when it does its part (see `host_roles`).  Raises ConfigError,
     LoraServerError or AdapterError for what keeps it from starting.
     """
+    from moe_lora.core.partition import Layout
     from moe_lora.core.processes import worker_environment
-    from moe_lora.dist.lora_server.protocol.partition import Layout
 
     config = cluster.lora_server_rank(place.on_host)
     if config.lora_server is None:
@@ -132,7 +132,7 @@ def build_rank(config: EngineConfig, server_rank: int, local_rank: int | None = 
     import torch
 
     from moe_lora.core.shape import ModelShape
-    from moe_lora.dist.lora_server.server.server_rank import ServerRank
+    from moe_lora.dist.lora_server.server_rank import ServerRank
     from moe_lora.engine.ranks.rank import resolved
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -151,9 +151,9 @@ def build_rank(config: EngineConfig, server_rank: int, local_rank: int | None = 
 def _host_workers_of_server(config: EngineConfig, shape: ModelShape) -> HostWorkers | None:
     """Of one rank, if the settings ask for some.  Raises ConfigError for settings that can't work."""
     from moe_lora.adapters.host_store import HostStore
+    from moe_lora.core.partition import Layout, Partition
+    from moe_lora.dist.deltas.session import FrameLayout
     from moe_lora.dist.host_workers.workers import HostWorkers, check_cores
-    from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-    from moe_lora.dist.lora_server.protocol.session import FrameLayout
     from moe_lora.engine.ranks.rank import DTYPES
 
     server = config.lora_server
@@ -183,7 +183,7 @@ def serve_instance(
     starts: how often who keeps it running started it before; None: nobody does.  As `serve_lora_server`
     otherwise.
     """
-    from moe_lora.dist.lora_server.protocol.reach import own_host
+    from moe_lora.dist.lora_server.reach import own_host
 
     config = cluster.instance(name)
     addresses, keys = cluster.dialled_addresses(), keys_of(cluster)

@@ -21,7 +21,7 @@ from moe_lora.core.shard import ModelShard
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.kernels.page_locked import Staging
 from moe_lora.lora.local import LayerPart, open_slot, part_bytes, point_layer, point_slot
-from moe_lora.policies.host_start import load_order
+from moe_lora.policies.admission.host_start import load_order
 
 from .pool_fetch import LayerReader, fetch_layers, fetch_whole
 from .pool_store import PoolAdapters
@@ -33,7 +33,7 @@ class BringAdapter:
 
     layer_first_pages: where each layer's bytes begin, -1 for a layer without any.  pages: where they come
     from on the host; None = from the adapter's file.  first_group: each layer serves as soon as it is there,
-    and so many first ones come last (`policies.host_start.load_order`); None: all serve at the end.
+    and so many first ones come last (`policies.admission.host_start.load_order`); None: all serve at the end.
     """
 
     slot: int

@@ -11,7 +11,7 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import AdapterError, CapacityError
 from moe_lora.dist.host_workers.workers import HostWorkers
-from moe_lora.dist.lora_server.client.attach import LoraServerClient
+from moe_lora.dist.lora_server.attach import LoraServerClient
 
 from .adapter_store import AdapterStore, AdapterVersion
 

@@ -16,7 +16,7 @@ from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
 from moe_lora.core.request import AdapterInfo, AdapterResidency
 from moe_lora.lora.row_routing import content_number
-from moe_lora.policies.host_start import ColdAdapter, HostLoads
+from moe_lora.policies.admission.host_start import ColdAdapter, HostLoads
 
 from .adapter_store import AdapterStore, AdapterVersion, ShardSizes
 from .failures import AdapterFailures

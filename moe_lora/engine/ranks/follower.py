@@ -32,10 +32,10 @@ from moe_lora.core.teardown import quick_teardown
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.engine.adapters.copies import Steps
 from moe_lora.engine.adapters.transfers import LOOK_S, Mover
-from moe_lora.engine.merged_weights import MergeOrder
-from moe_lora.engine.runner import ModelRunner
-from moe_lora.engine.step_batch import StepBatch, packed_message
-from moe_lora.engine.step_graphs import CaptureSteps
+from moe_lora.engine.merging.merged_weights import MergeOrder
+from moe_lora.engine.step.runner import ModelRunner
+from moe_lora.engine.step.step_batch import StepBatch, packed_message
+from moe_lora.engine.step.step_graphs import CaptureSteps
 from moe_lora.lora.row_routing import RowRouting
 
 from .followers import (

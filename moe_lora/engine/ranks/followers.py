@@ -24,7 +24,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.host import OwnFolder
 from moe_lora.core.processes import STOP_TIMEOUT_S, start_child
-from moe_lora.engine.step_batch import packed_message
+from moe_lora.engine.step.step_batch import packed_message
 
 RENDEZVOUS, HOST_STORE = "rendezvous", "adapters"
 """What lies in an instance's directory: the file its ranks find each other by, and packed adapters."""

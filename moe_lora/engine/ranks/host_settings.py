@@ -16,7 +16,7 @@ from moe_lora.core.host import cpu_model
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.host_workers.profile import WRITER, emulated, host_start, read_host_times
 from moe_lora.dist.host_workers.workers import check_cores
-from moe_lora.policies.host_start import TOKENS_PER_WORKER, HostStart
+from moe_lora.policies.admission.host_start import TOKENS_PER_WORKER, HostStart
 
 logger = logging.getLogger(__name__)
 _SHAPE = ("num_layers", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_token")

@@ -21,22 +21,22 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import progress, silent
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
-from moe_lora.dist.host_workers.cuda_stream import CudaStream
-from moe_lora.dist.host_workers.stream_backend import Stream
+from moe_lora.dist.deltas.cuda_stream import CudaStream
+from moe_lora.dist.deltas.session import FrameLayout
+from moe_lora.dist.deltas.stream_backend import Stream
 from moe_lora.dist.host_workers.workers import HostWorkers
-from moe_lora.dist.lora_server.client.attach import LoraServerClient
-from moe_lora.dist.lora_server.protocol.session import FrameLayout
+from moe_lora.dist.lora_server.attach import LoraServerClient
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Mover
 from moe_lora.engine.arena_size import free_bytes, max_model_len, most_sharers
-from moe_lora.engine.execution_context import ExecutionContext
-from moe_lora.engine.merged_weights import MergedWeights, MergeOrder
-from moe_lora.engine.runner import ModelRunner
-from moe_lora.engine.step_batch import StepBatch
-from moe_lora.engine.step_buffer import StepBuffer
-from moe_lora.engine.step_graphs import CaptureSteps, StepGraphs
-from moe_lora.engine.step_pieces import CudaRecorder, HostCalled, StepCapture, between_graphs
+from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
+from moe_lora.engine.step.execution_context import ExecutionContext
+from moe_lora.engine.step.runner import ModelRunner
+from moe_lora.engine.step.step_batch import StepBatch
+from moe_lora.engine.step.step_buffer import StepBuffer
+from moe_lora.engine.step.step_graphs import CaptureSteps, StepGraphs
+from moe_lora.engine.step.step_pieces import CudaRecorder, HostCalled, StepCapture, between_graphs
 from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.operands import KvLayout, SlotTable
 from moe_lora.kernels.page_locked import page_locked

@@ -19,9 +19,9 @@ from pydantic import Field
 from moe_lora.config.json_file import Positive, checked, read_object
 from moe_lora.config.settings import Settings, setting
 from moe_lora.core.errors import ConfigError, SloError
-from moe_lora.policies.step_model import StepModel
-from moe_lora.sim.system import simulate
-from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SystemConfig
+from moe_lora.provision.replayed.system import simulate
+from moe_lora.provision.replayed.system_config import InstanceConfig, LocalConfig, SystemConfig
+from moe_lora.timing.step_model import StepModel
 from moe_lora.workload.replay_plan import PlannedRequest
 
 _GROWTH = 2.0

@@ -15,7 +15,7 @@ from scipy.optimize import nnls
 
 from moe_lora.config.json_file import FileContent, checked, read_object
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.step_model import PHASES, Row, StepModel, feature_names, features
+from moe_lora.timing.step_model import PHASES, Row, StepModel, feature_names, features
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 """LoRAServe's placement: which servers serve an adapter, and what share of its requests each.
 
 Source: LoRAServe, Algorithm 1 and section IV-A, steps 1 to 5.  Where the paper leaves a choice, it is said
-here; step 1's estimate of the demand is `policies.demand`, step 6 is `policies.routers`.
+here; step 1's estimate of the demand is `policies.routing.demand`, step 6 is `policies.routing.routers`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.policies.routing import balanced_assignment
+from moe_lora.policies.routing.routing import balanced_assignment
 
 from .burst_tolerance import place_by_burst_tolerance
 from .optimal import optimal_placement

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from moe_lora.core.errors import SloError
-from moe_lora.dist.lora_server.protocol.partition import Layout
+from moe_lora.core.partition import Layout
 from moe_lora.provision.admission.iar import expected_active
 from moe_lora.workload.traces.records import Trace
 

@@ -20,7 +20,7 @@ from functools import cache, cached_property, partial
 
 from moe_lora.config.plan import ESTIMATORS
 from moe_lora.core.errors import ConfigError, SloError
-from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
+from moe_lora.core.partition import Layout, Partition
 from moe_lora.provision.admission.admitted import NeededCapacity, largest
 
 from .inputs import PlanInputs

@@ -13,9 +13,9 @@ from scipy.optimize import brentq
 from scipy.special import lambertw
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.partition import Layout
 from moe_lora.core.shape import DEFAULT_TARGETS, MAX_CUDA_LORA_RANK, ModelShape
 from moe_lora.core.weight_format import WeightFormat
-from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.provision.device_profile import Gpu
 
 # The five models of InfiniLoRA's table 3, by name.

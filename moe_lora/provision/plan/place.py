@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_lora.dist.lora_server.protocol.partition import Layout
+from moe_lora.core.partition import Layout
 
 
 @dataclass(frozen=True)

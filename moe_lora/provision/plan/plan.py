@@ -8,12 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from moe_lora.core.errors import SloError
-from moe_lora.dist.lora_server.protocol.partition import (
-    Layout,
-    Partition,
-    communication_metrics,
-    uniform_routing,
-)
+from moe_lora.core.partition import Layout, Partition, communication_metrics, uniform_routing
 from moe_lora.provision.admission.admitted import rates_at
 from moe_lora.provision.admission.corrected import corrected_wait
 from moe_lora.provision.admission.iar import expected_active

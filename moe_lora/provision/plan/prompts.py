@@ -10,7 +10,7 @@ from functools import partial
 from itertools import takewhile
 
 from moe_lora.provision.lower_bound import Work, work_of
-from moe_lora.sim.prefix_hits import BlockHits, PrefixHits, StatedHits
+from moe_lora.provision.replayed.prefix_hits import BlockHits, PrefixHits, StatedHits
 from moe_lora.workload.conversations import MOONCAKE_BLOCK
 from moe_lora.workload.traces.records import TraceRequest
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from moe_lora.core.errors import SloError
-from moe_lora.dist.lora_server.protocol.partition import Layout
+from moe_lora.core.partition import Layout
 from moe_lora.provision.admission.admitted import largest
 
 from .cluster_size import CONSTRAINTS, EQ5, EQ6, FIRST_TOKEN, LOADS, MEMORY, MS, Cluster

@@ -26,7 +26,7 @@ from moe_lora.provision.device_profile import (
     RooflineProfile,
     Sizes,
 )
-from moe_lora.sim.system_config import StepRows
+from moe_lora.provision.replayed.system_config import StepRows
 
 US = 1e-6
 
@@ -322,7 +322,7 @@ class StageTimes:
 
 
 class SimulatedLayers:
-    """`sim.system_config.LayerTimes`.  ep: of the LoRA Server; None: the instance computes its deltas.
+    """`provision.replayed.system_config.LayerTimes`.  ep: of the LoRA Server; None: the instance computes its deltas.
 
     Where one request of a step has an adapter, every row counts as a row with one.
     """

@@ -26,10 +26,15 @@ import numpy as np
 
 from moe_lora.config.emulation import StageTime, StepProfile
 from moe_lora.config.plan import WorkloadOptions
-from moe_lora.dist.lora_server.protocol.partition import Layout
-from moe_lora.sim.running import SimRequest
-from moe_lora.sim.system import simulate
-from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SimLoraServerConfig, SystemConfig
+from moe_lora.core.partition import Layout
+from moe_lora.provision.replayed.running import SimRequest
+from moe_lora.provision.replayed.system import simulate
+from moe_lora.provision.replayed.system_config import (
+    InstanceConfig,
+    LocalConfig,
+    SimLoraServerConfig,
+    SystemConfig,
+)
 from moe_lora.workload.popularity.popularity import Popularity
 from moe_lora.workload.replay_plan import PlannedRequest, make_plan
 from moe_lora.workload.traces.records import Trace, TraceRequest

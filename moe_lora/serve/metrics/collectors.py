@@ -23,7 +23,7 @@ from moe_lora.core.request import (
 )
 from moe_lora.dist.cluster.controller.cluster_state import Figures
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.dist.lora_server.protocol.control_messages import ServerState
+from moe_lora.dist.lora_server.messages import ServerState
 
 Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 

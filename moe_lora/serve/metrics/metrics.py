@@ -16,7 +16,7 @@ from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.request import AdapterInfo, EngineStats, ModelInfo, RequestTiming
 from moe_lora.dist.cluster.controller.cluster_state import Controller
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.dist.lora_server.protocol.control_messages import ServerState
+from moe_lora.dist.lora_server.messages import ServerState
 from moe_lora.provision.online import Visit
 
 from .collectors import (

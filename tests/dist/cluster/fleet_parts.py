@@ -16,8 +16,8 @@ from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, Mod
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.policies.demand import DemandMeter
-from moe_lora.policies.routing import Router
+from moe_lora.policies.routing.demand import DemandMeter
+from moe_lora.policies.routing.routing import Router
 
 INFO = ModelInfo(
     name="base",

@@ -23,7 +23,7 @@ from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.thread import LoopThread
 from moe_lora.engine.client.heartbeat import Heartbeat, Pulse
 from moe_lora.engine.client.messages import Abort, Call, Generate, Hello, Inbox, Outputs, Reply, Stop
-from moe_lora.policies.routing import RoundRobin
+from moe_lora.policies.routing.routing import RoundRobin
 from tests.patience import PATIENCE_S
 
 from .fleet_parts import INFO, fleet_client

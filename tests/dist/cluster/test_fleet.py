@@ -25,8 +25,8 @@ from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.failover import MAX_RESENDS
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.policies.demand import DemandMeter
-from moe_lora.policies.routing import LeastOutstanding, RoundRobin
+from moe_lora.policies.routing.demand import DemandMeter
+from moe_lora.policies.routing.routing import LeastOutstanding, RoundRobin
 from tests.patience import PATIENCE_S
 
 from .fleet_parts import CountingEngine, fleet_client

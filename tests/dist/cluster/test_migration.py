@@ -32,9 +32,9 @@ from moe_lora.dist.transport.contract import make_transport
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.messages import Move
 from moe_lora.engine.core import EngineCore
-from moe_lora.engine.kv_transfer import KvTransfer, Outgoing
 from moe_lora.engine.llm import InProcessClient
-from moe_lora.policies.routers import LeastOutstanding, RoundRobin
+from moe_lora.engine.moving.kv_transfer import KvTransfer, Outgoing
+from moe_lora.policies.routing.routers import LeastOutstanding, RoundRobin
 from tests.dist.cluster.fleet_parts import fleet_client
 from tests.stopped_processes import stop
 

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 
-from moe_lora.dist.host_workers.cuda_stream import CudaStream
+from moe_lora.dist.deltas.cuda_stream import CudaStream
 from moe_lora.lora.backend import AddTo
 from tests.dist.lora_server.client.test_remote_backend import STEP, random_rows
 from tests.stopped_processes import stop

@@ -16,10 +16,10 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.peft.reader import read_adapter
+from moe_lora.dist.deltas import host_deltas as deltas
+from moe_lora.dist.deltas.session import DONE, STALE, FrameLayout, lay_out_request
 from moe_lora.dist.host_workers import worker
 from moe_lora.dist.host_workers.workers import HostWorkers, RowShares
-from moe_lora.dist.lora_server.protocol import deltas
-from moe_lora.dist.lora_server.protocol.session import DONE, STALE, FrameLayout, lay_out_request
 from moe_lora.lora.backend import RoutedBackend
 from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content_number, no_terms
 from tests.dist.lora_server.cluster import random_adapter

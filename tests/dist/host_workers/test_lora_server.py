@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from moe_lora.adapters.host_store import HostStore
+from moe_lora.dist.deltas.session import FrameLayout
 from moe_lora.dist.host_workers.workers import HostWorkers
-from moe_lora.dist.lora_server.protocol.session import FrameLayout
-from moe_lora.dist.lora_server.server.server_store import ServerAdapterStore
+from moe_lora.dist.lora_server.server_store import ServerAdapterStore
 from moe_lora.lora.row_routing import local_routing
 from tests.dist.lora_server.client.test_remote_backend import (
     assert_equal,

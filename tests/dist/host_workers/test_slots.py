@@ -8,14 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.dist.host_workers.slots import FrameSlots
-from moe_lora.dist.lora_server.protocol.session import (
-    DONE,
-    STALE,
-    FrameLayout,
-    answer_rows,
-    lay_out_request,
-)
+from moe_lora.dist.deltas.frame_slots import FrameSlots
+from moe_lora.dist.deltas.session import DONE, STALE, FrameLayout, answer_rows, lay_out_request
 from moe_lora.dist.transport.shm import ShmTransport
 from tests.dist.lora_server.shapes import model_shape
 

@@ -14,10 +14,10 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import AdapterError, ConfigError
+from moe_lora.dist.deltas.session import FrameLayout
 from moe_lora.dist.host_workers.worker import StoreDeltas
 from moe_lora.dist.host_workers.worker_link import DEPTH
 from moe_lora.dist.host_workers.workers import HostWorkers
-from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.lora.row_routing import (
     RoutedAdapter,
     RowRouting,

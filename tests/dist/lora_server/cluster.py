@@ -18,12 +18,12 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter, PackedLayer
 from moe_lora.config import EngineConfig, LoraServerConfig
+from moe_lora.core.partition import Layout
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape
-from moe_lora.dist.lora_server.client.attach import LoraServerClient
-from moe_lora.dist.lora_server.client.lease_client import LeaseClient
-from moe_lora.dist.lora_server.protocol.partition import Layout
-from moe_lora.dist.lora_server.server.host_share import HostCompute
-from moe_lora.dist.lora_server.server.server_rank import ServerRank
+from moe_lora.dist.lora_server.attach import LoraServerClient
+from moe_lora.dist.lora_server.host_share import HostCompute
+from moe_lora.dist.lora_server.lease_client import LeaseClient
+from moe_lora.dist.lora_server.server_rank import ServerRank
 from moe_lora.lora.row_routing import Lease
 from tests.patience import PATIENCE_S
 

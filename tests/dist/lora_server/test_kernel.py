@@ -15,7 +15,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.launch import roles
 from moe_lora.dist.launch.roles import build_rank
-from moe_lora.dist.lora_server.server import data_loop as serving
+from moe_lora.dist.lora_server import data_loop as serving
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 

@@ -14,7 +14,7 @@ import torch
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.shape import ModelShape, Site
-from moe_lora.dist.lora_server.client.attach import LoraServerClient
+from moe_lora.dist.lora_server.attach import LoraServerClient
 from moe_lora.lora.backend import RoutedBackend
 from moe_lora.lora.row_routing import Lease, RoutedAdapter, RowRouting, Source, no_terms
 from tests.families import make_adapter, make_checkpoint

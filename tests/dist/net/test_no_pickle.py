@@ -13,7 +13,7 @@ UNSAFE = ("pickle", "cloudpickle", "marshal", "shelve", "dill", "multiprocessing
 WITHIN_ONE_INSTANCE = {
     "engine/ranks/followers.py",
     "engine/ranks/follower.py",
-    "engine/step_batch.py",
+    "engine/step/step_batch.py",
     "core/processes.py",
     "dist/host_workers/worker.py",
     "dist/host_workers/worker_link.py",

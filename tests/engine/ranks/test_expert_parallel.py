@@ -25,7 +25,7 @@ from moe_lora.core.host import OwnFolder
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.ranks import exchange
 from moe_lora.engine.ranks.followers import HOST_STORE, Done, Followers
-from moe_lora.engine.step_batch import packed_message
+from moe_lora.engine.step.step_batch import packed_message
 from tests.dist.cluster_jobs import children
 from tests.engine.test_oracle import smallest_kv_gb
 from tests.families import MOE_FAMILIES

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from moe_lora.kernels.triton import aot, configs, sass
+from bench.gpu.aot import aot, sass
+from moe_lora.kernels.triton import configs
 
 USAGE = " Function wgmma_shrink:\n  REG:168 STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:648 TEXTURE:0"
 SASS = """
@@ -209,5 +210,5 @@ def test_numbers_of_a_batch_lead_to_no_other_compilation(builds):
 
 
 def test_command_explains_itself():
-    command = [sys.executable, "-m", "moe_lora.kernels.triton.aot", "--help"]
+    command = [sys.executable, "-m", "bench.gpu.aot.aot", "--help"]
     assert "sm_90a" in subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_lora.kernels.triton import configs
-from moe_lora.kernels.triton.triton_lora import choose, forced
+from moe_lora.kernels.triton.lora.triton_lora import choose, forced
 from tests.kernels.kernel_cases import QKV
 
 TABLE = configs.load_table(configs.FALLBACK)

@@ -9,11 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_lora.core.shard import ModelShard
 from moe_lora.kernels import ops, reference
-from moe_lora.kernels.triton import configs, experts
-from moe_lora.kernels.triton import triton_lora as lora
+from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.configs import interpreted
-from moe_lora.kernels.triton.problem import Deltas
-from moe_lora.kernels.triton.segments import Zeros, build_segments, rows_to_sort
+from moe_lora.kernels.triton.linear import experts
+from moe_lora.kernels.triton.lora import triton_lora as lora
+from moe_lora.kernels.triton.lora.problem import Deltas
+from moe_lora.kernels.triton.lora.segments import Zeros, build_segments, rows_to_sort
 from moe_lora.models.causal_lm import MoeMlp, glu
 from moe_lora.models.spec import model_spec
 from tests.kernels.kernel_cases import popularity, random

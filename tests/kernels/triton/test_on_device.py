@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_lora.kernels.triton import triton_lora as lora
-from moe_lora.kernels.triton.segments import build_segments
+from moe_lora.kernels.triton.lora import triton_lora as lora
+from moe_lora.kernels.triton.lora.segments import build_segments
 from tests.kernels.kernel_cases import SiteCase
 
 from .gpu_cases import LAYER, assert_delta, make_batch

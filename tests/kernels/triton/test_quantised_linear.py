@@ -71,7 +71,7 @@ def of_expert(weight, expert):
 
 
 def multiply(x, weight, bias, ids, num_out):
-    from moe_lora.kernels.triton.quantised_linear import quantised_linear
+    from moe_lora.kernels.triton.linear.quantised_linear import quantised_linear
 
     return quantised_linear(x, weight, bias, ids, num_out)
 
@@ -136,7 +136,7 @@ def test_rows_of_experts_whichever_they_chose(device, kind, row_per_output):
 )
 def test_row_has_the_same_bits_in_any_batch(device, name, dtype, monkeypatch):
     """Alone its parts are summed by programs of their own, in a large batch by one."""
-    from moe_lora.kernels.triton import quantised_linear as module
+    from moe_lora.kernels.triton.linear import quantised_linear as module
 
     rows, num_out, width = 70, 1100, 4096
     if interpreted():  # numpy's product of tiles of another size adds in another order
@@ -221,7 +221,7 @@ def test_no_rows_give_no_rows(device):
 
 def test_more_programs_at_once_change_no_bit(device, monkeypatch):
     """Whether parts are summed apart depends on the device's size; what is computed does not."""
-    from moe_lora.kernels.triton import quantised_linear as module
+    from moe_lora.kernels.triton.linear import quantised_linear as module
 
     weight = operand(format_of("int8"), torch.bfloat16, device, width=128, num_out=100, zero=False)
     x = random(torch.Generator().manual_seed(5), 3, 128, dtype=torch.bfloat16).to(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_lora.engine import sampler
+from moe_lora.engine.step import sampler
 from moe_lora.kernels.triton import sampling
 from moe_lora.kernels.triton.configs import interpreted
 from tests.engine.test_sampler import EOS, sampled, sequence

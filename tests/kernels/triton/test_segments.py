@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moe_lora.kernels.lora import SharedSegments
 from moe_lora.kernels.operands import LoraOperands, SlotTable
-from moe_lora.kernels.triton import segments
+from moe_lora.kernels.triton.lora import segments
 from tests.kernels.kernel_cases import GATE_UP, QKV
 
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_lora.kernels.triton import triton_lora as lora
 from moe_lora.kernels.triton.configs import interpreted
+from moe_lora.kernels.triton.lora import triton_lora as lora
 from tests.kernels.kernel_cases import SiteCase
 
 from .gpu_cases import DOWN, GATE_UP, QKV, assert_delta, make_batch

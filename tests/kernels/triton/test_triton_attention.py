@@ -11,9 +11,9 @@ from bench.gpu.engine_parts import attention_case, attention_error
 from moe_lora.kernels import reference
 from moe_lora.kernels.operands import AttentionOperands, KvLayout, Rotation, StepTables
 from moe_lora.kernels.triton import configs
-from moe_lora.kernels.triton import triton_attention as attention
+from moe_lora.kernels.triton.attention import triton_attention as attention
+from moe_lora.kernels.triton.attention.triton_attention import AttentionTiles
 from moe_lora.kernels.triton.configs import interpreted
-from moe_lora.kernels.triton.triton_attention import AttentionTiles
 from tests.kernels.kernel_cases import paged_case, random, strided
 
 DECODE = [(1, 1), (1, 17), (0, 0), (1, 0), (1, 70)]

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError, SloError
-from moe_lora.policies.step_model import StepModel
 from moe_lora.provision.performance.operating_points import (
     OperatingPoint,
     PointLoad,
@@ -25,6 +24,7 @@ from moe_lora.provision.performance.operating_points import (
     read_operating_points,
     simulated_run,
 )
+from moe_lora.timing.step_model import StepModel
 
 SLO = SloGoal(ttft_s=0.2, tpot_s=0.05)
 LOAD = PointLoad(prompt_tokens=32, output_tokens=16, num_adapters=4, num_requests=60, duration_s=4.0)

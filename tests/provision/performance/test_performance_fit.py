@@ -13,7 +13,6 @@ import pytest
 
 from moe_lora.config import PERFORMANCE_FORMS
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.step_model import Row, StepModel, feature_names
 from moe_lora.provision.performance.performance_models import (
     MeasuredStep,
     adapter_names,
@@ -24,6 +23,7 @@ from moe_lora.provision.performance.performance_models import (
     r_squared,
     read_step_model,
 )
+from moe_lora.timing.step_model import Row, StepModel, feature_names
 
 SECONDS = {
     "step": 5e-3,

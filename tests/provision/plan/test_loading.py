@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from moe_lora.config.emulation import StageTime, StepProfile
-from moe_lora.dist.lora_server.protocol.partition import Layout
+from moe_lora.core.partition import Layout
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.memory import STEPS_TO_FIRST_TOKEN, LoadQueue, miss_share
-from moe_lora.sim.system import simulate
-from moe_lora.sim.system_config import InstanceConfig, SimLoraServerConfig, SystemConfig
+from moe_lora.provision.replayed.system import simulate
+from moe_lora.provision.replayed.system_config import InstanceConfig, SimLoraServerConfig, SystemConfig
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.replay_plan import PlannedRequest
 

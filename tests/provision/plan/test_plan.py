@@ -16,8 +16,8 @@ import torch
 from moe_lora.config import LoraServerConfig
 from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError, SloError
-from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-from moe_lora.dist.lora_server.server.rank_memory import plan_memory
+from moe_lora.core.partition import Layout, Partition
+from moe_lora.dist.lora_server.rank_memory import plan_memory
 from moe_lora.provision.admission.corrected import corrected_admissibility_rate
 from moe_lora.provision.admission.iar import expected_active, immediate_admissibility_rate, min_capacity
 from moe_lora.provision.plan.cluster_size import Cluster

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_lora.dist.lora_server.protocol.partition import Layout
+from moe_lora.core.partition import Layout
 from moe_lora.provision.plan.checked import place_of
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.memory import AdapterMix

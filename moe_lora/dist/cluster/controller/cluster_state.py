@@ -19,7 +19,7 @@ from moe_lora.core.request import AdapterInfo, RequestTiming
 from moe_lora.core.shape import rank_limit
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served
-from moe_lora.dist.lora_server.protocol.control_messages import ServerState
+from moe_lora.dist.lora_server.messages import ServerState
 from moe_lora.dist.net.codec import Interface, Message, Protocol
 from moe_lora.dist.net.connection import Pings
 from moe_lora.dist.net.thread import in_daemon_thread

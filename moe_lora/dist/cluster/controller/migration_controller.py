@@ -25,16 +25,22 @@ from moe_lora.dist.cluster.fan_out import ask
 from moe_lora.dist.cluster.instances import Instance, InstanceRegistry
 from moe_lora.engine.client.client import CallableEngine, EngineClient
 from moe_lora.engine.client.messages import MoveOrder, RequestLoad
-from moe_lora.policies.answer_lengths import AnswerLengths
-from moe_lora.policies.migration import AdapterSize, MigrationPlan, MigrationProblem, ReplicaView, RequestView
-from moe_lora.policies.migration_triggers import (
+from moe_lora.policies.migration.problem import (
+    AdapterSize,
+    MigrationPlan,
+    MigrationProblem,
+    ReplicaView,
+    RequestView,
+)
+from moe_lora.policies.migration.triggers import (
     DLoraMigration,
     MoveCost,
     ReplicaPressure,
     cheaper_move,
     move_factor,
 )
-from moe_lora.policies.step_model import Row, StepModel
+from moe_lora.timing.answer_lengths import AnswerLengths
+from moe_lora.timing.step_model import Row, StepModel
 
 from .placement_controller import Routes
 

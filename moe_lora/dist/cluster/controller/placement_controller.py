@@ -22,18 +22,18 @@ from moe_lora.dist.cluster.pool.pool import FleetPool
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.host_workers.profile import routed_host_start
 from moe_lora.engine.client.client import CallableEngine, EngineClient
-from moe_lora.policies.model_routing import CostModel
-from moe_lora.policies.routers import PhiRouting, RoutingContext, make_router
-from moe_lora.policies.routing import Router
-from moe_lora.policies.step_model import StepModel
+from moe_lora.policies.routing.model_routing import CostModel
+from moe_lora.policies.routing.routers import PhiRouting, RoutingContext, make_router
+from moe_lora.policies.routing.routing import Router
 from moe_lora.provision.performance.operating_points import read_operating_points
 from moe_lora.provision.performance.performance_models import read_step_model
 from moe_lora.provision.placement.burst_tolerance import DeviceMemory, place_and_preload
 from moe_lora.provision.placement.placement import PLACEMENTS
 from moe_lora.provision.placement.placement_problem import PlacementQuality, placement_quality
+from moe_lora.timing.step_model import StepModel
 
 if TYPE_CHECKING:
-    from moe_lora.policies.demand import DemandMeter
+    from moe_lora.policies.routing.demand import DemandMeter
 
 SETTLE_S = 1.0
 """Instances that start together are placed on together."""
@@ -81,7 +81,7 @@ class PlacementController:
         self._routes_by_table = routes_by_table
         self._meter = meter
         self._clock = clock or WallClock()
-        from moe_lora.policies.demand import DemandForecast  # no placement, no forecast
+        from moe_lora.policies.routing.demand import DemandForecast  # no placement, no forecast
 
         self._forecast = DemandForecast(config.demand_steps, config.demand_smoothing, config.demand_trend)
         self._step_s = self._clock.now_s()
@@ -285,7 +285,7 @@ def make_routes(cluster: ClusterConfig) -> Routes:
         table = PhiRouting()
     meter = None
     if config.placement is not None:
-        from moe_lora.policies.demand import DemandMeter
+        from moe_lora.policies.routing.demand import DemandMeter
 
         meter = DemandMeter(config.mean_output_tokens)
     return Routes(config=config, router=router, table=table, meter=meter, ranks=ranks, steps=steps)

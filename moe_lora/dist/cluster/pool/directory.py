@@ -14,7 +14,7 @@ from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.core.errors import AdapterError, EngineDeadError
 from moe_lora.engine.client.client import CallableEngine
 from moe_lora.engine.client.messages import PoolEntry
-from moe_lora.policies.pool_moves import place_holders
+from moe_lora.policies.migration.pool_moves import place_holders
 
 logger = logging.getLogger(__name__)
 

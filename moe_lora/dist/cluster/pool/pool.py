@@ -16,7 +16,7 @@ from moe_lora.dist.cluster.fan_out import Answers, ask, load_alike
 from moe_lora.dist.cluster.instances import Instance, InstanceRegistry, ServedVersion
 from moe_lora.engine.client.client import CallableEngine, EngineClient
 from moe_lora.engine.client.messages import PoolEntry
-from moe_lora.policies.pool_moves import copies_to_drop, copies_to_make, place_holders
+from moe_lora.policies.migration.pool_moves import copies_to_drop, copies_to_make, place_holders
 
 from .directory import PoolDirectory
 

@@ -18,7 +18,7 @@ from moe_lora.dist.cluster.controller.migration_controller import MigrationContr
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.engine.client.messages import MoveOrder, RequestLoad
-from moe_lora.policies.routing import InstanceView
+from moe_lora.policies.routing.routing import InstanceView
 from tests.dist.cluster.fleet_parts import CountingEngine
 from tests.dist.cluster.test_migration import ADAPTERS, CONFIG
 

@@ -20,8 +20,8 @@ from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState, take_table
 from moe_lora.dist.cluster.controller.placement_controller import PlacementController, make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry
-from moe_lora.policies.model_routing import ShortestPendingTime
-from moe_lora.policies.routers import PhiRouting
+from moe_lora.policies.routing.model_routing import ShortestPendingTime
+from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.provision.performance.performance_models import FORMAT
 from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config, fleet_client
 from tests.dist.cluster.test_migration import CONFIG, DEMO

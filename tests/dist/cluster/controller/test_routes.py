@@ -16,10 +16,10 @@ from moe_lora.config.lora_server import LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster.controller.placement_controller import make_routes
 from moe_lora.dist.host_workers.profile import host_section
-from moe_lora.policies.answer_lengths import FIRST_TOKENS
-from moe_lora.policies.host_start import HostTimes, PartTime
-from moe_lora.policies.model_routing import RankAware, ShortestPendingTime
-from moe_lora.policies.step_model import StepModel
+from moe_lora.policies.admission.host_start import HostTimes, PartTime
+from moe_lora.policies.routing.model_routing import RankAware, ShortestPendingTime
+from moe_lora.timing.answer_lengths import FIRST_TOKENS
+from moe_lora.timing.step_model import StepModel
 from tests.dist.cluster.fleet_parts import cluster_config
 from tests.policies.routing_parts import Instance, Request
 

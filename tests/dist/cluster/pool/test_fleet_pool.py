@@ -22,8 +22,8 @@ from moe_lora.dist.cluster.pool.directory import PoolDirectory
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.engine.client.client import CallableEngine
 from moe_lora.engine.client.messages import PoolEntry
-from moe_lora.policies.routers import PhiRouting
-from moe_lora.policies.routing import LeastOutstanding
+from moe_lora.policies.routing.routers import PhiRouting
+from moe_lora.policies.routing.routing import LeastOutstanding
 from tests.dist.cluster.fleet_parts import cluster_config
 
 SIZES = {"big": 100, "small": 10, "tiny": 1}

@@ -12,7 +12,7 @@ import torch
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
-from moe_lora.engine.execution_context import ExecutionContext
+from moe_lora.engine.step.execution_context import ExecutionContext
 from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 from moe_lora.lora.backend import AddTo, LoraBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moe_lora.core.errors import CapacityError, LoraServerError
-from moe_lora.dist.lora_server.client.lease_client import LeaseClient
-from moe_lora.dist.lora_server.protocol.control import LoraServerAdmin, join, network
-from moe_lora.dist.lora_server.protocol.control_messages import ServerHello
+from moe_lora.dist.lora_server.control import LoraServerAdmin, join, network
+from moe_lora.dist.lora_server.lease_client import LeaseClient
+from moe_lora.dist.lora_server.messages import ServerHello
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.server.test_leader import granted, joined
 from tests.dist.lora_server.shapes import model_shape

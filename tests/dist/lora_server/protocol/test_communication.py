@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_lora.dist.lora_server.protocol.partition import (
+from moe_lora.core.partition import (
     Layout,
     Partition,
     activation_counts,

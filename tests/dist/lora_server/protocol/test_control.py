@@ -13,7 +13,7 @@ import pytest
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
-from moe_lora.dist.lora_server.protocol.control import (
+from moe_lora.dist.lora_server.control import (
     ControlServer,
     Visitor,
     called,
@@ -22,7 +22,7 @@ from moe_lora.dist.lora_server.protocol.control import (
     network,
     pings_of,
 )
-from moe_lora.dist.lora_server.protocol.control_messages import Block, Content, Need, ServerHello
+from moe_lora.dist.lora_server.messages import Block, Content, Need, ServerHello
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.keys import Keys, make_keys
 from moe_lora.dist.net.peer import Peer, PeerEndedError

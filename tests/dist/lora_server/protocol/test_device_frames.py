@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.dist.lora_server.protocol.device_frames import DeviceFrames
-from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
+from moe_lora.core.partition import Layout, Partition
+from moe_lora.dist.deltas.device_frames import DeviceFrames
 from moe_lora.dist.transport.device_puts import PUT_BLOCKS, STATUS_BYTES
 from tests.dist.lora_server.shapes import model_shape
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.lora_server.protocol.session import (
+from moe_lora.dist.deltas.session import (
     DONE,
     HEADER_BYTES,
     FrameLayout,

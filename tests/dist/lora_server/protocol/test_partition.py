@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
+from moe_lora.core.partition import Layout, Partition
 from tests.dist.lora_server.shapes import model_shape
 
 QKV, ATTN_O, ROUTER, GATE_UP, DOWN = range(5)
@@ -169,7 +169,6 @@ def test_a_client_talks_to_one_server_or_a_server_hears_one_client(part: Partiti
 
 def test_the_servers_decisions_start_without_torch():
     code = (
-        "import sys, moe_lora.dist.lora_server.protocol.partition, moe_lora.dist.lora_server.server.leases;"
-        "assert 'torch' not in sys.modules"
+        "import sys, moe_lora.core.partition, moe_lora.cache.leases.leases;assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

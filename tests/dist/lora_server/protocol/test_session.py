@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moe_lora.dist.lora_server.protocol.session import (
+from moe_lora.dist.deltas.session import (
     DONE,
     STALE,
     ClientSession,
@@ -18,7 +18,7 @@ from moe_lora.dist.lora_server.protocol.session import (
     SessionLostError,
     lay_out_request,
 )
-from moe_lora.dist.lora_server.server.data_loop import ServerSession
+from moe_lora.dist.lora_server.data_loop import ServerSession
 from moe_lora.dist.transport import make_transport
 from tests.dist.lora_server.shapes import model_shape
 

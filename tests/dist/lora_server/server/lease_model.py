@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from moe_lora.cache.leases.leases import Grant, LeaseTable
+from moe_lora.cache.leases.residency import Evict, Load
 from moe_lora.core.errors import AdapterNotFoundError
-from moe_lora.dist.lora_server.server.leases import Grant, LeaseTable
-from moe_lora.dist.lora_server.server.residency import Evict, Load
 
 PAGES_PER_RANK = (7, 6)
 STARVATION_S = 2.0

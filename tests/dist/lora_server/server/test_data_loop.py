@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lora.dist.lora_server.protocol.session import (
+from moe_lora.dist.deltas.session import (
     HEADER_BYTES,
     ClientSession,
     FrameLayout,
@@ -19,9 +19,9 @@ from moe_lora.dist.lora_server.protocol.session import (
     check_ids,
     lay_out_request,
 )
-from moe_lora.dist.lora_server.server import data_loop as serving
-from moe_lora.dist.lora_server.server.data_loop import DataLoop, ServerSession, instance_number
-from moe_lora.dist.lora_server.server.host_share import HostCompute
+from moe_lora.dist.lora_server import data_loop as serving
+from moe_lora.dist.lora_server.data_loop import DataLoop, ServerSession, instance_number
+from moe_lora.dist.lora_server.host_share import HostCompute
 from moe_lora.dist.transport import make_transport
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.lora.row_routing import RoutedAdapter
@@ -271,7 +271,7 @@ def test_adapter_that_the_host_can_not_compute_is_refused_and_logged_once(hosted
     if when == "computed":
         host.compute = fail
     else:
-        monkeypatch.setattr("moe_lora.dist.lora_server.server.host_share.OnHost", fail)
+        monkeypatch.setattr("moe_lora.dist.lora_server.host_share.OnHost", fail)
     client, other = stage.add("one"), stage.add("other")
     stage.run()
     for _ in range(3):
@@ -307,7 +307,7 @@ def test_content_that_leaves_while_it_is_read_is_refused(stage, monkeypatch):
     def evicting(*_: object, kernel: str) -> None:
         stage.server_store.generation[0] = 6
 
-    monkeypatch.setattr("moe_lora.dist.lora_server.server.data_loop.request_deltas", evicting)
+    monkeypatch.setattr("moe_lora.dist.lora_server.data_loop.request_deltas", evicting)
     client = stage.add("one")
     sent = client.send()
     stage.run()

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lora.dist.lora_server.protocol.device_frames import DeviceFrames
-from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-from moe_lora.dist.lora_server.server import device_loop
-from moe_lora.dist.lora_server.server.device_loop import DeviceSession, ResidentTables
-from moe_lora.dist.lora_server.server.server_store import ServerAdapterStore
+from moe_lora.core.partition import Layout, Partition
+from moe_lora.dist.deltas.device_frames import DeviceFrames
+from moe_lora.dist.lora_server import device_loop
+from moe_lora.dist.lora_server.device_loop import DeviceSession, ResidentTables
+from moe_lora.dist.lora_server.server_store import ServerAdapterStore
 from moe_lora.dist.transport.device_puts import WORDS_PER_SIGNAL, SymmetricWindow
 from tests import stand_in_device
 from tests.dist.lora_server.cluster import CPU

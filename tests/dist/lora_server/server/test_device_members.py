@@ -11,8 +11,8 @@ import pytest
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.config.emulation import EmulationConfig, StepProfile
 from moe_lora.core.errors import ConfigError, LoraServerError
-from moe_lora.dist.lora_server.client.attach import LoraServerClient
-from moe_lora.dist.lora_server.server.device_members import DeviceMembers
+from moe_lora.dist.lora_server.attach import LoraServerClient
+from moe_lora.dist.lora_server.device_members import DeviceMembers
 from tests.dist.lora_server.cluster import Cluster
 from tests.dist.lora_server.shapes import model_shape
 

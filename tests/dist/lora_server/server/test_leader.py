@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from moe_lora.adapters.host_store import HostStore
+from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.core.errors import CapacityError, LoraServerError, StorageError
-from moe_lora.dist.lora_server.client.lease_client import LeaseClient
-from moe_lora.dist.lora_server.protocol import content
-from moe_lora.dist.lora_server.protocol.control import called, join, network
-from moe_lora.dist.lora_server.protocol.control_messages import Order, ServerState
-from moe_lora.dist.lora_server.server.leader import Leader
-from moe_lora.dist.lora_server.server.leases import LeaseTable
-from moe_lora.policies.arena_shares import ANYBODY, Asker
+from moe_lora.dist.lora_server import content
+from moe_lora.dist.lora_server.control import called, join, network
+from moe_lora.dist.lora_server.leader import Leader
+from moe_lora.dist.lora_server.lease_client import LeaseClient
+from moe_lora.dist.lora_server.messages import Order, ServerState
+from moe_lora.policies.caching.arena_shares import ANYBODY, Asker
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 from tests.patience import PATIENCE_S
@@ -78,8 +78,8 @@ def test_the_leader_keeps_for_a_tenant_what_is_within_its_share_and_names_none(c
 
 
 def test_what_a_tenant_left_is_given_after_its_absence_though_nobody_asks(cluster, monkeypatch):
-    monkeypatch.setattr("moe_lora.policies.arena_shares.PRESENT_S", 0.4)
-    monkeypatch.setattr("moe_lora.dist.lora_server.server.leader.LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr("moe_lora.policies.caching.arena_shares.PRESENT_S", 0.4)
+    monkeypatch.setattr("moe_lora.dist.lora_server.leader.LOOK_AGAIN_S", 0.05)
     leases = left_by_one_tenant(cluster)
     assert settled(leases).num_waiting == 1
     granted(leases, "c")

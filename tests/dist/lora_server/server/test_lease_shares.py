@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.dist.lora_server.server.lease_shares import Standing
-from moe_lora.dist.lora_server.server.leases import Event, Grant, LeaseTable
-from moe_lora.dist.lora_server.server.residency import Evict, Load, ServedAdapter
-from moe_lora.policies.arena_shares import BEYOND, NOBODY, PRESENT_S, WITHIN, ArenaShares, Asker
+from moe_lora.cache.leases.lease_shares import Standing
+from moe_lora.cache.leases.leases import Event, Grant, LeaseTable
+from moe_lora.cache.leases.residency import Evict, Load, ServedAdapter
+from moe_lora.policies.caching.arena_shares import BEYOND, NOBODY, PRESENT_S, WITHIN, ArenaShares, Asker
 
 CAPACITY, PAGES = 6, (9, 8)
 SHARDS = ({}, {0: {0: 1}}, {0: {0: 2}, 1: {0: 1}}, {1: {0: 2, 1: 2}})

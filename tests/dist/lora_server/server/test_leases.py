@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 
+from moe_lora.cache.leases.leases import Event, Grant, LeaseTable
+from moe_lora.cache.leases.residency import Evict, Load
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
-from moe_lora.dist.lora_server.server.leases import Event, Grant, LeaseTable
-from moe_lora.dist.lora_server.server.residency import Evict, Load
 
 ONE_PAGE = {0: {0: 1}}
 

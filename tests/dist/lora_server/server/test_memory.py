@@ -7,16 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-from moe_lora.dist.lora_server.server.leases import LeaseTable
-from moe_lora.dist.lora_server.server.rank_memory import (
-    check_share,
-    plan_memory,
-    shard_pages,
-    spare_bytes,
-)
+from moe_lora.core.partition import Layout, Partition
+from moe_lora.dist.lora_server.rank_memory import check_share, plan_memory, shard_pages, spare_bytes
 from tests.dist.lora_server.cluster import random_adapter
 from tests.dist.lora_server.shapes import model_shape
 

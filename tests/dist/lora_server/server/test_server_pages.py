@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_lora.cache.leases.server_pages import ServerPages, fits
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.lora_server.server.server_pages import ServerPages, fits
 
 lengths = st.lists(st.integers(1, 4), max_size=8)
 

@@ -14,11 +14,11 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import AdapterError, ConfigError, StorageError
-from moe_lora.dist.lora_server.protocol.control_messages import EvictOrder, LoadOrder, Order, ResizeOrder
-from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-from moe_lora.dist.lora_server.server.orders import Orders
-from moe_lora.dist.lora_server.server.rank_memory import shard_pages
-from moe_lora.dist.lora_server.server.server_store import NUM_TRIES, PAUSE_S, ServerAdapterStore, _allocate
+from moe_lora.core.partition import Layout, Partition
+from moe_lora.dist.lora_server.messages import EvictOrder, LoadOrder, Order, ResizeOrder
+from moe_lora.dist.lora_server.orders import Orders
+from moe_lora.dist.lora_server.rank_memory import shard_pages
+from moe_lora.dist.lora_server.server_store import NUM_TRIES, PAUSE_S, ServerAdapterStore, _allocate
 from tests.dist.lora_server.cluster import CPU, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 from tests.patience import PATIENCE_S

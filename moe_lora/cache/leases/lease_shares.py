@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose adapters give way at the LoRA Server where several tenants use it, and whose lease comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lora.policies.admission.admission import ResidentView
+from moe_lora.policies.caching.arena_shares import BEYOND, NOBODY, WITHIN, ArenaShares
+
+_ROUNDING = 1e-9
+_NO_OWNER = -1
+
+
+class ServedView(ResidentView, Protocol):
+    """A resident adapter.  owner: the number of the tenant whom it counts for.  room [K]: see `Standing`."""
+
+    @property
+    def owner(self) -> int: ...
+
+    @property
+    def room(self) -> tuple[int, ...]: ...
+
+
+Served = TypeVar("Served", bound=ServedView)
+
+
+class Standing(Generic[Served]):
+    """What tenants hold at one moment, and so which adapters may leave for whom.
+
+    An idle adapter of a tenant within its share leaves for another tenant's only if that one stays within
+    its own share with what it gets, or has no adapter in use (so that a share smaller than an adapter shuts
+    nobody out), and only when no idle adapter is left that is beyond a share.
+
+    residents [N]: all that are resident.  totals [K]: of each kind of room how much there is: places, then
+    pages of each rank.
+    """
+
+    def __init__(
+        self, shares: ArenaShares, residents: Sequence[Served], totals: Sequence[float], now_s: float
+    ) -> None:
+        self._shares, self._totals, self._now_s = shares, totals, now_s
+        owners = np.array([one.owner for one in residents], np.int64)
+        rooms = np.array([one.room for one in residents], np.int64).reshape(len(residents), len(totals))
+        in_use = np.array([one.num_running > 0 for one in residents], bool)
+        self._held = [shares.held(owners, room) for room in rooms.T]  # of each kind [T]
+        used = [shares.held(owners[in_use], room) for room in rooms[in_use].T]
+        # Of tens of tenants that wait each is asked for: lists are much quicker for that than arrays.
+        self._used_by: list[list[float]] = [each.tolist() for each in used]
+        self._held_by: list[list[float]] = [each.tolist() for each in self._held]
+        self._parts: list[list[float]] = np.outer(totals, shares.portions(now_s)).tolist()
+        self._owners, self._rooms = owners[~in_use], rooms[~in_use]
+        self._idle_owners = set(self._owners.tolist())
+        idle = self._leavers = [one for one in residents if not one.num_running]
+        order = np.lexsort(([one.last_used_s for one in idle], [one.num_waiting > 0 for one in idle]))
+        self._values = np.empty(len(idle))
+        self._values[order] = np.arange(len(idle))
+        self._turns: dict[tuple[int, tuple[int, ...]], float] = {}
+        self._leaving: dict[tuple[int, bool], list[Served]] = {}
+
+    def turn(self, tenant: int, room: tuple[int, ...]) -> float:
+        """In which order waiting leases are looked at, lower ones first: 1 for a tenant that stays within its
+        share with what it then uses, else as many times its share as it then uses.
+        """
+        key = tenant, room
+        if key not in self._turns:
+            kinds = zip(self._used_by, self._parts, room, strict=True)
+            times = (
+                (used[tenant] + asked) / max(part[tenant], _ROUNDING) for used, part, asked in kinds if asked
+            )
+            self._turns[key] = max(1.0, max(times, default=0.0) - _ROUNDING)
+        return self._turns[key]
+
+    def may_leave(self, tenant: int, room: tuple[int, ...]) -> list[Served]:
+        """Residents that may leave for so much room of this tenant's, the first to go first."""
+        only_beyond = self._used_by[0][tenant] > 0 and self._is_beyond(tenant, room)
+        key = (tenant if tenant in self._idle_owners else _NO_OWNER), only_beyond
+        if key not in self._leaving:
+            self._leaving[key] = self._chosen(*key)
+        return self._leaving[key]
+
+    def _chosen(self, tenant: int, only_beyond: bool) -> list[Served]:
+        order, own = self._order, self._owners == tenant
+        if own.any():
+            order = order.copy()
+            order[own] = self._eviction_order(tenant, np.flatnonzero(own))
+        chosen = np.flatnonzero((order == BEYOND) | own) if only_beyond else np.arange(len(order))
+        chosen = chosen[np.lexsort((self._values[chosen], order[chosen]))]
+        return [self._leavers[int(index)] for index in chosen]
+
+    def _is_beyond(self, tenant: int, room: tuple[int, ...]) -> bool:
+        kinds = zip(self._held_by, self._parts, room, strict=True)
+        return any(
+            held[tenant] + asked > part[tenant] * (1 + _ROUNDING) for held, part, asked in kinds if asked
+        )
+
+    @cached_property
+    def _order(self) -> NDArray[np.int64]:
+        """Of all that are idle, whoever asks: an asker's own ones alone give way otherwise."""
+        return self._eviction_order(NOBODY, np.arange(len(self._leavers)))
+
+    def _eviction_order(self, tenant: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As `ArenaShares.eviction_order` of these idle ones, the earliest of all kinds of room."""
+        self._shares.make_room_for(tenant, self._now_s)
+        found = np.full(len(self._leavers), WITHIN)
+        for kind, total in enumerate(self._totals):
+            there = rows[self._rooms[rows, kind] > 0]
+            order = self._shares.eviction_order(
+                self._held[kind],
+                self._owners[there],
+                self._rooms[there, kind],
+                self._values[there],
+                float(total),
+                self._now_s,
+            )
+            found[there] = np.minimum(found[there], order)
+        return found[rows]

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which instances may use which adapters of the LoRA Server.
+
+The leader keeps one `LeaseTable` for all instances.  It decides only: what is to be done comes out as events
+(`take_events`), and times come in as arguments.  A put of an instance whose lease has ended is told apart by
+the generation of the adapter's slot (`residency.Residency`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from moe_lora.core.errors import AdapterNotFoundError, ConfigError
+from moe_lora.policies.caching.arena_shares import ANYBODY, ArenaShares, Asker
+
+from .lease_queue import LeaseQueue, Waiter
+from .lease_shares import Standing
+from .residency import Evict, Load, Residency, ServedAdapter
+from .server_pages import ShardPages
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The instance holds a lease: its puts for this adapter carry slot and generation from now on.
+
+    The adapter's Load was issued before, perhaps just now: a put may have to wait for its layer.
+    """
+
+    instance: str
+    adapter_id: str
+    slot: int
+    generation: int
+
+
+Event: TypeAlias = Load | Evict | Grant
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseStats:
+    """Now: adapters resident, leases held, acquires waiting, bytes of the pages taken.  Since the start:
+    adapters loaded and evicted, bytes of the pages loaded.
+    """
+
+    num_resident: int
+    num_leases: int
+    num_waiting: int
+    num_loads: int
+    num_evictions: int
+    resident_bytes: int
+    loaded_bytes: int
+
+
+class LeaseTable:
+    """Shares `capacity` slots and the ranks' pages among all instances.
+
+    Who waits gets its lease by the rules of `LeaseQueue`, what leaves for it by those of `Residency`.  What
+    falls free goes to those that wait when the caller says so (`grant_due`): once for all that it heard of
+    together.
+
+    capacity: adapters resident at once.  pages_per_rank: pages of each server rank's arena.  page_bytes:
+    bytes of a page.  Raises ConfigError for a capacity below 1.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        pages_per_rank: Sequence[int],
+        page_bytes: int,
+        *,
+        starvation_s: float,
+    ) -> None:
+        self._page_bytes = page_bytes
+        self._events: list[Event] = []
+        self._residency = Residency(pages_per_rank, self._events.append)
+        self._queue = LeaseQueue(starvation_s)
+        self._shares = ArenaShares()
+        self._portions = self._shares.portions(0.0)
+        """By which those that wait were looked at, or are due to be."""
+        self.is_due = False
+        """Whether something happened since those that wait were looked at that may give one a lease."""
+        self._is_promised = False
+        """Whether it is theirs: newcomers wait for that look, too."""
+        self._uids = itertools.count(1)
+        self._adapters: dict[str, ServedAdapter] = {}
+        self._leases: dict[str, dict[str, Grant]] = {}
+        self.resize(capacity)
+
+    @property
+    def capacity(self) -> int:
+        return self._residency.capacity
+
+    def take_events(self) -> list[Event]:
+        """The events since the last call, to be carried out in this order."""
+        events = self._events.copy()
+        self._events.clear()
+        return events
+
+    def register(self, adapter_id: str, shard_pages: ShardPages) -> None:
+        """Make the adapter (content hash) known; once more changes nothing.
+
+        shard_pages: pages per server rank and layer; layers of no pages may be left out.
+        Raises ConfigError if a rank could never hold its shard, ValueError if the adapter is known with
+        other shards.
+        """
+        wanted = {
+            rank: {layer: num_pages for layer, num_pages in layers.items() if num_pages}
+            for rank, layers in shard_pages.items()
+            if any(layers.values())
+        }
+        known = self._adapters.get(adapter_id)
+        if known is None:
+            self._residency.pages.check_fits(adapter_id, wanted, self._page_bytes)
+            room = self._residency.room(wanted)
+            self._adapters[adapter_id] = ServedAdapter(next(self._uids), adapter_id, wanted, room)
+        elif known.shard_pages != wanted:
+            raise ValueError(
+                f"adapter {adapter_id!r} is known with other shard sizes; an id stands for one content, "
+                "register other content under an id of its own"
+            )
+        else:
+            known.retired = False
+
+    def unregister(self, adapter_id: str) -> None:
+        """Refuse new acquires; instances that hold a lease or wait for one are served to the end.
+
+        Raises AdapterNotFoundError.
+        """
+        adapter = self._registered(adapter_id)
+        adapter.retired = True
+        self._settle(adapter)
+        self._promise()
+
+    def acquire(self, instance: str, adapter_id: str, now_s: float, asker: Asker = ANYBODY) -> Grant | None:
+        """The instance's lease, if it can have one now; else it waits and a Grant comes later, perhaps with
+        what is due.
+
+        asker: whose request needs it.
+
+        A lease given by this call is among the events too.  An instance that already holds the lease gets
+        the same one back and no event; one that already waits keeps its place, for whichever asker's turn is
+        first now.
+        Raises AdapterNotFoundError.
+        """
+        lease = self._leases.get(instance, {}).get(adapter_id)
+        if waiter := self._queue.get(instance, adapter_id):
+            self._wait_for(waiter, self._shares.ask(*asker, now_s), now_s)
+        elif lease is None:
+            adapter = self._registered(adapter_id)
+            waiter = Waiter(instance, adapter, now_s, self._shares.ask(*asker, now_s))
+            is_alone = not self._queue
+            self._queue.put(waiter)
+            portions = self._shares.portions(now_s)
+            if not is_alone and not np.array_equal(portions, self._portions):
+                self._promise()  # with other shares older ones may have become admissible
+            self._portions = portions
+            if is_alone or not self._is_promised:
+                lease = self._grant_youngest(waiter, now_s)
+        return lease
+
+    def release(self, instance: str, adapter_id: str, now_s: float) -> bool:
+        """End the instance's lease; False if it holds none."""
+        if adapter_id not in self._leases.get(instance, {}):
+            return False
+        self._end_lease(instance, adapter_id, now_s)
+        return True
+
+    def cancel(self, instance: str, adapter_id: str) -> bool:
+        """Stop waiting; False if the instance does not wait.
+
+        A lease that was granted meanwhile stands: the instance releases it when the Grant reaches it.
+        """
+        waiter = self._queue.get(instance, adapter_id)
+        if waiter is None:
+            return False
+        self._end_wait(waiter)
+        self._promise()
+        return True
+
+    def prefetch(self, adapter_id: str, now_s: float) -> bool:
+        """Make the adapter resident without a lease; False if evicting idle adapters would not do.
+
+        Raises AdapterNotFoundError.
+        """
+        adapter = self._registered(adapter_id)
+        if not self._residency.bring_in(adapter, adapter.owner, self._stand(now_s)):
+            return False
+        adapter.last_used_s = now_s
+        return True
+
+    def drop_instance(self, instance: str, now_s: float) -> None:
+        """End all leases and waits of an instance that is gone."""
+        for waiter in [waiter for waiter in self._queue if waiter.instance == instance]:
+            self._end_wait(waiter)
+        for adapter_id in list(self._leases.get(instance, {})):
+            self._end_lease(instance, adapter_id, now_s)
+        self._leases.pop(instance, None)
+        self._promise()
+
+    def is_resident(self, adapter_id: str, generation: int) -> bool:
+        """Whether the adapter is resident in this generation of its slot."""
+        adapter = self._adapters.get(adapter_id)
+        return adapter is not None and adapter.slot is not None and adapter.generation == generation
+
+    def fail(self, adapter_id: str, now_s: float) -> set[str]:
+        """End all leases and waits of a failed adapter, and forget the adapter.
+
+        Its slot and pages are free at once, since puts of its generation are stale.  A later `register` makes
+        the adapter known again.  Returns the instances with a lease or a wait.
+        """
+        adapter = self._adapters.get(adapter_id)
+        if adapter is None:
+            return set()
+        adapter.retired = True
+        waiters = [waiter for waiter in self._queue if waiter.adapter is adapter]
+        holders = [instance for instance, leases in self._leases.items() if adapter_id in leases]
+        for waiter in waiters:
+            self._end_wait(waiter)
+        for instance in holders:
+            self._end_lease(instance, adapter_id, now_s)
+        if self._adapters.get(adapter_id) is adapter:
+            self._settle(adapter)
+        self._promise()
+        return {*holders, *(waiter.instance for waiter in waiters)}
+
+    def grant_due(self, now_s: float) -> None:
+        """`grant_waiting` if it `is_due`."""
+        if self.is_due:
+            self.grant_waiting(now_s)
+
+    def grant_waiting(self, now_s: float) -> None:
+        """Give what can be had now to those that wait: what fell free, what absent tenants no longer keep."""
+        while self._residency.is_over and self._residency.evict_idle(self._stand(now_s)):
+            pass
+        found = set() if self._residency.is_over else {waiter.adapter for waiter in self._queue}
+        # What leases keep only grows meanwhile: who could have no room needn't be asked again.
+        while found := {one for one in found if one.num_waiting and self._residency.could_have_room(one)}:
+            if not self._grant_first(found, now_s):
+                break
+        self._portions = self._shares.portions(now_s)
+        self.is_due = self._is_promised = False
+
+    def resize(self, capacity: int) -> None:
+        """Change the number of adapters resident at once.
+
+        Shrinking evicts idle adapters; while leases keep more than `capacity` resident, none is given.
+        Raises ConfigError below 1.
+        """
+        if capacity < 1:
+            raise ConfigError(
+                f"lora_server.capacity={capacity} leaves no place for an adapter; choose 1 or more"
+            )
+        self._residency.resize(capacity)
+        self._promise()
+
+    def max_capacity(self) -> int | None:
+        """The number of adapters that every rank's pages hold, as `ServerPages.num_fitting` says of
+        those that are registered; None if none is.
+        """
+        known = [adapter.shard_pages for adapter in self._adapters.values() if not adapter.retired]
+        return self._residency.pages.num_fitting(known) if known else None
+
+    def residents(self) -> Iterable[ServedAdapter]:
+        """The resident adapters, to be read only."""
+        return self._residency.adapters.values()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    def stats(self) -> LeaseStats:
+        """Counts, and bytes of whole pages, for metrics."""
+        found = self._residency
+        return LeaseStats(
+            num_resident=len(found.adapters),
+            num_leases=sum(len(leases) for leases in self._leases.values()),
+            num_waiting=len(self._queue),
+            num_loads=found.num_loads,
+            num_evictions=found.num_evictions,
+            resident_bytes=sum(one.num_pages for one in self.residents()) * self._page_bytes,
+            loaded_bytes=found.num_pages_loaded * self._page_bytes,
+        )
+
+    def _wait_for(self, waiter: Waiter, tenant: int, now_s: float) -> None:
+        """Wait for this tenant from now on, if its turn is an earlier one."""
+        standing, other = self._stand(now_s), replace(waiter, tenant=tenant)
+        if standing is not None and other.turn(standing) < waiter.turn(standing):
+            self._queue.put(other)
+            self._promise()
+
+    def _registered(self, adapter_id: str) -> ServedAdapter:
+        """The adapter that new acquires for this id get.  Raises AdapterNotFoundError."""
+        adapter = self._adapters.get(adapter_id)
+        if adapter is None or adapter.retired:
+            raise AdapterNotFoundError(f"adapter {adapter_id!r} is not registered with the LoRA Server")
+        return adapter
+
+    def _grant_youngest(self, waiter: Waiter, now_s: float) -> Grant | None:
+        """The lease of an acquire just queued, whose coming has changed nothing for older ones."""
+        if not self._residency.could_have_room(waiter.adapter):
+            return None
+        standing = self._stand(now_s)
+        if self._queue.stops(waiter, standing, now_s) or not self._bring_in(waiter, standing):
+            return None
+        changes_nothing = waiter.takes_nothing and waiter.adapter.owner == waiter.tenant
+        lease = self._grant(waiter, now_s)
+        if standing is not None and self._queue and not changes_nothing:
+            self.is_due = True  # what tenants hold has changed, and so whose turn it is; nothing fell free
+        return lease
+
+    def _grant_first(self, among: set[ServedAdapter], now_s: float) -> bool:
+        """Grant a lease of these, or of one tenant all that can be; False if none can be."""
+        standing = self._stand(now_s)
+
+        def can_be_resident(waiter: Waiter) -> bool:
+            return waiter.adapter in among and self._bring_in(waiter, standing)
+
+        for waiter in self._queue.admissible(can_be_resident, standing, now_s):
+            self._grant(waiter, now_s)
+            if standing is not None:
+                return True  # it may be another's turn now
+        return False
+
+    def _grant(self, waiter: Waiter, now_s: float) -> Grant:
+        adapter = waiter.adapter
+        assert adapter.slot is not None
+        lease = Grant(waiter.instance, adapter.adapter_id, adapter.slot, adapter.generation)
+        self._residency.hold(adapter)
+        adapter.last_used_s, adapter.owner = now_s, waiter.tenant
+        self._leases.setdefault(waiter.instance, {})[adapter.adapter_id] = lease
+        self._end_wait(waiter)
+        self._events.append(lease)
+        return lease
+
+    def _bring_in(self, waiter: Waiter, standing: Standing[ServedAdapter] | None) -> bool:
+        return self._residency.bring_in(waiter.adapter, waiter.tenant, standing)
+
+    def _end_wait(self, waiter: Waiter) -> None:
+        self._queue.remove(waiter)
+        self._settle(waiter.adapter)
+
+    def _end_lease(self, instance: str, adapter_id: str, now_s: float) -> None:
+        del self._leases[instance][adapter_id]
+        adapter = self._adapters[adapter_id]
+        self._residency.let_go(adapter)
+        adapter.last_used_s = now_s
+        if adapter.num_running == 0:  # else nothing falls free
+            self._shares.stay((adapter.owner,), now_s)
+            self._settle(adapter)
+            self._promise()
+
+    def _promise(self) -> None:
+        """What fell free, or can be had now, is due to those that wait."""
+        if self._queue or self._residency.is_over:
+            self.is_due = self._is_promised = True
+
+    def _settle(self, adapter: ServedAdapter) -> None:
+        """Forget a retired adapter that nobody holds or waits for."""
+        if adapter.retired and adapter.num_running == 0 and adapter.num_waiting == 0:
+            if adapter.slot is not None:
+                self._residency.evict(adapter)
+            del self._adapters[adapter.adapter_id]
+
+    def _stand(self, now_s: float) -> Standing[ServedAdapter] | None:
+        """What tenants hold now; None where there is one."""
+        if self._shares.num_tenants < 2:
+            return None
+        residents = list(self.residents())
+        users = {one.owner for one in residents if one.num_running}
+        self._shares.stay(users | {waiter.tenant for waiter in self._queue}, now_s)
+        if not self._shares.is_divided(now_s):
+            return None
+        return Standing(self._shares, residents, self._residency.totals, now_s)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which adapters are resident on the LoRA Server: their slots, and their pages on its ranks."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moe_lora.policies.admission.admission import by_recency
+from moe_lora.policies.caching.arena_shares import NOBODY
+
+from .lease_shares import Standing
+from .server_pages import Runs, ServerPages, ShardPages
+
+
+@dataclass(frozen=True)
+class Load:
+    """Bring the adapter's shards into these pages, layer by layer, and serve them as (slot, generation)."""
+
+    adapter_id: str
+    slot: int
+    generation: int
+    runs: Runs
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Stop serving (slot, generation): its pages belong to whatever is loaded next."""
+
+    adapter_id: str
+    slot: int
+    generation: int
+
+
+@dataclass(eq=False)
+class ServedAdapter:
+    """A registered adapter: what it takes, where it lies (slot None: nowhere), who uses it.
+
+    num_running: instances that hold a lease.  num_waiting: instances that wait for one.  retired: no
+    longer registered, but still held or waited for.  room: places and pages of each rank that it takes.
+    owner: the tenant that was given a lease of it last.
+    """
+
+    uid: int
+    adapter_id: str
+    shard_pages: ShardPages
+    room: tuple[int, ...]
+    owner: int = NOBODY
+    slot: int | None = None
+    generation: int = 0
+    runs: Runs = field(default_factory=dict)
+    num_running: int = 0
+    num_waiting: int = 0
+    last_used_s: float = -math.inf
+    retired: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        """Pages over all ranks and layers."""
+        return sum(self.room[1:])
+
+
+class Residency:
+    """Gives adapters slots and pages, and evicts idle ones for them.
+
+    An adapter is served in one slot; the slot's generation grows with every new content.  Idle adapters stay
+    until their place is needed and leave least recently used first; of several tenants, as a `Standing` says.
+
+    on_event: called with what is to be done, in this order.
+    """
+
+    def __init__(self, pages_per_rank: Sequence[int], on_event: Callable[[Load | Evict], None]) -> None:
+        self.capacity = 0
+        self.pages = ServerPages(pages_per_rank)
+        self.adapters: dict[int, ServedAdapter] = {}
+        """The resident ones, by uid."""
+        self.num_loads = self.num_evictions = self.num_pages_loaded = 0
+        self._on_event = on_event
+        self._generations: list[int] = []
+        self._free_slots: list[int] = []
+        self._used = [0] * (1 + len(pages_per_rank))
+        """Places, and pages of each rank, of the adapters with a lease."""
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Places, and pages of each rank."""
+        return self.capacity, *self.pages.pages_per_rank
+
+    @property
+    def is_over(self) -> bool:
+        """Whether more are resident than should be, since the capacity was lowered."""
+        return len(self.adapters) > self.capacity
+
+    def room(self, shard_pages: Mapping[int, Mapping[int, int]]) -> tuple[int, ...]:
+        """What an adapter of these shards takes of `totals`."""
+        ranks = range(len(self.pages.pages_per_rank))
+        return 1, *(sum(shard_pages.get(rank, {}).values()) for rank in ranks)
+
+    def resize(self, capacity: int) -> None:
+        """Slot numbers stay below the largest capacity there ever was."""
+        for slot in range(len(self._generations), capacity):
+            self._generations.append(0)
+            heapq.heappush(self._free_slots, slot)
+        self.capacity = capacity
+
+    def hold(self, adapter: ServedAdapter) -> None:
+        """One more instance has a lease of it: it stays."""
+        if adapter.num_running == 0:
+            self._used = [used + taken for used, taken in zip(self._used, adapter.room, strict=True)]
+        adapter.num_running += 1
+
+    def let_go(self, adapter: ServedAdapter) -> None:
+        """One instance less."""
+        adapter.num_running -= 1
+        if adapter.num_running == 0:
+            self._used = [used - taken for used, taken in zip(self._used, adapter.room, strict=True)]
+
+    def could_have_room(self, adapter: ServedAdapter) -> bool:
+        """Whether it has, or might have were all idle adapters gone and all free pages in one piece."""
+        return adapter.slot is not None or all(
+            used + asked <= total
+            for used, asked, total in zip(self._used, adapter.room, self.totals, strict=True)
+        )
+
+    def bring_in(self, adapter: ServedAdapter, tenant: int, standing: Standing[ServedAdapter] | None) -> bool:
+        """Make the adapter resident for a tenant, evicting idle ones; if that can't be, nothing is evicted.
+
+        standing: what tenants hold now; None where there is one.  False too where `is_over`.
+        """
+        if self.is_over:
+            return False
+        if adapter.slot is not None:
+            return True
+        runs = self._alloc(adapter)
+        if runs is None and self.could_have_room(adapter):
+            leaving = self._may_leave(adapter.room, tenant, standing)
+            if self._could_fit(adapter, leaving):
+                for other in leaving:
+                    self.evict(other)
+                    runs = self._alloc(adapter)
+                    if runs is not None:
+                        break
+        if runs is None:
+            return False
+        slot = heapq.heappop(self._free_slots)
+        self._generations[slot] += 1
+        adapter.slot, adapter.generation, adapter.runs = slot, self._generations[slot], runs
+        self.adapters[adapter.uid] = adapter
+        self.num_loads += 1
+        self.num_pages_loaded += adapter.num_pages
+        self._on_event(Load(adapter.adapter_id, slot, adapter.generation, runs))
+        return True
+
+    def evict_idle(self, standing: Standing[ServedAdapter] | None) -> bool:
+        """Evict the first adapter without a lease; False if there is none."""
+        leaving = self._may_leave((0,) * len(self.totals), NOBODY, standing)
+        if leaving:
+            self.evict(leaving[0])
+        return bool(leaving)
+
+    def evict(self, adapter: ServedAdapter) -> None:
+        assert adapter.slot is not None
+        assert adapter.num_running == 0, "a leased adapter stays"
+        self._on_event(Evict(adapter.adapter_id, adapter.slot, adapter.generation))
+        self.pages.free(adapter.runs)
+        heapq.heappush(self._free_slots, adapter.slot)
+        del self.adapters[adapter.uid]
+        adapter.slot, adapter.runs = None, {}
+        self.num_evictions += 1
+
+    def _alloc(self, adapter: ServedAdapter) -> Runs | None:
+        return self.pages.alloc(adapter.shard_pages) if len(self.adapters) < self.capacity else None
+
+    def _could_fit(self, adapter: ServedAdapter, leaving: Sequence[ServedAdapter]) -> bool:
+        if not leaving or len(self.adapters) - len(leaving) >= self.capacity:
+            return False
+        gone = {other.uid for other in leaving}
+        staying = [other.runs for other in self.adapters.values() if other.uid not in gone]
+        return self.pages.could_alloc(adapter.shard_pages, staying)
+
+    def _may_leave(
+        self, room: tuple[int, ...], tenant: int, standing: Standing[ServedAdapter] | None
+    ) -> Sequence[ServedAdapter]:
+        """Idle adapters that may leave for so much room of this tenant's, the first to go first."""
+        if standing is None:
+            return by_recency(self.adapters.values())
+        return standing.may_leave(tenant, room)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How requests and answers lie in memory that devices put to (see `transport.device_puts`).
+
+Members of the group are the server's ranks, in their order, and then the instances.  Every member has the
+same window:
+
+    for each instance
+        requests: the step's frame, then for each served site: ids (expert sites), x
+        answers: for each served site the deltas
+        for each server rank and served site: how many rows of the answer are missing
+
+A request is laid out in the instance's copy and put to the same place of a server rank's; an answer is
+computed in the rank's copy and put to the instance's.  A place is used again only by the next step or layer,
+whose request an instance sends after it has added the answers of this one: so one place a site is enough,
+and which one it is no message has to say.
+
+Legend: T token rows of a step, K experts per token, C instances, S served sites.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from moe_lora.core.partition import Partition
+from moe_lora.core.shape import ModelShape, Site
+from moe_lora.dist.transport.device_puts import PUT_BLOCKS, STATUS_BYTES
+
+_ALIGN = 256
+
+
+def has_row_per_expert(site: Site) -> bool:
+    """Whether x has a row for each token and expert, because it is what the experts' first half left."""
+    return site.num_experts > 0 and site.name == "down"
+
+
+@dataclass(frozen=True)
+class DeviceFrames:
+    """Places in the window.  max_rows: of a step."""
+
+    shape: ModelShape
+    partition: Partition
+    dtype: torch.dtype
+    max_rows: int
+    num_clients: int
+
+    @cached_property
+    def sites(self) -> tuple[int, ...]:
+        """Served sites, in the order in which a layer reaches them."""
+        return tuple(i for i in range(len(self.shape.sites)) if self.partition.serves(i))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.partition.layout.num_ranks
+
+    @property
+    def size(self) -> int:
+        """Members of the group."""
+        return self.num_ranks + self.num_clients
+
+    def member(self, client: int) -> int:
+        """That an instance is."""
+        return self.num_ranks + client
+
+    def frame_at(self, client: int) -> int:
+        """Bytes to an instance's step frame, int64 [1 + 2 T]: T, slots (-1 = none), generations."""
+        return client * self._client_bytes
+
+    @property
+    def frame_bytes(self) -> int:
+        return 8 * (1 + 2 * self.max_rows)
+
+    def ids_at(self, client: int, site: int) -> int:
+        """Bytes to the experts of an instance's rows, int32 [T, K]."""
+        return self.frame_at(client) + self._places[site].ids
+
+    def x_at(self, client: int, site: int) -> int:
+        """Bytes to an instance's inputs of a site, [T or T*K, in_features]."""
+        return self.frame_at(client) + self._places[site].x
+
+    def answer_at(self, client: int, site: int) -> int:
+        """Bytes to the deltas of a site, [T or T*K, out_features]; each server rank puts its rows."""
+        return self.frame_at(client) + self._places[site].answer
+
+    def status_at(self, client: int, server_rank: int, site: int) -> int:
+        """Bytes to what a server rank says of its answer: PUT_BLOCKS counts of missing rows."""
+        number = server_rank * len(self.sites) + self.sites.index(site)
+        return self.frame_at(client) + self._statuses + number * PUT_BLOCKS * STATUS_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_clients * self._client_bytes
+
+    # Signals
+
+    def asked(self, client: int, site: int | None = None) -> int:
+        """Signal, at a server rank, of an instance's step frame, or of its request at a site."""
+        return client * (1 + len(self.sites)) + (0 if site is None else 1 + self.sites.index(site))
+
+    def answered(self, server_rank: int, site: int) -> int:
+        """Signal, at an instance, of a server rank's answer."""
+        return self._num_requests + server_rank * len(self.sites) + self.sites.index(site)
+
+    def answers_of(self, ranks: range, site: int) -> range:
+        """The signals of several server ranks."""
+        first, step = self.answered(ranks.start, site), len(self.sites)
+        return range(first, first + len(ranks) * step, step)
+
+    @property
+    def num_signals(self) -> int:
+        return self._num_requests + self.num_ranks * len(self.sites)
+
+    @property
+    def _num_requests(self) -> int:
+        return self.num_clients * (1 + len(self.sites))
+
+    # Sizes
+
+    def outputs(self, site: int) -> int:
+        """Rows of y of max_rows tokens."""
+        experts = self.shape.sites[site].num_experts
+        return self.max_rows * (self.shape.num_experts_per_token if experts else 1)
+
+    def inputs(self, site: int) -> int:
+        """Rows of x of max_rows tokens."""
+        return self.outputs(site) if has_row_per_expert(self.shape.sites[site]) else self.max_rows
+
+    @cached_property
+    def _places(self) -> dict[int, _Places]:
+        """In an instance's part, by site."""
+        at, found = _aligned(self.frame_bytes), {}
+        for number in self.sites:
+            site = self.shape.sites[number]
+            x = at + (_aligned(4 * self.outputs(number)) if site.num_experts else 0)
+            answer = x + _aligned(self.inputs(number) * site.in_features * self.dtype.itemsize)
+            end = answer + _aligned(self.outputs(number) * site.total_out_features * self.dtype.itemsize)
+            found[number] = _Places(at, x, answer, end)
+            at = end
+        return found
+
+    @property
+    def _statuses(self) -> int:
+        return self._places[self.sites[-1]].end
+
+    @property
+    def _client_bytes(self) -> int:
+        return self._statuses + _aligned(self.num_ranks * len(self.sites) * PUT_BLOCKS * STATUS_BYTES)
+
+
+class _Places(NamedTuple):
+    """Bytes to the places of a site."""
+
+    ids: int
+    x: int
+    answer: int
+    end: int
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The LoraBackend whose rows a device puts to the LoRA Server itself: no host between two layers.
+
+A step's slots and generations go to all server ranks when it begins.  Each site is a put to the ranks that
+compute it, the base GEMM, a wait for their signals, and an addition: operations of the stream, which a CUDA
+graph captures with the rest of the step.
+
+Waits end after a bound, answers say whether rows are missing, and both are noted on the device: `settled`
+reads it after the step, whose result counts only then.  What can't be had so is asked of the LoRA Server the
+other way (`remote_backend`), which makes up for everything.
+
+Source: InfiniLoRA sections 3 and 5.1.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+
+from moe_lora.dist.transport.device_puts import POLLS_PER_S, PUT_BLOCKS, STATUS_BYTES, DevicePuts
+from moe_lora.kernels.operands import StepTables
+from moe_lora.kernels.triton.configs import kernels
+from moe_lora.lora.backend import AddTo
+from moe_lora.lora.row_routing import RowRouting, Source
+
+from .device_frames import DeviceFrames
+
+logger = logging.getLogger(__name__)
+
+
+class PushedBackend:
+    """Of one instance, which is a single process.
+
+    group, frames: see `DeviceFrames`.  client: the instance's number in them.  num_steps: that were begun;
+    num_redone: whose answers were not there.  lost: an answer did not come in time, so nothing more is asked
+    this way: puts may still be under way, and nobody can join the group again.
+    """
+
+    def __init__(self, group: DevicePuts, frames: DeviceFrames, client: int, answer_timeout_s: float) -> None:
+        self._exchange = kernels("exchange")
+        self._group, self._frames, self._client = group, frames, client
+        self._max_polls = max(1, int(answer_timeout_s * POLLS_PER_S))
+        self._window = group.alloc(frames.num_bytes, frames.num_signals)
+        zeros = partial(torch.zeros, dtype=torch.int64, device=group.device)
+        self._expected, self._state = zeros(frames.num_signals), zeros(1)
+        self._answers = {site: self._answer(site) for site in frames.sites}
+        self._frame: torch.Tensor | None = None
+        self._is_under_way = False
+        self.lost = False
+        self.num_steps = self.num_redone = 0
+        group.meet()  # the server's ranks come when they have compiled what answers
+
+    def takes(self, routing: RowRouting, num_rows: int, *, decode: bool) -> bool:
+        """Whether the leased rows of this step can be asked for so."""
+        leased = [sources for sources in routing.sources if Source.LEASED in sources]
+        return (
+            decode
+            and not self.lost
+            and num_rows <= self._frames.max_rows
+            and len(leased) == 1
+            and routing.terms.shape[2] == 1  # no weights carry an adapter
+            and not routing.loading.any()
+        )
+
+    def settled(self) -> bool:
+        """Whether the step before was answered in full; waits for it.  Logs why not."""
+        self._is_under_way = False
+        self.num_steps += 1
+        state = int(self._state.item())
+        if not state:
+            return True
+        self.num_redone += 1
+        if state & self._exchange.LOST:
+            self.lost = True
+            logger.error(
+                "the LoRA Server did not answer puts in time; until all its ranks and instances are started "
+                "together again, it is asked over lora_server.transport"
+            )
+        else:
+            self._state.zero_()
+            logger.info("the LoRA Server lacked rows of a step, which is computed again")
+        return False
+
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        pushed = (one for (source, _), one in routing.on_device.items() if source == Source.PUSHED)
+        self._frame = next(pushed, None)
+        if self._frame is None:  # without a step buffer, on CPU
+            (frame,) = routing.frames_pushed().values()
+            self._frame = torch.from_numpy(frame).to(self._group.device)
+        self._is_under_way = True
+        frames, client = self._frames, self._client
+        laid = self._laid(frames.frame_at(client), self._frame)
+        for server_rank in range(frames.num_ranks):
+            self._group.put_pieces(self._window, [laid], frames.asked(client), server_rank)
+
+    def abandon_step(self) -> None:
+        """Half a step ends these puts: a server rank waits for every site of a step in a fixed order."""
+        if self._is_under_way and not self.lost:
+            self._is_under_way, self.lost = False, True
+            logger.error(
+                "a step of puts to the LoRA Server failed; until all its ranks and instances are started "
+                "together again, rows go over lora_server.transport"
+            )
+
+    def _laid(self, offset_bytes: int, values: torch.Tensor) -> tuple[int, int]:
+        """Values copied to a place of the own window, which the network reads; the place."""
+        there = self._window.bytes[offset_bytes : offset_bytes + values.nbytes]
+        there.view(values.dtype).view(values.shape).copy_(values)
+        return offset_bytes, values.nbytes
+
+    def rows_here(self, layer: int, site: int) -> None:
+        """They are elsewhere."""
+
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
+        """They are elsewhere."""
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
+        frames, client = self._frames, self._client
+        pieces = [self._laid(frames.x_at(client, site), x)]
+        if ids is not None:
+            pieces.append(self._laid(frames.ids_at(client, site), ids))
+        ranks = frames.partition.servers_of_client(0, layer, site)
+        for server_rank in ranks:
+            self._group.put_pieces(self._window, pieces, frames.asked(client, site), server_rank)
+        return partial(self._add_to, range(ranks[0], ranks[-1] + 1), site, ids)
+
+    def _add_to(self, ranks: range, site: int, ids: torch.Tensor | None, y: torch.Tensor) -> None:
+        exchange, frames, frame = self._exchange, self._frames, self._frame
+        assert frame is not None, "begin_step comes first"
+        numbers = frames.answers_of(ranks, site)
+        first, last = (frames.status_at(self._client, rank, site) for rank in (ranks[0], ranks[-1]))
+        status = self._window.bytes[first : last + PUT_BLOCKS * STATUS_BYTES].view(torch.int64)
+        exchange.launch_wait(
+            exchange.Signals(self._window.words, self._expected, numbers),
+            *(PUT_BLOCKS, self._state, self._max_polls),
+            status=(status, PUT_BLOCKS),
+        )
+        exchange.launch_add_rows(y, self._answers[site][: len(y)], frame, ids)
+
+    def _answer(self, site: int) -> torch.Tensor:
+        """Where the deltas of a site come, [rows of y, N]."""
+        frames, width = self._frames, self._frames.shape.sites[site].total_out_features
+        start_bytes = frames.answer_at(self._client, site)
+        return self._window.rows(start_bytes, frames.outputs(site), width, frames.dtype)
+
+    def close(self) -> None:
+        self._group.close()

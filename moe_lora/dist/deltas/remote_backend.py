@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The remote LoraBackend: rows go to the server ranks that own their layer and experts, deltas come back.
+
+Legend: T token rows of the step, K experts per token, R rows of an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.core.partition import Partition
+from moe_lora.core.shape import ModelShape
+from moe_lora.kernels.operands import StepTables
+from moe_lora.lora.backend import AddTo
+from moe_lora.lora.row_routing import RowRouting, Source
+
+from .host_deltas import HostDeltas
+from .session import ClientSession, DeltaRequest, FrameLayout, Sent, SessionLostError, lay_out_request
+
+# Which rows of a step belong to which leased adapter.
+#
+# Legend: T token rows of the step, A adapters in use.
+
+
+class RemoteRows:
+    """One step's rows at one group of sites as the remote backend asks for them.
+
+    adapter: [T] index into `RowRouting.adapters`, -1 = not leased.  slot: [T] int32 server slot, -1 where the
+    row is not leased or its lease was lost.  generation: [T] int64.
+    """
+
+    def __init__(self, routing: RowRouting, source: Source, group: int, shape: ModelShape) -> None:
+        terms = routing.terms_from(source, group)
+        self.adapter, self.slot, self.generation = terms["adapter"], terms["slot"], terms["generation"]
+        self._adapters = routing.adapters
+        self._sites = shape.sites
+        self._tokens: dict[int, np.ndarray] = {}
+
+    def tokens_at(self, site: int) -> np.ndarray:
+        """Token rows whose adapter has deltas at this site, ascending."""
+        known = self._tokens.get(site)
+        if known is None:
+            modules = set(self._sites[site].modules)
+            targeted = [not modules.isdisjoint(adapter.targets) for adapter in self._adapters]
+            known = np.flatnonzero(np.array([*targeted, False])[self.adapter])
+            self._tokens[site] = known
+        return known
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Part:
+    """One request for deltas and the rows of y that they belong to.
+
+    row_adapter: index into the step's adapters of each of its rows of x.  sent: where it was sent, if it was;
+    else delta has been computed here.
+    """
+
+    rows: torch.Tensor
+    row_adapter: np.ndarray
+    sent: tuple[ClientSession, Sent] | None
+    delta: torch.Tensor | None
+
+
+class Division(Protocol):
+    """Which server computes which rows."""
+
+    def shares(
+        self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray
+    ) -> Sequence[tuple[int, np.ndarray]]:
+        """Servers of the site, with the token rows each may have rows of; slot: [T] of all rows."""
+        ...
+
+    def experts_of(self, server: int) -> range:
+        """Experts whose deltas that server computes."""
+        ...
+
+
+class ServerPartition:
+    """Rows go to the ranks of a LoRA Server that own their layer and experts (a `Division`)."""
+
+    def __init__(self, partition: Partition, client_rank: int) -> None:
+        self._partition = partition
+        self.client_rank = client_rank
+        self.experts_of = partition.experts_of
+
+    def shares(
+        self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray
+    ) -> Sequence[tuple[int, np.ndarray]]:
+        """A rank gets all tokens, or where ranks are copies of each other those of its slots."""
+        servers = self._partition.servers_of_client(self.client_rank, layer, site)
+        dp = self._partition.layout.dp
+        if dp == 1:
+            return [(server, tokens) for server in servers]
+        return [(server, tokens[slot[tokens] % dp == i]) for i, server in enumerate(servers)]
+
+
+class SessionLink(Protocol):
+    """A standing connection to one server.  session: None while there is none."""
+
+    session: ClientSession | None
+
+
+class RemoteBackend:
+    """LoraBackend whose deltas come from other processes: a LoRA Server's ranks, or host workers.
+
+    A request that can't be sent, or is not answered, is computed here from the host store (`HostDeltas`).
+    `num_requests` counts answers, `num_fallback_rows` rows of those that had none, `num_host_rows` rows of
+    answers that host workers of a LoRA Server computed.
+    Source: InfiniLoRA sections 3 and 5.1.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        source: Source,
+        division: Division,
+        links: Mapping[int, SessionLink],
+        layout: FrameLayout,
+        store: HostStore,
+    ) -> None:
+        self._shape = shape
+        self._source = source
+        self._division = division
+        self._links = links
+        self._layout = layout
+        self._host = HostDeltas(shape, store)
+        self._routing: RowRouting | None = None
+        self._rows: dict[int, RemoteRows] = {}
+        self.num_requests = self.num_fallback_rows = self.num_host_rows = 0
+
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        self._routing = routing
+        self._rows = {}
+
+    def abandon_step(self) -> None:
+        self._routing = None
+        self._rows = {}
+        for link in self._links.values():
+            session = link.session
+            if session is not None:
+                session.abandon()
+
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
+        """They are elsewhere."""
+
+    def rows_here(self, layer: int, site: int) -> None:
+        """They are elsewhere."""
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
+        routing = self._routing
+        assert routing is not None, "begin_step comes first"
+        group = routing.groups[layer][site]
+        if group not in self._rows:
+            self._rows[group] = RemoteRows(routing, self._source, group, self._shape)
+        rows = self._rows[group]
+        tokens = rows.tokens_at(site)
+        if not len(tokens):
+            return None
+        if ids is None:
+            parts = self._send_dense(rows, layer, site, x, tokens)
+        else:
+            parts = self._send_experts(rows, layer, site, x, ids, tokens)
+        return partial(self._add_to, parts)
+
+    def _add_to(self, parts: Sequence[_Part], y: torch.Tensor) -> None:
+        for part in parts:
+            delta = self._take(part)
+            if len(part.rows) == y.shape[0]:
+                y.add_(delta.to(y.device))
+            else:
+                y.index_add_(0, part.rows.to(y.device), delta.to(y))
+
+    def _send_dense(
+        self, rows: RemoteRows, layer: int, site: int, x: torch.Tensor, tokens: np.ndarray
+    ) -> list[_Part]:
+        parts = []
+        for server, chosen in self._division.shares(layer, site, tokens, rows.slot):
+            for some in _chunks(chosen, self._layout.max_rows):
+                parts.append(self._send(server, rows, layer, site, x, some, some, None, some))
+        return parts
+
+    def _send_experts(
+        self, rows: RemoteRows, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor, tokens: np.ndarray
+    ) -> list[_Part]:
+        """Each server rank gets the rows that chose one of its experts."""
+        top_k = ids.shape[1]
+        all_ids = ids.cpu().numpy()
+        per_output = x.shape[0] != ids.shape[0]
+        parts = []
+        for server, chosen in self._division.shares(layer, site, tokens, rows.slot):
+            experts = self._division.experts_of(server)
+            mine = all_ids[chosen]
+            mine[(mine < experts.start) | (mine >= experts.stop)] = -1
+            if per_output:
+                places = np.nonzero(mine >= 0)
+                outputs = chosen[places[0]] * top_k + places[1]
+                flat_ids = mine[places][:, None]
+                for part in _chunks(np.arange(len(outputs)), self._layout.max_rows):
+                    some, owner = outputs[part], chosen[places[0][part]]
+                    parts.append(self._send(server, rows, layer, site, x, owner, some, flat_ids[part], some))
+                continue
+            used = np.flatnonzero((mine >= 0).any(1))
+            for part in _chunks(used, self._layout.max_rows // top_k):
+                places = np.nonzero(mine[part] >= 0)
+                some = chosen[part[places[0]]] * top_k + places[1]
+                owner = chosen[part]
+                parts.append(self._send(server, rows, layer, site, x, owner, owner, mine[part], some))
+        return parts
+
+    def _send(
+        self,
+        server: int,
+        rows: RemoteRows,
+        layer: int,
+        site: int,
+        x: torch.Tensor,
+        tokens: np.ndarray,
+        x_rows: np.ndarray,
+        ids: np.ndarray | None,
+        y_rows: np.ndarray,
+    ) -> _Part:
+        """One request to one server rank; tokens [T'] own the rows x_rows [T'] of x."""
+        session = self._links[server].session
+        leased = bool((rows.slot[tokens] >= 0).all())
+        try:
+            if session is None or not leased:
+                raise SessionLostError
+            frame = session.frame()
+        except SessionLostError:
+            session = None
+            frame = torch.empty(self._layout.request_bytes, dtype=torch.uint8)
+        top_k = 0 if ids is None else ids.shape[1]
+        request = lay_out_request(frame, self._layout, layer, site, len(tokens), top_k, len(y_rows))
+        request.slot[:] = rows.slot[tokens]
+        request.generation[:] = rows.generation[tokens]
+        if ids is not None and request.ids is not None:
+            request.ids[:] = ids
+        _gather(x, x_rows, request.x)
+        part = _Part(torch.from_numpy(y_rows), rows.adapter[tokens], None, None)
+        if session is not None:
+            try:
+                part.sent = session, session.send(request)
+                return part
+            except SessionLostError:
+                logger.debug("a request could not be sent")
+        part.delta = self._compute_here(request, part.row_adapter)
+        return part
+
+    def _take(self, part: _Part) -> torch.Tensor:
+        if part.sent is None:
+            assert part.delta is not None
+            return part.delta
+        session, sent = part.sent
+        try:
+            delta = session.take(sent)
+        except SessionLostError:
+            return self._compute_here(sent.request, part.row_adapter)
+        self.num_requests += 1
+        self.num_host_rows += sent.num_host_rows
+        return delta
+
+    def _compute_here(self, request: DeltaRequest, row_adapter: np.ndarray) -> torch.Tensor:
+        assert self._routing is not None
+        width = self._shape.sites[request.site].total_out_features
+        delta = torch.empty(request.num_rows, width, dtype=self._layout.dtype)
+        self._host.compute(request, self._routing.adapters, row_adapter, delta)
+        self.num_fallback_rows += request.num_rows
+        return delta
+
+
+def _gather(x: torch.Tensor, rows: np.ndarray, out: torch.Tensor) -> None:
+    """out = x[rows], on the host."""
+    if len(rows) == x.shape[0]:
+        out.copy_(x)
+    elif x.is_cpu:
+        torch.index_select(x, 0, torch.from_numpy(rows), out=out)
+    else:
+        out.copy_(x[torch.from_numpy(rows).to(x.device)])
+
+
+def _chunks(array: np.ndarray, size: int) -> list[np.ndarray]:
+    """Consecutive pieces of at most `size`."""
+    return [array[i : i + size] for i in range(0, len(array), size)]

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host backend of a device with streams: what it asks of workers is queued, and nobody waits for it.
+
+Rows are copied to a worker's frame, its signal is raised, the answer is waited for and added by operations of
+the device's stream, so the engine's thread goes on to the next layer at once.
+Source: Toppings section 4.2, "Sync-free CPU LoRA invocation".
+
+Legend: T token rows of the step, P rows of a piece, K experts per token, R rows of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from moe_lora.core.shape import ModelShape
+from moe_lora.kernels.operands import StepTables
+from moe_lora.lora.backend import AddTo
+from moe_lora.lora.row_routing import RowRouting, Source
+
+from .frame_slots import FrameSlots
+from .remote_backend import Division, RemoteRows
+from .session import HEADER_BYTES, DeltaRequest, answer_rows, request_at
+
+
+class Stream(Protocol):
+    """A device's operations, each of which begins when those queued before it have ended.
+
+    The caller never waits but in `synchronize`.
+    """
+
+    device: torch.device
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        """A copy on the device; the array may change at once."""
+        ...
+
+    def queue(self, operation: Callable[[], object]) -> None:
+        """`operation` calls torch on tensors of the device and on frames, without waiting."""
+        ...
+
+    def ask(
+        self, header: torch.Tensor, facts: Sequence[int], word: torch.Tensor, counter: torch.Tensor
+    ) -> None:
+        """header[:5] = facts; counter += 1; then word = counter, so that who sees it sees what was written
+        before.  header, word: int64, of host memory.  counter: int64 [1], of the device, so that a captured
+        graph counts on."""
+        ...
+
+    def wait(self, word: torch.Tensor, counter: torch.Tensor) -> None:
+        """What is queued next begins once word >= counter."""
+        ...
+
+    def register(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Let the device read and write this host memory; undone by what is returned.  Raises
+        ConfigError."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all that was queued has ended."""
+        ...
+
+
+@dataclass(eq=False)
+class SlotUse:
+    """A use of a slot.  delta: [R, N] on the device, once it was taken from the frame."""
+
+    slot: int
+    site: int
+    num_rows: int
+    taken: bool = False
+    delta: torch.Tensor | None = None
+
+
+class StreamSession:
+    """The engine's half of one worker's slots, used in turn by one thread.
+
+    Any number may be asked for before the first is taken: where a slot is needed again, the stream takes its
+    answer before.
+    """
+
+    def __init__(self, slots: FrameSlots, stream: Stream) -> None:
+        self._slots = slots
+        self._stream = stream
+        # 16 bytes apart: Triton compiles once more for pointers that are less aligned.
+        counters = torch.zeros(slots.depth, 2, dtype=torch.int64, device=stream.device)
+        self._counters = counters[:, :1]
+        self._asked: list[SlotUse | None] = [None] * slots.depth
+        self._next = 0
+
+    def ask(self, facts: tuple[int, int, int, int, int], fill: Callable[[DeltaRequest], object]) -> SlotUse:
+        """Ask for the deltas of a request.
+
+        facts: layer, site, num_tokens, top_k, num_rows of `lay_out_request`.  fill: queued, writes the rest.
+        """
+        slots, slot = self._slots, self._next
+        self._next = (slot + 1) % slots.depth
+        before = self._asked[slot]
+        if before is not None:
+            self.take(before)
+        frame = slots.request_frames[slot]
+        request = request_at(frame, slots.layout, *facts)
+        self._stream.queue(partial(fill, request))
+        header = frame[:HEADER_BYTES].view(torch.int64)
+        self._stream.ask(header, facts, slots.request_words.tensor(slot), self._counters[slot])
+        asked = self._asked[slot] = SlotUse(slot, facts[1], facts[4])
+        return asked
+
+    def take(self, asked: SlotUse) -> None:
+        """Have the stream wait for the answer and copy it to `asked.delta`, unless it is told to already."""
+        if asked.taken:
+            return
+        asked.taken = True
+        self._asked[asked.slot] = None
+        slots, device = self._slots, self._stream.device
+        self._stream.wait(slots.answer_words.tensor(asked.slot), self._counters[asked.slot])
+        frame = slots.answer_frames[asked.slot]
+
+        def copy() -> None:
+            rows = answer_rows(frame, slots.layout, asked.site, asked.num_rows)
+            asked.delta = rows.to(device, non_blocking=True, copy=True)
+
+        self._stream.queue(copy)
+
+    def abandon(self) -> None:
+        """Drop the uses of a step without their answers.
+
+        The stream waits for each answer; then the slot is free.
+        """
+        for slot, asked in enumerate(self._asked):
+            if asked is not None:
+                self._asked[slot] = None
+                self._stream.wait(self._slots.answer_words.tensor(slot), self._counters[slot])
+
+
+class StreamLink(Protocol):
+    """A standing session with one worker; its uses are answered whether the worker lives or not.
+
+    num_fallback_rows: rows that the engine answered for it.  problems: errors of rows that nobody could
+    compute, by the `content_number` of their adapters.
+    """
+
+    stream_session: StreamSession
+    num_fallback_rows: int
+    problems: dict[int, Exception]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of one request.  rows: [P] int64 rows of the step.  generation: [P] int64.  On the device."""
+
+    worker: int
+    rows: torch.Tensor
+    generation: torch.Tensor
+
+
+class StreamBackend:
+    """LoraBackend whose deltas come from host workers, over a device's stream.
+
+    Which experts a row has chosen is known to the device alone: a worker gets all of a row's, and answers
+    with a row for each, zeros where there is none.  `num_requests` counts what was asked.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        division: Division,
+        links: Mapping[int, StreamLink],
+        stream: Stream,
+    ) -> None:
+        self._shape = shape
+        self._division = division
+        self._links = links
+        self._stream = stream
+        self._routing: RowRouting | None = None
+        self._rows: dict[int, RemoteRows] = {}
+        self._pieces: dict[tuple[int, int], list[_Piece]] = {}
+        self.num_requests = 0
+
+    @property
+    def num_fallback_rows(self) -> int:
+        """Rows of deltas that the engine computed because a worker did not."""
+        return sum(link.num_fallback_rows for link in self._links.values())
+
+    def failures(self) -> dict[int, Exception]:
+        """See `HostWorkers.failures`."""
+        found: dict[int, Exception] = {}
+        for link in self._links.values():
+            while link.problems:
+                number, error = link.problems.popitem()
+                found[number] = error
+        return found
+
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        self._routing = routing
+        self._rows, self._pieces = {}, {}
+
+    def abandon_step(self) -> None:
+        """Waits for the stream: a problem of the dropped step never counts for the next step."""
+        self._routing = None
+        self._rows, self._pieces = {}, {}
+        for link in self._links.values():
+            link.stream_session.abandon()
+        self._stream.synchronize()
+        self.failures()
+
+    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
+        """They are elsewhere."""
+
+    def rows_here(self, layer: int, site: int) -> None:
+        """They are elsewhere."""
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
+        pieces = self._pieces_at(layer, site)
+        if not pieces:
+            return None
+        asked = [self._ask(piece, layer, site, x, ids) for piece in pieces]
+        return partial(self._add_to, asked)
+
+    def _pieces_at(self, layer: int, site: int) -> list[_Piece]:
+        """Of this step, copied to the device once."""
+        routing = self._routing
+        assert routing is not None, "begin_step comes first"
+        group = routing.groups[layer][site]
+        if (group, site) not in self._pieces:
+            if group not in self._rows:
+                self._rows[group] = RemoteRows(routing, Source.HOST, group, self._shape)
+            rows = self._rows[group]
+            tokens = rows.tokens_at(site)
+            shares = self._division.shares(layer, site, tokens, rows.slot) if len(tokens) else ()
+            self._pieces[group, site] = [
+                _Piece(worker, *self._stream.to_device(np.stack([some, rows.generation[some]])))
+                for worker, some in shares
+            ]
+        return self._pieces[group, site]
+
+    def _ask(
+        self, piece: _Piece, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None
+    ) -> tuple[StreamSession, SlotUse, torch.Tensor]:
+        """The session, the request, and the rows of y that it is for."""
+        session = self._links[piece.worker].stream_session
+        self.num_requests += 1
+        x_rows = y_rows = piece.rows
+        generation, top_k = piece.generation, 0
+        if ids is not None:
+            top_k = ids.shape[1]
+            y_rows = (piece.rows[:, None] * top_k + torch.arange(top_k, device=piece.rows.device)).view(-1)
+            if x.shape[0] != ids.shape[0]:
+                x_rows, generation = y_rows, piece.generation.repeat_interleave(top_k)
+                ids, top_k = ids.reshape(-1, 1), 1
+
+        def fill(request: DeltaRequest) -> None:
+            torch.from_numpy(request.generation).copy_(generation, non_blocking=True)
+            request.x.copy_(x[x_rows], non_blocking=True)
+            if ids is not None:
+                assert request.ids is not None
+                torch.from_numpy(request.ids).copy_(ids[x_rows], non_blocking=True)
+
+        asked = session.ask((layer, site, len(x_rows), top_k, len(y_rows)), fill)
+        return session, asked, y_rows
+
+    def _add_to(self, parts: Sequence[tuple[StreamSession, SlotUse, torch.Tensor]], y: torch.Tensor) -> None:
+        for session, asked, y_rows in parts:
+            session.take(asked)
+            self._stream.queue(partial(_add, asked, y, y_rows))
+
+
+def _add(asked: SlotUse, y: torch.Tensor, y_rows: torch.Tensor) -> None:
+    delta, asked.delta = asked.delta, None
+    assert delta is not None
+    y.index_add_(0, y_rows, delta.to(y.dtype))

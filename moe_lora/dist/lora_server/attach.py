@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joins one rank of an LLM instance to the LoRA Server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.config import LoraServerConfig
+from moe_lora.core.errors import LoraServerError
+from moe_lora.core.partition import Layout, Partition
+from moe_lora.core.shape import ModelShape
+from moe_lora.dist.deltas.device_frames import DeviceFrames
+from moe_lora.dist.deltas.pushed_backend import PushedBackend
+from moe_lora.dist.deltas.remote_backend import RemoteBackend, ServerPartition
+from moe_lora.dist.deltas.session import FrameLayout
+from moe_lora.dist.net.keys import keys_in
+from moe_lora.dist.net.peer import Peer
+from moe_lora.dist.transport.device_puts import check_device_puts, join_device_group
+from moe_lora.lora.row_routing import Source
+
+from .control import Hear, ask, find_rank, join, network, pings_of
+from .lease_client import LeaseClient
+from .messages import ServerHello
+from .reach import agreed_facts, client_name, server_transport
+from .server_link import ServerLink
+
+CONNECT_TIMEOUT_S = 120.0
+CPU = torch.device("cpu")
+logger = logging.getLogger(__name__)
+
+
+class LoraServerClient:
+    """One client rank's connections: links to all server ranks it sends to, and the backend over them.
+
+    device: the rank's.  pushed: the backend over its own puts, if the settings ask for it and it came in
+    time.
+    Raises ConfigError for a layout that does not fit the model, LoraServerError if the server is not there.
+    """
+
+    def __init__(
+        self,
+        server: LoraServerConfig,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        instance: str,
+        *,
+        client_rank: int = 0,
+        client_ranks: int = 1,
+        device: torch.device = CPU,
+    ) -> None:
+        if server.device_puts != "none":
+            check_device_puts(server.device_puts)
+        self.pushed: PushedBackend | None = None
+        self._server = server
+        self._instance = instance
+        self._keys = keys_in(server.certificates)
+        name = client_name(instance, client_rank)
+        self._hello = ServerHello(name, agreed_facts(shape, dtype, server, client_ranks))
+        layout = FrameLayout(shape, dtype, server.max_rows)
+        self.store = HostStore(server.store_dir)
+        self.partition = partition = Partition(
+            shape, Layout.parse(server.layout), client_ranks, sites=server.sites
+        )
+        self._transport = server_transport(server, name)
+        self.links = {
+            server_rank: ServerLink(
+                f"link to server rank {server_rank}",
+                partial(self._join_rank, server_rank),
+                *(instance, server, self._transport, layout),
+            )
+            for server_rank in range(partition.layout.num_ranks)
+            if client_rank in partition.clients_of_server(server_rank)
+        }
+        try:
+            for link in self.links.values():
+                network().run(link.start(CONNECT_TIMEOUT_S))
+        except BaseException:
+            self.close()
+            raise
+        division = ServerPartition(partition, client_rank)
+        self.backend = RemoteBackend(shape, Source.LEASED, division, self.links, layout, self.store)
+        if server.device_puts != "none":
+            self._meet_devices(shape, dtype, device)
+
+    def _meet_devices(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+        """Wait until the server's ranks and all other instances are there."""
+        server = self._server
+        leader = server.address, self._keys, self._hello, CONNECT_TIMEOUT_S
+        try:
+            place = network().run(ask(*leader, "join_devices", self._instance))
+            address, client, num_clients, max_rows = place
+            frames = DeviceFrames(shape, self.partition, dtype, max_rows, num_clients)
+            logger.info("waiting for all devices that put to each other: %d", frames.size)
+            member = frames.member(client)
+            group = join_device_group(server.device_puts, address, member, frames.size, device)
+            self.pushed = PushedBackend(group, frames, client, server.answer_timeout_s)
+        except LoraServerError as error:
+            logger.warning("%s; rows go over lora_server.transport", error)
+
+    async def _join_rank(self, server_rank: int, timeout_s: float) -> Peer:
+        """Connect to a server rank, which the leader knows where to find.  Raises LoraServerError."""
+        leader = self._server.address, self._keys, self._hello
+        address = await find_rank(*leader, server_rank, timeout_s)
+        return await join(address, self._keys, self._hello, timeout_s)
+
+    def leases(
+        self,
+        on_change: Callable[[], None],
+        on_failure: Callable[[str, Exception], None] = lambda adapter_id, error: None,
+    ) -> LeaseClient:
+        """The instance's leases; its first rank has them."""
+        return LeaseClient(self._join_leader, self.store, on_change, CONNECT_TIMEOUT_S, on_failure)
+
+    async def _join_leader(self, timeout_s: float, hear: Hear) -> Peer:
+        leader, begin = (self._server.address, self._keys, self._hello), ("join_instance", self._instance)
+        return await join(*leader, timeout_s, *begin, hear=hear, pings=pings_of(self._server.lease_timeout_s))
+
+    def close(self) -> None:
+        if self.pushed is not None:
+            self.pushed.close()
+        for link in self.links.values():
+            network().run(link.stop())
+        self._transport.close()

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Control connections around a LoRA Server, beside the one-sided data path.
+
+A process has one event loop for them, in a thread of its own.  A connection begins with a hello that says
+what both sides must agree on; then the peer calls what `ServerCalls` lists.  Websocket pings tell whether
+the other side is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from anyio import fail_after
+from websockets.asyncio.connection import Connection
+
+from moe_lora.core.address import Address, parse_address
+from moe_lora.core.errors import CapacityError, ConfigError, LastProblem, LoraServerError, MoeLoraError
+from moe_lora.dist.net import connection as net
+from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.connection import Pings
+from moe_lora.dist.net.keys import Keys
+from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
+from moe_lora.dist.net.thread import LoopThread
+
+from .messages import CLIENT_SIDE, SERVER_SIDE, ServerHello, ServerState, ServerWelcome
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.3
+_HELLO_S = 3.0
+_SETTING = "lora_server.address"
+ADMIN_VERSION = 5
+Hear = Callable[[Peer, Message], Awaitable[None]]
+
+
+@cache
+def network() -> LoopThread:
+    """The event loop of this process's control connections."""
+    return LoopThread("control")
+
+
+def pings_of(silence_s: float) -> Pings:
+    """A peer silent for that long is gone."""
+    return Pings(interval_s=silence_s / 5, timeout_s=silence_s * 4 / 5)
+
+
+PINGS = pings_of(3.0)
+
+
+async def ignore(peer: Peer, message: Message) -> None:
+    """What a peer says that is only called."""
+
+
+async def join(
+    address: str,
+    keys: Keys | None,
+    hello: ServerHello,
+    timeout_s: float,
+    *begin: Any,
+    hear: Hear = ignore,
+    pings: Pings = PINGS,
+) -> Peer:
+    """Connect to a rank and be let in.  begin: method and arguments of a first call, whose answer is nothing.
+
+    hear: gets what the rank sends besides answers, one after the other.
+    Raises LoraServerError if nobody answers within timeout_s, or if the rank refuses; ConfigError for an
+    address that is none.
+    """
+    place, deadline_s = parse_address(_SETTING, address), time.monotonic() + timeout_s
+    while True:
+        try:
+            rest_s = max(0.05, deadline_s - time.monotonic())
+            with fail_after(rest_s):
+                connection = await net.dial(_SETTING, place, keys, pings)
+            break
+        except (ConnectionError, TimeoutError) as error:
+            if _of_certificates(error):
+                raise LoraServerError(f"the LoRA Server's {error}") from error
+            if time.monotonic() >= deadline_s:
+                raise LoraServerError(
+                    f"no LoRA Server answers at {_SETTING}={place} ({error}); start it, or correct the "
+                    "address"
+                ) from error
+            await asyncio.sleep(0.05)
+    peer = Peer(connection, CLIENT_SIDE, str(place))
+    peer.send(hello)
+    try:
+        answer = await peer.receive(max(1.0, deadline_s - time.monotonic()))
+    except PeerEndedError as error:
+        raise LoraServerError(f"the LoRA Server at {place} closed the connection ({error})") from error
+    if not isinstance(answer, ServerWelcome) or answer.problem is not None:
+        peer.end()
+        problem = answer.problem if isinstance(answer, ServerWelcome) else "it is no LoRA Server"
+        raise LoraServerError(f"the LoRA Server at {place} refused {hello.name}: {problem}")
+    hearing = asyncio.create_task(_hear(peer, hear))
+    _hearing.add(hearing)
+    hearing.add_done_callback(_hearing.discard)
+    try:
+        if begin:
+            await called(peer, *begin)
+    except BaseException:
+        peer.end()
+        raise
+    return peer
+
+
+_hearing: set[asyncio.Task[None]] = set()
+"""An event loop alone does not keep its tasks."""
+
+
+async def _hear(peer: Peer, hear: Hear) -> None:
+    try:
+        async for message in peer.messages():
+            assert isinstance(message, Message)
+            await hear(peer, message)
+    except Exception:
+        logger.exception("what the LoRA Server at %s sent can't be followed", peer.name)
+    peer.end()
+
+
+def _of_certificates(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__
+    return error is not None
+
+
+async def called(peer: Peer, method: str, *args: Any) -> Any:
+    """What a rank answers.  Raises LoraServerError if it is lost before, and what the rank raises."""
+    try:
+        return await peer.call(method, *args)
+    except PeerEndedError as error:
+        raise LoraServerError(f"the LoRA Server at {peer.name} was lost: {error}") from error
+
+
+async def ask(
+    address: str, keys: Keys | None, hello: ServerHello, timeout_s: float, method: str, *args: Any
+) -> Any:
+    """One call over a connection of its own.  Raises as `join` and `called` do."""
+    peer = await join(address, keys, hello, timeout_s)
+    try:
+        return await called(peer, method, *args)
+    finally:
+        peer.end()
+
+
+async def find_rank(
+    address: str, keys: Keys | None, hello: ServerHello, server_rank: int, timeout_s: float
+) -> str:
+    """Where the leader at `address` says that a server rank listens.
+
+    Raises LoraServerError if the leader does not answer, or the rank has not joined, within timeout_s.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        found: str | None = await ask(address, keys, hello, timeout_s, "find", server_rank)
+        if found is not None:
+            return found
+        if time.monotonic() > deadline_s:
+            raise LoraServerError(f"rank {server_rank} of the LoRA Server has not joined; start it")
+        await asyncio.sleep(0.1)
+
+
+async def stay_joined(
+    name: str,
+    join_again: Callable[[float], Awaitable[Peer]],
+    serve: Callable[[Peer], Awaitable[None]],
+    peer: Peer | None = None,
+) -> None:
+    """`serve` a connection as long as it lasts, and join again, until cancelled.
+
+    join_again: takes how long to look for the server.  peer: the first connection, where there is one.
+    """
+    said = LastProblem()
+    while True:
+        try:
+            if peer is None:
+                peer = await join_again(1.0)
+                logger.info("%s: joined the LoRA Server", name)
+                said.over()
+            await serve(peer)
+        except Exception as error:  # whatever it is, the server may be well again later
+            if said.is_new(str(error)):
+                logger.warning("%s: %s", name, error, exc_info=not isinstance(error, LoraServerError))
+        finally:
+            if peer is not None:
+                peer.end()
+        peer = None
+        await asyncio.sleep(RETRY_S)
+
+
+def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], peer: str) -> str | None:
+    """The first fact that a peer states and the server does not share; None if they agree."""
+    for name in sorted(theirs):
+        if ours.get(name) != theirs[name]:
+            return (
+                f"{name} is {ours.get(name)!r} at the LoRA Server and {theirs[name]!r} at {peer}; both "
+                "must be the same"
+            )
+    return None
+
+
+@dataclass(eq=False)
+class Visitor:
+    """A peer at a rank of the LoRA Server.  left: what is undone when its connection ends.
+
+    instance, server_rank: whom it has joined as.
+    """
+
+    peer: Peer
+    host: str
+    left: AsyncExitStack = field(default_factory=AsyncExitStack)
+    instance: str = ""
+    server_rank: int = -1
+
+
+Answer = Callable[..., Coroutine[Any, Any, Any]]
+"""Takes the visitor and the arguments of a call.  A future that it returns is what is answered later."""
+
+
+class ControlServer:
+    """Lets peers in that agree with this rank, and answers their calls, each peer's one after the other.
+
+    agreed: what a hello may state (protocol version, model, dtype).  answers: by method of `ServerCalls`.
+    address: where it listens, the port chosen if 0 was asked for.
+    Raises LoraServerError if the address can't be listened at.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        keys: Keys | None,
+        agreed: Mapping[str, Any],
+        answers: Mapping[str, Answer],
+        pings: Pings = PINGS,
+    ) -> None:
+        self._agreed = {**agreed, "admin": ADMIN_VERSION}
+        self._answers = answers
+        self._listening = AsyncExitStack()
+        listening = net.listen(_SETTING, address, keys, self._visit, pings)
+        try:
+            self.address = str(network().run(self._listening.enter_async_context(listening)))
+        except ConfigError as error:
+            raise LoraServerError(str(error)) from error
+
+    def close(self) -> None:
+        """Accept no more, end all connections."""
+        network().run(self._listening.aclose())
+
+    async def _visit(self, socket: Connection, host: str) -> None:
+        peer = Peer(socket, SERVER_SIDE, f"a peer from {host}")
+        visitor = Visitor(peer, host)
+        try:
+            async with visitor.left:
+                await self._let_in(visitor)
+                async for asked in peer.messages():
+                    await self._answer(visitor, asked)
+        except PeerEndedError as error:
+            logger.info("%s was turned away: %s", peer.name, error)
+        except Exception:
+            logger.exception("the connection to %s failed", peer.name)
+        finally:
+            peer.end()
+            await peer.closed()
+
+    async def _let_in(self, visitor: Visitor) -> None:
+        peer = visitor.peer
+        hello = await peer.receive(_HELLO_S)
+        if not isinstance(hello, ServerHello):
+            raise PeerEndedError("it said no hello")
+        peer.name = hello.name
+        problem = disagreement(self._agreed, hello.agreed, peer.name)
+        peer.send(ServerWelcome(problem))
+        if problem is not None:
+            raise PeerEndedError(problem)
+
+    async def _answer(self, visitor: Visitor, asked: Message | Asked) -> None:
+        if not isinstance(asked, Asked):
+            raise PeerEndedError(f"{type(asked).__name__} means nothing here")
+        answer = self._answers.get(asked.method)
+        try:
+            if answer is None:
+                raise LoraServerError(f"{asked.method} is not answered by this rank")
+            found = await answer(visitor, *asked.args)
+        except ConnectionError:
+            raise
+        except Exception as error:  # the connection's other adapters go on
+            if not isinstance(error, MoeLoraError | ValueError):
+                logger.exception("%s of %s failed", asked.method, visitor.peer.name)
+            asked.fail(error)
+            return
+        if isinstance(found, asyncio.Future):
+            found.add_done_callback(lambda later: asked.answer(later.result()))
+        else:
+            asked.answer(found)
+
+
+class LoraServerAdmin:
+    """Asks the leader at `address`, over a connection a question; may be used from any thread.
+
+    timeout_s: how long a leader that is not there is looked for.
+    """
+
+    def __init__(self, address: str, keys: Keys | None, *, timeout_s: float = 1.0) -> None:
+        self._address = address
+        self._keys = keys
+        self._timeout_s = timeout_s
+
+    def state(self) -> ServerState:
+        """Raises LoraServerError if the leader does not answer."""
+        found: ServerState = self._ask("state")
+        return found
+
+    def resize(self, capacity: int) -> ServerState:
+        """Change the number of adapters resident at once, as `LeaseTable.resize` does, on all ranks.
+
+        Raises CapacityError for a capacity that can't be, LoraServerError if the leader does not answer.
+        """
+        try:
+            found: ServerState = self._ask("resize", capacity)
+            return found
+        except ConfigError as error:
+            raise CapacityError(str(error)) from error
+
+    def restart(self, server_rank: int) -> None:
+        """Have a rank's process end, to be started again.  Raises LoraServerError if it is not there."""
+        self._ask("restart", server_rank)
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        hello = ServerHello("front-end", {"admin": ADMIN_VERSION})
+        return network().run(ask(self._address, self._keys, hello, self._timeout_s, method, *args))

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data path of one server rank for instances whose devices put to it: a stream for each, no host.
+
+A session's step is a fixed row of operations: wait for the step's frame; for each layer of this rank admit
+its rows to slots; for each site wait for x, compute, put the answer.  On CUDA it is captured once and
+replayed ahead of time, so that the device always waits for the next request (InfiniLoRA section 3: receive,
+compute and send overlap, here of several instances, on as many streams).
+
+An instance that is idle keeps its session waiting without bound.  So nothing here, and nothing that the
+process does beside it, may wait for a device at rest: kernels run once before sessions are queued
+(`DataLoop.warm_up`, `DeviceSession.prepare`), page-locked memory is there from the start, and the role's
+environment has CUDA load code at once and give each stream a queue of its own (`launch.roles`).
+
+NOT YET RUN on a GPU.  Without one, its operations run as they are called, which is what tests do.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from moe_lora.core.shape import MAX_CUDA_LORA_RANK
+from moe_lora.dist.deltas.device_frames import DeviceFrames
+from moe_lora.dist.transport.device_puts import (
+    POLLS_PER_S,
+    PUT_BLOCKS,
+    AnswerRows,
+    DevicePuts,
+    SymmetricWindow,
+)
+from moe_lora.kernels.lora import lora_delta
+from moe_lora.kernels.operands import LoraOperands, SlotTable
+from moe_lora.kernels.page_locked import Staging
+from moe_lora.kernels.triton.configs import kernels
+
+from .server_store import ServerAdapterStore, on_stream
+
+logger = logging.getLogger(__name__)
+
+_AHEAD = 2
+"""Steps of a session that are queued at once: the next waits while one is computed."""
+_SOONER = 16
+"""A layer on its way is given up in so much less than the time that the instance waits for an answer."""
+_LEFT = 1 << 62
+"""Above every generation."""
+_STAGE_BYTES = 1 << 20
+
+
+class Resident(NamedTuple):
+    """On the device, what each slot has.  generation: [M].  loaded: [M, L].  int64, see
+    `ServerAdapterStore`."""
+
+    generation: torch.Tensor
+    loaded: torch.Tensor
+
+
+class ResidentTables:
+    """What each slot of a server rank has, in tables that operations read while they run.
+
+    now: what operations are to be bound to.  When slots are added there are new ones; in the old ones, which
+    operations may still be bound to with the old slot table, all has left.  stream: one that sessions don't
+    wait on; None on CPU.
+    """
+
+    def __init__(self, server_store: ServerAdapterStore) -> None:
+        self._store = server_store
+        self._device = server_store.arena.device
+        self._lock = threading.Lock()
+        on_cuda = self._device.type == "cuda"
+        self.stream = torch.cuda.Stream(self._device) if on_cuda else None
+        # Once, for tables of any size: to page-lock memory may wait for a device that never comes to rest.
+        self._staging = Staging(_STAGE_BYTES) if on_cuda else None
+        self.now = self._made()
+        server_store.on_tables = self.publish
+        self.publish()
+
+    def _made(self) -> Resident:
+        shapes = self._store.generation.shape, self._store.loaded.shape
+        return Resident(*(torch.zeros(shape, dtype=torch.int64, device=self._device) for shape in shapes))
+
+    def publish(self) -> None:
+        """Bring them up to date; returns when they are.  Any thread."""
+        with self._lock, self._beside():
+            before = tables = self.now
+            if len(before.generation) != len(self._store.generation):
+                tables = self._made()
+                before.generation.fill_(_LEFT)
+            self._copy(self._store.loaded, tables.loaded)
+            self._copy(self._store.generation, tables.generation)
+            if self.stream is not None:
+                self.stream.synchronize()
+            self.now = tables
+
+    def _copy(self, array: np.ndarray, table: torch.Tensor) -> None:
+        source, there = (one.view(-1).view(torch.uint8) for one in (torch.from_numpy(array), table))
+        if self._staging is None:
+            there.copy_(source)
+        else:
+            self._staging.copy(source, there)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On `stream`."""
+        if self.stream is None:
+            yield
+            return
+        # Slots and bytes that were written on the thread's own stream come first.
+        torch.cuda.current_stream(self._device).synchronize()
+        with torch.cuda.stream(self.stream):
+            yield
+
+
+class DeviceSession:
+    """One instance's half at this rank.
+
+    client: the instance's number.  num_steps: that were queued.  answer_timeout_s: how long the instance
+    waits for an answer; what it asks for is given up well before, so that it hears that it is missing.
+    """
+
+    def __init__(
+        self,
+        client: int,
+        server_rank: int,
+        group: DevicePuts,
+        window: SymmetricWindow,
+        frames: DeviceFrames,
+        server_store: ServerAdapterStore,
+        tables: ResidentTables,
+        lora_kernel: str,
+        answer_timeout_s: float,
+    ) -> None:
+        self._max_polls = max(1, int(answer_timeout_s * POLLS_PER_S))
+        self._exchange = kernels("exchange")
+        self._client, self._server_rank = client, server_rank
+        self._group, self._window, self._frames = group, window, frames
+        self._store, self._tables, self._kernel = server_store, tables, lora_kernel
+        self._member = frames.member(client)
+        make = partial(torch.zeros, device=group.device)
+        self._expected = make(frames.num_signals, dtype=torch.int64)
+        self.state, self._missing = make(1, dtype=torch.int64), make(1, dtype=torch.int64)
+        self._token_slots = make(1 << (frames.max_rows - 1).bit_length(), dtype=torch.int32)
+        start = frames.frame_at(client)
+        self._frame = window.bytes[start : start + frames.frame_bytes].view(torch.int64)
+        self._rows = {site: self._places(site) for site in frames.sites}
+        partition = frames.partition
+        self._work = [
+            (
+                layer,
+                [site for site in frames.sites if server_rank in partition.servers_of_client(0, layer, site)],
+            )
+            for layer in partition.layers_of(server_rank)
+        ]
+        self.stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
+        self._again: Callable[[], None] = self.step
+        self._bound: tuple[Resident, SlotTable] | None = None
+        self._queued: list[Any] = []
+        self._ended = False
+        self.num_steps = 0
+
+    def step(self) -> None:
+        """Queue one step's operations, after `prepare`."""
+        assert self._bound is not None
+        exchange, is_first, (resident, _) = self._exchange, True, self._bound
+        self._wait(self._frames.asked(self._client), PUT_BLOCKS, exchange.NO_BOUND)
+        for layer, sites in self._work:
+            if not sites:
+                continue
+            exchange.launch_admit(
+                *(self._frame, *resident, layer),
+                *(self._token_slots, self._missing, self.state, self._max_polls // _SOONER + 1, is_first),
+            )
+            is_first = False
+            for site in sites:
+                self._serve(layer, site, *self._bound)
+
+    def queue(self) -> None:
+        """Queue a step, and wait until few enough are queued."""
+        self.prepare()
+        with on_stream(self.stream):
+            self._again()
+            self.num_steps += 1
+            if self.stream is not None:
+                self._queued.append(torch.cuda.Event())
+                self._queued[-1].record()
+                if len(self._queued) == _AHEAD:
+                    self._queued.pop(0).synchronize()
+
+    def is_lost(self) -> bool:
+        """Whether a wait was given up; steps that are queued are not waited for."""
+        with on_stream(self._tables.stream):
+            return bool(int(self.state.item()) & self._exchange.LOST)
+
+    def end(self) -> None:
+        """Let no operation wait any more, and wait for all."""
+        self._ended = True
+        with on_stream(self._tables.stream):
+            self.state.fill_(self._exchange.ENDED)
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def prepare(self) -> None:
+        """Capture a step, unless that was done for the slots that there are now.
+
+        What it was captured with is kept until another was: no step reads memory that others have by then.
+        """
+        resident = self._tables.now
+        if self._bound is not None and self._bound[0] is resident:
+            return
+        if self.stream is None:
+            self._bound = resident, self._store.slots
+            return
+        # What this session begins with was made on another stream.
+        self.stream.wait_stream(torch.cuda.current_stream(self._group.device))
+        # A queued step waits for its instance, which may be idle: no other session's capture waits with it.
+        self.stream.synchronize()
+        with _capturing, torch.cuda.stream(self.stream):
+            self._bound = resident, self._store.slots
+            # Kernels are compiled first, which a capture can't: in a state that lets none wait or put.
+            self.state.fill_(self._exchange.ENDED)
+            expected = self._expected.clone()
+            self.step()
+            self._expected.copy_(expected)
+            self.state.zero_()
+            self.stream.synchronize()
+            if self._ended:
+                self.state.fill_(self._exchange.ENDED)
+            # Not by `torch.cuda.graph`, which waits for the device, and with it for other sessions' steps.
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            self.step()
+            graph.capture_end()
+            self._again = graph.replay
+
+    def _wait(self, signal: int, more: int, max_polls: int) -> None:
+        signals = self._exchange.Signals(self._window.words, self._expected, range(signal, signal + 1))
+        self._exchange.launch_wait(signals, more, self.state, max_polls)
+
+    def _serve(self, layer: int, number: int, resident: Resident, slots: SlotTable) -> None:
+        frames, site = self._frames, self._frames.shape.sites[number]
+        x, ids, out = self._rows[number]
+        self._wait(
+            frames.asked(self._client, number), PUT_BLOCKS * (1 if ids is None else 2), 2 * self._max_polls
+        )
+        token_slots = self._token_slots[: frames.max_rows]
+        operands = LoraOperands(x, ids, site, layer, token_slots, slots, self._store.arena)
+        # Slots that are empty now have any rank later.
+        lora_delta(operands, out, kernel=self._kernel, max_lora_rank=MAX_CUDA_LORA_RANK)
+        experts = frames.partition.experts_of(self._server_rank)
+        answer = AnswerRows(
+            rows=out,
+            token_slots=token_slots,
+            ids=ids,
+            top_k=1 if ids is None else ids.shape[1],
+            first_expert=experts.start,
+            end_expert=experts.stop,
+            frame=self._frame,
+            generation=resident.generation,
+            missing=self._missing,
+            state=self.state,
+            over=self._exchange.LOST | self._exchange.ENDED,
+        )
+        status_at = frames.status_at(self._client, self._server_rank, number)
+        signal = frames.answered(self._server_rank, number)
+        self._group.put_rows(self._window, answer, status_at, signal, self._member)
+
+    def _places(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """x and ids of a site in the window, and where its deltas are computed."""
+        frames, site, view = self._frames, self._frames.shape.sites[number], self._window.rows
+        client, outputs, inputs = self._client, frames.outputs(number), frames.inputs(number)
+        x = view(frames.x_at(client, number), inputs, site.in_features, frames.dtype)
+        out = view(frames.answer_at(client, number), outputs, site.total_out_features, frames.dtype)
+        ids = None
+        if site.num_experts:
+            top_k = outputs // frames.max_rows
+            ids = view(frames.ids_at(client, number), frames.max_rows, top_k, torch.int32)
+        return x, ids, out
+
+
+_capturing = threading.Lock()
+"""One capture at a time."""
+
+
+class DeviceLoop:
+    """Serves all instances of a group that put to this rank, each in a thread with a stream, until `stop`.
+
+    join: meets the other members.
+    """
+
+    def __init__(
+        self,
+        join: Callable[[], DevicePuts],
+        frames: DeviceFrames,
+        server_rank: int,
+        server_store: ServerAdapterStore,
+        lora_kernel: str,
+        answer_timeout_s: float,
+    ) -> None:
+        self._join, self._frames, self._server_rank = join, frames, server_rank
+        self._store, self._kernel, self._answer_timeout_s = server_store, lora_kernel, answer_timeout_s
+        self._stopping = threading.Event()
+        self.tables: ResidentTables | None = None
+        self.sessions: list[DeviceSession] = []
+        self._threads = [threading.Thread(target=self._meet, name="device-puts", daemon=True)]
+        self._threads[0].start()
+
+    def _meet(self) -> None:
+        try:
+            group = self._join()
+            window = group.alloc(self._frames.num_bytes, self._frames.num_signals)
+            tables = self.tables = ResidentTables(self._store)
+            for client in range(self._frames.num_clients):
+                given = (client, self._server_rank, group, window, self._frames, self._store, tables)
+                session = DeviceSession(*given, self._kernel, self._answer_timeout_s)
+                session.prepare()
+                self.sessions.append(session)
+            group.meet()
+        except Exception as error:  # instances ask over the transport then
+            if not self._stopping.is_set():
+                logger.error("no puts from device to device: %s", error)
+            return
+        for session in self.sessions:
+            thread = threading.Thread(target=self._run, args=(session,), name="device-session", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(self, session: DeviceSession) -> None:
+        try:
+            with torch.inference_mode():
+                while not self._stopping.is_set() and not session.is_lost():
+                    session.queue()
+            if not self._stopping.is_set():
+                logger.error("an instance did not go on with a step that it began: its puts get no answer")
+        except Exception:  # its instance gets no answer and asks over the transport
+            logger.exception("a session of devices that put to each other has ended")
+        finally:
+            session.end()
+
+    def stop(self) -> None:
+        """End all waits; returns when the device does nothing for the group any more."""
+        self._stopping.set()
+        for session in self.sessions:
+            session.end()
+        for thread in self._threads[1:]:
+            thread.join()

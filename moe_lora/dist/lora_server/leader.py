@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The leader: registers adapters, gives leases to instances, tells the ranks what to load.
+
+Runs in the server's first rank.  It belongs to the event loop of the control connections: decisions are made
+and passed on there, so that every peer hears of them in the order in which they were made.  Those that wait
+are looked at once for all that peers said in one turn of the loop, in the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.cache.leases.leases import Grant, LeaseTable
+from moe_lora.cache.leases.residency import Load
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    CapacityError,
+    LoraServerError,
+    StorageError,
+)
+from moe_lora.core.partition import Partition
+from moe_lora.policies.caching.arena_shares import Asker
+
+from .content import num_blocks, receive_blocks, send_blocks
+from .control import Answer, Visitor
+from .lost_content import LostContent
+from .messages import (
+    AdapterFailed,
+    Content,
+    EvictOrder,
+    LoadOrder,
+    Memory,
+    Need,
+    Order,
+    ResizeOrder,
+    RestartOrder,
+    ServerState,
+)
+from .rank_memory import shard_pages
+from .reach import client_name
+
+logger = logging.getLogger(__name__)
+
+LEADER = 0
+RESTART_S = 0.1
+"""From the answer to who asked for a restart to the end of the leader."""
+LOOK_AGAIN_S = 1.0
+"""While instances wait for leases: what they may have changes with time alone, too."""
+
+
+class Leader:
+    """Answers the calls of instances, of the server's other ranks and of the front end (`ServerCalls`).
+
+    first_generation: the leader's incarnation; generations on the wire are above it, so that those of an
+    earlier leader are stale.  order: hands an order to the leader's own rank.  regained: tells it that
+    content it lacked is in the store.  restart: ends the leader's own process, to be started again.
+    """
+
+    def __init__(
+        self,
+        table: LeaseTable,
+        store: HostStore,
+        partition: Partition,
+        memory: Memory,
+        first_generation: int,
+        order: Callable[[Order], None],
+        regained: Callable[[str], None],
+        restart: Callable[[], None],
+    ) -> None:
+        self._restart_own = restart
+        self._table = table
+        self._store = store
+        self._partition = partition
+        self._memory = memory
+        self._first_generation = first_generation
+        self._order = order
+        self._own_regained = regained
+        self._num_slots = table.capacity
+        self._instances: dict[str, Visitor] = {}
+        self._ranks: dict[int, Visitor] = {}
+        self._linked: dict[int, frozenset[str]] = {}
+        """Client ranks that have a session, by server rank."""
+        self._num_joins: Counter[int] = Counter()
+        self._registered_by: dict[str, set[str]] = {}
+        self._acquires: dict[tuple[str, str], asyncio.Future[tuple[int, int]]] = {}
+        self._looks_again = False
+        """Whether `_look_again` is to come."""
+        self._gives_out = False
+        """Whether `_give_out` is to come, or has failed since a look succeeded."""
+        self._lost = LostContent(self._call_for_content, self._fail)
+        self.addresses: dict[int, str] = {}
+        """Where clients find the ranks that have joined."""
+
+    @property
+    def answers(self) -> Mapping[str, Answer]:
+        """By method."""
+        names = (
+            "find memory join_rank linked need fail_load join_instance register give fail_content unregister "
+            "acquire release state resize restart"
+        )
+        return {name: getattr(self, name) for name in names.split()}
+
+    # The admin
+
+    async def state(self, visitor: Visitor) -> ServerState:
+        self._give_out()  # what is counted is what came of all that was said before
+        table = self._table
+        others = range(1, self._partition.layout.num_ranks)
+        return ServerState(
+            capacity=table.capacity,
+            max_capacity=table.max_capacity(),
+            num_instances=len(self._instances),
+            incarnation=self._first_generation,
+            ranks=(1, *(self._num_joins[one] if one in self._ranks else 0 for one in others)),
+            unlinked=tuple(len(self._unlinked(one)) for one in (LEADER, *others)),
+            **asdict(table.stats()),
+        )
+
+    def _unlinked(self, server_rank: int) -> set[str]:
+        """Client ranks of the instances here that lack their session with this rank."""
+        clients = self._partition.clients_of_server(server_rank)
+        expected = {client_name(instance, client) for instance in self._instances for client in clients}
+        return expected - self._linked.get(server_rank, frozenset())
+
+    async def restart(self, visitor: Visitor, server_rank: int) -> None:
+        if server_rank == LEADER:
+            # Behind the answer: the connections end with the process.
+            asyncio.get_running_loop().call_later(RESTART_S, self._restart_own)
+        elif server_rank in self._ranks:
+            self._ranks[server_rank].peer.send(RestartOrder())
+        else:
+            raise LoraServerError(
+                f"rank {server_rank} of the LoRA Server is not there, so it can't be told to end"
+            )
+
+    async def resize(self, visitor: Visitor, capacity: int) -> ServerState:
+        before = self._table.capacity
+        if capacity > before:
+            self._check_memory(capacity)
+        self._table.resize(capacity)
+        # Slots are never taken back: a lease of before may be in any of them.
+        self._num_slots = max(self._num_slots, capacity)
+        for server_rank in range(self._partition.layout.num_ranks):
+            self._tell_rank(server_rank, ResizeOrder(self._num_slots))
+        self._dispatch()
+        logger.info("capacity of the LoRA Server: %d adapters, before %d", capacity, before)
+        return await self.state(visitor)
+
+    def _check_memory(self, capacity: int) -> None:
+        limit = self._table.max_capacity()
+        if limit is None:
+            raise CapacityError(
+                f"capacity={capacity}: no adapter is registered, so it is not known how many fit; load one "
+                "first"
+            )
+        if capacity > limit:
+            raise CapacityError(
+                f"capacity={capacity} is more than the memory of the LoRA Server's ranks holds, which is "
+                f"{limit} adapters of the mean size of those registered; choose at most that, or start the "
+                "LoRA Server with more lora_server.memory_gb"
+            )
+
+    # The other ranks of the server
+
+    async def find(self, visitor: Visitor, server_rank: int) -> str | None:
+        return self.addresses.get(server_rank)
+
+    async def memory(self, visitor: Visitor) -> tuple[Memory, int]:
+        return self._memory, self._first_generation
+
+    async def join_rank(self, visitor: Visitor, server_rank: int, address: str) -> None:
+        """A rank joins, or comes back: it is told what is resident, then what changes."""
+        visitor.server_rank = server_rank
+        visitor.left.callback(self._lose_rank, visitor)
+        self._ranks[server_rank] = visitor
+        self._num_joins[server_rank] += 1
+        # What listens everywhere is reached where it dialled from.
+        self.addresses[server_rank] = address.replace("0.0.0.0:", f"{visitor.host}:")
+        self._tell_rank(server_rank, ResizeOrder(self._num_slots))
+        for adapter in self._table.residents():
+            assert adapter.slot is not None
+            load = Load(adapter.adapter_id, adapter.slot, adapter.generation, adapter.runs)
+            self._tell_rank(server_rank, self._load_order(load, server_rank))
+        logger.info("server rank %d joined from %s", server_rank, self.addresses[server_rank])
+
+    async def linked(self, visitor: Visitor, clients: tuple[str, ...]) -> None:
+        if self._ranks.get(visitor.server_rank) is visitor:
+            self.hear_links(visitor.server_rank, clients)
+
+    def hear_links(self, server_rank: int, clients: Iterable[str]) -> None:
+        """These client ranks, and no others, have a session with a rank now."""
+        self._linked[server_rank] = frozenset(clients)
+
+    def _lose_rank(self, visitor: Visitor) -> None:
+        if self._ranks.get(visitor.server_rank) is visitor:
+            del self._ranks[visitor.server_rank]
+            self._linked.pop(visitor.server_rank, None)
+            self.addresses.pop(visitor.server_rank, None)  # clients wait until it has joined again
+        logger.warning("server rank %d left", visitor.server_rank)
+
+    # Instances
+
+    async def join_instance(self, visitor: Visitor, instance: str) -> None:
+        """An instance asks for leases from now on; they end with this connection."""
+        earlier = self._instances.pop(instance, None)
+        if earlier is not None:  # it came back before we noticed that it had gone
+            earlier.peer.abort("the instance has joined again")
+            self._forget(instance)
+        visitor.instance = instance
+        visitor.left.callback(self._lose_instance, visitor)
+        self._instances[instance] = visitor
+        logger.info("instance %s joined", instance)
+
+    def _lose_instance(self, visitor: Visitor) -> None:
+        if self._instances.get(visitor.instance) is visitor:
+            del self._instances[visitor.instance]
+            self._forget(visitor.instance)
+            logger.warning("instance %s left; its leases ended", visitor.instance)
+
+    def _forget(self, instance: str) -> None:
+        """End the leases of an instance that has gone.  What it registered stays known."""
+        for instances in self._registered_by.values():
+            instances.discard(instance)
+        self._table.drop_instance(instance, time.monotonic())
+        for pair in [pair for pair in self._acquires if pair[0] == instance]:
+            del self._acquires[pair]
+        self._lost.drop_instance(instance)
+        self._dispatch()
+
+    async def register(self, visitor: Visitor, adapter_id: str) -> bool:
+        if adapter_id not in self._store:
+            return False
+        try:
+            shares = await asyncio.to_thread(self._shares, adapter_id)
+        except AdapterError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
+            logger.warning("adapter %s is fetched again: %s", adapter_id, error)
+            await asyncio.to_thread(self._store.remove, adapter_id)
+            return False
+        if self._instances.get(visitor.instance) is visitor:  # else it speaks through a later connection now
+            self._table.register(adapter_id, shares)
+            self._registered_by.setdefault(adapter_id, set()).add(visitor.instance)
+        return True
+
+    def _shares(self, adapter_id: str) -> Any:
+        packed = self._store.get(adapter_id, adapter_id)
+        return shard_pages(packed, self._partition, self._memory.page_bytes)
+
+    async def give(self, visitor: Visitor, adapter_id: str, number: int) -> None:
+        try:
+            await receive_blocks(visitor.peer, self._store, adapter_id, number)
+        except StorageError as error:
+            self._lost.fail(visitor.instance, adapter_id, str(error))
+            raise
+        for server_rank in self._lost.pop(adapter_id):
+            self.supply(server_rank, adapter_id)
+
+    async def unregister(self, visitor: Visitor, adapter_id: str) -> None:
+        instances = self._registered_by.get(adapter_id, set())
+        instances.discard(visitor.instance)
+        if adapter_id in self._registered_by and not instances:
+            del self._registered_by[adapter_id]
+            self._table.unregister(adapter_id)
+            self._dispatch()
+
+    async def acquire(
+        self, visitor: Visitor, adapter_id: str, tenant: str, share: float
+    ) -> asyncio.Future[tuple[int, int]]:
+        instance = visitor.instance
+        # Asked again, for another tenant, both calls are answered.
+        asked = self._acquires.setdefault((instance, adapter_id), asyncio.get_running_loop().create_future())
+        try:
+            lease = self._table.acquire(instance, adapter_id, time.monotonic(), Asker(tenant, share))
+        except AdapterNotFoundError:
+            # Its content is still on the way; the instance asks again once it is registered.
+            logger.info("instance %s asks for adapter %s, which is not here yet", instance, adapter_id)
+            raise
+        self._dispatch()
+        if lease is not None:
+            self._grant(lease)  # it held the lease before: that is no event
+        return asked
+
+    async def release(self, visitor: Visitor, adapter_id: str) -> None:
+        """An acquire that crossed this release on its way is given up with it."""
+        self._table.cancel(visitor.instance, adapter_id)
+        self._table.release(visitor.instance, adapter_id, time.monotonic())
+        self._acquires.pop((visitor.instance, adapter_id), None)
+        self._dispatch()
+
+    # Decisions, passed on
+
+    def _dispatch(self) -> None:
+        """Carry out what the table decided, in its order."""
+        for event in self._table.take_events():
+            if isinstance(event, Grant):
+                self._grant(event)
+                continue
+            for server_rank in range(self._partition.layout.num_ranks):
+                order: Order
+                if isinstance(event, Load):
+                    order = self._load_order(event, server_rank)
+                else:
+                    order = EvictOrder(event.slot, self._first_generation + event.generation)
+                self._tell_rank(server_rank, order)
+        loop = asyncio.get_running_loop()
+        if self._table.is_due and not self._gives_out:
+            self._gives_out = True
+            loop.call_soon(self._give_out)
+        if (self._table.is_due or self._table.num_waiting) and not self._looks_again:
+            self._looks_again = True
+            loop.call_later(LOOK_AGAIN_S, self._look_again)
+
+    def _give_out(self) -> None:
+        self._look(self._table.grant_due)
+
+    def _look_again(self) -> None:
+        """Ends where nobody waits, as when all connections have ended."""
+        self._looks_again = False
+        self._look(self._table.grant_waiting)
+
+    def _look(self, look: Callable[[float], None]) -> None:
+        """What is decided before a look fails is carried out; what is still due, is so at the next
+        `_look_again`, not in the next turn, where it would fail again and again.
+        """
+        try:
+            look(time.monotonic())
+            self._gives_out = False
+        finally:
+            self._dispatch()
+
+    def _load_order(self, event: Load, server_rank: int) -> LoadOrder:
+        runs = dict(event.runs.get(server_rank, {}))
+        return LoadOrder(event.adapter_id, event.slot, self._first_generation + event.generation, runs)
+
+    def _tell_rank(self, server_rank: int, order: Order) -> None:
+        if server_rank == LEADER:
+            self._order(order)
+        elif server_rank in self._ranks:  # else it is told what is resident when it comes back
+            self._ranks[server_rank].peer.send(order)
+
+    def _grant(self, event: Grant) -> None:
+        asked = self._acquires.pop((event.instance, event.adapter_id), None)
+        if asked is not None:
+            asked.set_result((event.slot, self._first_generation + event.generation))
+
+    # Adapters that can't be served
+
+    async def fail_load(self, visitor: Visitor, adapter_id: str, generation: int, reason: str) -> None:
+        if self._ranks.get(visitor.server_rank) is visitor:
+            self.hear_failure(visitor.server_rank, adapter_id, generation, reason)
+
+    def hear_failure(self, server_rank: int, adapter_id: str, generation: int, reason: str) -> None:
+        """A rank gave up this load.  Earlier generations don't matter any more."""
+        if self._table.is_resident(adapter_id, generation - self._first_generation):
+            self._fail(adapter_id, f"rank {server_rank} of the LoRA Server can't load it: {reason}")
+
+    def _fail(self, adapter_id: str, reason: str) -> None:
+        """End the adapter on all ranks and notify its instances."""
+        logger.error("adapter %s is given up: %s", adapter_id, reason)
+        self._lost.pop(adapter_id)
+        concerned = self._table.fail(adapter_id, time.monotonic()) | self._registered_by.pop(
+            adapter_id, set()
+        )
+        self._dispatch()
+        for instance in sorted(concerned):
+            self._acquires.pop((instance, adapter_id), None)
+            if instance in self._instances:
+                self._instances[instance].peer.send(AdapterFailed(adapter_id, reason))
+
+    # Content that ranks lack
+
+    async def need(self, visitor: Visitor, adapter_id: str) -> None:
+        self.supply(visitor.server_rank, adapter_id)
+
+    def supply(self, server_rank: int, adapter_id: str) -> None:
+        """Send content to a rank, at once or when an instance has given it."""
+        try:
+            if adapter_id not in self._store:
+                self._lost.await_content(server_rank, adapter_id)
+            elif server_rank == LEADER:
+                self._own_regained(adapter_id)
+            elif server_rank in self._ranks:  # else it asks again when it is back
+                peer = self._ranks[server_rank].peer
+                peer.send(Content(adapter_id, num_blocks(self._store, adapter_id)))
+                send_blocks(peer, self._store, adapter_id)
+        except OSError as error:
+            logger.warning("the content of adapter %s can't be read: %s", adapter_id, error)
+            self._lost.await_content(server_rank, adapter_id)
+
+    def _call_for_content(self, adapter_id: str, failed: set[str]) -> str | None:
+        """Call an instance for content, except the failed instances.  Returns its name, or None."""
+        for instance in sorted(self._registered_by.get(adapter_id, set()) - failed):
+            if instance in self._instances:
+                self._instances[instance].peer.send(Need(adapter_id))
+                return instance
+        return None
+
+    async def fail_content(self, visitor: Visitor, adapter_id: str, reason: str) -> None:
+        self._lost.fail(visitor.instance, adapter_id, reason)

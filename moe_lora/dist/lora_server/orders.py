@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The leader's orders on one server rank, turned into work of the `ServerAdapterStore`.
+
+A load is tried again after an error that can pass, beside all other orders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.core.errors import AdapterError
+
+from .messages import EvictOrder, LoadOrder, Order, ResizeOrder
+from .server_store import NUM_TRIES, PASSING, PAUSE_S, ServerAdapterStore
+
+logger = logging.getLogger(__name__)
+
+
+class Orders:
+    """Carries out orders in threads, since the store waits for its loader.  Belongs to one event loop.
+
+    need: requests missing content; `regained` or `refused` is called later.  A load that fails is given up
+    (`ServerAdapterStore.give_up`).  No order ends the rank or touches another adapter.
+    """
+
+    def __init__(
+        self, server_store: ServerAdapterStore, store: HostStore, need: Callable[[str], None]
+    ) -> None:
+        self._server_store = server_store
+        self._store = store
+        self._need = need
+        self._awaiting: dict[str, list[LoadOrder]] = {}
+        self._num_failures: Counter[tuple[str, int]] = Counter()
+        """Of a content and generation."""
+        self._epoch = 0
+        self._retries: set[asyncio.Task[None]] = set()
+
+    def start_over(self, first_generation: int) -> None:
+        """A leader that knows nothing of what is here: all slots are empty from now on."""
+        self._epoch += 1
+        self._awaiting.clear()
+        self._num_failures.clear()
+        self._server_store.start_over(first_generation)
+        self._server_store.set_led(True)
+
+    async def hear(self, order: Order) -> None:
+        """Obey, or keep a load until its content is here."""
+        if isinstance(order, LoadOrder):
+            await self._load(order)
+            return
+        if isinstance(order, EvictOrder):
+            self._forget(order)
+        try:
+            await asyncio.to_thread(self.carry_out, order)
+        except Exception:  # orders after it are carried out all the same
+            logger.exception("an order of the leader can't be carried out: %s", order)
+
+    async def regained(self, adapter_id: str) -> None:
+        """Begin the loads that waited for this content."""
+        for order in self._awaiting.pop(adapter_id, []):
+            await self._load(order)
+
+    async def refused(self, adapter_id: str, error: Exception) -> None:
+        """The content came and can't be kept."""
+        for order in self._awaiting.pop(adapter_id, []):
+            await self._fail(order, error)
+
+    def carry_out(self, order: Order) -> None:
+        """Begin a load whose content is in the store, evict, or make slots.
+
+        Raises AdapterError for damaged content, and errors of the store.
+        """
+        if isinstance(order, ResizeOrder):
+            self._server_store.grow(order.num_slots)
+        elif isinstance(order, EvictOrder):
+            self._server_store.evict(order.slot, order.generation)
+        else:
+            packed = self._store.get(order.adapter_id, order.adapter_id)
+            self._server_store.load(order.slot, order.generation, packed, order.runs)
+
+    async def _load(self, order: LoadOrder) -> None:
+        adapter_id = order.adapter_id
+        try:
+            if adapter_id in self._store:
+                await asyncio.to_thread(self.carry_out, order)
+                self._num_failures.pop((adapter_id, order.generation), None)
+                return
+        except Exception as error:
+            await self._fail(order, error)
+            return
+        self._awaiting.setdefault(adapter_id, []).append(order)
+        self._need(adapter_id)
+
+    async def _fail(self, order: LoadOrder, error: Exception) -> None:
+        """Try again after a pause if the error can pass, else give the adapter up."""
+        adapter_id, key = order.adapter_id, (order.adapter_id, order.generation)
+        cause = error.__cause__ if isinstance(error, AdapterError) else error
+        is_damaged = isinstance(error, AdapterError) and not isinstance(cause, PASSING)
+        if is_damaged:  # the content comes again from an instance, now or with the next load
+            await asyncio.to_thread(self._store.remove, adapter_id)
+        self._num_failures[key] += 1
+        if (is_damaged or isinstance(cause, PASSING)) and self._num_failures[key] < NUM_TRIES:
+            logger.warning("adapter %s is tried again: %s", adapter_id, error)
+            retry = asyncio.create_task(self._load_later(order, self._epoch))
+            self._retries.add(retry)  # an event loop alone does not keep its tasks
+            retry.add_done_callback(self._retries.discard)
+            return
+        del self._num_failures[key]
+        logger.error("adapter %s can't be loaded", adapter_id, exc_info=error)
+        give_up = self._server_store.give_up
+        await asyncio.to_thread(give_up, adapter_id, order.slot, order.generation, error)
+
+    async def _load_later(self, order: LoadOrder, epoch: int) -> None:
+        await asyncio.sleep(PAUSE_S)
+        if epoch == self._epoch and not self._server_store.has_left(order.slot, order.generation):
+            await self._load(order)
+
+    def _forget(self, order: EvictOrder) -> None:
+        """Drop the loads that wait for content of this slot."""
+        for adapter_id, waiting in list(self._awaiting.items()):
+            kept = [one for one in waiting if (one.slot, one.generation) != (order.slot, order.generation)]
+            if kept:
+                self._awaiting[adapter_id] = kept
+            else:
+                del self._awaiting[adapter_id]
+            for one in waiting:
+                if one not in kept:
+                    self._num_failures.pop((adapter_id, one.generation), None)

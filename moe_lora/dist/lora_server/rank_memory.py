@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How large the server ranks' arenas are."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from moe_lora.adapters.packed import PackedAdapter, shard_layer
+from moe_lora.cache.leases.server_pages import ShardPages, enough_gb
+from moe_lora.config import LoraServerConfig
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.partition import Partition
+from moe_lora.core.shape import DEFAULT_LORA_RANK
+
+from .messages import Memory
+
+# Which entries of a layer a server rank holds, and the pages that its part of an adapter takes.
+#
+# Legend: X offset-table entries of a layer.
+
+
+def kept_entries(partition: Partition, server_rank: int, layer: int, slot: int) -> np.ndarray:
+    """[X] bool: the entries whose matrices the rank holds; slot matters under data parallelism only."""
+    dp = partition.layout.dp
+    return _kept(partition, server_rank, layer, slot % dp)
+
+
+@lru_cache(maxsize=4096)
+def _kept(partition: Partition, server_rank: int, layer: int, slot: int) -> np.ndarray:
+    kept = np.zeros(partition.shape.num_entries, dtype=bool)
+    for index, site in enumerate(partition.shape.sites):
+        if not partition.serves(index):
+            continue
+        for expert in range(max(1, site.num_experts)):
+            of = expert if site.num_experts else None
+            if partition.owner(layer, index, of, slot=slot) == server_rank:
+                first = site.entry(0, expert)
+                kept[first : first + len(site.modules)] = True
+    return kept
+
+
+def shard_pages(packed: PackedAdapter, partition: Partition, page_bytes: int) -> ShardPages:
+    """Pages that the adapter takes on each server rank, per layer.
+
+    Under data parallelism one rank holds it all; which one depends on the slot, so each is charged for it.
+    """
+    pages: dict[int, dict[int, int]] = {}
+    for rank in range(partition.layout.num_ranks):
+        slot = rank % partition.layout.dp
+        pages[rank] = {}
+        for layer in partition.layers_of(rank):
+            kept = kept_entries(partition, rank, layer, slot)
+            shard = shard_layer(packed.layers[layer], partition.shape, kept)
+            num_bytes = shard.num_elements * packed.layers[layer].data.element_size()
+            if num_bytes:
+                pages[rank][layer] = -(-num_bytes // page_bytes)
+    return pages
+
+
+_MIN_PAGE_BYTES = 4096
+_PAGES_PER_LAYER = 8
+"""Pages are small enough that rounding a layer's shard up to whole ones costs an eighth at most."""
+_MAX_PAGES = 1 << 18
+"""Pages of a rank, since the leader searches all pages for each layer."""
+_USUAL_SHARE = 8
+"""Room for adapters of the usual size takes at most this fraction of a device's memory: one eighth."""
+
+
+def spare_bytes(device: torch.device, num_sharers: int) -> int:
+    """Memory of each rank for adapters of the usual size, known or not.
+
+    num_sharers: ranks on the device.  A constant of the machine: a restarted leader plans the same memory.
+    """
+    if device.type == "cuda":
+        total = int(torch.cuda.get_device_properties(device).total_memory)
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total // _USUAL_SHARE // num_sharers
+
+
+def check_share(server: LoraServerConfig, num_bytes: int, total_bytes: int, num_sharers: int) -> None:
+    """Raise ConfigError for an arena larger than this rank's share of a device; memory_gb is not checked.
+
+    num_sharers: ranks on the device, of total_bytes.
+    """
+    share = total_bytes // num_sharers
+    if num_sharers > 1 and server.memory_gb is None and num_bytes > share:
+        raise ConfigError(
+            f"lora_server.capacity={server.capacity} takes {num_bytes / 1e9:.3g} GB on a device of "
+            f"{total_bytes / 1e9:.3g} GB with {num_sharers} ranks, {share / 1e9:.3g} GB for each; lower the "
+            "capacity, give lora_server.memory_gb, or let fewer ranks share it (devices: in the cluster file)"
+        )
+
+
+def plan_memory(
+    server: LoraServerConfig,
+    partition: Partition,
+    dtype: torch.dtype,
+    packed: Sequence[PackedAdapter],
+    spare: int | None = None,
+) -> Memory:
+    """The budget of each rank: `memory_gb`, or `capacity` times the largest of `packed`.
+
+    Without memory_gb the budget is at least `capacity` times an adapter of rank 16 on all targets, within the
+    spare bytes (None: no limit), since larger adapters may come later.
+    Raises ConfigError, with the smallest size that works, if one of `packed` does not fit.
+    """
+    ranks = range(partition.layout.num_ranks)
+    usual = partition.shape.adapter_bytes(DEFAULT_LORA_RANK) * dtype.itemsize // partition.shape.dtype_bytes
+    page_bytes = _page_bytes(partition, min([usual, *(adapter.nbytes for adapter in packed)]))
+    budgets = _budgets(server, partition, page_bytes, packed, usual, spare)
+    if max(budgets) > page_bytes * _MAX_PAGES:
+        page_bytes = 2 ** math.ceil(math.log2(max(budgets) / _MAX_PAGES))
+        budgets = _budgets(server, partition, page_bytes, packed, usual, spare)
+    memory = Memory(server.capacity, tuple(budget // page_bytes for budget in budgets), page_bytes)
+    for adapter in packed if server.memory_gb is not None else ():
+        shares = shard_pages(adapter, partition, page_bytes)
+        least = max(sum(shares[rank].values()) for rank in ranks)
+        if least > memory.num_pages[0]:
+            raise ConfigError(
+                f"lora_server.memory_gb={server.memory_gb} is too small for adapter {adapter.name!r} of "
+                f"{adapter.nbytes / 1e9:.6f} GB; a rank of {partition.layout} needs at least "
+                f"{enough_gb(least * page_bytes):.6f}"
+            )
+    return memory
+
+
+def _page_bytes(partition: Partition, num_bytes: int) -> int:
+    """For adapters of this size or more."""
+    shard_bytes = num_bytes // partition.shape.num_layers // partition.layout.num_ranks
+    return max(_MIN_PAGE_BYTES, 2 ** int(math.log2(max(1, shard_bytes // _PAGES_PER_LAYER))))
+
+
+def _budgets(
+    server: LoraServerConfig,
+    partition: Partition,
+    page_bytes: int,
+    packed: Sequence[PackedAdapter],
+    usual: int,
+    spare: int | None,
+) -> list[int]:
+    """Bytes of each rank."""
+    num_ranks = partition.layout.num_ranks
+    if server.memory_gb is not None:
+        return [round(server.memory_gb * 1e9)] * num_ranks
+    shares = [shard_pages(adapter, partition, page_bytes) for adapter in packed]
+    largest = [max((sum(share[rank].values()) for share in shares), default=0) for rank in range(num_ranks)]
+    one_usual = (-(-usual // (page_bytes * num_ranks)) + partition.shape.num_layers) * page_bytes
+    wanted = server.capacity * one_usual
+    floor = wanted if spare is None else max(one_usual, min(wanted, spare))
+    return [max(server.capacity * pages * page_bytes, floor) for pages in largest]

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a process is reached by the others around a LoRA Server, and what it must agree on with them."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from moe_lora.config import LoraServerConfig
+from moe_lora.core.address import parse_address
+from moe_lora.core.errors import LoraServerError
+from moe_lora.core.partition import Layout
+from moe_lora.core.shape import ModelShape
+from moe_lora.dist.deltas.session import PROTOCOL_VERSION
+from moe_lora.dist.transport.contract import Transport, make_transport
+
+
+def agreed_facts(
+    shape: ModelShape, dtype: torch.dtype, server: LoraServerConfig, expert_parallel: int
+) -> dict[str, Any]:
+    """What all processes around one LoRA Server must agree on."""
+    return {
+        "protocol": PROTOCOL_VERSION,
+        "dtype": str(dtype),
+        "layout": str(Layout.parse(server.layout)),
+        "transport": server.transport,
+        "device_puts": server.device_puts,
+        "sites": server.sites,
+        "expert_parallel": expert_parallel,
+        **asdict(shape),
+    }
+
+
+def client_name(instance: str, client_rank: int) -> str:
+    """By which a rank of an instance is known at the LoRA Server."""
+    return f"{instance}/{client_rank}"
+
+
+def own_host(address: str) -> str:
+    """The IP address from which this host reaches a control address, and is reached by those around it.
+
+    Raises LoraServerError if there is no way there.
+    """
+    place = parse_address("lora_server.address", address)
+    if place.path:
+        return "127.0.0.1"
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect((place.host, place.port))  # sends nothing: the system only chooses the way
+            return str(sock.getsockname()[0])
+    except OSError as error:
+        raise LoraServerError(
+            f"there is no way to the address {address} from this host ({error}); correct it"
+        ) from error
+
+
+def server_transport(server: LoraServerConfig, name: str, put_timeout_s: float | None = None) -> Transport:
+    """This process's end of the transport that the settings name.
+
+    put_timeout_s: how long one peer that takes nothing may hold up a put, where the medium waits for it.
+    """
+    if server.transport == "gloo":
+        host = own_host(server.address)
+        return make_transport("gloo", name=name, host=host, put_timeout_s=put_timeout_s)
+    return make_transport(server.transport, name=name)

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of the LoRA Server: control connections beside the data loop.
+
+Rank 0 is the leader: it owns the leases, and its address is the one that all others are told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from moe_lora.adapters.contents import AdapterContents
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.cache.leases.leases import LeaseTable
+from moe_lora.config import EngineConfig
+from moe_lora.core.address import Address, parse_address
+from moe_lora.core.errors import ConfigError, LoraServerError, PeerUnreachableError
+from moe_lora.core.partition import Layout, Partition
+from moe_lora.core.shape import ModelShape
+from moe_lora.dist.deltas.device_frames import DeviceFrames
+from moe_lora.dist.deltas.session import FrameLayout
+from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.keys import keys_in
+from moe_lora.dist.net.peer import Peer
+from moe_lora.dist.transport.device_puts import check_device_puts, join_device_group
+
+from .content import receive_blocks
+from .control import (
+    Answer,
+    ControlServer,
+    Visitor,
+    ask,
+    called,
+    find_rank,
+    join,
+    network,
+    pings_of,
+    stay_joined,
+)
+from .data_loop import DataLoop, HostCompute, ServerSession
+from .device_loop import DeviceLoop
+from .device_members import DeviceMembers
+from .leader import LEADER, Leader
+from .messages import Content, Memory, Order, RestartOrder, ServerHello
+from .orders import Orders
+from .rank_memory import check_share, plan_memory, spare_bytes
+from .reach import agreed_facts, server_transport
+from .server_store import ServerAdapterStore
+
+logger = logging.getLogger(__name__)
+
+_PUT_TIMEOUT_S = 3.0
+"""How long an instance that takes no answers may hold up the others' before it counts as gone."""
+_LEADER_TIMEOUT_S = 120.0
+
+
+def own_device(config: EngineConfig, local_rank: int) -> torch.device:
+    """The only device of a process with `device_shares`, else the device of LOCAL_RANK.
+
+    Raises ConfigError if the process sees too few.
+    """
+    if config.device != "cuda":
+        return torch.device(config.device)
+    if config.device_shares:
+        return torch.device("cuda", 0)
+    num_devices = torch.cuda.device_count()
+    if local_rank >= num_devices:
+        raise ConfigError(
+            f"local rank {local_rank} of the LoRA Server has no device, torch finds {num_devices}; "
+            "use fewer ranks, or list a device for each under devices.lora_server, where ranks may share one"
+        )
+    return torch.device("cuda", local_rank)
+
+
+class ServerRank:
+    """One rank, built and ready to `run`.
+
+    config: of an instance that it serves, resolved: the leader puts its adapters into the store at the start
+    and sizes the arenas by them.  host: see `DataLoop`; closed with this.
+    local_rank: among the ranks of this host; None: as server_rank.
+    Raises ConfigError for settings that can't work, LoraServerError if the leader refuses or is not there.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        shape: ModelShape,
+        server_rank: int,
+        host: HostCompute | None = None,
+        local_rank: int | None = None,
+    ) -> None:
+        self._host = host
+        self.restarts = False
+        """Whether `run` ended for the process to be started again, by whoever keeps it running."""
+        self.on_restart: Callable[[], None] = lambda: None
+        """Called when it begins to end for that; the process sets it."""
+        assert config.lora_server is not None
+        server = self._server = config.lora_server
+        self._config, self._shape, self._server_rank = config, shape, server_rank
+        if server.device_puts != "none":
+            check_device_puts(server.device_puts)
+        self._dtype = getattr(torch, config.dtype)
+        self._device = own_device(config, server_rank if local_rank is None else local_rank)
+        self._partition = Partition(
+            shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites
+        )
+        self._keys = keys_in(server.certificates)
+        self._store = HostStore(server.store_dir)
+        name = f"lora-server-{server_rank}"
+        agreed = agreed_facts(shape, self._dtype, server, config.expert_parallel)
+        self._hello = ServerHello(name, agreed)
+        self._transport = server_transport(server, name, put_timeout_s=_PUT_TIMEOUT_S)
+        self._session_numbers = itertools.count()
+        self._linked: Counter[str] = Counter()
+        """Sessions by client rank: one that came back may have its last one here for a while."""
+        self._tell_links: Callable[[tuple[str, ...]], object] = lambda clients: None
+        self._tasks: list[asyncio.Task[None]] = []
+        if server_rank == LEADER:
+            self._lead()
+        else:
+            self._follow()
+        self.devices = self._serve_devices() if server.device_puts != "none" else None
+        stage = server_rank // self._partition.layout.ranks_per_stage
+        self._stage_leader = self._partition.stage_leader(stage)
+        if server_rank != self._stage_leader:
+            self._start(stay_joined("turns", self._join_stage, _until_ended))
+        arena_gb = self.loop.server_store.arena.numel() / 1e9
+        logger.info("LoRA Server %s, %s ready: %.3f GB", server.layout, name, arena_gb)
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread, for kernels
+        try:
+            self.loop.run()
+        finally:
+            if self.devices is not None:
+                self.devices.stop()
+            network().run(self._end_tasks())
+            self._control.close()
+            self.loop.server_store.stop()
+            self._transport.close()
+            if self._host is not None:
+                self._host.close()
+
+    def stop(self) -> None:
+        self.loop.stop()
+
+    def _restart(self) -> None:
+        logger.info("rank %d ends, to be started again", self._server_rank)
+        self.restarts = True
+        self.on_restart()
+        self.stop()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have it run in the event loop until this rank ends."""
+
+        async def start() -> None:
+            self._tasks.append(asyncio.create_task(work))
+
+        network().run(start())
+
+    async def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _build(self, memory: Memory) -> None:
+        config = self._config
+        if self._device.type == "cuda" and config.device_shares:
+            num_bytes = memory.num_pages[self._server_rank] * memory.page_bytes
+            _, total = torch.cuda.mem_get_info(self._device)
+            check_share(self._server, num_bytes, total, config.device_shares[0].num_sharers)
+        rate = self._server.load_gb_per_s
+        server_store = ServerAdapterStore(
+            self._shape,
+            self._partition,
+            self._server_rank,
+            capacity=memory.capacity,
+            num_pages=memory.num_pages[self._server_rank],
+            page_bytes=memory.page_bytes,
+            device=self._device,
+            load_bytes_per_s=None if rate is None else rate * 1e9,
+            layer_wise=self._server.layer_wise,
+        )
+        self._memory = memory
+        profile = config.emulation.step_profile
+        lora_time = None if profile is None else profile.lora
+        self.loop = DataLoop(
+            *(self._shape, server_store, self._transport, lora_time),
+            lora_kernel=config.lora_kernel,
+            host=self._host,
+        )
+        if self._device.type == "cuda":
+            layout = FrameLayout(self._shape, self._dtype, self._server.max_rows)
+            self.loop.warm_up(layout, filter(self._partition.serves, range(len(self._shape.sites))))
+
+    def _listen(self, address: Address, answers: Mapping[str, Answer]) -> None:
+        own: dict[str, Answer] = {"open_session": self._open_session, "tell_turns": self._tell_turns}
+        pings = pings_of(self._server.lease_timeout_s)
+        self._control = ControlServer(address, self._keys, self._hello.agreed, {**own, **answers}, pings)
+
+    @staticmethod
+    def _report_by(report: Callable[[str, int, str], None]) -> Callable[[str, int, Exception], None]:
+        """Returns a function for any thread; it calls `report` in the event loop."""
+
+        def failed(adapter_id: str, generation: int, error: Exception) -> None:
+            reason = str(error) or type(error).__name__
+            network().loop.call_soon_threadsafe(report, adapter_id, generation, reason)
+
+        return failed
+
+    # The leader
+
+    def _lead(self) -> None:
+        config = self._config
+        # An instance that serves a bad one says so; here it would keep the whole server from starting again.
+        contents = AdapterContents(
+            self._shape,
+            self._dtype,
+            self._store,
+            owned=False,
+            root=config.adapter_root,
+            max_lora_rank=config.max_lora_rank,
+        )
+        packed = [adapter for adapter, _ in contents.read_all(config.adapters, leave_out_bad=True)]
+        num_sharers = self._partition.layout.num_ranks
+        if self._device.type == "cuda":
+            num_sharers = config.device_shares[0].num_sharers if config.device_shares else 1
+        spare = spare_bytes(self._device, num_sharers)
+        memory = plan_memory(self._server, self._partition, self._dtype, packed, spare)
+        self._build(memory)
+        steps: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        orders = Orders(
+            self.loop.server_store, self._store, lambda adapter_id: leader.supply(LEADER, adapter_id)
+        )
+        # Later incarnations count from later: a generation of an earlier leader is always lower.
+        first_generation = time.time_ns() // 1_000_000 << 20
+        orders.start_over(first_generation)
+        leader = Leader(
+            LeaseTable(
+                memory.capacity, memory.num_pages, memory.page_bytes, starvation_s=config.starvation_s
+            ),
+            self._store,
+            self._partition,
+            memory,
+            first_generation,
+            order=lambda order: steps.put_nowait(partial(orders.hear, order)),
+            regained=lambda adapter_id: steps.put_nowait(partial(orders.regained, adapter_id)),
+            restart=self._restart,
+        )
+        self._start(_carry_out(steps))
+        answers = dict(leader.answers)
+        if self._server.device_puts != "none":
+            self._members = DeviceMembers(config)
+            answers["join_devices"] = self._members.join
+        self.loop.server_store.on_failure = self._report_by(partial(leader.hear_failure, LEADER))
+        self._listen(parse_address("lora_server.address", self._server.address), answers)
+        leader.addresses[LEADER] = self._control.address
+        self._tell_links = partial(leader.hear_links, LEADER)
+
+    # The other ranks
+
+    def _follow(self) -> None:
+        address = self._server.address
+        memory, _ = network().run(ask(address, self._keys, self._hello, _LEADER_TIMEOUT_S, "memory"))
+        self._build(memory)
+        own = (
+            Address(path=f"{address}.{self._server_rank}") if address.startswith("/") else Address("0.0.0.0")
+        )
+        self._listen(own, {})
+        self._leader: Peer | None = None
+        self._orders = Orders(self.loop.server_store, self._store, self._need)
+        self.loop.server_store.on_failure = self._report_by(self._fail_load)
+        self._start(stay_joined("membership", self._join_leader, self._obey))
+
+    async def _join_leader(self, timeout_s: float) -> Peer:
+        return await join(self._server.address, self._keys, self._hello, timeout_s, hear=self._hear)
+
+    async def _obey(self, peer: Peer) -> None:
+        """Hear what to load until the leader is gone; start over, as it may be a new one."""
+        memory, first_generation = await called(peer, "memory")
+        if (memory.num_pages, memory.page_bytes) != (self._memory.num_pages, self._memory.page_bytes):
+            logger.error("the new leader of the LoRA Server has other memory; this rank starts over")
+            self._restart()
+            return
+        await asyncio.to_thread(self._orders.start_over, first_generation)
+        self._leader = peer
+        self._tell_links = partial(_tell_links, peer)
+        try:
+            await called(peer, "join_rank", self._server_rank, self._control.address)
+            self._tell_links(tuple(self._linked))
+            await peer.ended.wait()
+            logger.warning("lost the leader of the LoRA Server: %s", peer.problem)
+        finally:
+            self._tell_links = lambda clients: None
+            # Nothing is loaded until a leader is back; what is here goes on being served.
+            self.loop.server_store.set_led(False)
+
+    async def _hear(self, peer: Peer, message: Message) -> None:
+        if isinstance(message, Content):
+            await self._receive(peer, message)
+        elif isinstance(message, RestartOrder):
+            self._restart()
+        else:
+            assert isinstance(message, Order)
+            await self._orders.hear(message)
+
+    async def _receive(self, peer: Peer, content: Content) -> None:
+        try:
+            await receive_blocks(peer, self._store, content.adapter_id, content.num_blocks)
+        except ConnectionError:
+            raise
+        except Exception as error:  # other adapters come over this connection too
+            await self._orders.refused(content.adapter_id, error)
+        else:
+            await self._orders.regained(content.adapter_id)
+
+    def _need(self, adapter_id: str) -> None:
+        self._call_leader("need", adapter_id)
+
+    def _fail_load(self, adapter_id: str, generation: int, reason: str) -> None:
+        self._call_leader("fail_load", adapter_id, generation, reason)
+
+    def _call_leader(self, method: str, *args: Any) -> None:
+        """Without a leader nothing is sent: the next leader orders every load anew."""
+        if self._leader is not None and not self._leader.ended.is_set():
+            self._leader.call(method, *args)
+
+    # Devices that put to each other
+
+    def _serve_devices(self) -> DeviceLoop:
+        """Of all instances, beside those that ask over the transport.  Raises LoraServerError."""
+        server, server_rank = self._server, self._server_rank
+        leader = server.address, self._keys, self._hello, _LEADER_TIMEOUT_S
+        answer = network().run(ask(*leader, "join_devices", ""))
+        address, _, num_clients, max_rows = answer
+        frames = DeviceFrames(self._shape, self._partition, self._dtype, max_rows, num_clients)
+        place = address, server_rank, frames.size, self._device
+        join = partial(join_device_group, server.device_puts, *place)
+        kernel, timeout_s = self._config.lora_kernel, server.answer_timeout_s
+        return DeviceLoop(join, frames, server_rank, self.loop.server_store, kernel, timeout_s)
+
+    # Clients
+
+    async def _open_session(
+        self, visitor: Visitor, instance: str, answers: bytes, max_rows: int, depth: int
+    ) -> bytes:
+        """Serve a client rank as long as its connection lasts."""
+        loop, peer = asyncio.get_running_loop(), visitor.peer
+
+        def begin() -> ServerSession:
+            layout = FrameLayout(self._shape, self._dtype, max_rows)
+            try:
+                there = self._transport.attach(answers)
+            except (PeerUnreachableError, ValueError) as error:
+                raise LoraServerError(f"its answer buffers can't be used: {error}") from error
+            label = f"requests-{next(self._session_numbers)}"
+            requests = self._transport.alloc(label, depth * layout.request_bytes, 1)
+            given_up = partial(loop.call_soon_threadsafe, peer.end, "the session was given up")
+            return ServerSession(
+                peer.name, instance, self._transport, requests, there, layout, depth, given_up
+            )
+
+        def end() -> None:
+            self.loop.remove(session)
+            session.left.wait()
+            session.requests.free()
+            self._transport.detach(session.answers.window)
+
+        session = await asyncio.to_thread(begin)
+        visitor.left.push_async_callback(asyncio.to_thread, end)
+        self.loop.add(session)
+        self._link(peer.name, 1)
+        visitor.left.callback(self._link, peer.name, -1)
+        return session.requests.descriptor()
+
+    def _link(self, client: str, change: int) -> None:
+        self._linked[client] += change
+        self._linked += Counter()  # only those that have one are kept
+        self._tell_links(tuple(self._linked))
+
+    # Turns within a stage
+
+    async def _tell_turns(self, visitor: Visitor, turns: bytes, num_seen: int) -> None:
+        window = await asyncio.to_thread(self._transport.attach, turns)
+        visitor.left.push_async_callback(asyncio.to_thread, self._transport.detach, window)
+        visitor.left.callback(self.loop.tell_no_more, window)
+        self.loop.tell(window, num_seen)
+
+    async def _join_stage(self, timeout_s: float) -> Peer:
+        """Let the first rank of the stage announce whose turn it is (see `data_loop.DataLoop`)."""
+        leader = self._server.address, self._keys, self._hello
+        address = await find_rank(*leader, self._stage_leader, timeout_s)
+        begin = "tell_turns", self.loop.turns.descriptor(), self.loop.turns_seen
+        return await join(address, self._keys, self._hello, timeout_s, *begin)
+
+
+def _tell_links(leader: Peer, clients: tuple[str, ...]) -> None:
+    if not leader.ended.is_set():  # the next one is told all
+        leader.call("linked", clients)
+
+
+async def _until_ended(peer: Peer) -> None:
+    await peer.ended.wait()
+
+
+async def _carry_out(steps: asyncio.Queue[Callable[[], Awaitable[None]]]) -> None:
+    while True:
+        step = await steps.get()
+        try:
+            await step()
+        except Exception:  # what was decided after it must be carried out all the same
+            logger.exception("the leader's own rank can't carry out an order")

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapters of one server rank: its arena, and the thread that loads layer by layer.
+
+Legend: M slots, L layers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moe_lora.adapters.packed import LayerShard, PackedAdapter, PackedLayer, shard_layer
+from moe_lora.cache.leases.server_pages import Run
+from moe_lora.core.errors import ConfigError, StorageError
+from moe_lora.core.partition import Partition
+from moe_lora.core.shape import ModelShape
+from moe_lora.kernels.operands import SlotTable
+from moe_lora.kernels.page_locked import Staging
+from moe_lora.lora.local import part_bytes
+from moe_lora.lora.row_routing import RoutedAdapter
+
+from .rank_memory import kept_entries
+
+logger = logging.getLogger(__name__)
+
+
+NUM_TRIES = 3
+"""Tries of a load whose errors can pass."""
+PAUSE_S = 0.2
+"""Before the next try."""
+PASSING = (OSError, StorageError)
+
+
+@dataclass(eq=False)
+class _Loading:
+    """A load under way: layers still to come, in order.  epoch: that of the server_store when it began.
+
+    num_failures: of its layers.  due_s: no layer is loaded before this time.
+    """
+
+    slot: int
+    generation: int
+    epoch: int
+    packed: PackedAdapter
+    runs: deque[tuple[int, Run]]
+    num_failures: int = 0
+    due_s: float = 0.0
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """What is launched in the context goes to the stream, if there is one."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"no memory on {device} for {num_bytes / 1e9:.3g} GB of adapters on a rank of the LoRA Server; "
+            "lower lora_server.memory_gb (--lora-server-memory-gb) or the capacity, or use a larger host: a "
+            "plan of `moe-lora provision` is for the GPUs that it names"
+        ) from error
+
+
+class ServerAdapterStore:
+    """What one server rank holds.
+
+    generation: [M] the content that each slot has, or will have once it is loaded; a request that carries a
+    lower one comes too late, one with a higher one comes before the load command.  loaded: [M, L] generation
+    whose layer is in the arena.  contents: of each slot in use, generation and adapter.  reading: held while
+    slot table and arena are read for a request, so that rows of the table change between requests only.
+    led: whether load commands can come at all.
+
+    Several adapters are loaded at once, a layer of each in turn, so that the first layers of a newcomer don't
+    wait for the last ones of another (InfiniLoRA section 5.3).  On CUDA they come through page-locked buffers
+    on a stream of their own, while deltas are computed.
+    load_bytes_per_s: upper bound on the rate of loading; None = none.  layer_wise: False for the comparison
+    with whole adapters, one after the other, of which nothing is ready before all is.
+    Raises ConfigError if the memory can't be had.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        partition: Partition,
+        server_rank: int,
+        *,
+        capacity: int,
+        num_pages: int,
+        page_bytes: int,
+        device: torch.device,
+        load_bytes_per_s: float | None = None,
+        layer_wise: bool = True,
+    ) -> None:
+        self._shape = shape
+        self._partition = partition
+        self._server_rank = server_rank
+        self._page_bytes = page_bytes
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called, from any thread, when a request that waits may have become ready or stale."""
+        self.on_tables: Callable[[], None] = lambda: None
+        """Called when `generation` or `loaded` changed: before what left is cleared, and when what came is
+        there."""
+        self.on_failure: Callable[[str, int, Exception], None] = lambda content_hash, generation, error: None
+        """Called, from any thread, with content hash, generation and error of a failed load."""
+        self._load_bytes_per_s = load_bytes_per_s
+        self._layer_wise = layer_wise
+        self.arena = _allocate(num_pages * page_bytes, device)
+        on_cuda = self.arena.is_cuda
+        self._stream = torch.cuda.Stream(device) if on_cuda else None
+        self._staging = Staging() if on_cuda else None
+        self.slots = SlotTable(capacity, shape.num_layers, shape.num_entries, device)
+        self.generation = np.zeros(capacity, dtype=np.int64)
+        self.loaded = np.zeros((capacity, shape.num_layers), dtype=np.int64)
+        self.contents: dict[int, tuple[int, RoutedAdapter]] = {}
+        self._loading: deque[_Loading] = deque()
+        self._epoch = self._first_generation = 0
+        self._changed = threading.Condition()
+        self._stopping = False
+        self.reading = threading.Lock()
+        self.led = True
+        self.loaded_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="adapter-loads", daemon=True)
+        self._thread.start()
+
+    def load(self, slot: int, generation: int, packed: PackedAdapter, runs: Mapping[int, Run]) -> None:
+        """Begin to load this rank's part of the adapter into the runs of pages, one per layer.
+
+        A load whose content was evicted in the meantime is ignored.
+        """
+        with self._changed:
+            if generation < self.generation[slot]:
+                return
+            self.generation[slot] = generation
+            self.contents[slot] = generation, RoutedAdapter(packed.content_hash, packed.targets)
+            # Layers of which this rank has nothing, or the adapter has nothing, are there at once.
+            for layer in set(range(self._shape.num_layers)) - set(runs):
+                self.loaded[slot, layer] = generation
+            self.on_tables()
+            order = deque(sorted(runs.items()))
+            if order:
+                self._loading.append(_Loading(slot, generation, self._epoch, packed, order))
+            self._changed.notify_all()
+        self.on_progress()
+
+    def evict(self, slot: int, generation: int) -> None:
+        """Stop serving this content of the slot, or give up loading it."""
+        with self._changed:
+            if generation < self.generation[slot]:
+                return
+            self._loading = deque(loading for loading in self._loading if loading.slot != slot)
+            self.generation[slot] = generation + 1
+            self.contents.pop(slot, None)
+            self.on_tables()
+            with self.reading:
+                self.slots.clear(slot)
+        self.on_progress()
+
+    def start_over(self, first_generation: int) -> None:
+        """Forget everything: generations begin above first_generation."""
+        with self._changed:
+            self._loading.clear()
+            self.contents.clear()
+            self._epoch += 1  # a leader heard again sends the same generations anew
+            self._first_generation = first_generation
+            self.generation[:] = first_generation
+            self.loaded[:] = 0
+            self.on_tables()
+            with self.reading:
+                for slot in range(len(self.generation)):
+                    self.slots.clear(slot)
+        self.on_progress()
+
+    def grow(self, num_slots: int) -> None:
+        """Have at least that many slots, new ones empty; until then, requests for them are stale."""
+        with self._changed:
+            more = num_slots - len(self.generation)
+            if more <= 0:
+                return
+            slots = self.slots.grown(num_slots)
+            with self.reading:
+                self.slots = slots
+            # The data loop looks up a slot here once `generation` has it.
+            self.loaded = np.pad(self.loaded, ((0, more), (0, 0)))
+            self.generation = np.pad(self.generation, (0, more), constant_values=self._first_generation)
+            self.on_tables()
+
+    def set_led(self, led: bool) -> None:
+        """Whether there is a leader; without one a request for what is not here is not kept waiting."""
+        self.led = led
+        self.on_progress()
+
+    def has_left(self, slot: int, generation: int) -> bool:
+        """Whether the slot has, or will have, other content."""
+        return slot < len(self.generation) and generation < int(self.generation[slot])
+
+    def is_stale(self, slot: np.ndarray, generation: np.ndarray) -> bool:
+        """Whether some row's content has left."""
+        return bool((generation < self.generation[slot]).any())
+
+    def is_ready(self, slot: np.ndarray, generation: np.ndarray, layer: int) -> bool:
+        """Whether all rows' adapters are in the arena as far as this layer goes."""
+        return bool((self.loaded[slot, layer] == generation).all())
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with on_stream(self._stream):
+            self._load_all()
+
+    def _load_all(self) -> None:
+        """Until `stop`.  An error ends the load of its adapter only."""
+        while (step := self._next_layer()) is not None:
+            try:
+                self._serve_layer(*step)
+            except Exception as error:
+                self._fail(*step, error)
+
+    def _next_layer(self) -> tuple[_Loading, int, Run] | None:
+        """Wait for the next layer; None once the store stops."""
+        with self._changed:
+            while not self._stopping:
+                now_s = time.monotonic()
+                loading = next((one for one in self._loading if one.due_s <= now_s), None)
+                if loading is not None:
+                    layer, run = loading.runs.popleft()
+                    if self._layer_wise or not loading.runs:
+                        self._loading.remove(loading)
+                    if self._layer_wise and loading.runs:
+                        self._loading.append(loading)
+                    return loading, layer, run
+                pauses = [one.due_s - now_s for one in self._loading]
+                self._changed.wait(min(pauses, default=None))
+        return None
+
+    def _serve_layer(self, loading: _Loading, layer: int, run: Run) -> None:
+        """Load a layer at the allowed rate, and serve the layer, or the adapter after its last layer."""
+        start_s, last = time.monotonic(), not loading.runs
+        num_bytes = self._load_layer(loading, layer, run)
+        if self._load_bytes_per_s is not None:
+            time.sleep(max(0.0, num_bytes / self._load_bytes_per_s - (time.monotonic() - start_s)))
+        with self._changed:
+            if self._is_wanted(loading) and (self._layer_wise or last):
+                self.loaded[loading.slot, layer if self._layer_wise else slice(None)] = loading.generation
+                self.on_tables()
+        self.on_progress()
+
+    def _fail(self, loading: _Loading, layer: int, run: Run, error: Exception) -> None:
+        """Try the layer again after a pause if the error can pass, else give the adapter up."""
+        content_hash = loading.packed.content_hash
+        with self._changed:
+            if not self._is_wanted(loading):
+                return
+            loading.num_failures += 1
+            if isinstance(error, PASSING) and loading.num_failures < NUM_TRIES:
+                logger.warning("layer %d of adapter %s is tried again: %s", layer, content_hash, error)
+                loading.due_s = time.monotonic() + PAUSE_S
+                loading.runs.appendleft((layer, run))
+                if loading not in self._loading:
+                    self._loading.append(loading)
+                return
+        logger.error("layer %d of adapter %s can't be loaded", layer, content_hash, exc_info=error)
+        self.give_up(content_hash, loading.slot, loading.generation, error)
+
+    def give_up(self, content_hash: str, slot: int, generation: int, error: Exception) -> None:
+        """Stop serving the content, then call `on_failure`."""
+        try:
+            self.evict(slot, generation)
+        except Exception:  # the data loop notices a lost device
+            logger.exception("slot %d can't be cleared", slot)
+        self.on_failure(content_hash, generation, error)
+
+    def _is_wanted(self, loading: _Loading) -> bool:
+        """Whether the load was neither evicted nor forgotten since it began; the caller holds the lock."""
+        same_content = bool(self.generation[loading.slot] == loading.generation)
+        return same_content and loading.epoch == self._epoch
+
+    def _load_layer(self, loading: _Loading, layer: int, run: Run) -> int:
+        packed = loading.packed.layers[layer]
+        kept = kept_entries(self._partition, self._server_rank, layer, loading.slot)
+        shard = shard_layer(packed, self._shape, kept)
+        start = run[0] * self._page_bytes
+        num_bytes = shard.num_elements * packed.data.element_size()
+        assert num_bytes <= run[1] * self._page_bytes
+        with self._changed:
+            if not self._is_wanted(loading):
+                return 0
+            self._follow_others()
+        # Without the lock: if others get the pages meanwhile, this thread writes them, later.
+        self._copy(packed, shard, self.arena[start : start + num_bytes])
+        with self._changed:
+            if not self._is_wanted(loading):
+                return 0
+            self._follow_others()
+            with self.reading:
+                where = range(start, start + num_bytes)
+                self.slots.write_layer(
+                    loading.slot, layer, shard.table, shard.scale, packed.data.element_size(), where
+                )
+        self.loaded_bytes += num_bytes
+        return num_bytes
+
+    def _follow_others(self) -> None:
+        """On the loader's stream nothing begins before what others have launched: deltas of those that had
+        the pages before, and changes of the slot table."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.default_stream(self.arena.device))
+
+    def _copy(self, packed: PackedLayer, shard: LayerShard, target: torch.Tensor) -> None:
+        """target [bytes] = the shard; it is there when this returns."""
+        if self._staging is None:
+            shard.copy(packed.data, target.view(packed.data.dtype))
+            return
+        self._staging.copy(part_bytes(packed, shard), target)
+        if self._stream is not None:
+            self._stream.synchronize()

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One adapter merged into the weights between steps: who decides.
+
+`Merging`, on rank 0, asks the policy before each step and has the weights of all ranks follow
+(`MergedWeights`).  An error of one adapter on rank 0 restores the weights, and keeps this adapter unmerged
+until its next load.  An error of the policy ends merging.  No request fails.  An error of another rank ends
+the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+from moe_lora.core.clock import Clock
+from moe_lora.core.errors import EngineDeadError
+from moe_lora.engine.adapters.adapter_store import AdapterVersion
+from moe_lora.engine.adapters.manager import AdapterManager
+from moe_lora.engine.sequence import Sequence
+from moe_lora.policies.merging.merging import Batching, MergingPolicy, MergingView
+from moe_lora.policies.merging.merging_costs import Mode, Uid
+from moe_lora.scheduling.views import Scheduled
+
+from .merged_weights import MergedAdapter, MergedWeights, MergeOrder, Piece, RoundingErrors
+
+logger = logging.getLogger(__name__)
+
+
+class Merges(Protocol):
+    """What has orders carried out on all ranks (`ModelRunner`)."""
+
+    merged: MergedWeights | None
+
+    def swap(self, order: MergeOrder) -> None: ...
+
+
+class Merging:
+    """Asks the policy before each step which adapter the weights are to carry and who computes, and has them
+    follow: whole at once, or at most step_bytes of weights a step (and at least one site of one layer).
+
+    max_error: rounding error above which an adapter is not merged (enforced), or the log says so.  host_free:
+    bytes that original weights may take.
+    """
+
+    def __init__(
+        self,
+        policy: MergingPolicy,
+        runner: Merges,
+        adapters: AdapterManager,
+        clock: Clock,
+        *,
+        max_num_seqs: int,
+        step_bytes: float,
+        max_error: float,
+        enforced: bool,
+        host_free: Callable[[], int],
+    ) -> None:
+        assert runner.merged is not None
+        self._counters = dict.fromkeys(("steps_merged", "steps_mixed", "merges", "unmerges"), 0)
+        self._seconds = {"merge_s": 0.0, "unmerge_s": 0.0}
+        self._weights = runner.merged
+        self._policy = policy
+        self._runner = runner
+        self._adapters = adapters
+        self._clock = clock
+        self._max_num_seqs = max_num_seqs
+        self._step_bytes = step_bytes
+        self._max_error = max_error
+        self._enforced = enforced
+        self._host_free = host_free
+        self._changed: set[str] = set()
+        """Modules whose original weights are kept, or will be."""
+        self._mergeable: dict[tuple[str, ...], bool] = {}
+        self._is_off = False
+        """The policy failed."""
+        self._refused: set[Uid] = set()
+        """Adapters that failed while they were merged or measured."""
+        adapters.on_drop = self._forget
+        self._errors = RoundingErrors(runner.merged)
+        self._logged: set[str] = set()
+        self._carried: AdapterVersion | None = None
+        """Held, its pieces partly or wholly in the weights."""
+        self._pieces: list[Piece] = []
+        self._num_in = 0
+        self._batching = Batching()
+        self._swap_s = 0.0
+        self._start_s = 0.0
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._carried is not None and self._num_in == len(self._pieces)
+
+    def decide(self, requests: list[Sequence], *, held_back: bool) -> frozenset[Uid] | None:
+        """Ask the policy what the next step is to be, and have the weights follow; whose requests compute in
+        it, None: everybody's.
+
+        requests: in FCFS order.  held_back: some wait for an adapter's place.  An adapter without a request
+        then leaves the weights, since it keeps its own for as long as it is in them.
+        """
+        self._start_s, self._swap_s = self._clock.now_s(), 0.0
+        self._errors.begin_step()
+        view = MergingView(
+            requests=requests,
+            max_num_seqs=self._max_num_seqs,
+            merged=self._carried.uid if self._carried is not None and self._is_whole else None,
+            eligible=self._is_eligible,
+            now_s=self._start_s,
+            swapping=self._carried is not None and not self._is_whole,
+        )
+        self._batching = Batching(at_once=True)
+        if not self._is_off:
+            with self._ending_at_errors():
+                self._batching = self._policy.decide(view)
+        merge = self._batching.merge
+        if merge is not None and (
+            not self._is_eligible(merge)
+            or (held_back and all(request.adapter_uid != merge for request in requests))
+        ):
+            self._batching = replace(self._batching, merge=None)
+        self._move(self._adapters.versions.get(self._batching.merge), at_once=self._batching.at_once)
+        return self._batching.only
+
+    def tend(self) -> None:
+        """Without requests: an adapter that was unloaded leaves the weights."""
+        carried = self._carried
+        if carried is not None and (carried.retired or self._is_off) and not carried.num_running:
+            self._move(None, at_once=True)
+
+    def took(self, plan: Iterable[Scheduled[Sequence]]) -> None:
+        """The step is computed: count it, tell the policy, and keep what others computed on these weights out
+        of the prefix cache."""
+        items = list(plan)
+        mode: Mode = "unmerged"
+        if self._carried is not None and self._num_in:
+            others = [item.sequence for item in items if item.sequence.adapter is not self._carried]
+            for sequence in others:
+                sequence.unshared = True
+            mode = "mixed" if others or not self._is_whole else "merged"
+        if mode != "unmerged":
+            self._counters[f"steps_{mode}"] += 1
+        num_rows = sum(item.num_tokens for item in items)
+        seconds = self._clock.now_s() - self._start_s
+        if not self._is_off:
+            with self._ending_at_errors():
+                self._policy.took(self._batching, mode, num_rows, seconds, self._swap_s)
+
+    def figures(self) -> dict[str, Any]:
+        """Fields of `EngineStats`."""
+        kept = self._weights.weights.kept_bytes()
+        return {**self._counters, **self._seconds, "merge_kept_bytes": kept}
+
+    def _is_eligible(self, uid: Uid) -> bool:
+        """Whether the adapter is on the device, stays, and is one that merging leaves what it is."""
+        adapter = self._adapters.versions.get(uid)
+        if adapter is None or adapter.retired or uid in self._refused or not self._adapters.is_ready(adapter):
+            return False
+        try:
+            if not self._can_be_merged(adapter):
+                return False
+            error = self._error(adapter)
+        except Exception as problem:
+            self._refuse(adapter, problem)
+            return False
+        return not self._enforced or (error is not None and error <= self._max_error)
+
+    @contextmanager
+    def _ending_at_errors(self) -> Iterator[None]:
+        """Switch merging off where the policy raises."""
+        try:
+            yield
+        except Exception as error:
+            self._is_off = True
+            logger.error("merging is off until the instance starts again: its policy failed", exc_info=error)
+
+    def _forget(self, uid: Uid) -> None:
+        self._refused.discard(uid)
+        with self._ending_at_errors():
+            self._policy.forget(uid)
+
+    def _refuse(self, adapter: AdapterVersion, error: Exception) -> None:
+        self._refused.add(adapter.uid)
+        self._errors.abandon(adapter.packed.content_hash)
+        logger.error(
+            "adapter %s version %d is not merged any more until its next load: merging it failed",
+            *(adapter.name, adapter.version),
+            exc_info=error,
+        )
+
+    def _restore(self, adapter: AdapterVersion, error: Exception) -> None:
+        """Have all ranks restore the original weights, after an error of this adapter.
+
+        Raises `error` if the weights can't be restored.
+        """
+        self._refuse(adapter, error)
+        carried, self._carried, self._num_in = self._carried, None, 0
+        if carried is not None:
+            try:
+                self._runner.swap(MergeOrder(_known(carried), (), fold_in=False, last=True))
+            except Exception as problem:
+                logger.exception("the weights can't be restored")
+                raise error from problem
+            self._adapters.release_merged(carried)
+
+    def _can_be_merged(self, adapter: AdapterVersion) -> bool:
+        """Whether it changes something that is merged at all, and the host has memory for what that was;
+        found out once for each set of target modules."""
+        targets, weights = adapter.packed.targets, self._weights.weights
+        if targets not in self._mergeable:
+            total = weights.bytes_of(self._changed.union(targets))
+            more = total - weights.bytes_of(self._changed)
+            # What others were promised and have not taken yet is not free either.
+            promised = total - more - weights.kept_bytes()
+            free = max(0, self._host_free() - promised) if more else 0
+            fits = self._mergeable[targets] = more <= free and weights.bytes_of(targets) > 0
+            if fits:
+                self._changed.update(targets)
+            elif more > free:
+                logger.warning(
+                    "adapter %s and all with its target modules stay unmerged: the original weights would "
+                    "take %.1f MB on the host in each process, where %.1f MB are free; give the host more "
+                    "memory, or adapters fewer target modules",
+                    *(adapter.name, more / 1e6, free / 1e6),
+                )
+        return self._mergeable[targets]
+
+    def _error(self, adapter: AdapterVersion) -> float | None:
+        error, content_hash = self._errors.of(_known(adapter)), adapter.packed.content_hash
+        if error is not None and content_hash not in self._logged:
+            self._logged.add(content_hash)
+            problem = "it stays unmerged" if self._enforced else "only batching=auto would keep it unmerged"
+            logger.log(
+                logging.WARNING if error > self._max_error else logging.INFO,
+                "adapter %s: merging changes its deltas by %.2g of them%s",
+                *(adapter.name, error, f"; {problem}" if error > self._max_error else ""),
+            )
+        return error
+
+    def _move(self, target: AdapterVersion | None, *, at_once: bool) -> None:
+        start_s = self._clock.now_s()
+        budget = float("inf") if at_once else self._step_bytes
+        while budget > 0:
+            concerned = self._carried or target
+            try:
+                used = self._advance(target, budget)
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                assert concerned is not None
+                self._restore(concerned, error)
+                break
+            if used is None:
+                break
+            budget -= used
+        if target is not None and self._carried is target and self._weights.needs_no_server:
+            self._adapters.give_lease_back(target)
+        self._swap_s += self._clock.now_s() - start_s
+
+    def _advance(self, target: AdapterVersion | None, budget: float) -> float | None:
+        """Make one change towards the target; returns its bytes, None without a change to make."""
+        if self._carried is not None and self._carried is not target:
+            return self._take_out(budget) if self._adapters.take_lease_again(self._carried) else None
+        if self._carried is None and target is not None:
+            return 0.0 if self._begin(target) else None
+        return None if self._is_whole or target is None else self._fold_in(budget)
+
+    def _begin(self, adapter: AdapterVersion) -> bool:
+        """Hold the adapter; False if it has nothing that can be merged, or is not there any more."""
+        self._pieces = self._weights.pieces(_known(adapter))
+        if not self._pieces or not self._adapters.hold_merged(adapter):
+            return False
+        self._carried, self._num_in = adapter, 0
+        return True
+
+    def _fold_in(self, budget: float) -> float:
+        """The next pieces that fit the budget; their bytes."""
+        assert self._carried is not None
+        start_s = self._clock.now_s()
+        pieces, num_bytes = self._some(self._pieces[self._num_in :], budget)
+        self._num_in += len(pieces)
+        self._runner.swap(MergeOrder(_known(self._carried), pieces, True, self._is_whole))
+        self._seconds["merge_s"] += self._clock.now_s() - start_s
+        self._counters["merges"] += self._is_whole
+        return num_bytes
+
+    def _take_out(self, budget: float) -> float:
+        assert self._carried is not None
+        start_s = self._clock.now_s()
+        pieces, num_bytes = self._some(self._pieces[: self._num_in][::-1], budget)
+        self._num_in -= len(pieces)
+        self._runner.swap(MergeOrder(_known(self._carried), pieces, False, not self._num_in))
+        self._seconds["unmerge_s"] += self._clock.now_s() - start_s
+        if not self._num_in:
+            self._counters["unmerges"] += 1
+            adapter, self._carried = self._carried, None
+            self._adapters.release_merged(adapter)
+        return num_bytes
+
+    def _some(self, pieces: list[Piece], budget: float) -> tuple[tuple[Piece, ...], float]:
+        """The first ones within the budget, at least one."""
+        some: list[Piece] = []
+        num_bytes = 0
+        for piece in pieces:
+            size = self._weights.weights.num_bytes(piece)
+            if some and num_bytes + size > budget:
+                break
+            some.append(piece)
+            num_bytes += size
+        return tuple(some), max(1, num_bytes)
+
+
+def _known(adapter: AdapterVersion) -> MergedAdapter:
+    slot = -1 if adapter.slot is None else adapter.slot
+    return MergedAdapter(adapter.uid, slot, adapter.packed.content_hash)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV of requests on its way between instances: put into a window of the target, page by page.
+
+The target takes pages of its arena and a window of host memory.  The source puts full blocks while it decodes
+on, and the rest when the request is held; the target copies what has come into its pages between steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Container
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from moe_lora.cache.pages import BlockTable
+from moe_lora.core.errors import MoveError
+from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
+from moe_lora.engine.client.messages import KvSent, KvWindow
+from moe_lora.engine.sequence import Sequence
+from moe_lora.kernels.operands import KvLayout
+
+SLACK_TOKENS = 256
+"""Room of a window for tokens that come while blocks are copied."""
+STEP_BYTES = 16 << 20
+"""Of what a target copies between two steps."""
+NUM_THREADS = 4
+"""That put KV: a target that stands still keeps one until the transport gives it up."""
+
+
+@dataclass(eq=False)
+class Incoming:
+    """KV that comes into `window`; the first num_taken pages of the sequence's table have it."""
+
+    sequence: Sequence
+    table: BlockTable
+    window: Window
+    num_taken: int = 0
+
+
+@dataclass(eq=False)
+class Outgoing:
+    """KV that was put into a peer's window: num_tokens of them, that of these pages, in order, of that table;
+    pages from first_page on were put last."""
+
+    descriptor: bytes
+    window: RemoteWindow
+    table: BlockTable | None = None
+    pages: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    first_page: int = 0
+
+
+class KvTransfer:
+    """Both ends, for one engine.
+
+    arena: uint8, of this rank.  open_transport: called at the first use, in the thread of that; None: KV is
+    neither sent nor taken.  What a peer may keep waiting is done in `threads`, so that steps go on: `send`,
+    and letting a peer's window go.  All else belongs to the engine's thread; what `send` read meanwhile is
+    compared with the sequence's pages after it (`sent`).
+    """
+
+    def __init__(
+        self, arena: torch.Tensor, layout: KvLayout, open_transport: Callable[[], Transport] | None
+    ) -> None:
+        self._arena = arena.view(-1, layout.page_bytes)
+        self._layout = layout
+        self._open_transport = open_transport
+        self._made: Transport | None = None
+        self._making = threading.Lock()
+        self._labels = itertools.count()
+        self._incoming: dict[str, Incoming] = {}
+        self._outgoing: dict[str, Outgoing] = {}
+        self.block_size, self.page_bytes = layout.block_size, layout.page_bytes
+        self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-puts")
+
+    @property
+    def enabled(self) -> bool:
+        return self._open_transport is not None
+
+    @property
+    def _transport(self) -> Transport:
+        with self._making:
+            if self._made is None:
+                assert self._open_transport is not None
+                self._made = self._open_transport()
+            return self._made
+
+    # -- the target's end
+
+    def expect(self, sequence: Sequence) -> None:
+        """Make a window for the KV of a sequence whose pages were taken."""
+        room = min(sequence.limit_tokens, len(sequence.tokens) + SLACK_TOKENS)
+        num_bytes = -(-room // self.block_size) * self._layout.page_bytes
+        window = self._transport.alloc(f"kv-{next(self._labels)}", num_bytes, 1)
+        self._incoming[sequence.request.request_id] = Incoming(sequence, sequence.table, window)
+
+    def window(self, request_id: str) -> KvWindow | None:
+        """How the source finds the window; None: the request takes its KV from nobody."""
+        incoming = self._incoming.get(request_id)
+        return None if incoming is None else KvWindow(incoming.window.descriptor(), repr(self._layout))
+
+    def take_in(self) -> None:
+        """Copy what has come, a little; give up windows whose request has ended or lost its pages."""
+        for request_id, incoming in list(self._incoming.items()):
+            sequence = incoming.sequence
+            if not (sequence.awaits_kv and sequence.table is incoming.table and incoming.table.pages):
+                self.forget(request_id)
+                continue
+            num_there = min(incoming.window.read_signal(0), len(incoming.table.pages))
+            most = max(1, STEP_BYTES // self._layout.page_bytes)
+            self._copy_in(incoming, min(num_there, incoming.num_taken + most))
+
+    def finish_taking(self, request_id: str, num_tokens: int, first_page: int) -> bool:
+        """All KV has come, of so many tokens, pages from first_page on anew; whether the sequence has it."""
+        incoming = self._incoming.get(request_id)
+        if incoming is None or incoming.sequence.table is not incoming.table or not num_tokens:
+            self.forget(request_id)
+            return False
+        incoming.num_taken = min(incoming.num_taken, first_page)
+        self._copy_in(incoming, -(-num_tokens // self.block_size))
+        self.forget(request_id)
+        return True
+
+    def forget(self, request_id: str) -> None:
+        incoming = self._incoming.pop(request_id, None)
+        if incoming is not None:
+            incoming.window.free()
+
+    def _copy_in(self, incoming: Incoming, num_pages: int) -> None:
+        page_bytes = self._layout.page_bytes
+        for number in range(incoming.num_taken, num_pages):
+            page = self._arena[incoming.table.pages[number]]
+            page.copy_(incoming.window.bytes[number * page_bytes : (number + 1) * page_bytes])
+        incoming.num_taken = max(incoming.num_taken, num_pages)
+
+    # -- the source's end
+
+    def send(self, sequence: Sequence, descriptor: bytes, layout: str) -> Outgoing:
+        """Put what is computed into the window, but for what lies there: full blocks, and of a sequence that
+        is held the last one too.  In one of `threads`.
+
+        Raises MoveError if the target's pages are of another kind, PeerGoneError, PeerUnreachableError.
+        """
+        if not self.enabled:
+            raise MoveError("an instance of several ranks sends no KV; move the request by its tokens")
+        if layout != repr(self._layout):
+            raise MoveError(f"KV lies as {self._layout} here and as {layout} there; move it by tokens")
+        outgoing = self._outgoing.pop(sequence.request.request_id, None)
+        if outgoing is not None and outgoing.descriptor != descriptor:  # of a move that was given up
+            self._transport.detach(outgoing.window)
+            outgoing = None
+        if outgoing is None:
+            outgoing = Outgoing(descriptor, self._transport.attach(descriptor))
+        try:
+            self._put(outgoing, sequence)
+        except BaseException:  # a window that is gone is not to fail later moves too
+            self._transport.detach(outgoing.window)
+            raise
+        return outgoing
+
+    def _put(self, outgoing: Outgoing, sequence: Sequence) -> None:
+        size, page_bytes = self.block_size, self._layout.page_bytes
+        table, num_tokens = sequence.table, sequence.num_computed
+        if not sequence.held:
+            num_tokens -= num_tokens % size
+        num_pages = min(-(-num_tokens // size), outgoing.window.num_bytes // page_bytes)
+        pages = table.pages[:num_pages]
+        first = 0
+        if table is outgoing.table:
+            same = (before == now for before, now in zip(outgoing.pages, pages, strict=False))
+            first = sum(itertools.takewhile(bool, same))
+            # A last block that was put before may have more tokens by now.
+            first = min(first, outgoing.num_tokens // size)
+        for number in range(first, len(pages)):
+            data = self._arena[pages[number]].cpu()
+            self._transport.put_signal(outgoing.window, number * page_bytes, data, 0, number + 1)
+        self._transport.quiet(outgoing.window)
+        outgoing.table, outgoing.pages, outgoing.first_page = table, pages, first
+        outgoing.num_tokens = min(num_tokens, len(pages) * size)
+
+    def sent(self, outgoing: Outgoing, sequence: Sequence) -> KvSent:
+        """What `send` put, as long as it is the sequence's KV: nothing if its pages went meanwhile."""
+        request_id, pages = sequence.request.request_id, outgoing.pages
+        self.drop(request_id)
+        self._outgoing[request_id] = outgoing
+        if sequence.table is not outgoing.table or sequence.table.pages[: len(pages)] != pages:
+            return KvSent(0, 0)
+        return KvSent(outgoing.num_tokens, outgoing.first_page)
+
+    def drop(self, request_id: str) -> None:
+        outgoing = self._outgoing.pop(request_id, None)
+        if outgoing is not None:
+            self.let_go(outgoing)
+
+    def let_go(self, outgoing: Outgoing) -> None:
+        self.threads.submit(self._transport.detach, outgoing.window)
+
+    def drop_all_but(self, request_ids: Container[str]) -> None:
+        """Let go of the windows of requests that have ended."""
+        for request_id in list(self._outgoing):  # of which `send` may take some out meanwhile
+            if request_id not in request_ids:
+                self.drop(request_id)
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        if self._made is not None:
+            self._made.close()

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a scheduled step into tensors and runs the model on them.
+
+Legend: T token rows, S sequences, B blocks of the longest sequence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from moe_lora.engine.adapters.adapter_store import AdapterVersion
+from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
+from moe_lora.engine.sequence import Sequence
+from moe_lora.kernels.operands import StepTables
+from moe_lora.lora.row_routing import (
+    NO_TERM,
+    Lease,
+    RoutedAdapter,
+    RowRouting,
+    Source,
+    content_number,
+    no_terms,
+)
+from moe_lora.models.causal_lm import CausalLM, DecoderLayer, LayerForward
+from moe_lora.scheduling.views import Scheduled
+
+from .execution_context import ExecutionContext
+from .step_batch import StepBatch
+from .step_buffer import StepBuffer
+from .step_graphs import RANK_STEP, CaptureSteps, StepGraphs, with_places
+
+logger = logging.getLogger(__name__)
+_NO_LEASE = Lease(-1, 0)
+_COUNTED = (Source.LOCAL, Source.LEASED, Source.HOST)
+
+
+class PushedSteps(Protocol):
+    """What a backend of source PUSHED says of steps."""
+
+    def takes(self, routing: RowRouting, num_rows: int, *, decode: bool) -> bool:
+        """Whether what is leased in a step can be asked for by it."""
+        ...
+
+    def settled(self) -> bool:
+        """Whether all of the step just launched was answered; waits for it.  If not, it has to be computed
+        again without it."""
+        ...
+
+
+class ModelRunner:
+    """Runs steps of one model.
+
+    decode_buckets: batch sizes that decode steps are padded to; empty = none.  announce: told of each batch
+    before it is computed, for the ranks that compute it too.  site_sources: who computes the deltas of each
+    site, in all layers.  What is LOCAL there is HOST for adapters that are on their way; num_taken_over: see
+    `RoutedBackend`.  present: [slots, layers] bool, what is on the device; given where other ranks follow,
+    which compute each layer of an adapter where this one found it when the batch was made.  pushed: asks
+    for what is leased in the steps that it takes.  graphs: compute the steps that they can, whole.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        context: ExecutionContext,
+        device: torch.device,
+        site_sources: Seq[Source],
+        *,
+        num_taken_over: Callable[[], int] = int,
+        present: np.ndarray | None = None,
+        eager: bool,
+        decode_buckets: Seq[int],
+        announce: Callable[[StepBatch | MergeOrder | CaptureSteps], None] | None = None,
+        merged: MergedWeights | None = None,
+        pushed: PushedSteps | None = None,
+        graphs: StepGraphs | None = None,
+    ) -> None:
+        self._pushed = pushed
+        self.merged = merged
+        self._graphs = graphs
+        self._model = model
+        self._context = context
+        self._device = device
+        self._buffer = None if device.type == "cpu" else StepBuffer(device)
+        self._eager = eager
+        self._buckets = sorted(decode_buckets)
+        self._lora_rows: Counter[Source] = Counter()
+        self._num_taken_over = num_taken_over
+        self._present = present
+        self._announce = announce
+        self._is_with_others = False
+        self._sources = sorted(set(site_sources))
+        self._modules: dict[Source, set[str]] = {source: set() for source in self._sources}
+        for site, source in zip(model.spec.shape.sites, site_sources, strict=True):
+            self._modules[source] |= set(site.modules)
+        groups = tuple(self._sources.index(source) for source in site_sources)
+        self._groups = (groups,) * len(context.channels)
+        self._compiled: LayerForward = DecoderLayer.__call__
+        if not eager:
+            # The compiler's own import takes as long as torch's.
+            from moe_lora.models.compiled_layers import CompiledLayers
+
+            self._compiled = CompiledLayers(len(self._buckets))
+
+    def lora_rows(self) -> dict[str, int]:
+        """Fields of `EngineStats`: rows x layers by the source of their deltas, so far."""
+        moved = Counter({Source.LOCAL: self._num_taken_over(), Source.HOST: -self._num_taken_over()})
+        return {f"lora_rows_{s.name.lower()}": int(self._lora_rows[s] + moved[s]) for s in _COUNTED}
+
+    def warm_up(self, site_ranks: Seq[int] = (), max_tokens: int = 1) -> None:
+        """Compile all code, and capture every graph, that decode steps will need, before the first request;
+        on CUDA run prompts too, of up to max_tokens, so that their kernels are compiled.
+
+        Left for the first step that meets it: ranks above 64 and sites that no adapter has yet, deltas that
+        come from elsewhere than this device, sampling, and decode steps of an eager engine.  With decode
+        buckets prompts are not the compiler's: their norms, rotations and sums are launches of their own.
+        site_ranks: the largest rank at each site of adapters to come.
+        """
+        if self._graphs is not None:
+            order = CaptureSteps(tuple(site_ranks))
+            if self._announce is not None:
+                self._announce(order)
+            self.capture(order)
+        if self._device.type == "cuda" and max_tokens > 1:
+            self._run_prompts(site_ranks, max_tokens)
+        if self._eager:
+            return
+        sizes = self._buckets or [1, 2]
+        logger.info("compiling decode steps for %s rows", "any number of" if not self._buckets else sizes)
+        for size in sizes:
+            self._run(self._batch([], size, any_rows=not self._buckets and size > 1))
+
+    def _run_prompts(self, site_ranks: Seq[int], max_tokens: int) -> None:
+        """Prompts of padding: of each power of two rows, since kernels have tiles for each factor of two."""
+        sizes = [*(2**n for n in range(1, max_tokens.bit_length()) if 2**n < max_tokens), max_tokens]
+        # Launches for ranks above RANK_STEP are other code.
+        small = tuple(min(one, RANK_STEP) for one in site_ranks)
+        kinds = sorted({(0,) * len(site_ranks), small, tuple(site_ranks)})
+        logger.info("running prompts of %s rows", sizes)
+        for size in sizes:
+            for ranks in kinds:
+                self._run(self._padding_prompt(size, ranks))
+
+    @torch.inference_mode()
+    def capture(self, order: CaptureSteps) -> None:
+        """Capture every graph; all ranks do so together."""
+        assert self._graphs is not None, "ranks have the same settings"
+        self._graphs.warm_up(lambda rows: self._batch([], rows), self._compute, order.ranks)
+
+    def run(self, plan: Seq[Scheduled[Sequence]], drawn: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the planned tokens; logits [number of sampling sequences, vocab] fp32 in plan order.
+
+        drawn: [S] int64, for sequences whose last token is expected (`Sequence.expect`).
+        """
+        num_rows = sum(item.num_tokens for item in plan)
+        if num_rows == len(plan):  # all decode
+            num_rows = next((size for size in self._buckets if size >= num_rows), num_rows)
+        return self._run(replace(self._batch(plan, num_rows), drawn=drawn))
+
+    @property
+    def can_repeat(self) -> bool:
+        """True if a step that raised may run again: on a CPU, while no other rank has a part of the step."""
+        return self._device.type == "cpu" and not self._is_with_others
+
+    def abandon(self) -> None:
+        """Forget a step that raised."""
+        self._context.abandon_step()
+
+    def probe(self) -> None:
+        """Compute one row of padding.  Raises an error if the engine itself is broken."""
+        self._run(self._batch([], 1))
+
+    def _run(self, batch: StepBatch) -> torch.Tensor:
+        if self._announce is None:
+            return self.execute(batch)
+        self._is_with_others = True  # ranks that stop at different places of a step can't go on together
+        # Other ranks compute logits only where each has a part of the vocabulary.
+        whole_head = self._model.shard.tensor_parallel == 1
+        self._announce(replace(batch, logit_rows=batch.logit_rows[:0]) if whole_head else batch)
+        logits = self.execute(batch)
+        self._is_with_others = False
+        return logits
+
+    def swap(self, order: MergeOrder) -> None:
+        """Have the weights of all ranks carry more of an adapter, or less, before the next step."""
+        assert self.merged is not None
+        if self._announce is not None:
+            self._announce(order)
+        self.merged.carry_out(order)
+
+    @torch.inference_mode()
+    def execute(self, batch: StepBatch) -> torch.Tensor:
+        """Logits of the batch's `logit_rows`, [rows, vocab] fp32."""
+        pushed, routing = self._pushed, batch.routing
+        if pushed is not None and pushed.takes(routing, len(batch.tokens), decode=batch.tables.decode):
+            logits = self._launch(replace(batch, routing=routing.pushed()))
+            if pushed.settled():
+                return logits
+        return self._launch(batch)
+
+    def _launch(self, batch: StepBatch) -> torch.Tensor:
+        if self._graphs is not None and (shape := self._graphs.shape_of(batch)) is not None:
+            return self._graphs.run(shape, batch, self._compute)
+        return self._compute(batch.with_drawn() if self._buffer is None else batch.through(self._buffer))
+
+    def _compute(self, batch: StepBatch) -> torch.Tensor:
+        """The same of a batch on the device."""
+        self._context.begin_step(batch.tables, batch.routing)
+        layer_forward = DecoderLayer.__call__
+        if batch.compiled:
+            layer_forward = self._compiled
+        if batch.any_rows:
+            layer_forward = _marking_rows_dynamic(layer_forward)
+        rows = (batch.tokens, batch.positions, batch.live, batch.logit_rows)
+        return self._model(*rows, self._context.channels, layer_forward)
+
+    def _batch(self, plan: Seq[Scheduled[Sequence]], num_rows: int, *, any_rows: bool = False) -> StepBatch:
+        """The plan's rows, then padding, each row of which is a sequence of its own (seq_lens 0)."""
+        num_live = sum(item.num_tokens for item in plan)
+        counts = [item.num_tokens for item in plan] + [1] * (num_rows - num_live)
+        decode = num_live == len(plan)
+        tokens, positions = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
+        query_start = np.zeros(len(counts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        seq_lens = np.zeros(len(counts), dtype=np.int32)
+        max_blocks = max((len(item.sequence.table.pages) for item in plan), default=1)
+        block_tables = np.zeros((len(counts), max_blocks), dtype=np.int32)
+        logit_rows, row = [], 0
+        for index, item in enumerate(plan):
+            sequence, start, first_row = item.sequence, item.sequence.num_computed, row
+            end, row = start + item.num_tokens, row + item.num_tokens
+            tokens[first_row:row] = sequence.tokens[start:end]
+            positions[first_row:row] = np.arange(start, end)
+            block_tables[index, : len(sequence.table.pages)] = sequence.table.pages
+            seq_lens[index] = end
+            if item.samples:
+                logit_rows.append(row - 1)
+        routing = self._routing(plan, counts)
+        # Without buckets a graph runs any step, with buckets a decode step of a bucket.  Such a one waits for
+        # no host: what looks like one may be the last token of a loading adapter's prompt.
+        in_bucket = decode and num_rows in self._buckets and not routing.loading.any()
+        return StepBatch(
+            tokens=torch.from_numpy(tokens),
+            positions=torch.from_numpy(positions),
+            logit_rows=torch.from_numpy(np.array(logit_rows, dtype=np.int64)),
+            live=torch.from_numpy(np.arange(num_rows) < num_live),
+            tables=StepTables(
+                query_start=torch.from_numpy(query_start),
+                seq_lens=torch.from_numpy(seq_lens),
+                block_tables=torch.from_numpy(block_tables),
+                decode=decode,
+            ),
+            routing=routing,
+            compiled=not self._eager and (not self._buckets or in_bucket),
+            any_rows=any_rows,
+        )
+
+    def _padding_prompt(self, num_rows: int, site_ranks: Seq[int]) -> StepBatch:
+        """One sequence of so many rows and no tokens; launches are made as for adapters of these ranks."""
+        batch = self._batch([], num_rows)
+        routing = batch.routing
+        if any(site_ranks) and Source.LOCAL in self._sources:
+            places = ((int(Source.LOCAL), self._sources.index(Source.LOCAL)),)
+            routing = replace(with_places(batch, places), site_ranks=list(site_ranks))
+        return replace(
+            batch,
+            logit_rows=torch.tensor([num_rows - 1]),
+            tables=StepTables(
+                query_start=torch.tensor([0, num_rows], dtype=torch.int32),
+                seq_lens=torch.zeros(1, dtype=torch.int32),
+                block_tables=torch.zeros(1, 1, dtype=torch.int32),
+            ),
+            routing=routing,
+            compiled=False,
+        )
+
+    def _routing(self, plan: Seq[Scheduled[Sequence]], counts: Seq[int]) -> RowRouting:
+        """Rows of an adapter take its slot or its lease, whichever each group of sites is computed from.
+
+        counts: rows of each sequence, padding ones included.
+        """
+        routes: dict[AdapterVersion, int] = {}
+        of_items = [
+            -1 if item.sequence.adapter is None else routes.setdefault(item.sequence.adapter, len(routes))
+            for item in plan
+        ]
+        of_items += [-1] * (len(counts) - len(plan))
+        row_route = np.array(of_items, dtype=np.int32).repeat(counts)
+        merged = self._merged_route(routes)
+        beside_weights = row_route >= 0
+        if self.merged is not None and self.merged.is_whole:
+            beside_weights &= row_route != merged
+        terms = no_terms(len(routes), len(self._sources))
+        adapters: list[RoutedAdapter] = []
+        cold = [n for a, n in routes.items() if a.slot is None and a.loading_slot is not None]
+        for group, source in enumerate(self._sources if routes else ()):
+            term = terms[:-1, group, 0]
+            term["source"] = source
+            if source == Source.LOCAL:
+                term["slot"] = [-1 if adapter.slot is None else adapter.slot for adapter in routes]
+                if cold:
+                    adapters = self._route_to_host(term, list(routes), cold)
+            else:
+                leases = [adapter.lease or _NO_LEASE for adapter in routes]
+                term["slot"] = [lease.slot for lease in leases]
+                term["generation"] = [lease.generation for lease in leases]
+                term["adapter"] = range(len(routes))
+                # A step whose adapters have nothing there needs no call of the host.
+                term[[self._modules[source].isdisjoint(a.packed.targets) for a in routes]] = NO_TERM
+                adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
+            self._lora_rows[source] += np.count_nonzero(beside_weights) * len(self._groups)
+        routing = RowRouting(groups=self._groups, row_route=row_route, terms=terms, adapters=adapters)
+        if cold:
+            self._count_cold(row_route, cold)
+            if self._present is not None:
+                here = np.zeros((len(routes), len(self._groups)), dtype=bool)
+                for route, slot in routing.loading_slots.items():
+                    here[route] = self._present[slot]
+                routing = replace(routing, here=here)
+        if self.merged is None or not self.merged.any_merged:
+            return routing
+        return self.merged.corrected(routing, self._sources, merged, sum(counts[: len(plan)]))
+
+    def _merged_route(self, routes: Mapping[AdapterVersion, int]) -> int:
+        """That of the adapter which the weights carry some of; -1 if it has none."""
+        carried = None if self.merged is None else self.merged.adapter
+        if carried is None:
+            return -1
+        return next((number for adapter, number in routes.items() if adapter.uid == carried.uid), -1)
+
+    def _count_cold(self, row_route: np.ndarray, cold: Seq[int]) -> None:
+        """Rows of these routes are the host's, not the device's."""
+        num_rows = np.count_nonzero(np.isin(row_route, cold)) * len(self._groups)
+        self._lora_rows[Source.LOCAL] -= num_rows
+        self._lora_rows[Source.HOST] += num_rows
+
+    def _route_to_host(
+        self, term: np.ndarray, adapters: Seq[AdapterVersion], cold: Seq[int]
+    ) -> list[RoutedAdapter]:
+        """Have host workers compute what is not on the device; the adapters as they know them."""
+        for route in cold:
+            adapter = adapters[route]
+            number = content_number(adapter.packed.content_hash)
+            term[route] = (Source.HOST, route, adapter.loading_slot, number)
+        return [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in adapters]
+
+
+def _marking_rows_dynamic(layer_forward: LayerForward) -> LayerForward:
+    """Run a layer so that its graph is compiled for any number of rows above one."""
+
+    def run(layer: DecoderLayer, x: torch.Tensor, channel: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+        for tensor in (x, *rows):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        return layer_forward(layer, x, channel, *rows)
+
+    return run

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From logits to tokens.
+
+Legend: S sequences that sample, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_lora.core.request import SamplingParams, TokenLogprobs
+from moe_lora.engine.sequence import Sequence
+
+
+class HostCopy:
+    """Values of a tensor on their way to the host: reading them waits for nothing that was launched since."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._values, self._copied = tensor, None
+        if tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def tolist(self) -> list[Any]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        found: list[Any] = self._values.tolist()
+        return found
+
+
+class Drawn:
+    """What `sample` found.  tokens: [S] int64, where the logits are.  num_top: of each sequence how many
+    likeliest tokens its report has; None: it has no report."""
+
+    def __init__(
+        self, tokens: torch.Tensor, logprobs_RV: torch.Tensor | None, num_top: Seq[int | None]
+    ) -> None:
+        self.tokens = tokens
+        self._num_top = num_top
+        self._host_tokens = HostCopy(tokens)
+        self._report: _Report | None = None
+        if logprobs_RV is not None:
+            rows = [row for row, num in enumerate(num_top) if num is not None]
+            chosen = tokens if len(rows) == len(tokens) else tokens.index_select(0, _sent(rows, tokens))
+            self._report = _Report(logprobs_RV, chosen, [num for num in num_top if num is not None])
+
+    def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """The tokens, and the reports; waits for the device."""
+        found = iter([] if self._report is None else self._report.read())
+        return self._host_tokens.tolist(), [None if num is None else next(found) for num in self._num_top]
+
+
+@torch.inference_mode()
+def sample(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> Drawn:
+    """The next token of each sequence, and its log probabilities where asked for.
+
+    logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax; the others race with the noise of their
+    seed and position, so that a seed gives the same tokens in any batch, and in an answer that goes on in
+    another process.  Waits for no device.
+    """
+    reported = [row for row, one in enumerate(sequences) if one.request.sampling.logprobs is not None]
+    logprobs = None
+    if reported:
+        rows = logits_SV if len(reported) == len(sequences) else logits_SV[_sent(reported, logits_SV)]
+        logprobs = torch.log_softmax(rows, dim=-1)
+    _forbid_ends(logits_SV, sequences, eos_token_ids)
+    tokens = logits_SV.argmax(dim=-1)
+    if any(not sequence.request.sampling.greedy for sequence in sequences):
+        draw = _draw_on_device if _on_device(logits_SV) else _draw_on_host
+        tokens = draw(logits_SV, sequences, tokens)
+    return Drawn(tokens, logprobs, [sequence.request.sampling.logprobs for sequence in sequences])
+
+
+def _sent(values: Any, like: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """The values beside `like`; on CUDA from page-locked memory, which nothing waits for."""
+    return torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda).to(like.device, non_blocking=True)
+
+
+def _forbid_ends(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> None:
+    """No end before min_tokens."""
+    vocab = logits_SV.shape[1]
+    forbidden = [
+        row * vocab + token
+        for row, sequence in enumerate(sequences)
+        if sequence.num_generated < sequence.request.sampling.min_tokens
+        for token in eos_token_ids + sequence.request.sampling.stop_token_ids
+        if 0 <= token < vocab
+    ]
+    if forbidden:
+        logits_SV.view(-1).index_fill_(0, _sent(forbidden, logits_SV), -math.inf)
+
+
+def _on_device(logits_SV: torch.Tensor) -> bool:
+    return logits_SV.is_cuda
+
+
+def _draw_on_device(
+    logits_SV: torch.Tensor, sequences: Seq[Sequence], greedy_S: torch.Tensor
+) -> torch.Tensor:
+    """As `_draw_on_host`, by kernels: equal but where two scores are within rounding of each other."""
+    from moe_lora.kernels.triton.sampling import draw
+
+    sampling = [sequence.request.sampling for sequence in sequences]
+    vocab = logits_SV.shape[1]
+    settings = [(0.0 if one.greedy else one.temperature, one.top_p, one.min_p) for one in sampling]
+    numbers = [
+        (min(one.top_k, vocab), sequence.seed or 0, sequence.num_generated)
+        for one, sequence in zip(sampling, sequences, strict=True)
+    ]
+    settings_S = _sent(settings, logits_SV, torch.float32)
+    drawn_S = draw(logits_SV, settings_S, _sent(numbers, logits_SV))
+    return torch.where(settings_S[:, 0] > 0, drawn_S, greedy_S)
+
+
+def _draw_on_host(logits_SV: torch.Tensor, sequences: Seq[Sequence], greedy_S: torch.Tensor) -> torch.Tensor:
+    """The tokens of greedy rows, and what the others draw."""
+    drawn = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.greedy]
+    greedy_S[drawn] = _draw(logits_SV[drawn], [sequences[row] for row in drawn])
+    return greedy_S
+
+
+def _draw(logits_SV: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+    """Sample after temperature, top-k, top-p and min-p, by the exponential race (argmax of p / noise)."""
+    params = [sequence.request.sampling for sequence in sequences]
+    probs_SV = truncated_probabilities(logits_SV, params)
+    noise_SV = np.empty(probs_SV.shape, dtype=np.float32)
+    for row, sequence in enumerate(sequences):
+        assert sequence.seed is not None
+        noise_SV[row] = exponential_noise(sequence.seed, sequence.num_generated, probs_SV.shape[-1])
+    return (probs_SV / torch.from_numpy(noise_SV)).argmax(dim=-1)
+
+
+def exponential_noise(seed: int, position: int, num: int) -> np.ndarray:
+    """Draws [num] fp64 > 0 of the exponential distribution: a function of the seed and the draw's position.
+
+    Philox4x64-10 (Salmon et al., SC 2011) in numpy, keyed by the seed, the position in its counter's highest
+    word; -log of (x + 1/2) / 2^32 for its 32-bit halves x.
+    `kernels.triton.sampling` makes the same on CUDA.
+    """
+    philox = np.random.Philox(key=seed % 2**64, counter=position << 192)
+    halves = philox.random_raw(-(-num // 2)).astype("<u8", copy=False).view("<u4")[:num]
+    noise: np.ndarray = -np.log((halves + 0.5) * 2.0**-32)
+    return noise
+
+
+def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+    """Probabilities [S, V] after temperature, then top-k, top-p and min-p; not renormalised."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits_SV.device)[:, None]
+
+    temperature = column([p.temperature for p in params])
+    probs_SV = torch.softmax(logits_SV / temperature, dim=-1)
+    if all(p.top_k == 0 and p.top_p == 1.0 and p.min_p == 0.0 for p in params):
+        return probs_SV
+    ordered, order = probs_SV.sort(dim=-1, descending=True, stable=True)
+    place = torch.arange(ordered.shape[-1], device=ordered.device)
+    keep = place < column([min(p.top_k or ordered.shape[-1], ordered.shape[-1]) for p in params])
+    kept = torch.where(keep, ordered, 0.0)
+    kept = kept / kept.sum(dim=-1, keepdim=True)
+    # 1 keeps all, whatever the sum is rounded to: a row's tokens must not depend on its neighbours' settings.
+    keep &= kept.cumsum(dim=-1) - kept < column([math.inf if p.top_p == 1.0 else p.top_p for p in params])
+    keep &= ordered >= ordered[:, :1] * column([p.min_p for p in params])
+    keep[:, 0] = True
+    return torch.zeros_like(probs_SV).scatter(-1, order, torch.where(keep, ordered, 0.0))
+
+
+class _Report:
+    """Of each row the chosen token's log probability and position, and the likeliest tokens'."""
+
+    def __init__(self, logprobs_RV: torch.Tensor, chosen_R: torch.Tensor, num_top: Seq[int]) -> None:
+        self._num_top = [min(num, logprobs_RV.shape[1]) for num in num_top]
+        chosen = logprobs_RV.gather(1, chosen_R[:, None])
+        position = (logprobs_RV > chosen).sum(1, keepdim=True) + 1
+        # Which of equal tokens are the likeliest depends on how many are asked for: never on a neighbour's.
+        tops = [logprobs_RV.topk(num) for num in sorted(set(self._num_top))]
+        self._place = {top.values.shape[1]: i for i, top in enumerate(tops)}
+        # All in one copy from the device; fp64 holds fp32 and token ids exactly.
+        parts = [chosen, position, *(part for top in tops for part in top)]
+        self._columns = list(accumulate((part.shape[1] for part in parts), initial=0))
+        self._found = HostCopy(torch.cat([part.double() for part in parts], dim=1))
+
+    def read(self) -> list[TokenLogprobs]:
+        reports = []
+        for row, num in zip(self._found.tolist(), self._num_top, strict=True):
+            values, ids = (self._columns[2 + part + 2 * self._place[num]] for part in range(2))
+            top = tuple(zip(map(int, row[ids : ids + num]), row[values : values + num], strict=True))
+            reports.append(TokenLogprobs(logprob=row[0], position=int(row[1]), top=top))
+        return reports

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention and the writes of K and V."""

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernel that writes K and V of a step's rows to their pages, q and k rotated before.
+
+Legend: T token rows, N heads, M kv heads, D head_dim.  Pages lie as `operands.KvLayout` says.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_lora.kernels.triton.entries import rounded, wait_for_kernel_before
+
+from .attention_kernels import sequence_of
+
+
+@triton.jit
+def _clamped(x, clip, INTERPRETED: tl.constexpr):
+    """x in its dtype, no further than clip from 0; what is no number stays."""
+    wide = x.to(tl.float32)
+    wide = tl.where(wide > clip, clip, tl.where(wide < -clip, -clip, wide))
+    return rounded(wide, x.dtype, INTERPRETED)
+
+
+@triton.jit
+def _rotated(
+    first,
+    second,
+    weight,
+    angle,
+    cos,
+    sin,
+    inside,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    NORMS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Both halves of heads, normed over head_dim if NORMS, then rotated; rounded after each.
+
+    first, second: [heads, D / 2].  weight: pointers to the norm's first half.  angle: pointers' offset.
+    """
+    dtype = first.dtype
+    if NORMS:
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        by = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
+        low = tl.load(weight, mask=inside, other=0.0).to(tl.float32)[None, :]
+        high = tl.load(weight + HEAD_DIM // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+        first = rounded(first * by * low, dtype, INTERPRETED)
+        second = rounded(second * by * high, dtype, INTERPRETED)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    c = tl.load(cos + angle, mask=inside, other=0.0)[None, :]
+    s = tl.load(sin + angle, mask=inside, other=0.0)[None, :]
+    low, high = first * c - second * s, second * c + first * s
+    return rounded(low, dtype, INTERPRETED), rounded(high, dtype, INTERPRETED)
+
+
+@triton.jit(do_not_specialize=("num_seqs", "table_stride"))
+def write_kv(
+    q,
+    k,
+    v,
+    rotated_q,
+    pages,
+    rotation,
+    query_start,
+    seq_lens,
+    block_tables,
+    eps,
+    clip,
+    num_seqs,
+    table_stride,
+    page_stride,
+    key_start,
+    value_start,
+    q_row,
+    k_row,
+    v_row,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SINGLE: tl.constexpr,
+    ROTATES: tl.constexpr,
+    NORMS: tl.constexpr,
+    CLIPS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """K and V of up to BLOCK_H heads of one row to the row's place in its page.  ROTATES: K and Q rotated
+    before, Q of HEADS heads to rotated_q [T, N, D]; programs of a row are Q's, then K's, then V's.
+
+    SINGLE: every sequence has one row.  HEADS: 0 without ROTATES.  rotation: cos and sin [T, D / 2], weights
+    of norms of q and k [D].
+    """
+    if DEPENDENT:
+        wait_for_kernel_before()
+    q_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    kv_blocks: tl.constexpr = (KV_HEADS + BLOCK_H - 1) // BLOCK_H
+    row = tl.program_id(0) // (q_blocks + 2 * kv_blocks)
+    block = tl.program_id(0) % (q_blocks + 2 * kv_blocks)
+    is_q, is_v = block < q_blocks, block >= q_blocks + kv_blocks
+    seq = row
+    if not SINGLE:
+        seq = sequence_of(row, query_start, num_seqs, 0)
+    seq_len = tl.load(seq_lens + seq)
+    if seq_len == 0:
+        return
+    half: tl.constexpr = (HEAD_DIM + 1) // 2
+    column = tl.arange(0, BLOCK_D)
+    wide_row = row.to(tl.int64)
+    source = k + wide_row * k_row
+    if is_q:
+        source = q + wide_row * q_row
+    if is_v:
+        source = v + wide_row * v_row
+    of_q_or_k = tl.where(is_q, block, block - q_blocks)
+    head = tl.where(is_v, of_q_or_k - kv_blocks, of_q_or_k) * BLOCK_H + tl.arange(0, BLOCK_H)
+    low = (head < tl.where(is_q, HEADS, KV_HEADS))[:, None] & (column < half)[None, :]
+    high = low & (column + half < HEAD_DIM)[None, :]
+    at = head[:, None] * HEAD_DIM + column[None, :]
+    first = tl.load(source + at, mask=low, other=0.0)
+    second = tl.load(source + at + half, mask=high, other=0.0)
+    if CLIPS:
+        first, second = _clamped(first, clip, INTERPRETED), _clamped(second, clip, INTERPRETED)
+    if ROTATES:  # noqa: SIM102 - known when compiling, is_v is not
+        if not is_v:
+            weight = rotation[3] + column
+            if is_q:
+                weight = rotation[2] + column
+            first, second = _rotated(
+                first,
+                second,
+                weight,
+                wide_row * half + column,
+                rotation[0],
+                rotation[1],
+                column < half,
+                eps,
+                HEAD_DIM,
+                NORMS,
+                INTERPRETED,
+            )
+    if is_q:
+        target = rotated_q + wide_row * (HEADS * HEAD_DIM) + at
+    else:
+        position = seq_len - tl.load(query_start + seq + 1) + row
+        page = tl.load(block_tables + seq * table_stride + position // BLOCK_SIZE).to(tl.int64)
+        place = head[:, None] * (BLOCK_SIZE * HEAD_DIM) + column[None, :]
+        start = tl.where(is_v, value_start, key_start)
+        target = pages + page * page_stride + start + position % BLOCK_SIZE * HEAD_DIM + place
+    tl.store(target, first, mask=low)
+    tl.store(target + half, second, mask=high)

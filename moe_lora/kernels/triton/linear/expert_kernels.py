@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of experts: rows grouped by expert, their linear layers, what lies between and after them.
+
+Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.
+
+Operands are swapped as in `wgmma_shrink`: wgmma's 64 rows are rows of a weight and its N the rows of a tile,
+16 to 128, so that an expert with few rows wastes little.  All tiles, those of one row too, add along H in the
+same steps of the same instruction: the bits of a row don't depend on what else is in the batch.
+
+Loads go by pointer: x is gathered as it is read, and a tile's end is a number, not a descriptor.  Bytes in
+flight: 4.2 TB/s at about 0.8 us of latency asks for 26 KB per SM; 3 programs per SM keep 3 of 4 stages of 128
+rows of weights by 64 on the way, 144 KB.  An H200 read 3.4 to 4.2 TB/s so for 4 to 64 tokens.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_lora.kernels.triton.entries import dot, entry_of, rounded, wait_for_kernel_before
+from moe_lora.kernels.triton.lora.segment_kernels import sort_block
+
+
+@triton.jit
+def _choose(
+    token,
+    logits,
+    live,
+    weights,
+    ids,
+    num_experts,
+    power,
+    TOP_K: tl.constexpr,
+    SOFTMAX_FIRST: tl.constexpr,
+    NORM: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """A token's TOP_K experts of the largest scores, ascending by number, and their weights: see
+    `experts.choose`.  EXPERTS: a power of 2, E at least."""
+    e = tl.arange(0, EXPERTS)
+    logit_E = tl.load(logits + token * num_experts + e, mask=e < num_experts, other=-float("inf")).to(
+        tl.float32
+    )
+    logit_E = tl.where(logit_E == logit_E, logit_E, -float("inf"))
+    largest = tl.maximum(tl.max(logit_E, axis=0), -3e38)
+    exp_E = tl.exp(logit_E - largest)
+    score_E = exp_E / tl.sum(exp_E, axis=0) if SOFTMAX_FIRST else logit_E
+    score_E = tl.where(score_E == score_E, score_E, 0.0)  # so that each time some expert has the largest
+    left_E = e < num_experts
+    for _ in tl.static_range(TOP_K):
+        best = tl.max(tl.where(left_E, score_E, -float("inf")), axis=0)
+        first = tl.min(tl.where(left_E & (score_E == best), e, EXPERTS), axis=0)
+        left_E = left_E & (e != first)
+    chosen_E = (e < num_experts) & (left_E == 0)
+    kept_E = tl.where(chosen_E, score_E if SOFTMAX_FIRST else exp_E, 0.0)
+    if NORM == 1:
+        kept_E = kept_E / tl.sum(kept_E, axis=0)
+    if NORM == 2:
+        powers_E = tl.where(chosen_E, tl.exp2(tl.log2(kept_E) * power), 0.0)
+        kept_E = kept_E / tl.exp2(tl.log2(tl.sum(powers_E, axis=0)) / power)
+    place_E = token * TOP_K + tl.cumsum(chosen_E.to(tl.int32), axis=0) - 1
+    tl.store(weights + place_E, kept_E, mask=chosen_E)
+    is_live = tl.load(live + token) != 0
+    tl.store(ids + place_E, tl.where(is_live, e, -1), mask=chosen_E)
+
+
+@triton.jit(do_not_specialize=("power",))
+def choose_experts(
+    logits,
+    live,
+    weights,
+    ids,
+    num_experts,
+    power,
+    TOP_K: tl.constexpr,
+    SOFTMAX_FIRST: tl.constexpr,
+    NORM: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """`_choose`, a program per token."""
+    token = tl.program_id(0)
+    _choose(token, logits, live, weights, ids, num_experts, power, TOP_K, SOFTMAX_FIRST, NORM, EXPERTS)
+
+
+@triton.jit
+def _expert_of(ids, row, num_rows, first, num_experts):
+    """Expert of each row, counted from `first`; E for one without, E + 1 past the last row."""
+    expert = tl.load(ids + row, mask=row < num_rows, other=-1)
+    expert = tl.where((expert >= first) & (expert < first + num_experts), expert - first, num_experts)
+    return tl.where(row < num_rows, expert, num_experts + 1)
+
+
+@triton.jit
+def _order(mine, ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
+    """`order_rows` of expert `mine`: counts the rows that come before its own, then writes these."""
+    place = 0
+    for start in tl.range(0, num_rows, BLOCK):
+        expert = _expert_of(ids, start + tl.arange(0, BLOCK), num_rows, first, num_experts)
+        place += tl.sum((expert < mine).to(tl.int32), axis=0)
+    tl.store(order + mine, place)
+    if mine == num_experts:
+        tl.store(order + num_experts + 1, num_rows)
+    rows = order + num_experts + 2
+    for start in tl.range(0, num_rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        here = _expert_of(ids, row, num_rows, first, num_experts) == mine
+        tl.store(rows + place + tl.cumsum(here.to(tl.int32), axis=0) - 1, row, mask=here)
+        place += tl.sum(here.to(tl.int32), axis=0)
+
+
+@triton.jit(do_not_specialize=("num_rows", "first"))
+def order_rows(ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
+    """order: the first position of each expert's rows, of rows without one, and R; then the row at each
+    position.  [E + 2 + R].  first: number of the first of the E experts.
+
+    A program per expert, and one for rows without; stable.
+    """
+    _order(tl.program_id(0), ids, order, num_rows, first, num_experts, BLOCK)
+
+
+@triton.jit
+def _all_chosen(chosen, num_tokens, INTERPRETED: tl.constexpr):
+    """Ends when so many programs have counted themselves; what they wrote before is seen from then on."""
+    seen = tl.atomic_add(chosen, 0, sem="acquire")
+    if INTERPRETED:
+        tl.device_assert(seen == num_tokens, "programs run one after the other")
+    else:
+        while seen < num_tokens:
+            seen = tl.atomic_add(chosen, 0, sem="acquire")
+
+
+@triton.jit(
+    do_not_specialize=("power", "num_tokens", "first", "ordered", "num_slots", "of_model", "tile_rows")
+)
+def choose_and_order(
+    logits,
+    live,
+    weights,
+    ids,
+    order,
+    to_sort,
+    counters,
+    num_tokens,
+    num_experts,
+    power,
+    first,
+    num_held,
+    ordered,
+    num_slots,
+    of_model,
+    tile_rows,
+    TOP_K: tl.constexpr,
+    SOFTMAX_FIRST: tl.constexpr,
+    NORM: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SORTS: tl.constexpr,
+    CUT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_SORTED: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """`choose_experts`; then of the rows chosen `order_rows` if `ordered` is E + 1, not 0, and if SORTS
+    `segment_kernels.sort_rows` too.
+
+    An item a program: tokens, then experts of the order, then blocks of rows to sort, which wait until all
+    tokens are done.  Programs take their item's number from a counter as they begin, so whoever waits has a
+    number above all tokens', and each of these is done or held by a program that runs: as in `wgmma_site`.
+    counters: [2] int32, zeros: the next number, and the tokens done.  first, num_held: experts ordered.
+    to_sort: operands of the sort, of num_slots slots, experts of_model, and tiles of so many rows.
+    """
+    if DEPENDENT:
+        wait_for_kernel_before()
+    num_rows = num_tokens * TOP_K
+    item = tl.atomic_add(counters, 1, sem="relaxed")
+    if item < num_tokens:
+        _choose(item, logits, live, weights, ids, num_experts, power, TOP_K, SOFTMAX_FIRST, NORM, EXPERTS)
+        tl.debug_barrier()  # all threads have stored
+        tl.atomic_add(counters + 1, 1, sem="release")
+    else:
+        _all_chosen(counters + 1, num_tokens, INTERPRETED)
+        if item < num_tokens + ordered:
+            _order(item - num_tokens, ids, order, num_rows, first, num_held, BLOCK)
+        elif SORTS:
+            sort_block(
+                item - num_tokens - ordered,
+                tl.cdiv(num_rows, BLOCK_SORTED),
+                to_sort[0],
+                ids,
+                to_sort[1],
+                to_sort[2],
+                to_sort[3],
+                to_sort[4],
+                to_sort[5],
+                to_sort[6],
+                num_rows,
+                num_slots,
+                of_model,
+                tile_rows,
+                TOP_K,
+                True,
+                CUT,
+                BLOCK_SORTED,
+                BLOCK_OTHER,
+                BLOCK,
+            )
+
+
+@triton.jit
+def gated(gate, up, limit, CLAMPED: tl.constexpr):
+    """silu(gate) * up, or GPT-OSS's clamped form; fp32."""
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.maximum(tl.minimum(up, limit), -limit)
+        return (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def ends_of_tiles(order, num_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Where each expert's rows begin and end, and how many tiles there are up to its last; rows without
+    an expert are expert E's."""
+    e = tl.arange(0, EXPERTS)
+    begin_E = tl.load(order + e, mask=e <= num_experts, other=0)
+    end_E = tl.load(order + e + 1, mask=e <= num_experts, other=0)
+    return begin_E, end_E, tl.cumsum(tl.cdiv(end_E - begin_E, BLOCK_T), axis=0)
+
+
+@triton.jit
+def tile_and_block(item, num_tiles, blocks, GROUP: tl.constexpr):
+    """GROUP tiles side by side walk the blocks of columns, so that tiles of one expert share its weights."""
+    group = item // (GROUP * blocks)
+    size = tl.minimum(num_tiles - group * GROUP, GROUP)
+    within = item - group * GROUP * blocks
+    return group * GROUP + within % size, within // size
+
+
+@triton.jit
+def rows_of_tile(
+    tile,
+    ids,
+    order,
+    begin_E,
+    end_E,
+    tiles_E,
+    num_rows,
+    num_experts,
+    SORTED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """(expert, rows [BLOCK_T], which of them are its own).  Not SORTED: a tile is one row as it comes."""
+    t = tl.arange(0, BLOCK_T)
+    if SORTED:
+        e = tl.arange(0, EXPERTS)
+        expert = tl.sum((tiles_E <= tile).to(tl.int32), axis=0)
+        tiles_before = tl.max(tl.where(e < expert, tiles_E, 0), axis=0)
+        position = tl.sum(tl.where(e == expert, begin_E, 0), axis=0) + (tile - tiles_before) * BLOCK_T + t
+        inside = position < tl.sum(tl.where(e == expert, end_E, 0), axis=0)
+        row = tl.load(order + num_experts + 2 + position, mask=inside, other=0)
+    else:
+        expert = _expert_of(ids, tile, num_rows, 0, num_experts)
+        inside = t == 0
+        row = tile + tl.zeros_like(t)
+    return expert, row, inside
+
+
+@triton.jit
+def _with_deltas(
+    y_NT,
+    deltas,
+    token_slots,
+    lora_rank,
+    slot_stride,
+    table_base,
+    half,
+    expert,
+    row,
+    inside,
+    n,
+    columns,
+    ROWS_PER_INPUT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """round(y + delta) of a tile's rows in columns n of one half, [n, rows], in fp32; y where there is no
+    delta."""
+    slot_T = tl.load(token_slots + row // ROWS_PER_INPUT, mask=inside, other=-1)
+    entry_T = entry_of(slot_T, expert, half, slot_stride, table_base, 2)
+    rank_T = tl.load(lora_rank + entry_T, mask=slot_T >= 0, other=0)
+    has_NT = (rank_T > 0)[None, :] & (n < columns)[:, None]
+    pointers = deltas + (row.to(tl.int64) * 2 + half)[None, :] * columns + n[:, None]
+    delta_NT = tl.load(pointers, mask=has_NT, other=0.0)
+    total_NT = rounded(y_NT + delta_NT.to(tl.float32), deltas.dtype.element_ty, INTERPRETED)
+    return tl.where(has_NT, total_NT.to(tl.float32), y_NT)
+
+
+@triton.jit(do_not_specialize=("num_rows", "limit", "slot_stride", "table_base"))
+def expert_linear(
+    x,
+    weight,
+    bias,
+    ids,
+    order,
+    y,
+    deltas,
+    token_slots,
+    lora_rank,
+    slot_stride,
+    table_base,
+    num_rows,
+    num_experts,
+    out_width,
+    width,
+    limit,
+    ROWS_PER_INPUT: tl.constexpr,
+    SORTED: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_DELTAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """y[row] = x[row / ROWS_PER_INPUT] @ weight[expert].T + bias[expert], zero where there is no expert.
+
+    GATED: then `gated` of the two halves of N, each rounded before, and again after its deltas are added if
+    HAS_DELTAS: see `problem.Deltas`.  x: [R / ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or
+    [R, N / 2] if GATED.  EVEN: BLOCK_K divides H.  EXPERTS: a power of 2 above E.
+    """
+    if DEPENDENT:
+        wait_for_kernel_before()
+    columns = out_width // 2 if GATED else out_width
+    blocks = tl.cdiv(columns, BLOCK_N)
+    begin_E, end_E, tiles_E = 0, 0, 0
+    num_tiles = num_rows
+    if SORTED:
+        begin_E, end_E, tiles_E = ends_of_tiles(order, num_experts, EXPERTS, BLOCK_T)
+        num_tiles = tl.max(tiles_E, axis=0)
+    for item in tl.range(tl.program_id(0), num_tiles * blocks, tl.num_programs(0)):
+        tile, block = tile_and_block(item, num_tiles, blocks, GROUP)
+        expert, row, inside = rows_of_tile(
+            tile, ids, order, begin_E, end_E, tiles_E, num_rows, num_experts, SORTED, EXPERTS, BLOCK_T
+        )
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        y_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+        if expert < num_experts:
+            # Past the last row of the weight or the tile another one is read, without a mask.  But in a small
+            # tile, which most rows are missing of, that would be row 0 for all programs.
+            first = (expert.to(tl.int64) * out_width).to(tl.int64) * width
+            w_rows = weight + first + tl.minimum(n, columns - 1)[:, None].to(tl.int64) * width
+            x_rows = x + (row // ROWS_PER_INPUT)[:, None].to(tl.int64) * width
+            up_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+            for k0 in tl.range(0, width, BLOCK_K, num_stages=STAGES):
+                k = k0 + tl.arange(0, BLOCK_K)[None, :]
+                if EVEN:
+                    x_TK = tl.load(x_rows + k) if BLOCK_T > 64 else tl.load(x_rows + k, inside[:, None], 0.0)
+                    w_NK = tl.load(w_rows + k)
+                else:
+                    x_TK = tl.load(x_rows + k, mask=k < width, other=0.0)
+                    w_NK = tl.load(w_rows + k, mask=k < width, other=0.0)
+                y_NT = dot(w_NK, tl.trans(x_TK), y_NT, INTERPRETED)
+                if GATED:
+                    u_rows = w_rows + columns * width
+                    u_NK = tl.load(u_rows + k) if EVEN else tl.load(u_rows + k, mask=k < width, other=0.0)
+                    up_NT = dot(u_NK, tl.trans(x_TK), up_NT, INTERPRETED)
+            if HAS_BIAS:
+                bias_n = bias + expert * out_width + tl.minimum(n, columns - 1)
+                y_NT += tl.load(bias_n).to(tl.float32)[:, None]
+                if GATED:
+                    up_NT += tl.load(bias_n + columns).to(tl.float32)[:, None]
+            if GATED:
+                gate_NT = rounded(y_NT, y.dtype.element_ty, INTERPRETED).to(tl.float32)
+                up_NT = rounded(up_NT, y.dtype.element_ty, INTERPRETED).to(tl.float32)
+                if HAS_DELTAS:
+                    about = (deltas, token_slots, lora_rank, slot_stride, table_base)
+                    tile_rows = (expert, row, inside, n, columns)
+                    gate_NT = _with_deltas(gate_NT, *about, 0, *tile_rows, ROWS_PER_INPUT, INTERPRETED)
+                    up_NT = _with_deltas(up_NT, *about, 1, *tile_rows, ROWS_PER_INPUT, INTERPRETED)
+                y_NT = gated(gate_NT, up_NT, limit, CLAMPED)
+        pointers = y + row[None, :].to(tl.int64) * columns + n[:, None]
+        mask_NT = inside[None, :] & (n < columns)[:, None]
+        tl.store(pointers, rounded(y_NT, y.dtype.element_ty, INTERPRETED), mask=mask_NT)
+
+
+@triton.jit(do_not_specialize=("limit",))
+def gate_rows(y, out, columns, limit, CLAMPED: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr):
+    """out[row] = `gated` of the two halves of y[row].  y: [R, 2 * columns], out: [R, columns]."""
+    blocks = tl.cdiv(columns, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    n = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(y + row * 2 * columns + n, mask=n < columns, other=0.0).to(tl.float32)
+    up = tl.load(y + (row * 2 + 1) * columns + n, mask=n < columns, other=0.0).to(tl.float32)
+    value = rounded(gated(gate, up, limit, CLAMPED), out.dtype.element_ty, INTERPRETED)
+    tl.store(out + row * columns + n, value, mask=n < columns)
+
+
+@triton.jit
+def sum_experts(
+    y, weights, out, columns, TOP_K: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[t] = sum over k, in this order, of weights[t, k] * y[t*K + k].  y: [R, columns], weights: [T, K]
+    fp32."""
+    blocks = tl.cdiv(columns, BLOCK)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    n = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        value = tl.load(y + (token * TOP_K + k) * columns + n, mask=n < columns, other=0.0)
+        total += value.to(tl.float32) * tl.load(weights + token * TOP_K + k)
+    tl.store(out + token * columns + n, rounded(total, out.dtype.element_ty, INTERPRETED), mask=n < columns)

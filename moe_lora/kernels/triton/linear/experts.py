@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts on a GPU: linear layers as grouped GEMMs, the gated activation, the sum over a token's experts.
+
+Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.
+
+    choose         each token's experts and their weights, from the logits
+    order          rows by expert, made once for the layers of a step's experts; of few rows with `choose`
+    linear         y = x_row @ weight[expert].T + bias; with a gate, the activation too, of y + deltas
+    gate           the activation alone, where deltas were added to y otherwise
+    weighted_sum   sum over k of weights[t, k] * y[t*K + k]
+
+Sums are in fp32, in an order that depends on H and dtype alone, without atomics; a gated `linear` rounds
+what it gates as `linear`, `triton_lora.lora_expand` and `gate` do.  So a row has the same bits whatever else
+is in the batch, and whether others in it have deltas.  Launches never wait for the device: grids are bounded
+by host numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_lora.kernels.triton import configs
+from moe_lora.kernels.triton.lora.problem import Deltas
+from moe_lora.kernels.triton.lora.segments import RowsToSort, Zeros, rows_to_sort
+
+ROW_MAX_TOKENS = 8
+"""Up to as many tokens, if they have no more rows than there are experts, each row is a tile of its own."""
+ONE_LAUNCH_MAX_ROWS = 1024
+"""Up to as many rows, choosing and ordering are one launch, whose programs are one warp each."""
+_COLUMN_BLOCK, _BLOCK_K, _BLOCK_SORTED, _BLOCK_OTHER = 1024, 64, 8, 256
+_ROW_COLUMNS, _DEEP_PER_SM, _LONG_WIDTH = 64, 2, 2560
+_SORT_BLOCK, _MANY_ROWS, _SORT_BLOCK_OF_MANY = 1024, 8192, 8192
+
+
+class Gate(NamedTuple):
+    """How the halves of gate_up's output become down's input; see `models.causal_lm.glu`."""
+
+    clamped: bool
+    limit: float
+
+
+class TileConfig(NamedTuple):
+    """Blocks of one launch.  block_t: rows; block_n: of N; group: tiles that walk N side by side."""
+
+    block_t: int
+    block_n: int
+    block_k: int
+    group: int
+    num_stages: int
+    num_warps: int
+    programs_per_sm: int
+
+
+def tile_config(dtype: torch.dtype, width: int, block_t: int, gated: bool) -> TileConfig:
+    """Tiles of so many rows, or fewer.  block_k follows from dtype and width alone: it fixes the order of
+    sums."""
+    if dtype == torch.float32:  # threads multiply
+        return TileConfig(min(block_t, 32), 32, 32, 8, 2, 4, 2)
+    if width % _BLOCK_K:  # loads need masks, and perhaps go element by element, which takes registers
+        return TileConfig(min(block_t, 32), 64, 32, 8, 2, 4, 2)
+    if block_t == 16 and gated:
+        return TileConfig(16, 64, _BLOCK_K, 8, 5, 4, 2)
+    if block_t < 128:
+        per_sm = 3 if block_t == 16 else 2
+        return TileConfig(block_t, 64 if gated else 128, _BLOCK_K, 8, 4, 4, per_sm)
+    return TileConfig(128, 128 if gated else 256, _BLOCK_K, 8, 4, 8, 1)
+
+
+def row_config(dtype: torch.dtype, width: int, gated: bool, all_at_once: bool) -> TileConfig:
+    """Where each row is a tile of its own: narrow blocks, since there are few rows to fill the device.
+
+    all_at_once: two programs per SM hold all items.  Then, and in wide rows, each has more bytes on the way,
+    for which a third program has no room.  On an H200 that gained 1.04 to 1.34 at 1 token; at 4 tokens of
+    Qwen3-30B-A3B, whose rows are short and whose items need a second wave so, it lost 1.12.
+    """
+    config = tile_config(dtype, width, 16, gated)
+    if config.block_k == _BLOCK_K:
+        config = config._replace(block_n=_ROW_COLUMNS, num_stages=4, programs_per_sm=3)
+        if all_at_once or width >= _LONG_WIDTH:
+            config = config._replace(num_stages=6, num_warps=8, programs_per_sm=_DEEP_PER_SM)
+    return config._replace(group=64)
+
+
+def rows_of_tiles(num_rows: int, num_experts: int) -> int:
+    """block_t where rows are sorted: one and a half times the rows that an expert has on average."""
+    block_t = 16
+    while block_t < 128 and 2 * block_t * num_experts < 3 * num_rows:
+        block_t *= 2
+    return block_t
+
+
+def choose(
+    logits: torch.Tensor, live: torch.Tensor, top_k: int, softmax_first: bool, norm: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expert weights [T, K] fp32 and ids [T, K] int32, ids ascending in each row; of equal scores the first.
+
+    softmax_first: the largest of the softmax over all experts, divided by their p-norm if `norm`, p, is not
+    0; else the softmax over the largest logits.  live: [T] bool; ids of other rows are -1.  logits: [T, E].
+    Raises ValueError for operands that don't fit.
+    """
+    weights, ids, operands, constants = _chosen(logits, live, top_k, softmax_first, norm)
+    if len(logits):
+        kernel = configs.kernels("expert_kernels").choose_experts
+        configs.start(kernel, len(logits), *operands, logits.shape[1], float(norm), **constants, num_warps=1)
+    return weights, ids
+
+
+def choose_and_order(
+    logits: torch.Tensor,
+    live: torch.Tensor,
+    top_k: int,
+    softmax_first: bool,
+    norm: float,
+    held: range,
+    zeros: Zeros,
+    rows_to_sort: Callable[[torch.Tensor], RowsToSort | None] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`choose`, and `order` of the rows of experts `held`, numbered from its first; one launch if few rows.
+
+    zeros: where counters are taken from.  rows_to_sort: says, given the ids, what rows of LoRA the launch
+    sorts as well; not asked where there are more rows than one launch takes.
+    """
+    num_tokens, num_experts = logits.shape
+    if not 0 < num_tokens * top_k <= ONE_LAUNCH_MAX_ROWS:
+        weights, ids = choose(logits, live, top_k, softmax_first, norm)
+        return weights, ids, order(ids, len(held), held.start)
+    weights, ids, operands, constants = _chosen(logits, live, top_k, softmax_first, norm)
+    found = _empty_order(ids, len(held))
+    rows = None if rows_to_sort is None else rows_to_sort(ids)
+    ordered = 0 if not held or by_rows(ids, len(held)) else len(held) + 1
+    if not ordered and rows is None:
+        return *choose(logits, live, top_k, softmax_first, norm), found
+    *to_sort, sizes = ((ids,) * 7 + ((0, 0, 0),)) if rows is None else rows.operands
+    blocks = 0 if rows is None else -(-ids.numel() // _BLOCK_SORTED)
+    configs.start(
+        configs.kernels("expert_kernels").choose_and_order,
+        num_tokens + ordered + blocks,
+        *(*operands, found, tuple(to_sort), zeros.take(2, ids.device)),
+        *(num_tokens, num_experts, float(norm), held.start, len(held), ordered, *sizes),
+        SORTS=rows is not None,
+        CUT=rows is not None and rows.cuts,
+        INTERPRETED=configs.interpreted(),
+        BLOCK=256,
+        BLOCK_SORTED=_BLOCK_SORTED,
+        BLOCK_OTHER=_BLOCK_OTHER,
+        **constants,
+        num_warps=1,
+    )
+    return weights, ids, found
+
+
+def _chosen(
+    logits: torch.Tensor, live: torch.Tensor, top_k: int, softmax_first: bool, norm: float
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Memory of `choose`'s results, what its kernel reads and writes, and its constants."""
+    num_tokens, num_experts = logits.shape
+    if live.shape != (num_tokens,) or live.dtype != torch.bool or not 1 <= top_k <= num_experts:
+        raise ValueError(
+            f"logits are {tuple(logits.shape)}, live {tuple(live.shape)} {live.dtype}, top_k={top_k}; needed "
+            "are a bool for each row, and 1 to as many experts as there are"
+        )
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
+    by_sum = norm == 1 or not softmax_first  # a softmax over the chosen is their exponentials by their sum
+    constants = {
+        "TOP_K": top_k,
+        "SOFTMAX_FIRST": softmax_first,
+        "NORM": 1 if by_sum else 2 if norm else 0,
+        "EXPERTS": 1 << (num_experts - 1).bit_length(),
+    }
+    return weights, ids, (logits.contiguous(), live.contiguous(), weights, ids), constants
+
+
+def by_rows(ids: torch.Tensor, num_experts: int) -> bool:
+    """Whether rows are taken one by one, without an order."""
+    return ids.shape[0] <= ROW_MAX_TOKENS and ids.numel() <= num_experts
+
+
+def order(ids: torch.Tensor, num_experts: int, first: int = 0) -> torch.Tensor:
+    """[E + 2 + R] int32: see `expert_kernels.order_rows`; left empty where rows are taken one by one.
+
+    ids: [T, K] int32; what is not one of E experts' numbers, from `first` on, counts as none.
+    """
+    if ids.dtype != torch.int32 or ids.dim() != 2:
+        raise ValueError(f"ids is {tuple(ids.shape)} {ids.dtype}; it must be [T, K] int32")
+    found = _empty_order(ids, num_experts)
+    if num_experts and not by_rows(ids, num_experts):
+        kernel = configs.kernels("expert_kernels").order_rows
+        operands = (ids.contiguous(), found, ids.numel(), first, num_experts)
+        block = _SORT_BLOCK if ids.numel() <= _MANY_ROWS else _SORT_BLOCK_OF_MANY
+        configs.start(kernel, num_experts + 1, *operands, BLOCK=block, num_warps=8)
+    return found
+
+
+def _empty_order(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return torch.empty(num_experts + 2 + ids.numel(), dtype=torch.int32, device=ids.device)
+
+
+def adds_deltas(ids: torch.Tensor, num_experts: int) -> bool:
+    """Whether `linear` can be given deltas: tiles of 128 rows leave no registers for them."""
+    return by_rows(ids, num_experts) or rows_of_tiles(ids.numel(), num_experts) < 128
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor,
+    order: torch.Tensor,
+    gate: Gate | None = None,
+    deltas: Deltas | None = None,
+) -> torch.Tensor:
+    """As `reference.expert_linear`, [R, N]; with a gate its activation, [R, N / 2].
+
+    x: [T, H] or [R, H], bf16, fp16 or fp32.  order: `order` of the same ids.  deltas: added before the gate,
+    where x is [T, H] and `adds_deltas`; table_base is the first of these experts'.  Raises ValueError for
+    operands that don't fit.
+    """
+    num_experts, out_width, width = weight.shape
+    _check(x, weight, bias, ids, order)
+    num_rows = ids.numel()
+    if deltas is not None:
+        _check_deltas(deltas, x, ids, num_experts, out_width, gate)
+    y = x.new_empty(num_rows, out_width if gate is None else out_width // 2)
+    if num_rows == 0:
+        return y
+    alone = by_rows(ids, num_experts)
+    if alone:
+        items = num_rows * -(-y.shape[1] // _ROW_COLUMNS)
+        all_at_once = items <= configs.programs_at_once(x.device, _DEEP_PER_SM)
+        config = row_config(x.dtype, width, gate is not None, all_at_once)
+    else:
+        block_t = rows_of_tiles(num_rows, num_experts)
+        config = tile_config(x.dtype, width, block_t, gate is not None)
+    most_tiles = num_rows if alone else min(num_rows, num_rows // config.block_t + num_experts + 1)
+    items = most_tiles * -(-y.shape[1] // config.block_n)
+    configs.start(
+        configs.kernels("expert_kernels").expert_linear,
+        configs.num_programs(x.device, config._asdict(), items),
+        *(x.contiguous(), weight, weight if bias is None else bias, ids.contiguous(), order, y),
+        *((y, ids, ids, 0, 0) if deltas is None else deltas),
+        *(num_rows, num_experts, out_width, width, 0.0 if gate is None else gate.limit),
+        ROWS_PER_INPUT=num_rows // x.shape[0],
+        SORTED=not alone,
+        GATED=gate is not None,
+        CLAMPED=gate is not None and gate.clamped,
+        HAS_BIAS=bias is not None,
+        HAS_DELTAS=deltas is not None,
+        EVEN=width % config.block_k == 0,
+        INTERPRETED=configs.interpreted(),
+        EXPERTS=1 << num_experts.bit_length(),
+        **launch_constants(config),
+    )
+    return y
+
+
+def launch_constants(config: TileConfig) -> dict[str, Any]:
+    """The configuration as a kernel's constants and compile options."""
+    return {
+        "BLOCK_T": config.block_t,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP": config.group,
+        "STAGES": config.num_stages,
+        "num_stages": config.num_stages,
+        "num_warps": config.num_warps,
+    }
+
+
+def gate(y: torch.Tensor, how: Gate) -> torch.Tensor:
+    """The activation of the halves of each row: [R, 2F] -> [R, F]."""
+    out = y.new_empty(y.shape[0], y.shape[1] // 2)
+    if out.numel():
+        programs = out.shape[0] * -(-out.shape[1] // _COLUMN_BLOCK)
+        configs.start(
+            configs.kernels("expert_kernels").gate_rows,
+            programs,
+            *(y.contiguous(), out, out.shape[1], how.limit),
+            CLAMPED=how.clamped,
+            INTERPRETED=configs.interpreted(),
+            BLOCK=_COLUMN_BLOCK,
+        )
+    return out
+
+
+def weighted_sum(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """out[t] = sum over k, in this order, of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
+
+    y: [R, N].  weights: [T, K] fp32.
+    """
+    num_tokens, top_k = weights.shape
+    out = y.new_empty(num_tokens, y.shape[1])
+    if out.numel():
+        configs.start(
+            configs.kernels("expert_kernels").sum_experts,
+            num_tokens * -(-y.shape[1] // _COLUMN_BLOCK),
+            *(y.contiguous(), weights.contiguous(), out, y.shape[1]),
+            TOP_K=top_k,
+            INTERPRETED=configs.interpreted(),
+            BLOCK=_COLUMN_BLOCK,
+        )
+    return out
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor,
+    order: torch.Tensor,
+) -> None:
+    num_experts, out_width, width = weight.shape
+    if x.dtype not in configs.DTYPE_NAMES or weight.dtype != x.dtype:
+        raise ValueError(f"x is {x.dtype}, weight {weight.dtype}; both are bfloat16, float16 or float32")
+    if x.dim() != 2 or x.shape[1] != width or x.shape[0] not in (ids.shape[0], ids.numel()):
+        raise ValueError(
+            f"x is {tuple(x.shape)}; rows of {width} are needed, one for each of {ids.shape[0]} tokens or "
+            f"{ids.numel()} rows"
+        )
+    if bias is not None and bias.shape != (num_experts, out_width):
+        raise ValueError(f"bias is {tuple(bias.shape)}; it must be {(num_experts, out_width)}")
+    if order.shape != (num_experts + 2 + ids.numel(),):
+        raise ValueError(f"order has {order.numel()} elements; it must be made of the same ids and experts")
+    if not weight.is_contiguous():
+        raise ValueError(f"weight has strides {weight.stride()}; it must be contiguous")
+
+
+def _check_deltas(
+    deltas: Deltas, x: torch.Tensor, ids: torch.Tensor, num_experts: int, out_width: int, gate: Gate | None
+) -> None:
+    values = deltas.values
+    if values.shape != (ids.numel(), out_width) or values.dtype != x.dtype or not values.is_contiguous():
+        raise ValueError(
+            f"deltas are {tuple(values.shape)} {values.dtype}; {(ids.numel(), out_width)} {x.dtype} is needed"
+        )
+    if gate is None or len(x) != len(ids) or deltas.token_slots.shape != ids.shape[:1]:
+        raise ValueError(
+            "deltas are added before a gate, with a row of x and a slot per token; "
+            f"gate={gate}, x has {len(x)} rows, {len(deltas.token_slots)} slots, ids {len(ids)} tokens"
+        )
+    if not adds_deltas(ids, num_experts):
+        raise ValueError(
+            f"deltas were given for {ids.numel()} rows of {num_experts} experts, whose tiles of 128 rows "
+            "take none; ask `adds_deltas` first, add them to the output without a gate and use `gate`"
+        )
+
+
+_SHAPES = (128, 8, 2048, 768, False), (32, 4, 2880, 2880, True), (8, 2, 1001, 517, True)
+"""Experts, experts per token, hidden and inner size, bias: Qwen3-30B-A3B's, GPT-OSS-20B's, no model's."""
+
+
+def launch_all(dtype: torch.dtype) -> None:
+    """Launch every kernel as a model and a batch of each kind do, on empty tensors: for `aot` to record."""
+    for num_experts, top_k, hidden, inner, biased in _SHAPES:
+        weights = [
+            torch.empty(num_experts, *shape, dtype=dtype) for shape in ((2 * inner, hidden), (hidden, inner))
+        ]
+        biases = [weight.new_empty(weight.shape[:2]) if biased else None for weight in weights]
+        tiled = dtype == torch.bfloat16 and inner % _BLOCK_K == 0
+        logits, live = torch.empty(2, num_experts, dtype=dtype), torch.empty(2, dtype=torch.bool)
+        for softmax_first, norm in ((True, 0.0), (True, 1.0), (True, 2.0), (False, 0.0)):
+            choose(logits, live, top_k, softmax_first, norm)
+            for tile_rows in (None, 0, 16):
+                _launch_choice(logits, live, top_k, softmax_first, norm, tile_rows)
+        for rows_per_expert in (0, 2, 20, 40, 80) if tiled else (0, 2):
+            num_tokens = max(1, rows_per_expert * num_experts // top_k)
+            ids = torch.empty(num_tokens, top_k, dtype=torch.int32)
+            rows = order(ids, num_experts)
+            x = torch.empty(num_tokens, hidden, dtype=dtype)
+            inner_rows = linear(x, weights[0], biases[0], ids, rows, Gate(biased, 7.0))
+            linear(x, weights[0], biases[0], ids, rows)
+            if adds_deltas(ids, num_experts):
+                slots, values = ids.new_empty(num_tokens), x.new_empty(ids.numel(), 2 * inner)
+                deltas = Deltas(values, slots, slots, 1, 1)
+                linear(x, weights[0], biases[0], ids, rows, Gate(biased, 7.0), deltas)
+            y = linear(inner_rows, weights[1], biases[1], ids, rows)
+            gate(inner_rows, Gate(biased, 7.0))
+            weighted_sum(y, torch.empty(num_tokens, top_k))
+
+
+def _launch_choice(
+    logits: torch.Tensor,
+    live: torch.Tensor,
+    top_k: int,
+    softmax_first: bool,
+    norm: float,
+    tile_rows: int | None,
+) -> None:
+    """`choose_and_order`, with rows of LoRA cut into such tiles, or not cut (0), or without (None)."""
+    slots, zeros, num_experts = live.int(), Zeros(), logits.shape[1]
+
+    def rows(ids: torch.Tensor) -> RowsToSort:
+        return rows_to_sort(slots, ids, 5, num_experts, tile_rows or 0, zeros)
+
+    to_sort = None if tile_rows is None else rows
+    choose_and_order(logits, live, top_k, softmax_first, norm, range(top_k), zeros, to_sort)

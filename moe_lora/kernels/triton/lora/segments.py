@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a step sorted by (expert, adapter), and tiles of them: the work lists of the LoRA kernels.
+
+Legend: R rows (T, or T*K at an expert site), T tokens, K experts per token.
+
+Everything is built on the device with sizes known on the host, so nothing waits and graphs can be captured.
+Sorted once per (token_slots, ids), it serves gate_up and down of a layer, or all dense sites of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_lora.kernels.operands import LoraOperands
+from moe_lora.kernels.triton import configs
+
+SORT_MAX_ROWS = 4096
+"""Above this many rows `torch.sort` replaces the counting sort; both are stable and give the same order."""
+
+_ZEROS, _LINE = 1 << 16, 32
+
+
+class Tiles(NamedTuple):
+    """table: [R, 4] int32, of which the first `num` ([1] int32) rows are (first position, last + 1, slot,
+    expert)."""
+
+    table: torch.Tensor
+    num: torch.Tensor
+
+
+class Zeros:
+    """Integers of a device that are 0 when they are taken: one fill serves many launches.
+
+    For what is launched on one stream while the object lives, and for replays of a graph that was captured
+    meanwhile: the fill is in it.
+    """
+
+    def __init__(self) -> None:
+        self._left: torch.Tensor | None = None
+
+    def take(self, count: int, device: torch.device) -> torch.Tensor:
+        """[count] int32 that nobody else gets, from a cache line's begin on."""
+        if self._left is None or self._left.numel() < count:
+            self._left = torch.zeros(max(count, _ZEROS), dtype=torch.int32, device=device)
+        taken = self._left[:count]
+        self._left = self._left[-(-count // _LINE) * _LINE :]
+        return taken
+
+
+class RowsToSort(NamedTuple):
+    """Segments that a launch fills: `sort_rows`, or one that makes the ids too.
+
+    operands: token_slots, the memory of the result, then (num_slots, num_experts, tile_rows).  cuts: into
+    tiles too.
+    """
+
+    segments: Segments
+    operands: tuple[Any, ...]
+    cuts: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Rows in sorted order, or as they come.
+
+    rows: [R] int32, row at each position; rows with an adapter come first.  described: [R, 4] int32, per
+    position the first and last + 1 position of its segment, slot and expert (-1, -1 where the row has no
+    adapter).
+    count: [1] int32 rows with an adapter.  is_sorted: False for the baselines' rows, see `unsorted_rows`.
+    """
+
+    rows: torch.Tensor
+    described: torch.Tensor
+    count: torch.Tensor
+    is_sorted: bool = True
+    _tiles: dict[int, Tiles] = field(default_factory=dict)
+
+    def tiles(self, tile_rows: int) -> Tiles:
+        """Segments cut into tiles of at most `tile_rows` rows; made once per size."""
+        if tile_rows not in self._tiles:
+            operands = (self.described, self.count, *self.new_tiles(tile_rows), tile_rows)
+            configs.start(configs.kernels("segment_kernels").cut_tiles, 1, *operands, BLOCK=1024, num_warps=8)
+        return self._tiles[tile_rows]
+
+    def new_tiles(self, tile_rows: int) -> Tiles:
+        """Memory of `tiles`, which the caller has filled."""
+        made = Tiles(torch.empty_like(self.described), torch.empty_like(self.count))
+        return self._tiles.setdefault(tile_rows, made)
+
+
+def rows_for(operands: LoraOperands, kernel: str, tile_rows: int = 0, zeros: Zeros | None = None) -> Segments:
+    """What `kernel` walks: `build_segments` for "sgmv", `unsorted_rows` for the baselines."""
+    rows = (operands.token_slots, operands.ids, operands.slots.num_slots, operands.site.num_experts)
+    return build_segments(*rows, tile_rows, zeros) if kernel == "sgmv" else unsorted_rows(*rows)
+
+
+def rows_to_sort(
+    token_slots: torch.Tensor,
+    ids: torch.Tensor | None,
+    num_slots: int,
+    num_experts: int,
+    tile_rows: int = 0,
+    zeros: Zeros | None = None,
+) -> RowsToSort:
+    """What `build_segments` of these fills, not filled yet."""
+    numbers = token_slots if ids is None else ids
+    rows = torch.empty(numbers.numel(), dtype=torch.int32, device=numbers.device)
+    segments = Segments(rows=rows, described=rows.new_empty(len(rows), 4), count=rows.new_empty(1))
+    cut, sorted_blocks = (segments.described, segments.count), segments.count
+    cuts = tile_rows > 0 and zeros is not None
+    if cuts and zeros is not None:
+        cut = segments.new_tiles(tile_rows)
+        sorted_blocks = zeros.take(1, token_slots.device)
+    memory = (rows, segments.described, segments.count, *cut, sorted_blocks)
+    sizes = (num_slots, max(1, num_experts), tile_rows)
+    return RowsToSort(segments, (token_slots, *memory, sizes), cuts)
+
+
+def build_segments(
+    token_slots: torch.Tensor,
+    ids: torch.Tensor | None,
+    num_slots: int,
+    num_experts: int,
+    tile_rows: int = 0,
+    zeros: Zeros | None = None,
+) -> Segments:
+    """Sort rows by (expert, slot), stably; rows without adapter or expert go last.
+
+    tile_rows, zeros: cut tiles of so many rows in the same launch, with a counter from there.
+
+    token_slots: [T] int32, -1 = no adapter.  ids: [T, K] int32, -1 = no expert here, or None at dense sites.
+    Slots outside 0..num_slots-1 and experts outside 0..num_experts-1 count as none (num_experts 0 is taken as
+    1).
+    Raises ValueError for other shapes, dtypes or devices.  Does not wait for the device.
+    """
+    check_rows_and_ids(token_slots, ids)
+    num_rows = token_slots.numel() if ids is None else ids.numel()
+    experts = max(1, num_experts)
+    if num_rows > SORT_MAX_ROWS:
+        return _sorted_by_torch(token_slots, ids, num_slots, experts)
+    if num_rows == 0:
+        made = rows_to_sort(token_slots, ids, num_slots, num_experts).segments
+        made.count.zero_()
+        return made
+    to_sort = rows_to_sort(token_slots, ids, num_slots, num_experts, tile_rows, zeros)
+    block, (_, *memory, sizes) = 64, to_sort.operands
+    configs.start(
+        configs.kernels("segment_kernels").sort_rows,
+        -(-num_rows // block),
+        *(token_slots, token_slots if ids is None else ids, *memory, num_rows, *sizes),
+        TOP_K=1 if ids is None else ids.shape[1],
+        HAS_IDS=ids is not None,
+        CUT=to_sort.cuts,
+        BLOCK=block,
+        BLOCK_OTHER=128,
+        BLOCK_CUT=1024,
+        num_warps=8,
+    )
+    return to_sort.segments
+
+
+def unsorted_rows(
+    token_slots: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
+) -> Segments:
+    """Every row in its own place, as the per-row baselines take them; `count` is R.
+
+    Slots and experts outside the tables count as none; raises as `build_segments`.
+    """
+    check_rows_and_ids(token_slots, ids)
+    slot, expert = _slots_and_experts(token_slots, ids)
+    fits = _fits(slot, expert, num_slots, max(1, num_experts))
+    position = torch.arange(slot.numel(), dtype=torch.int32, device=slot.device)
+    slot, expert = torch.where(fits, slot, -1), torch.where(fits, expert, -1)
+    described = torch.stack([position, position + 1, slot, expert], 1)
+    count = torch.full((1,), slot.numel(), dtype=torch.int32, device=slot.device)
+    return Segments(rows=position, described=described, count=count, is_sorted=False)
+
+
+def check_rows_and_ids(token_slots: torch.Tensor, ids: torch.Tensor | None) -> None:
+    """Raises ValueError unless token_slots is [T] and ids [T, K], both int32, contiguous, on one device."""
+    for name, tensor, dims in (("token_slots", token_slots, 1), ("ids", ids, 2)):
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.int32 or tensor.dim() != dims or not tensor.is_contiguous():
+            shape, dtype = tuple(tensor.shape), tensor.dtype
+            raise ValueError(f"{name} is {shape} {dtype}; it must be int32, contiguous, {dims}-dimensional")
+    if ids is not None and (ids.shape[0] != token_slots.shape[0] or ids.device != token_slots.device):
+        raise ValueError(
+            f"ids {tuple(ids.shape)} on {ids.device} do not fit token_slots {tuple(token_slots.shape)} on "
+            f"{token_slots.device}; both have one row per token and lie on one device"
+        )
+
+
+def _slots_and_experts(
+    token_slots: torch.Tensor, ids: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if ids is None:
+        return token_slots, torch.zeros_like(token_slots)
+    return token_slots[:, None].expand(ids.shape).reshape(-1), ids.reshape(-1)
+
+
+def _fits(slot: torch.Tensor, expert: torch.Tensor, num_slots: int, num_experts: int) -> torch.Tensor:
+    return (slot >= 0) & (slot < num_slots) & (expert >= 0) & (expert < num_experts)
+
+
+def _sorted_by_torch(
+    token_slots: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
+) -> Segments:
+    slot, expert = _slots_and_experts(token_slots, ids)
+    fits = _fits(slot, expert, num_slots, num_experts)
+    key, rows = torch.where(fits, expert * num_slots + slot, num_experts * num_slots).sort(stable=True)
+    none = key >= num_experts * num_slots
+    described = torch.stack(
+        [
+            torch.searchsorted(key, key, out_int32=True),
+            torch.searchsorted(key, key, right=True, out_int32=True),
+            torch.where(none, -1, key % num_slots),
+            torch.where(none, -1, key // num_slots),
+        ],
+        1,
+    )
+    count = (~none).sum(dtype=torch.int32).reshape(1)
+    return Segments(rows=rows.int(), described=described, count=count)

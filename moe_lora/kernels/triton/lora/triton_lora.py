@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA deltas on a GPU: shrink, expand, and both at once.
+
+Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), H input width, C output columns.
+
+    lora_shrink  h = x_row @ A.T            for the adapter of each row (and its expert)
+    lora_expand  y = round(y + delta)       delta = round(scale * h @ B.T), in the model's dtype
+    lora_delta   out = delta                zero where there is none
+
+Sums are in fp32, in an order that depends on widths, rank and dtype alone, without atomics: a row's delta
+is the same bits whatever else is in the batch, in decode and in prefill.  Mixed ranks 1..512 go in one
+launch; nothing is padded in memory.  In fp16 the h of `wgmma`, two numbers of that dtype without a
+scale, is no number where x_row @ A.T exceeds 65504; `vector` keeps h in fp32.
+Launches never wait for the device: bounds of ranks are kept on the host (`SlotTable.ranks`).  When they are
+captured into a CUDA graph, give `max_lora_rank`: a bound of every adapter that replays may meet, since
+replays skip the check against it.
+
+kernel: "sgmv" takes the algorithm that `choose` picks, or the one named by `algorithm`.  Baselines: "bgmv" is
+Punica's (each row at the batch's maximum rank, in compute and traffic), "mbgmv" S-LoRA's (each row at its
+true rank).
+Source: Punica (arXiv 2310.18547), S-LoRA (arXiv 2311.03285), InfiniLoRA section 5.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_lora.config import LORA_KERNELS
+from moe_lora.core.shape import MAX_CUDA_LORA_RANK
+from moe_lora.kernels.operands import LoraOperands
+from moe_lora.kernels.triton import configs
+from moe_lora.kernels.triton.configs import Choice, ConfigTable, matches
+
+from . import steps
+from .problem import Deltas, Problem, check_output, checked_problem
+from .segments import Segments, Zeros, rows_for
+
+if TYPE_CHECKING:
+    from moe_lora.core.shape import Site
+
+
+# Which algorithm computes a delta: a rule over site shape, rank and dtype, never over the batch or phase.
+#
+# `wgmma`: SGMV, tensor-core tiles with swapped operands.
+# `vector`: BGMV, one row per work item, sums by threads.
+#
+# A row's result must not depend on the rows beside it, so neither segment length nor the number of rows may
+# decide, nor whether the step is a decode one, which is a matter of the rows beside it too.  Where the table
+# gives classes of ranks different algorithms, each class is a launch of its own that passes over the other
+# ranks.
+
+
+ALGORITHMS = ("wgmma", "vector")
+
+
+def choose(site: Site, dtype: str, table: ConfigTable) -> tuple[Choice, ...]:
+    """The table's choices that apply here; together they cover each rank from 1 on exactly once.
+
+    dtype: "bf16", "fp16" or "fp32".  Raises ValueError if the table's choices overlap or leave a rank out.
+    """
+    wanted = (dtype, site.in_features, sum(site.out_features))
+    found = [
+        choice
+        for choice in table.choices
+        if matches((choice.dtype, choice.in_features, choice.out_features), wanted)
+    ]
+    most_specific = _first_group(found)
+    covered = sorted((choice.min_rank, choice.max_rank) for choice in most_specific)
+    bounds = [0, *(high for _, high in covered)]
+    if bounds[-1] != MAX_CUDA_LORA_RANK or any(low != bounds[i] + 1 for i, (low, _) in enumerate(covered)):
+        raise ValueError(
+            f"choices of table {table.gpu!r} for site {site.name!r} in {dtype} cover ranks "
+            f"{covered}; they must cover 1..{MAX_CUDA_LORA_RANK} without gap or overlap"
+        )
+    return most_specific
+
+
+def _first_group(choices: list[Choice]) -> tuple[Choice, ...]:
+    """The choices that share the first one's key: classes of ranks of one rule."""
+    if not choices:
+        return ()
+    keys = [(choice.dtype, choice.in_features, choice.out_features) for choice in choices]
+    return tuple(choice for choice, key in zip(choices, keys, strict=True) if key == keys[0])
+
+
+def forced(algorithm: str) -> tuple[Choice, ...]:
+    """One class of all ranks for an algorithm that the caller names. Raises ValueError if it is unknown."""
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}")
+    return (Choice(algorithm=algorithm),)
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """What `lora_shrink` leaves for `lora_expand`: h of each class of ranks, on the device.
+
+    zeros: for counters of classes without h, which expand computes in the same launch.
+    """
+
+    problem: Problem
+    kernel: str
+    parts: tuple[tuple[Choice, torch.Tensor | None], ...]
+    zeros: Zeros
+
+
+def lora_shrink(
+    operands: LoraOperands,
+    *,
+    kernel: str = "sgmv",
+    decode: bool,
+    segments: Segments | None = None,
+    algorithm: str | None = None,
+    max_lora_rank: int | None = None,
+    batch_rank: int | None = None,
+    zeros: Zeros | None = None,
+) -> Shrunk:
+    """h = x_row @ A.T for each row that has an adapter and each module of the site.
+
+    x: bf16, fp16 or fp32, rows contiguous (row stride free).  decode: the phase, for tiles and grids.
+    segments: `rows_for` of the same kernel, token_slots and ids, to share them between sites.
+    batch_rank: no row of this batch has a larger rank; workspaces are of that width, and "bgmv" pads to it
+    (without it, it waits for the device to learn it).  Modules that share A (same a_offset and rank) are
+    computed once.
+    zeros: where counters are taken from.  With them, where `steps.takes_one_launch`, `lora_expand` launches
+    both halves as one kernel, with the same bits, and x must be as it is until then.
+    Raises ValueError for operands that don't fit.
+    """
+    problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
+    return _shrunk(problem, kernel, _choices(problem, kernel, algorithm), zeros)
+
+
+def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
+    """y[row, columns of module] = round(y + round(scale * h @ B.T)) for each row that has an adapter, or -.
+
+    y: [R, C] in x's dtype, rows contiguous (row stride free); may be wider than the site.  In fp32 whatever
+    x is, where deltas are summed before they are rounded: there the delta is added as it is.
+    Raises ValueError if y does not fit.
+    """
+    check_output(y, shrunk.problem, "y", or_fp32=True)
+    _expand(shrunk, y, add=True, subtract=subtract)
+
+
+def deltas_of(shrunk: Shrunk) -> Deltas | None:
+    """The deltas alone, for `experts.linear`, which adds them with the bits of `lora_expand`.
+
+    None in fp32: there a scale and an addition may be one instruction in one kernel and two in another.
+    """
+    problem = shrunk.problem
+    if problem.x.dtype == torch.float32:
+        return None
+    values = problem.x.new_empty(problem.num_rows, sum(problem.site.out_features))
+    _expand(shrunk, values, add=False)
+    return Deltas(values, problem.token_slots, problem.slots.lora_rank, *problem.entry_strides)
+
+
+def lora_delta(
+    operands: LoraOperands,
+    out: torch.Tensor,
+    *,
+    kernel: str = "sgmv",
+    decode: bool,
+    segments: Segments | None = None,
+    algorithm: str | None = None,
+    max_lora_rank: int | None = None,
+    batch_rank: int | None = None,
+    zeros: Zeros | None = None,
+) -> None:
+    """out = delta of each row, zeros where it has no adapter; all of out is overwritten.
+
+    Adding out to y in its dtype gives the bits of `lora_shrink` and `lora_expand`.  out: like y of
+    `lora_expand`.  The rest is `lora_shrink`'s.
+    """
+    problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
+    check_output(out, problem, "out")
+    out.zero_()
+    _expand(_shrunk(problem, kernel, _choices(problem, kernel, algorithm), zeros), out, add=False)
+
+
+def _problem(
+    operands: LoraOperands,
+    kernel: str,
+    decode: bool,
+    segments: Segments | None,
+    max_lora_rank: int | None,
+    batch_rank: int | None,
+) -> Problem:
+    if kernel not in LORA_KERNELS:
+        raise ValueError(f"kernel={kernel!r} is unknown; choose one of {', '.join(LORA_KERNELS)}")
+    if segments is None:
+        segments = rows_for(operands, kernel)
+    elif segments.is_sorted != (kernel == "sgmv"):
+        order = "sorted" if segments.is_sorted else "unsorted"
+        raise ValueError(f"segments are {order}, kernel={kernel!r} takes others; make them by rows_for")
+    problem = checked_problem(
+        operands, decode=decode, rows=segments, max_lora_rank=max_lora_rank, batch_rank=batch_rank
+    )
+    if kernel != "bgmv":
+        return problem
+    return replace(problem, padded_rank=problem.batch_rank() if batch_rank is None else batch_rank)
+
+
+def _choices(problem: Problem, kernel: str, algorithm: str | None) -> tuple[Choice, ...]:
+    """Classes of ranks that some adapter may belong to."""
+    if kernel != "sgmv":
+        if algorithm is not None:
+            raise ValueError(
+                f"kernel={kernel!r} is a baseline and takes no algorithm; {algorithm!r} was given"
+            )
+        return forced("vector")
+    if algorithm is not None:
+        choices = forced(algorithm)
+    else:
+        dtype, table = configs.DTYPE_NAMES[problem.x.dtype], configs.table_of(problem.x.device)
+        choices = choose(problem.site, dtype, table)
+    possible = tuple(choice for choice in choices if choice.min_rank <= problem.max_lora_rank)
+    for choice in possible:
+        steps.check_choice(problem, choice)
+    return possible
+
+
+def _shrunk(problem: Problem, kernel: str, choices: tuple[Choice, ...], zeros: Zeros | None) -> Shrunk:
+    parts: list[tuple[Choice, torch.Tensor | None]] = []
+    has_rows = problem.num_rows > 0 and problem.max_lora_rank > 0
+    for choice in choices if has_rows else ():
+        if choice.algorithm != "wgmma":
+            parts.append((choice, steps.vector_shrink(problem, choice, kernel)))
+        elif zeros is not None and steps.takes_one_launch(problem):
+            parts.append((choice, None))
+        else:
+            parts.append((choice, steps.wgmma_shrink(problem, choice)))
+    return Shrunk(problem, kernel, tuple(parts), Zeros() if zeros is None else zeros)
+
+
+def _expand(shrunk: Shrunk, y: torch.Tensor, add: bool, subtract: bool = False) -> None:
+    for choice, h in shrunk.parts:
+        if h is None:
+            steps.wgmma_site(shrunk.problem, choice, y, add, subtract, shrunk.zeros)
+        elif choice.algorithm == "wgmma":
+            steps.wgmma_expand(shrunk.problem, choice, h, y, add, subtract)
+        else:
+            steps.vector_expand(shrunk.problem, choice, shrunk.kernel, h, y, add, subtract)

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the next step is unmerged, merged or mixed, and who computes in it: dLoRA's rules and ours."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moe_lora.config.dlora import DLoraConfig
+from moe_lora.config.engine import BATCHINGS
+from moe_lora.core.errors import ConfigError
+from moe_lora.policies.admission.admission import WaitingView
+
+from .merging_costs import MergingCosts, Mode, Rows, Uid
+from .merging_credits import Credits, Period, Thresholds
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """What the next step is to be.
+
+    merge: adapter that the weights are to carry from now on; None: none.  only: adapters whose requests
+    compute in this step (None among them: the base model's); None: everybody, unmerged, or mixed while the
+    weights carry something.  at_once: change the weights whole before the step, not a part of them in each.
+    """
+
+    merge: Uid = None
+    only: frozenset[Uid] | None = None
+    at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MergingView:
+    """What a policy sees before a step.
+
+    requests: that could compute, in FCFS order: running ones, then waiting ones.  max_num_seqs: of them, at
+    most, compute in a step.  merged: adapter that all weights carry; None: none, or a swap is under way
+    (swapping).  eligible: whether an adapter may be merged: resident, its rounding error under the limit, not
+    too large, not on its way out; asked of no base model.
+    """
+
+    requests: Sequence[WaitingView]
+    max_num_seqs: int
+    merged: Uid
+    eligible: Callable[[Uid], bool]
+    now_s: float
+    swapping: bool = False
+
+
+class MergingPolicy(Protocol):
+    """Asked before each step that has requests; its caller carries the answer out as far as it can."""
+
+    def decide(self, view: MergingView) -> Batching: ...
+
+    def took(
+        self, batching: Batching, mode: Mode, num_rows: int, seconds: float, swap_s: float = 0.0
+    ) -> None:
+        """The step that followed was in that mode, with num_rows token rows, and took `seconds`, in which
+        swap_s went to changing weights.
+        """
+        ...
+
+    def forget(self, uid: Uid) -> None:
+        """The adapter is unloaded and has no request."""
+        ...
+
+
+def first_come(view: MergingView) -> Rows:
+    """B_fcfs: requests of each adapter that FCFS order would serve."""
+    return Counter(request.adapter_uid for request in view.requests[: view.max_num_seqs])
+
+
+# One mode always.
+
+
+class UnmergedOnly:
+    """Everybody, unmerged: as S-LoRA and Punica do."""
+
+    def decide(self, view: MergingView) -> Batching:
+        return Batching()
+
+    def took(
+        self, batching: Batching, mode: Mode, num_rows: int, seconds: float, swap_s: float = 0.0
+    ) -> None:
+        """Nothing depends on it."""
+
+    def forget(self, uid: Uid) -> None:
+        """Nothing is known of it."""
+
+
+class MergedOnly(UnmergedOnly):
+    """One adapter's requests at a time, merged, as PEFT swaps: those that are there when its turn comes, and
+    what joins them meanwhile; then the adapter of the oldest request is next.
+
+    An adapter that may not be merged, and the base model, have their turns unmerged.
+    """
+
+    def __init__(self) -> None:
+        self._turn: Uid = None
+        self._since_s = -math.inf
+
+    def decide(self, view: MergingView) -> Batching:
+        if not view.requests:
+            return Batching(view.merged, at_once=True)
+        oldest = min(view.requests, key=lambda request: request.arrival_s)
+        if not any(
+            request.adapter_uid == self._turn and request.arrival_s <= self._since_s
+            for request in view.requests
+        ):
+            self._turn, self._since_s = oldest.adapter_uid, view.now_s
+        merge = self._turn if self._turn is not None and view.eligible(self._turn) else None
+        return Batching(merge, frozenset((self._turn,)), at_once=True)
+
+
+# dLoRA.
+
+
+class DLora:
+    """Merge for the adapter with most requests where they are many against what FCFS order would serve, and
+    stop when they are few: Algorithm 1; thresholds by Algorithm 2, starvation by Algorithm 3 (A.1).
+
+    A merged step serves the merged adapter's requests only.  Each request that the step passes over brings
+    its adapter one credit of the adapters served.  B is max_num_seqs, n the number of adapters with requests
+    so far.  An adapter with a request among the first B is served again after at most
+    ceil(credit B) (n - 1) + ceil(t_starve B) + 1 steps: it gains a credit in each step and starves then.
+    Adapters that starve have enough to pay with while t_normal >= 1.
+    Ours where the text is silent: the richest adapter served pays; adapters that starve are served unmerged
+    unless the merged one is alone among them; R_merge "changed" means another adapter.  As in the authors'
+    artifact, and not in Algorithm 1, weights merge at the threshold too, not only above it: one adapter alone
+    has a ratio of 1.
+
+    costs: IterationTime and the switching overhead t_M.
+    """
+
+    def __init__(self, costs: MergingCosts, settings: DLoraConfig | None = None) -> None:
+        self.settings = settings or DLoraConfig()
+        self.thresholds = Thresholds(self.settings)
+        self.credits: Credits | None = None
+        self._costs = costs
+        self._merged: Uid = None
+        self._swap: tuple[Uid, Uid] | None = None
+        self._period: Period | None = None
+
+    def decide(self, view: MergingView) -> Batching:
+        if not view.swapping:
+            self._merged = view.merged
+        fcfs = first_come(view)
+        if not fcfs:
+            return Batching(self._merged, at_once=True)
+        waiting = Counter(request.adapter_uid for request in view.requests)
+        if self.credits is None:
+            batch, settings = view.max_num_seqs, self.settings
+            scaled = (settings.credit, settings.t_starve, settings.t_normal)
+            self.credits = Credits(*(math.ceil(times * batch) for times in scaled))
+        self.credits.update(waiting)
+        served = self._starving(view) or self._batch(view, fcfs, waiting)
+        if served is None:
+            only, rows = None, fcfs
+        else:
+            only = frozenset(served)
+            rows = Counter(r.adapter_uid for r in view.requests if r.adapter_uid in only)
+            rows = _at_most(rows, view.max_num_seqs)
+            self.credits.transfer(served, {uid: num for uid, num in fcfs.items() if uid not in only})
+            if only >= fcfs.keys() and self._merged is None:
+                only = None
+        before = view.merged
+        self._swap = None if view.swapping or before == self._merged else (before, self._merged)
+        self._costs.expect(rows, self._merged)
+        return Batching(self._merged, only, at_once=True)
+
+    def took(
+        self, batching: Batching, mode: Mode, num_rows: int, seconds: float, swap_s: float = 0.0
+    ) -> None:
+        self._costs.took(mode, num_rows, seconds - swap_s)
+        if self._swap is not None and swap_s:
+            self._costs.swap_took(*self._swap, swap_s)
+
+    def forget(self, uid: Uid) -> None:
+        if self.credits is not None:
+            self.credits.forget(uid)
+
+    def _starving(self, view: MergingView) -> Iterable[Uid] | None:
+        """Adapters of B_starve, None if there is none (lines 11-15 of Algorithm 3)."""
+        assert self.credits is not None
+        starving = self.credits.starving
+        first = [r.adapter_uid for r in view.requests if r.adapter_uid in starving][: view.max_num_seqs]
+        if not first:
+            return None
+        if set(first) != {self._merged}:
+            self._break_point()
+            self._merged = None
+        return set(first)
+
+    def _batch(self, view: MergingView, fcfs: Rows, waiting: Rows) -> Iterable[Uid] | None:
+        """Algorithm 1; the adapter of R_merge, or None for B_fcfs."""
+        num_fcfs = sum(fcfs.values())
+        ahead = self._merged
+        if ahead is None:
+            legal = [uid for uid in waiting if self._is_legal(view, uid, fcfs)]
+            largest = max(legal, key=waiting.__getitem__, default=None)
+            self._note(view, largest, fcfs, waiting)
+            if largest is None or waiting[largest] / num_fcfs < self.thresholds.alpha:
+                return None
+            self._break_point()
+            self._merged = largest
+            return (largest,)
+        self._note(view, ahead, fcfs, waiting)
+        few = waiting.get(ahead, 0) / num_fcfs < self.thresholds.beta
+        if few or not self._is_legal(view, ahead, fcfs):
+            self._break_point()
+            self._merged = None
+            return None
+        return (ahead,)
+
+    def _is_legal(self, view: MergingView, uid: Uid, fcfs: Rows) -> bool:
+        """L_eligible (line 18): it may be merged, and can pay for all whom its batch passes over."""
+        assert self.credits is not None
+        passed_over = sum(fcfs.values()) - fcfs.get(uid, 0)
+        return uid is not None and self.credits.of[uid] >= passed_over and view.eligible(uid)
+
+    def _note(self, view: MergingView, adapter: Uid, fcfs: Rows, waiting: Rows) -> None:
+        """Count this step in the period, or begin another at a break point."""
+        period, merged = self._period, self._merged is not None
+        if period is not None and (
+            period.adapter != adapter or period.merged != merged or period.num_steps >= self.settings.period
+        ):
+            self._break_point()
+        if adapter is None:
+            return
+        if self._period is None:
+            self._period = Period(merged, adapter)
+        num = min(waiting.get(adapter, 0), view.max_num_seqs)
+        self._period.add(
+            (num, self._costs.step_s({adapter: num}, adapter)),
+            (sum(fcfs.values()), self._costs.step_s(fcfs, None)),
+        )
+
+    def _break_point(self) -> None:
+        """The mode changes, or what would be merged, or the period is over: tune by it, begin another."""
+        period, self._period = self._period, None
+        if period is not None:
+            self.thresholds.tune(period, self._costs.swap_s(None, period.adapter))
+
+
+def _at_most(rows: Counter[Uid], most: int) -> Counter[Uid]:
+    """So many of the rows, taken evenly enough to expect a step's time by."""
+    total = sum(rows.values())
+    if total <= most:
+        return rows
+    return Counter({uid: max(1, num * most // total) for uid, num in rows.items()})
+
+
+# Ours.
+
+
+class CheapestMode:
+    """The mode in which a step costs least per request: unmerged, mixed, or merged for one adapter's alone.
+
+    What the weights carry changes when the steps since would have saved more, had it been otherwise, than
+    the change costs (rent or buy: nothing of the future is guessed).  Considered are no adapter, the present
+    one, and of those that may be merged the one with most requests in FCFS order.  Whether all compute or
+    only the merged adapter's requests costs no change.  Others are passed over for at most max_wait_s and a
+    step at a stretch, and then nobody is for as long, so that a request among the first max_num_seqs
+    computes in half of the time at least.
+    """
+
+    def __init__(self, costs: MergingCosts, max_wait_s: float = 1.0) -> None:
+        if not 0 <= max_wait_s < math.inf:
+            raise ConfigError(f"max_wait_s={max_wait_s} must be 0 or more and finite")
+        self._costs = costs
+        self._max_wait_s = max_wait_s
+        self._target: Uid = None
+        self._swap: tuple[Uid, Uid] | None = None
+        self._swap_s = 0.0
+        self._saved_s: dict[Uid, float] = {}
+        self._passed_s = 0.0
+        self._rests = False
+        self._last = Batching()
+        self._last_s = math.inf
+        self._filled = 1.0
+        self._num_meant = 0
+
+    def decide(self, view: MergingView) -> Batching:
+        self._keep_time(view)
+        fcfs = first_come(view)
+        target = self._target if view.swapping else view.merged
+        if target is not None and not view.eligible(target):
+            self._saved_s.clear()
+            target = None
+        elif fcfs and not view.swapping:
+            target = self._carried(view, fcfs, target)
+        if target != self._target or (self._swap is None and target != view.merged):
+            self._swap, self._swap_s = (view.merged, target), 0.0
+        self._target = target
+        only = None
+        if target is not None and target == view.merged and self._serves_alone(view, fcfs, target):
+            only = frozenset((target,))
+        self._num_meant = self._num_alone(view, target) if only else 0
+        self._costs.expect({target: self._num_meant} if only else fcfs, view.merged)
+        self._last = Batching(target, only)
+        return self._last
+
+    def took(
+        self, batching: Batching, mode: Mode, num_rows: int, seconds: float, swap_s: float = 0.0
+    ) -> None:
+        self._swap_s += swap_s
+        self._costs.took(mode, num_rows, seconds - swap_s)
+        if self._num_meant:
+            self._filled += 0.1 * (min(1.0, num_rows / self._num_meant) - self._filled)
+
+    def forget(self, uid: Uid) -> None:
+        self._saved_s.pop(uid, None)
+
+    def _keep_time(self, view: MergingView) -> None:
+        """How long others were passed over; and what a swap that has ended took."""
+        elapsed_s = max(0.0, view.now_s - self._last_s)
+        self._last_s = view.now_s
+        self._passed_s = max(0.0, self._passed_s + (elapsed_s if self._last.only else -elapsed_s))
+        if self._passed_s >= self._max_wait_s:
+            self._rests = True
+        elif not self._passed_s:
+            self._rests = False
+        if self._swap is not None and not view.swapping and view.merged == self._swap[1]:
+            self._costs.swap_took(*self._swap, self._swap_s)
+            self._swap = None
+
+    def _carried(self, view: MergingView, fcfs: Rows, present: Uid) -> Uid:
+        """What the weights are to carry."""
+        mergeable = (uid for uid in fcfs if uid is not None and view.eligible(uid))
+        largest = max(mergeable, key=fcfs.__getitem__, default=None)
+        num = sum(fcfs.values())
+        present_s = self._request_s(view, fcfs, present)
+        self._saved_s = {
+            uid: max(0.0, self._saved_s.get(uid, 0.0) + num * (present_s - self._request_s(view, fcfs, uid)))
+            for uid in dict.fromkeys((None, largest))
+            if uid != present
+        }
+        best = max(self._saved_s, key=self._saved_s.__getitem__, default=present)
+        if self._saved_s.get(best, 0.0) <= self._costs.swap_s(present, best):
+            return present
+        self._saved_s.clear()
+        return best
+
+    def _request_s(self, view: MergingView, fcfs: Rows, merged: Uid) -> float:
+        """Seconds of a step per request, the cheaper of all computing and the merged adapter's alone."""
+        all_s = self._costs.step_s(fcfs, merged) / sum(fcfs.values())
+        if merged is None or self._rests or merged not in fcfs:
+            return all_s
+        return min(all_s, self._alone_s(view, merged))
+
+    def _serves_alone(self, view: MergingView, fcfs: Rows, merged: Uid) -> bool:
+        if self._rests or not self._max_wait_s or merged not in fcfs or len(fcfs) == 1:
+            return False
+        return self._alone_s(view, merged) < self._costs.step_s(fcfs, merged) / sum(fcfs.values())
+
+    def _alone_s(self, view: MergingView, merged: Uid) -> float:
+        num = self._num_alone(view, merged)
+        return self._costs.step_s({merged: num}, merged) / (num * self._filled)
+
+    def _num_alone(self, view: MergingView, merged: Uid) -> int:
+        num = sum(request.adapter_uid == merged for request in view.requests)
+        return min(num, view.max_num_seqs)
+
+
+def make_merging_policy(
+    name: str, costs: MergingCosts | None = None, dlora: DLoraConfig | None = None
+) -> MergingPolicy:
+    """The policy of that name.  dlora: parameters of "dlora"; None: the defaults.
+
+    Raises ConfigError for an unknown name, and for a policy without its costs.
+    """
+    if name == "unmerged":
+        return UnmergedOnly()
+    if name == "merged":
+        return MergedOnly()
+    if name not in BATCHINGS:
+        raise ConfigError(f"batching={name!r} is unknown; choose one of {', '.join(BATCHINGS)}")
+    if costs is None:
+        raise ConfigError(f"batching={name!r} needs a performance model; give --performance-model FILE")
+    return DLora(costs, dlora) if name == "dlora" else CheapestMode(costs)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demand of each adapter: metered when requests come, forecast for the next time step."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable, Mapping
+
+from moe_lora.timing.answer_lengths import FIRST_TOKENS, AnswerLengths
+
+from .routing import RoutedView
+
+_OVERALL = None
+"""Key of all answers in `AnswerLengths`: the base model's are not metered."""
+
+
+class DemandMeter:
+    """Tokens that requests bring to each adapter, counted when a request comes.
+
+    A request counts as its prompt and the expected answer: the running mean of its adapter's answers.
+    An adapter without answers has the mean of all answers, and without any mean_output_tokens (None:
+    FIRST_TOKENS).
+    The base model (None) is on every instance and is not counted.
+    Not thread-safe.
+    """
+
+    def __init__(self, mean_output_tokens: float | None = None) -> None:
+        self._lengths = AnswerLengths(mean_output_tokens or FIRST_TOKENS)
+        self._tokens: Counter[str] = Counter()
+        self._expected: dict[Hashable, tuple[str, int, int]] = {}
+        """By request: its adapter, tokens of its prompt, expected tokens of its answer."""
+
+    def start(self, key: Hashable, request: RoutedView, max_tokens: int | None = None) -> None:
+        """Count a request that has come.  key: names the request until its `stop`."""
+        adapter = request.adapter
+        if adapter is None:
+            return
+        expected = round(self._lengths.expected(adapter, self._lengths.expected(_OVERALL)))
+        if max_tokens is not None:
+            expected = min(expected, max_tokens)
+        self._expected[key] = adapter, request.prompt_tokens, expected
+        self._tokens[adapter] += request.prompt_tokens + expected
+
+    def stop(self, key: Hashable, answer_tokens: int) -> None:
+        """Correct the count of a request that has ended, by the tokens of its answer.
+
+        The correction counts in the current time step.
+        A request without any token stays as counted: a client that left a queue wanted its answer.
+        """
+        adapter, _, expected = self._expected.pop(key, (None, 0, 0))
+        if adapter is not None and answer_tokens:
+            self._tokens[adapter] += answer_tokens - expected
+            self._lengths.note(adapter, answer_tokens)
+            self._lengths.note(_OVERALL, answer_tokens)
+
+    def cancel(self, key: Hashable) -> None:
+        """Take back the count of a request that the service refused."""
+        adapter, prompt_tokens, expected = self._expected.pop(key, (None, 0, 0))
+        if adapter is not None:
+            self._tokens[adapter] -= prompt_tokens + expected
+
+    def forget(self, adapter: str) -> None:
+        """The adapter was unloaded: its next content may answer at another length."""
+        self._lengths.forget(adapter)
+
+    def add(self, tokens: Mapping[str, int]) -> None:
+        """Count what another meter read, by adapter."""
+        self._tokens.update(tokens)
+
+    def read(self) -> Counter[str]:
+        """Tokens since the last call.  A correction may exceed what came: then the number is negative."""
+        tokens, self._tokens = self._tokens, Counter()
+        return tokens
+
+
+class DemandForecast:
+    """Tokens/s of each adapter in the next time step, from the last num_steps steps.
+
+    Holt's linear method with a damped trend, from the oldest step to the latest:
+    level(t) = predicted + gain · (rate(t) - predicted), predicted = level(t-1) + DAMPING · trend(t-1),
+    trend(t) = DAMPING · trend(t-1) + trend_gain · (level(t) - predicted).
+    gain: smoothing, or 1 / t in step t if more.
+    Without a trend, smoothing = 1 / num_steps is the mean, and 1 the last step.
+    The forecast is the next prediction, between 0 and twice the most seen.
+    Source: LoRAServe, Algorithm 1, lines 3-6, which leaves "extrapolate" open.
+    """
+
+    DAMPING = 0.8
+
+    def __init__(self, num_steps: int = 8, smoothing: float = 1.0, trend_gain: float = 0.0) -> None:
+        self._smoothing, self._trend_gain = smoothing, trend_gain
+        self._steps: deque[dict[str, float]] = deque(maxlen=num_steps)
+
+    def observe(self, tokens: Mapping[str, float], length_s: float) -> None:
+        """The time step that has just ended.  Raises ValueError for a length of 0 or less."""
+        if not length_s > 0:
+            raise ValueError(f"length_s={length_s} must be positive")
+        self._steps.append({adapter: max(0.0, number) / length_s for adapter, number in tokens.items()})
+
+    def read(self) -> dict[str, float]:
+        """Adapter -> tokens/s of each adapter that had any; empty before the first step."""
+        adapters = dict.fromkeys(adapter for step in self._steps for adapter in step)
+        return {adapter: self._next([step.get(adapter, 0.0) for step in self._steps]) for adapter in adapters}
+
+    def _next(self, rates: list[float]) -> float:
+        level = trend = 0.0
+        for number, rate in enumerate(rates, 1):
+            predicted = level + self.DAMPING * trend
+            change = max(self._smoothing, 1 / number) * (rate - predicted)
+            level = predicted + change
+            if number > 1:
+                trend = self.DAMPING * trend + self._trend_gain * change
+        return min(max(0.0, level + self.DAMPING * trend), 2.0 * max(rates))

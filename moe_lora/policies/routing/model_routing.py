@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing by a performance model: Toppings' rank-aware cost, dLoRA's shortest pending time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_lora.config import RANK_AWARE_COSTS
+from moe_lora.core.request import RoutingStats
+from moe_lora.policies.admission.host_start import HostStart
+from moe_lora.timing.answer_lengths import FIRST_TOKENS
+from moe_lora.timing.step_model import Row, StepModel, StepWork
+
+from .routing import Instance, InstanceLoad, InstanceView, RoutedView, with_room
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """What a decision costs by.  steps: times of batches.  slo_tpot_s: time of a decode step that must not be
+    passed.  mean_output_tokens: Toppings' avg_resp_len; None: `AnswerMean`.  cost: of `RANK_AWARE_COSTS`.
+    adapter_load_s_per_rank: time to bring in an adapter
+    by its rank (dLoRA section 5.1); 0 with host: the profile's.  host: how instances begin the prompts of
+    adapters that are not there; None: they wait for the load.  max_num_batched_tokens: of a step; a longer
+    prompt begins with as many.  Checked as `RoutingConfig`.
+    """
+
+    steps: StepModel
+    slo_tpot_s: float = math.inf
+    mean_output_tokens: float | None = None
+    cost: str = RANK_AWARE_COSTS[0]
+    adapter_load_s_per_rank: float = 0.0
+    host: HostStart | None = None
+    max_num_batched_tokens: int | None = None
+
+    def start_s(self, prompt: Row) -> float:
+        """What it costs a prompt that its adapter is not where it begins: the load, or, where that is less,
+        the extra time of host workers.  Source: Toppings section 4.1."""
+        load_s = self.adapter_load_s_per_rank * prompt.lora_rank
+        if self.host is None:
+            return load_s
+        adapter = self.host.times.adapter(prompt.lora_rank)
+        num_tokens = min(prompt.num_tokens, self.max_num_batched_tokens or prompt.num_tokens)
+        start_s = self.host.start_s(num_tokens, adapter)
+        return min(load_s, start_s) if load_s else start_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What an instance had to do when it was last looked at, as the model counts it."""
+
+    load: InstanceLoad
+    num_changes: int
+    queue: StepWork
+    all: StepWork
+    queue_s: float
+    all_s: float
+
+
+class _Known:
+    """Batches of instances, counted anew only where requests came, began or ended since."""
+
+    def __init__(self, model: StepModel, ranks: Mapping[str, int]) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._found: dict[int, _Work] = {}
+
+    def of(self, instance: InstanceView) -> _Work:
+        load, work = instance.load, self._found.get(instance.index)
+        if work is None or work.load is not load or work.num_changes != load.num_changes:
+            work = self._found[instance.index] = self._count(load)
+        return work
+
+    def row(self, adapter: str | None, num_tokens: int) -> Row:
+        """The base model, and an adapter whose rank is not known, have rank 0."""
+        return Row(adapter, 0 if adapter is None else self._ranks.get(adapter, 0), num_tokens)
+
+    def _count(self, load: InstanceLoad) -> _Work:
+        model = self._model
+        queue = model.work(self.row(adapter, num) for adapter, num in load.waiting_prompts.items())
+        everything = model.work(
+            self.row(adapter, num) for part in (load.running, load.waiting) for adapter, num in part.items()
+        )
+        times = (model.seconds("prefill", queue), model.seconds("decode", everything))
+        return _Work(load, load.num_changes, queue, everything, *times)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request as costs are told by.  start_s: added where its adapter is not."""
+
+    prompt: Row
+    token: Row
+    start_s: float
+
+
+class AnswerMean:
+    """Running mean of the tokens of answers.
+
+    tokens: the mean, FIRST_TOKENS before any answer.  That start counts as FIRST_WEIGHT answers.  From
+    MAX_WEIGHT answers on each answer counts 1 / MAX_WEIGHT, so that the mean follows the load.
+    """
+
+    FIRST_WEIGHT, MAX_WEIGHT = 8, 1000
+
+    def __init__(self) -> None:
+        self.tokens = FIRST_TOKENS
+        self._weight = self.FIRST_WEIGHT
+
+    def add(self, num_tokens: int) -> None:
+        """An answer has ended."""
+        self._weight = min(self._weight + 1, self.MAX_WEIGHT)
+        self.tokens += (num_tokens - self.tokens) / self._weight
+
+
+class RankAware:
+    """The instance of least cost: requests · (Δprefill / mean_output_tokens + Δdecode), infinite where the
+    decode step would pass slo_tpot_s.
+
+    Δ: what the request adds to a step, prefill over the prompts that wait, decode over all requests.  With
+    host workers Δprefill has `CostModel.start_s` too where the adapter is not on the instance.  Steps and
+    slo_tpot_s are in seconds; a decode step has a token of each request, so its time is a time per token.
+    Candidates are those with room for the adapter.
+    `requests` counts those that are there, so an idle instance costs nothing, as in the paper.  cost "all"
+    adds the request's own time per token, prefill / mean_output_tokens + decode.  Of equal
+    costs (all infinite, or several idle) the least token work left decides, then the index; the paper takes
+    the first.  ranks: of the adapters; a live mapping may be given.  max_loras: see `with_room`.  Source:
+    Toppings, section 5, Algorithm 1.
+    """
+
+    def __init__(self, model: CostModel, ranks: Mapping[str, int], max_loras: int | None = None) -> None:
+        self._model = model
+        self._max_loras = max_loras
+        self._known = _Known(model.steps, ranks)
+        self._answers = AnswerMean()
+        self._num_choices = {"finite": 0, "infinite": 0}
+
+    @property
+    def mean_output_tokens(self) -> float:
+        return self._model.mean_output_tokens or self._answers.tokens
+
+    @property
+    def stats(self) -> RoutingStats:
+        return RoutingStats(num_choices=dict(self._num_choices), mean_output_tokens=self.mean_output_tokens)
+
+    def note_answer(self, num_tokens: int) -> None:
+        """An answer of the front end has ended."""
+        self._answers.add(num_tokens)
+
+    def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
+        asked = self._ask(request)
+        costs = [
+            (self._cost_s(asked, one), one.outstanding_tokens, one.index, one)
+            for one in with_room(request.adapter, instances, self._max_loras)
+        ]
+        cost_s, _, _, chosen = min(costs)
+        self._num_choices["infinite" if cost_s == math.inf else "finite"] += 1
+        return chosen
+
+    def cost_s(self, request: RoutedView, instance: InstanceView) -> float:
+        """The cost of a request there, in seconds per token of all requests."""
+        return self._cost_s(self._ask(request), instance)
+
+    def _ask(self, request: RoutedView) -> _Asked:
+        prompt = self._known.row(request.adapter, request.prompt_tokens)
+        cold = self._model.host is not None and request.adapter is not None
+        start_s = self._model.start_s(prompt) if cold else 0.0
+        return _Asked(prompt, Row(prompt.adapter, prompt.lora_rank), start_s)
+
+    def _cost_s(self, asked: _Asked, instance: InstanceView) -> float:
+        model, there = self._model, self._known.of(instance)
+        decode_s = model.steps.seconds("decode", there.all, asked.token)
+        if decode_s > model.slo_tpot_s:
+            return math.inf
+        counts_own = model.cost == "all"
+        if not (there.all.num_tokens or counts_own):
+            return 0.0
+        prefill_s = model.steps.seconds("prefill", there.queue, asked.prompt)
+        start_s = 0.0 if instance.load.has(asked.prompt.adapter) else asked.start_s
+        mean = self.mean_output_tokens
+        added_s = (prefill_s - there.queue_s + start_s) / mean + decode_s - there.all_s
+        own_s = (prefill_s + start_s) / mean + decode_s if counts_own else 0.0
+        return added_s * there.all.num_tokens + own_s
+
+
+class ShortestPendingTime:
+    """The instance with the least queueing time plus, where the adapter is not there, time to load it.
+
+    Queueing: one prefill step over the prompts that wait, and the tokens left at the time of a decode step
+    over all its requests, each of which yields a token for each of them, or for max_num_seqs if these are
+    more: a batch with room left is as short a queue as its work is little.
+    Loading: adapter_load_s_per_rank · rank, with host workers `CostModel.start_s`.  Where an adapter would
+    find no room it waits for a place, however short the queue, so candidates are those with room for it
+    (`with_room`).  Source: dLoRA, section 5.1, proactive dispatching.
+    """
+
+    def __init__(
+        self, model: CostModel, ranks: Mapping[str, int], max_num_seqs: int, max_loras: int | None = None
+    ) -> None:
+        self._model = model
+        self._max_loras = max_loras
+        self._max_num_seqs = max_num_seqs
+        self._known = _Known(model.steps, ranks)
+
+    def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
+        start_s = self._start_s(request)
+        instances = with_room(request.adapter, instances, self._max_loras)
+        return min(instances, key=lambda one: (self._pending_s(request.adapter, start_s, one), one.index))
+
+    def pending_s(self, request: RoutedView, instance: InstanceView) -> float:
+        """Estimated time until the instance begins with the request; what its prompt takes longer on host
+        workers counts too."""
+        return self._pending_s(request.adapter, self._start_s(request), instance)
+
+    def _start_s(self, request: RoutedView) -> float:
+        if request.adapter is None:
+            return 0.0
+        return self._model.start_s(self._known.row(request.adapter, request.prompt_tokens))
+
+    def _pending_s(self, adapter: str | None, start_s: float, instance: InstanceView) -> float:
+        there = self._known.of(instance)
+        queue_s = there.queue_s
+        if there.all.num_tokens:
+            left = max(0, instance.outstanding_tokens - instance.load.waiting_tokens)
+            queue_s += left / max(there.all.num_tokens, self._max_num_seqs) * there.all_s
+        return queue_s if instance.load.has(adapter) else queue_s + start_s

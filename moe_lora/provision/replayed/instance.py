@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated LLM instance: continuous batching, the real admission policy, a model of the step's time.
+
+Steps between two changes of the batch are alike, so they are one event: a `Stretch` lasts until the first
+request ends, and is cut short, at the end of the step under way, by whatever may change the next step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from moe_lora.core.errors import CapacityError
+from moe_lora.policies.admission.admission import admissible
+from moe_lora.policies.routing.routing import InstanceLoad
+from moe_lora.sim.events import EventQueue
+
+from .running import RunningRequests, SimRequest, WaitingRequests
+from .sources import AdapterSource
+from .step_time import StepTime, delayed_step_s
+from .system_config import InstanceConfig
+
+# Equal steps taken together.
+
+
+@dataclass(slots=True, eq=False)
+class Stretch:
+    """num_steps steps from start_s on: the first takes first_s, each other one step_s.
+
+    Of no steps: the moment before a step, so that all that happens at start_s comes before it.
+    """
+
+    start_s: float
+    first_s: float = 0.0
+    step_s: float = 0.0
+    num_steps: int = 0
+
+    @property
+    def end_s(self) -> float:
+        if self.num_steps == 0:
+            return self.start_s
+        return self.start_s + self.first_s + (self.num_steps - 1) * self.step_s
+
+    def steps_done(self, now_s: float) -> int:
+        """Steps that have ended by now_s."""
+        over_s = now_s - self.start_s - self.first_s
+        if over_s < 0:
+            return 0
+        if self.step_s == 0:
+            return self.num_steps
+        return min(self.num_steps, 1 + math.floor(over_s / self.step_s))
+
+    def cut(self, now_s: float) -> bool:
+        """End with the step under way; False if it does so anyway."""
+        if self.num_steps < 2 or self.step_s == 0:
+            return False
+        over_s = now_s - self.start_s - self.first_s
+        begun = 1 + max(0, math.ceil(over_s / self.step_s))
+        if self.start_s + self.first_s + (begun - 1) * self.step_s < now_s:  # by rounding
+            begun += 1
+        if begun >= self.num_steps:
+            return False
+        self.num_steps = begun
+        return True
+
+
+class SimInstance:
+    """`policies.routing.routing.InstanceView`; `connect` it to the source of its adapters before the first request.
+
+    on_finish: called with every request that is done.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        config: InstanceConfig,
+        step_time: StepTime,
+        events: EventQueue,
+        on_finish: Callable[[SimRequest], None],
+    ) -> None:
+        self.index = index
+        self._config = config
+        self._step_time = step_time
+        self._events = events
+        self._on_finish = on_finish
+        self._waiting = WaitingRequests(shortest_first=config.shortest_first)
+        budget = config.max_num_batched_tokens if config.has_prompts else None
+        self._running = RunningRequests(budget, config.steps)
+        self._prefix_hits = None if config.prefix_hits is None else config.prefix_hits()
+        self._free_kv_tokens = math.inf if config.kv_tokens is None else config.kv_tokens
+        self._stretch: Stretch | None = None
+        self._outstanding_tokens = 0
+        self.load = InstanceLoad()
+
+    def connect(self, source: AdapterSource) -> None:
+        self._source = source
+
+    @property
+    def num_steps(self) -> int:
+        return self._running.num_steps
+
+    @property
+    def outstanding_tokens(self) -> int:
+        done = self._stretch.steps_done(self._events.now_s()) if self._stretch else 0
+        return self._outstanding_tokens - done * self._running.num_rows
+
+    def add(self, request: SimRequest) -> None:
+        """Queue a request.  Raises CapacityError if it could never run."""
+        room = self._config.kv_tokens
+        if room is not None and request.num_tokens > room:
+            raise CapacityError(
+                f"request {request.index} needs {request.num_tokens} tokens of KV, an instance has {room:g}; "
+                "raise kv_tokens or shorten the request"
+            )
+        request.instance = self.index
+        self._outstanding_tokens += self._running.work(request)
+        self.load.add(request.adapter, request.prompt_tokens)
+        self._source.wait(request)
+        self._waiting.add(request)
+        self.look_again()
+
+    def freed(self) -> None:
+        """Requests that were turned away may find room now."""
+        self._waiting.freed()
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Begin a step, or plan anew when the one under way has ended."""
+        now_s = self._events.now_s()
+        if self._stretch is None:
+            self._go_on(Stretch(now_s))
+        elif self._stretch.cut(now_s):
+            self._go_on(self._stretch)
+
+    def _go_on(self, stretch: Stretch) -> None:
+        self._stretch = stretch
+        self._events.at(stretch.end_s, partial(self._end, stretch, stretch.end_s))
+
+    def _end(self, stretch: Stretch, end_s: float) -> None:
+        """Take the tokens of a stretch, unless it was cut short meanwhile, and begin the next one."""
+        if stretch is not self._stretch or end_s != stretch.end_s:
+            return
+        running = self._running
+        self._stretch = None
+        if stretch.num_steps:
+            self._outstanding_tokens -= stretch.num_steps * running.num_rows + running.num_prompt_tokens
+            for request in running.advance(stretch.num_steps, end_s):
+                self._finish(request)
+        self._begin(end_s)
+
+    def _begin(self, now_s: float) -> None:
+        running = self._running
+        running.continue_prompts()
+        self._waiting.next_step()
+        started = running.join(now_s)
+        for request in started:
+            self._start(request, now_s)
+        started += self._admit(now_s)
+        if running.is_idle:
+            self._source.work(0.0, 0.0)
+            if running.next_join_s is not None:
+                self._go_on(Stretch(running.next_join_s))
+            return
+        layer_s, delta_s = self._step_time.layer_s(running)
+        step_s = self._step_time.step_s(layer_s, self._source.work(layer_s, delta_s))
+        first_s = self._first_step_s(step_s, started, now_s)
+        running.stamp_first_decode(now_s + first_s)
+        self._go_on(Stretch(now_s, first_s, step_s, running.steps_alike()))
+
+    def _first_step_s(self, step_s: float, started: list[SimRequest], now_s: float) -> float:
+        """A step that has prompt tokens, and waits for the adapters of those that start with it."""
+        step_s += self._step_time.prompts_s(self._running)
+        loaded_s = self._source.loaded_s(started)
+        if loaded_s is None:
+            return step_s
+        first_layer_s, last_layer_s = (moment_s - now_s for moment_s in loaded_s)
+        return delayed_step_s(step_s, self._config.num_layers, first_layer_s, last_layer_s)
+
+    def _admit(self, now_s: float) -> list[SimRequest]:
+        """Take what may start out of the queue; those that start now."""
+        admitted: list[SimRequest] = []
+        started: list[SimRequest] = []
+        self.load.held_back = False
+        if not self._waiting or not self._has_room:
+            return started
+        whole = True
+        turned_away: set[str | None] = set()
+
+        def acquire(request: SimRequest) -> bool:
+            found = self._source.acquire(request)
+            if not found:
+                turned_away.add(request.adapter)
+            return found
+
+        queue = self._waiting.candidates()
+        for request in admissible(queue, acquire, now_s, self._source.starvation_s):
+            if request.num_tokens > self._free_kv_tokens:
+                self._source.wait(request)
+                self._source.release(request)
+                whole = False
+                break
+            admitted.append(request)
+            if self._take(request, now_s):
+                started.append(request)
+            whole = self._has_room
+            if not whole:
+                break
+        self._waiting.scanned(admitted, turned_away, whole=whole)
+        self.load.held_back = whole and len(self._waiting) > 0
+        return started
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._running) < self._config.max_num_seqs and self._running.has_room
+
+    def _take(self, request: SimRequest, now_s: float) -> bool:
+        """Give the request its place; whether it starts now."""
+        self._free_kv_tokens -= request.num_tokens
+        if self._prefix_hits is not None:
+            request.num_cached = self._prefix_hits.match(request)
+            self._outstanding_tokens -= request.num_cached
+        adapter = self._source.adapter(request)
+        if adapter is not None and adapter.told_s > now_s:
+            self._running.join_at(adapter.told_s, request)
+            return False
+        self._start(request, now_s)
+        return True
+
+    def _start(self, request: SimRequest, now_s: float) -> None:
+        request.admitted_s = now_s
+        adapter = self._source.adapter(request)
+        if adapter is not None and self._source.loads_first:
+            request.admitted_s = max(now_s, adapter.first_layer_s)
+        self.load.start(request.adapter, request.prompt_tokens)
+        self._running.start(request)
+
+    def _finish(self, request: SimRequest) -> None:
+        self._free_kv_tokens += request.num_tokens
+        if self._prefix_hits is not None:
+            self._prefix_hits.add(request, self._free_kv_tokens)
+        self.load.end(request.adapter, request.prompt_tokens, started=True)
+        if self._source.release(request):
+            self._waiting.freed()
+        self._on_finish(request)

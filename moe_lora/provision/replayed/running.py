@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests that an instance runs: whose prompt is computed, whose answer, when each ends."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from moe_lora.policies.admission.admission import shortest_first
+from moe_lora.timing.step_model import Row, StepModel, StepWork
+
+# A request on its way through the simulated system.
+
+
+@dataclass(slots=True, eq=False)
+class SimRequest:
+    """What is asked for, and when what happened to it (seconds; NaN: not yet).
+
+    arrival_s: at the instance that serves it.  adapter: None for the base model.
+    num_cached: tokens of its prompt with KV from earlier requests.
+    admitted_s: it has left the queue, and the load of its adapter is over where that holds up the step.
+    first_token_s, finish_s: first and last token.  decode_ttft_s: queue, adapter load and first decode step,
+    without prefill (InfiniLoRA section 2.3, footnote).  at_once: it started with the first step after its
+    arrival.  waited_for_adapter: it did not, as its adapter got no slot at some step; of the others KV or the
+    batch had no room.
+    num_steps_before: those that its instance had begun when it came.  prompt_left: tokens of its prompt
+    that no step was planned for, once it is computed here.
+    """
+
+    index: int
+    arrival_s: float
+    adapter: str | None
+    prompt_tokens: int
+    output_tokens: int
+    lora_rank: int = 0
+    instance: int = -1
+    num_steps_before: int = 0
+    prompt_left: int = 0
+    num_cached: int = 0
+    hash_ids: tuple[int, ...] = ()
+    at_once: bool = False
+    waited_for_adapter: bool = False
+    admitted_s: float = math.nan
+    first_token_s: float = math.nan
+    decode_ttft_s: float = math.nan
+    finish_s: float = math.nan
+
+    @property
+    def adapter_uid(self) -> str | None:
+        """For admission: a name stands for one adapter here."""
+        return self.adapter
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it will generate; asked while it waits."""
+        return self.output_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer: what it takes of the KV budget."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
+    def ttft_s(self) -> float:
+        """From arrival to the first token.  Equal to decode_ttft_s where prompts are computed elsewhere."""
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float:
+        """(finish - first token) / (output tokens - 1); NaN for a single token."""
+        if self.output_tokens < 2:
+            return math.nan
+        return (self.finish_s - self.first_token_s) / (self.output_tokens - 1)
+
+
+class RunningRequests:
+    """Decode rows, and prompts in the order in which they came.
+
+    prefill_tokens: rows and prompt tokens of a step, at most; None: prompts are computed elsewhere, and every
+    request begins as a decode row.  num_rows: decode rows of the next step.  steps: makes the batches below;
+    None: nobody asks for them.
+    """
+
+    def __init__(self, prefill_tokens: int | None, steps: StepModel | None = None) -> None:
+        self.num_rows = self.num_steps = self.num_with_adapter = 0
+        self.num_prompt_tokens = self.num_prompt_pairs = 0
+        """Of the next step: see `system_config.StepRows`."""
+        self.decode: StepWork | None = None if steps is None else steps.work()
+        """Decode rows of the next step."""
+        self.prompts: list[Row] = []
+        """Prompt tokens of the next step."""
+        self._prefill_tokens = prefill_tokens
+        self._ends: list[tuple[int, int, SimRequest]] = []
+        self._prompts: deque[SimRequest] = deque()
+        self._fresh: list[SimRequest] = []
+        self._joining: list[tuple[float, SimRequest]] = []
+
+    def __len__(self) -> int:
+        return self.num_rows + len(self._prompts) + len(self._joining)
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts with tokens in the next step."""
+        return len(self.prompts)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next step would have nothing to do."""
+        return not self.num_rows and not self._prompts
+
+    @property
+    def next_join_s(self) -> float | None:
+        """When the next one may join that may not yet."""
+        return min((moment_s for moment_s, _ in self._joining), default=None)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next step may have another row or prompt token."""
+        limit = self._prefill_tokens
+        return limit is None or self.num_rows + self.num_prompt_tokens < limit
+
+    def work(self, request: SimRequest) -> int:
+        """Decode rows and prompt tokens that all its steps have together."""
+        if self._prefill_tokens is None:
+            return request.output_tokens
+        return max(1, request.prompt_tokens) + request.output_tokens - 1
+
+    def join_at(self, moment_s: float, request: SimRequest) -> None:
+        """Start the request with the first step from then on."""
+        self._joining.append((moment_s, request))
+
+    def join(self, now_s: float) -> list[SimRequest]:
+        """Those that may now; to be started."""
+        joined = [request for moment_s, request in self._joining if moment_s <= now_s]
+        if joined:
+            self._joining = [later for later in self._joining if later[0] > now_s]
+        return joined
+
+    def start(self, request: SimRequest) -> None:
+        """Compute the request from the next step on."""
+        self.num_with_adapter += request.adapter is not None
+        if self._prefill_tokens is None:
+            self._add_row(request, request.output_tokens)
+        else:
+            request.prompt_left = max(1, request.prompt_tokens - request.num_cached)
+            self._prompts.append(request)
+            self._plan(request)
+
+    def continue_prompts(self) -> None:
+        """Plan the next step: tokens of prompts that are under way, the oldest first."""
+        self.num_prompt_tokens = self.num_prompt_pairs = 0
+        self.prompts.clear()
+        for request in self._prompts:
+            if not self.has_room:
+                return
+            self._plan(request)
+
+    def steps_alike(self) -> int:
+        """Steps until the batch changes by itself."""
+        return 1 if self._prompts or self._joining else self._ends[0][0] - self.num_steps
+
+    def stamp_first_decode(self, end_s: float) -> None:
+        """The next step, the first decode step of some, ends then."""
+        for request in self._fresh:
+            if self._prefill_tokens is None:
+                request.first_token_s = end_s
+                request.decode_ttft_s = end_s - request.arrival_s
+            else:
+                waited_s = request.admitted_s - request.arrival_s
+                request.decode_ttft_s = waited_s + end_s - request.first_token_s
+        self._fresh.clear()
+
+    def advance(self, num_steps: int, now_s: float) -> list[SimRequest]:
+        """These steps have ended now; the requests that are done."""
+        self.num_steps += num_steps
+        done = []
+        while self._ends and self._ends[0][0] <= self.num_steps:
+            done.append(heapq.heappop(self._ends)[2])
+        self.num_rows -= len(done)
+        if self.decode is not None:
+            for request in done:
+                self.decode.take(Row(request.adapter, request.lora_rank))
+        while self._prompts and not self._prompts[0].prompt_left:
+            request = self._prompts.popleft()
+            request.first_token_s = now_s
+            if request.output_tokens > 1:
+                self._add_row(request, request.output_tokens - 1)
+            else:
+                request.decode_ttft_s = request.admitted_s - request.arrival_s
+                done.append(request)
+        for request in done:
+            request.finish_s = now_s
+            self.num_with_adapter -= request.adapter is not None
+        return done
+
+    def _add_row(self, request: SimRequest, num_steps: int) -> None:
+        self.num_rows += 1
+        if self.decode is not None:
+            self.decode.add(Row(request.adapter, request.lora_rank))
+        self._fresh.append(request)
+        heapq.heappush(self._ends, (self.num_steps + num_steps, request.index, request))
+
+    def _plan(self, request: SimRequest) -> None:
+        assert self._prefill_tokens is not None
+        num_tokens = min(request.prompt_left, self._prefill_tokens - self.num_rows - self.num_prompt_tokens)
+        before = max(1, request.prompt_tokens) - request.prompt_left
+        request.prompt_left -= num_tokens
+        self.num_prompt_tokens += num_tokens
+        self.num_prompt_pairs += num_tokens * before + num_tokens * (num_tokens + 1) // 2
+        self.prompts.append(Row(request.adapter, request.lora_rank, num_tokens))
+
+
+# The requests that wait for an instance, and which of them admission has to look at.
+
+
+class WaitingRequests:
+    """First come first served, or shortest first.
+
+    While nothing has fallen free since a whole scan, those that it turned away can't start, and only newer
+    ones are looked at, after the oldest, whose starvation would stop them: what a scan of all would decide.
+    """
+
+    def __init__(self, *, shortest_first: bool) -> None:
+        self._shortest_first = shortest_first
+        self._refused: dict[int, SimRequest] = {}
+        self._new: dict[int, SimRequest] = {}
+        self._freed = False
+        self._num_steps = 0
+
+    def __len__(self) -> int:
+        return len(self._refused) + len(self._new)
+
+    def add(self, request: SimRequest) -> None:
+        request.num_steps_before = self._num_steps
+        self._new[request.index] = request
+
+    def freed(self) -> None:
+        """Those turned away may find room now."""
+        self._freed = True
+
+    def next_step(self) -> None:
+        """A step begins, whether or not there is room for further requests."""
+        self._num_steps += 1
+
+    def candidates(self) -> Iterable[SimRequest]:
+        """What to scan now; followed by `scanned`."""
+        if self._shortest_first:
+            return shortest_first(chain(self._refused.values(), self._new.values()))
+        if self._freed:
+            return [*self._refused.values(), *self._new.values()]
+        if not self._new:
+            return ()
+        return [*islice(self._refused.values(), 1), *self._new.values()]
+
+    def scanned(
+        self, started: Iterable[SimRequest], turned_away: Collection[str | None], *, whole: bool
+    ) -> None:
+        """These of the candidates have started.  whole: none of the others wants anything but its adapter.
+
+        turned_away: adapters that got no slot.
+        """
+        for request in started:
+            request.at_once = self._num_steps == request.num_steps_before + 1
+            if self._new.pop(request.index, None) is None:
+                del self._refused[request.index]
+        for request in self._new.values():
+            request.waited_for_adapter = whole or request.adapter in turned_away
+        if turned_away:
+            for request in self._refused.values():
+                request.waited_for_adapter |= request.adapter in turned_away
+        self._refused.update(self._new)
+        self._new.clear()
+        self._freed = not whole

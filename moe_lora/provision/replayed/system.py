@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated system: requests come, a router chooses an instance, everybody's events share one queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lora.core.errors import ConfigError
+from moe_lora.policies.routing.demand import DemandMeter
+from moe_lora.policies.routing.model_routing import RankAware
+from moe_lora.policies.routing.routers import PhiRouting
+from moe_lora.sim.events import EventQueue
+from moe_lora.workload.replay_plan import PlannedRequest
+
+from .instance import SimInstance
+from .lora_server import SimLoraServer
+from .running import SimRequest
+from .sources import LoadLink, LocalAdapters
+from .step_time import StepTime
+from .system_config import PlacementConfig, SimLoraServerConfig, SystemConfig
+
+# Placements made while requests come, as the front end's controller makes them, on the virtual clock.
+
+
+class SimPlacement:
+    """Asks a planner every interval, routes by its table, and tells hosts what to keep.
+
+    Tokens count when their request comes, as the front end counts them; placing takes no time.  An adapter
+    that comes to an instance is fetched when it is first used there.  goes_on: whether there is another
+    interval.
+    held: adapters of each instance by each table.
+    """
+
+    def __init__(
+        self,
+        config: PlacementConfig,
+        router: PhiRouting,
+        sources: Sequence[LocalAdapters],
+        events: EventQueue,
+        goes_on: Callable[[], bool],
+    ) -> None:
+        self.held: list[list[int]] = []
+        self._planner = config.planner()
+        self._interval_s = config.interval_s
+        self._router = router
+        self._sources = sources
+        self._events = events
+        self._goes_on = goes_on
+        self._meter = DemandMeter(config.mean_output_tokens)
+
+    def begin(self) -> None:
+        """The first table; hosts have what it says."""
+        for source, names in zip(self._sources, self._place(0.0), strict=True):
+            source.begin_with(names)
+        self._events.at(self._interval_s, self._step)
+
+    def start(self, request: SimRequest) -> None:
+        """The request has come."""
+        self._meter.start(request.index, request)
+
+    def stop(self, request: SimRequest) -> None:
+        """The request is done."""
+        self._meter.stop(request.index, request.output_tokens)
+
+    def _step(self) -> None:
+        if not self._goes_on():
+            return
+        for source, names in zip(self._sources, self._place(self._interval_s), strict=True):
+            source.keep(names)
+        self._events.at(self._events.now_s() + self._interval_s, self._step)
+
+    def _place(self, length_s: float) -> list[set[str]]:
+        table = {name: list(row) for name, row in self._planner(self._meter.read(), length_s).items()}
+        self._router.swap(table)
+        names: list[set[str]] = [set() for _ in self._sources]
+        for name, row in table.items():
+            for index, _ in row:
+                names[index].add(name)
+        self.held.append([len(here) for here in names])
+        return names
+
+
+def percentile(values: NDArray[np.float64], percent: float) -> float | None:
+    """Linear between the two nearest values, as in `report.run_file`; None of no values."""
+    return float(np.percentile(values, percent)) if len(values) else None
+
+
+def mean(values: Sequence[float] | NDArray[np.float64]) -> float | None:
+    """None of no values."""
+    return float(np.mean(values)) if len(values) else None
+
+
+def simulate(
+    config: SystemConfig,
+    requests: Sequence[PlannedRequest],
+    give_up: Callable[[SimRequest], bool] | None = None,
+) -> System:
+    """The system after every request's last token.  Nothing is drawn: equal arguments, equal results.
+
+    requests: by arrival.  give_up: told of each request that is done; True ends the simulation there.
+    Raises ValueError if requests are not by arrival, or one has no token to generate, CapacityError for one
+    that is too long for an instance, ConfigError for a placement whose router does not go by it.
+    """
+    system = System(config, give_up)
+    system.replay(requests)
+    return system
+
+
+class System:
+    """Instances, what their adapters come from, and the router before them.
+
+    requests: the finished ones with their stamps, in the order in which they finished.  stopped: given up
+    before all were done.  links: over which adapters are loaded.  sources: of the instances, each its own.
+    """
+
+    def __init__(self, config: SystemConfig, give_up: Callable[[SimRequest], bool] | None = None) -> None:
+        self.events = EventQueue()
+        self.requests: list[SimRequest] = []
+        self.links: list[LoadLink] = []
+        self.sources: list[LocalAdapters] = []
+        self.placement: SimPlacement | None = None
+        self.stopped = False
+        self._give_up = give_up
+        self._num_expected = 0
+        self._router = config.router()
+        instance = config.instance
+        step_time = StepTime(instance, remote=isinstance(config.adapters, SimLoraServerConfig))
+        self._lora_ranks = config.lora_ranks
+        self.instances = [
+            SimInstance(index, instance, step_time, self.events, self._finish)
+            for index in range(config.num_instances)
+        ]
+        self._connect(config)
+        if config.placement is not None:
+            self.placement = self._placed(config.placement)
+
+    @property
+    def num_steps(self) -> int:
+        """Of all instances."""
+        return sum(instance.num_steps for instance in self.instances)
+
+    @property
+    def num_loads(self) -> int:
+        """Of adapters."""
+        return sum(link.num_loads for link in self.links)
+
+    @property
+    def num_fetches(self) -> int:
+        """Adapters that came from another host."""
+        return sum(source.fetches.num_loads for source in self.sources)
+
+    @property
+    def held(self) -> Sequence[Sequence[int]]:
+        """Adapters that each table of a placement gave each instance."""
+        return [] if self.placement is None else self.placement.held
+
+    @property
+    def end_s(self) -> float:
+        """When the last one was done."""
+        return max((request.finish_s for request in self.requests), default=0.0)
+
+    def column(self, name: str, since_s: float = 0.0) -> NDArray[np.float64]:
+        """A number of every request that arrived at since_s or later, by its attribute's name."""
+        return np.array([getattr(r, name) for r in self.requests if r.arrival_s >= since_s], dtype=np.float64)
+
+    def summary(self, since_s: float = 0.0) -> dict[str, Any]:
+        """Of the requests that arrived at since_s or later; None where there is nothing to average.
+
+        admitted_at_once: share that started with the first step after their arrival.  waited_for_adapter,
+        waited_for_room: of the others, those that waited for an adapter's slot, and for KV or the batch; the
+        three sum to 1.  ttft, decode_ttft: as in `SimRequest`.
+        """
+        at_once = self.column("at_once", since_s)
+        for_adapter = self.column("waited_for_adapter", since_s)
+        ttft_s = self.column("ttft_s", since_s)
+        tpot_s = self.column("tpot_s", since_s)
+        return {
+            "kind": "simulated",
+            "num_requests": len(at_once),
+            "admitted_at_once": mean(at_once),
+            "waited_for_adapter": mean(for_adapter),
+            "waited_for_room": mean(1 - at_once - for_adapter),
+            "mean_ttft_s": mean(ttft_s),
+            "p50_ttft_s": percentile(ttft_s, 50),
+            "p95_ttft_s": percentile(ttft_s, 95),
+            "p95_decode_ttft_s": percentile(self.column("decode_ttft_s", since_s), 95),
+            "mean_tpot_s": mean(tpot_s[~np.isnan(tpot_s)]),
+        }
+
+    def replay(self, requests: Sequence[PlannedRequest]) -> None:
+        """Let the requests come, and run until nothing is left to do."""
+        self._num_expected = len(requests)
+        if self.placement is not None:
+            self.placement.begin()
+        self._expect(iter(requests))
+        self.events.run()
+        assert self.stopped or len(self.requests) == len(requests), "a request was forgotten"
+
+    def _expect(self, requests: Iterator[PlannedRequest]) -> None:
+        planned = next(requests, None)
+        if planned is not None:
+            self.events.at(planned.arrival_s, partial(self._arrive, planned, requests))
+
+    def _arrive(self, planned: PlannedRequest, later: Iterator[PlannedRequest]) -> None:
+        self._expect(later)
+        if planned.output_tokens < 1:
+            raise ValueError(
+                f"request {planned.index} has output_tokens={planned.output_tokens}; give 1 or more"
+            )
+        request = SimRequest(
+            planned.index,
+            planned.arrival_s,
+            planned.adapter,
+            planned.prompt_tokens,
+            planned.output_tokens,
+            0 if planned.adapter is None else self._lora_ranks.get(planned.adapter, 0),
+            hash_ids=planned.hash_ids,
+        )
+        if self.placement is not None:
+            self.placement.start(request)
+        self._router.choose(request, self.instances).add(request)
+
+    def _finish(self, request: SimRequest) -> None:
+        self.requests.append(request)
+        if isinstance(self._router, RankAware):
+            self._router.note_answer(request.output_tokens)
+        if self.placement is not None:
+            self.placement.stop(request)
+        if self._give_up is not None and self._give_up(request):
+            self.stopped = True
+            self.events.stop()
+
+    def _placed(self, config: PlacementConfig) -> SimPlacement:
+        if not isinstance(self._router, PhiRouting):
+            raise ConfigError("a placement needs a router that goes by it; give router=PhiRouting")
+        return SimPlacement(
+            config, self._router, self.sources, self.events, lambda: len(self.requests) < self._num_expected
+        )
+
+    def _connect(self, config: SystemConfig) -> None:
+        adapters = config.adapters
+        if isinstance(adapters, SimLoraServerConfig):
+            server = SimLoraServer(adapters, config.adapter_bytes, config.instance.num_layers, self.events)
+            self.links = [server.link]
+            for instance in self.instances:
+                instance.connect(server.client(instance.freed, instance.look_again))
+            return
+        for instance in self.instances:
+            local = LocalAdapters(adapters, config.adapter_bytes, self.events)
+            local.prefetch(adapters.prefetched)
+            self.links.append(local.link)
+            self.sources.append(local)
+            instance.connect(local)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a simulated system is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from moe_lora.config.emulation import StageTime, StepProfile
+from moe_lora.config.settings import Settings, setting
+from moe_lora.core.errors import ConfigError
+from moe_lora.policies.routing.routing import LeastOutstanding, Router
+from moe_lora.timing.step_model import StepModel
+
+from .prefix_hits import PrefixHits
+
+AdapterBytes: TypeAlias = float | Mapping[str, float]
+"""Bytes of every adapter, or of each by name."""
+
+
+def bytes_of(adapter_bytes: AdapterBytes, name: str) -> float:
+    """Bytes of the adapter.  Raises ConfigError for one that is not among those named."""
+    if not isinstance(adapter_bytes, Mapping):
+        return adapter_bytes
+    if name not in adapter_bytes:
+        raise ConfigError(
+            f"adapter_bytes has no {name!r}, which a request asks for; name it, or give one number"
+        )
+    return adapter_bytes[name]
+
+
+def _positive(place: str, value: float) -> None:
+    """Infinity is allowed: at once."""
+    if not value > 0:
+        raise ConfigError(f"{place}={value} brings nothing; choose more than 0")
+
+
+def _not_negative(place: str, value: float) -> None:
+    """Infinity is allowed: nobody is stopped for another."""
+    if not value >= 0:
+        raise ConfigError(f"{place}={value} must be 0 or more")
+
+
+class StepRows(Protocol):
+    """The token rows of one step.
+
+    num_rows: decode rows.  num_prompts, num_prompt_tokens: prompts with tokens in the step, and these tokens.
+    num_prompt_pairs: pairs of a prompt token and a token that it attends to.  num_with_adapter: requests with
+    an adapter.
+    """
+
+    num_rows: int
+    num_with_adapter: int
+    num_prompt_tokens: int
+    num_prompt_pairs: int
+
+    @property
+    def num_prompts(self) -> int: ...
+
+
+class LayerTimes(Protocol):
+    """Times of an instance's equal layers, with the prompt tokens of a step in them."""
+
+    def layer_s(self, step: StepRows) -> tuple[float, float]:
+        """Seconds of a layer, and the seconds of a layer that the LoRA Server is busy for the instance."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceConfig(Settings):
+    """An LLM instance.
+
+    profile: of one of its num_layers equal layers; or steps: times of whole steps by the ranks in them, where
+    a step with prompts takes as long as a prefill and a decode step one after the other; or layers: times of
+    a layer, prompts included.  max_num_seqs: requests that run at once.  kv_tokens: room for prompts and
+    whole answers of these; None: enough.
+    prefill: time of a step's prompt tokens, at most max_num_batched_tokens with the decode rows; None,
+    without `steps` and `layers`: prompts are computed elsewhere, and a request's first step here is a decode
+    step (InfiniLoRA section 2.1).  prefix_hits: makes an instance's record of computed prefixes; None: every
+    prompt token is computed.  shortest_first: see `policies.admission.admission`.
+    """
+
+    profile: StepProfile | None = None
+    num_layers: int = setting(1, least=1)
+    steps: StepModel | None = None
+    layers: LayerTimes | None = None
+    max_num_seqs: int = setting(256, least=1)
+    kv_tokens: float | None = setting(None, least=1)
+    prefill: StageTime | None = None
+    max_num_batched_tokens: int = setting(2048, least=1)
+    prefix_hits: Callable[[], PrefixHits] | None = None
+    shortest_first: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if sum(one is not None for one in (self.profile, self.steps, self.layers)) != 1:
+            raise ConfigError(
+                "an instance needs a profile of its layers, times of its layers, or a model of its steps; "
+                "give one"
+            )
+        if self.layers is not None and self.prefill is not None:
+            raise ConfigError("layers has the time of prompts; leave prefill out")
+        if self.steps is not None and (self.prefill is not None or self.num_layers != 1):
+            raise ConfigError(
+                "steps has the time of prompts and of all layers; leave prefill and num_layers out"
+            )
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether the instance computes prompts."""
+        return self.prefill is not None or self.profile is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalConfig(Settings):
+    """Every instance has `capacity` adapter slots of its own and loads at load_bytes_per_s (inf: at once).
+
+    fetch_bytes_per_s: at which an adapter that a placement has put elsewhere so far comes from another host's
+    memory, before it is loaded.  starvation_s: a request that has waited for a slot for longer stops younger
+    ones.  blocking: a load holds up the steps, as in vLLM's S-LoRA; False: only requests for that adapter
+    wait.  prefetched: adapters that are resident before the first request, the last of them evicted first; at
+    most `capacity`.
+    """
+
+    capacity: int = setting(least=1)
+    load_bytes_per_s: float = setting(math.inf, check=_positive)
+    fetch_bytes_per_s: float = setting(math.inf, check=_positive)
+    starvation_s: float = setting(5.0, check=_not_negative)
+    blocking: bool = True
+    prefetched: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.prefetched) > self.capacity:
+            raise ConfigError(
+                f"prefetched={len(self.prefetched)} adapters exceed capacity={self.capacity}; name fewer"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimLoraServerConfig(LocalConfig):
+    """One LoRA Server for all instances, of `capacity` slots.
+
+    load_bytes_per_s: of all its GPUs together.  num_stages: groups of GPUs that work on different layers
+    (y of EPx-PPy).  layer_wise: see `sources.LoadLink`.  control_s: from asking for a lease to hearing of
+    it; a step begins without those that wait for that.
+    """
+
+    num_stages: int = setting(1, least=1)
+    layer_wise: bool = True
+    control_s: float = setting(0.001, least=0)
+
+
+Planner: TypeAlias = Callable[[Mapping[str, float], float], Mapping[str, Iterable[tuple[int, float]]]]
+"""(tokens of each adapter in the interval that has ended, its seconds) -> {adapter: [(instance, phi), ...]};
+first asked before any request, about no tokens in no time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig(Settings):
+    """planner: makes that of a run, which is asked every interval_s while requests come.
+
+    mean_output_tokens: of an answer, while no adapter has any.
+    """
+
+    planner: Callable[[], Planner]
+    interval_s: float = setting(30.0, above=0)
+    mean_output_tokens: float = setting(128.0, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemConfig(Settings):
+    """Equal instances and where their adapters are.
+
+    adapters: slots of each instance, or a LoRA Server.  lora_ranks: of the adapters, which steps go by; one
+    that is not named counts as base model.  router: makes the router of a run.  placement: made
+    anew while requests come, for a router that is a `PhiRouting`; None: every host has all adapters.
+    """
+
+    num_instances: int = setting(least=1)
+    instance: InstanceConfig
+    adapters: LocalConfig | SimLoraServerConfig
+    adapter_bytes: AdapterBytes = 0.0
+    lora_ranks: Mapping[str, int] = field(default_factory=dict)
+    router: Callable[[], Router] = LeastOutstanding
+    placement: PlacementConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.instance.steps is not None and isinstance(self.adapters, SimLoraServerConfig):
+            raise ConfigError("steps has the deltas in it; with a LoRA Server give a profile of the layers")
+        if self.placement is not None and isinstance(self.adapters, SimLoraServerConfig):
+            raise ConfigError("a LoRA Server has all adapters; leave the placement out")

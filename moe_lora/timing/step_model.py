@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Performance models: how long a step takes, as a linear function of which adapters are in it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from moe_lora.config import LORA_KERNELS, PERFORMANCE_FORMS
+from moe_lora.core.errors import ConfigError
+from moe_lora.policies.routing.routing import change_count
+
+# What of a batch the time of its step depends on.
+#
+# Legend: S the requests of a step; t_i tokens and r_i rank of request i (rank 0: the base model); T = sum
+# t_i; R_a rank and T_a tokens of distinct adapter a; p = experts per token / experts.
+
+
+FEATURES = ("step", "tokens", "experts", "padded_ranks", "ranks", "adapter_ranks", "expert_ranks")
+"""What times are linear in:
+
+step            1: what every step costs
+tokens          T
+experts         1 - (1 - p)^T: share of the experts that the tokens choose, so of the base weights read
+padded_ranks    T max r_i: rank rows that a padding kernel reads (Toppings equation 2, BGMV)
+ranks           sum t_i r_i: rank rows at true rank (Toppings equation 2, MBGMV)
+adapter_ranks   sum R_a over distinct adapters: rows of dense adapter weights, each read once
+expert_ranks    sum R_a (1 - (1 - p)^T_a): likewise of the experts that the adapter's tokens choose
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A request in a step, or several of one adapter in one: only their tokens count.
+
+    lora_rank 0 and adapter None: the base model.  num_tokens: that the step computes: 1 in decode, the
+    prompt's in prefill.
+    """
+
+    adapter: str | None
+    lora_rank: int
+    num_tokens: int = 1
+
+
+class StepWork:
+    """The rows of a step; one more or less takes constant time.  expert_share: p, 1 of a dense model."""
+
+    def __init__(self, expert_share: float, rows: Iterable[Row] = ()) -> None:
+        self.num_tokens = 0
+        self._unused = 1.0 - expert_share
+        self._ranks = 0
+        self._tokens_of_rank: Counter[int] = Counter()
+        self._tokens_of: Counter[str] = Counter()
+        self._adapter_ranks = 0
+        self._expert_ranks = 0.0
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> None:
+        self._change(row, row.num_tokens)
+
+    def take(self, row: Row) -> None:
+        """A row like one that was added leaves."""
+        self._change(row, -row.num_tokens)
+
+    def features(self, more: Row | None = None) -> dict[str, float]:
+        """All of `FEATURES`; more: as if this row were there as well."""
+        largest = max(self._tokens_of_rank, default=0)
+        num_tokens, ranks = self.num_tokens, self._ranks
+        adapter_ranks, expert_ranks = self._adapter_ranks, self._expert_ranks
+        if more is not None:
+            num_tokens += more.num_tokens
+            largest = max(largest, more.lora_rank)
+            ranks += more.num_tokens * more.lora_rank
+            distinct, share = self._gain(more, more.num_tokens)
+            adapter_ranks += distinct
+            expert_ranks += share
+        return {
+            "step": 1.0,
+            "tokens": float(num_tokens),
+            "experts": 1.0 - self._unused**num_tokens,
+            "padded_ranks": float(num_tokens * largest),
+            "ranks": float(ranks),
+            "adapter_ranks": float(adapter_ranks),
+            "expert_ranks": expert_ranks,
+        }
+
+    def _change(self, row: Row, num_tokens: int) -> None:
+        distinct, share = self._gain(row, num_tokens)
+        self._adapter_ranks += distinct
+        self._expert_ranks += share
+        self._ranks += num_tokens * row.lora_rank
+        self.num_tokens += num_tokens
+        change_count(self._tokens_of_rank, row.lora_rank, num_tokens)
+        if row.adapter is not None:
+            change_count(self._tokens_of, row.adapter, num_tokens)
+        if not self.num_tokens:
+            self._expert_ranks = 0.0  # what rounding left
+
+    def _gain(self, row: Row, num_tokens: int) -> tuple[int, float]:
+        """By how much so many tokens of the row's adapter more (or less) change its ranks, and experts'."""
+        if row.adapter is None:
+            return 0, 0.0
+        before = self._tokens_of.get(row.adapter, 0)
+        after = before + num_tokens
+        distinct = row.lora_rank * ((after > 0) - (before > 0))
+        return distinct, row.lora_rank * (self._unused**before - self._unused**after)
+
+
+def features(rows: Iterable[Row], expert_share: float) -> dict[str, float]:
+    """All of `FEATURES` of a step; expert_share: p, 1 of a dense model."""
+    return StepWork(expert_share, rows).features()
+
+
+PHASES = ("decode", "prefill")
+_OF_RANKS = {"sgmv": "ranks", "mbgmv": "ranks", "bgmv": "padded_ranks"}
+
+
+def feature_names(kernel: str, form: str, phase: str) -> tuple[str, ...]:
+    """The features that a model of this kernel uses.
+
+    form "toppings": equation 2, alpha x + beta, and a term per token in prefill; x is `padded_ranks` of
+    "bgmv", else `ranks` (the paper has no kernel like "sgmv").  form "full": all terms that the kernel has.
+    phase: "decode" or "prefill".  Raises ConfigError for unknown names.
+    """
+    for name, value, allowed in (
+        ("kernel", kernel, LORA_KERNELS),
+        ("form", form, PERFORMANCE_FORMS),
+        ("phase", phase, PHASES),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
+    main = _OF_RANKS[kernel]
+    if form == "toppings":
+        return ("step", main) if phase == "decode" else ("step", "tokens", main)
+    return ("step", "tokens", "experts", main, "adapter_ranks", "expert_ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepModel:
+    """A performance model: times of decode and prefill steps of one base model, machine and LoRA kernel.
+
+    decode_s, prefill_s: seconds per unit of each feature.  Routers, the simulator and the search for
+    operating points all ask this one.  Raises ConfigError for unknown features and for coefficients that are
+    negative or no numbers.  Source: Toppings, section 5 and equation 2.
+    """
+
+    kernel: str
+    form: str
+    expert_share: float
+    decode_s: Mapping[str, float]
+    prefill_s: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.expert_share <= 1:
+            raise ConfigError(
+                f"expert_share={self.expert_share} must be above 0 and at most 1 (1: no experts)"
+            )
+        for phase in PHASES:
+            known = feature_names(self.kernel, self.form, phase)
+            for name, value in getattr(self, f"{phase}_s").items():
+                if name not in known:
+                    raise ConfigError(
+                        f"{phase}_s has {name!r}, which the {self.form} model of {self.kernel} has not; "
+                        f"it has {', '.join(known)}"
+                    )
+                if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+                    raise ConfigError(f"{phase}_s[{name!r}]={value!r} must be a number of seconds >= 0")
+
+    def work(self, rows: Iterable[Row] = ()) -> StepWork:
+        """A batch, to ask `seconds` about."""
+        return StepWork(self.expert_share, rows)
+
+    def seconds(self, phase: str, work: StepWork, more: Row | None = None) -> float:
+        """Of a step of this phase over the batch, and one row more if given; 0 without any."""
+        if more is None and not work.num_tokens:
+            return 0.0
+        found = work.features(more)
+        coefficients = self.decode_s if phase == "decode" else self.prefill_s
+        return math.fsum([value * found[name] for name, value in coefficients.items()])
+
+    def decode_step_s(self, rows: Iterable[Row]) -> float:
+        """DecPerf of Toppings Algorithm 1: seconds of a step with one token of each request; 0 for none."""
+        return self.seconds("decode", self.work(Row(row.adapter, row.lora_rank) for row in rows))
+
+    def prefill_step_s(self, rows: Iterable[Row]) -> float:
+        """PrePerf of Toppings Algorithm 1: seconds of a step with all these prompts; 0 for none."""
+        return self.seconds("prefill", self.work(rows))
