@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, make_caching_policy, static_partition
-from moe_lora.provision.replayed.step_time import TransformerTime
 from moe_lora.sim.instance import CachedConfig
+from moe_lora.timing.transformer_time import TransformerTime
 from moe_lora.workload.conversations import DialogueShape, TurnRequest, dialogues, mooncake_chats
 from moe_lora.workload.popularity.named import Drifting, distinct, gaussian
 from moe_lora.workload.popularity.popularity import Popularity, uniform, zipf

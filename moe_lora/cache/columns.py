@@ -53,8 +53,8 @@ class ReuseAges:
         self.rates = NOTHING_KNOWN
 
     def note(self, uses: float, depth: int, age_s: float, *, visited: bool) -> None:
-        """An interval of that length of a node of this class (`policies.caching.caching.classes_of`) ended, with a
-        visit or without.
+        """An interval of that length of a node of this class (`policies.caching.caching.classes_of`) ended,
+        with a visit or without.
         """
         level = min(int(uses).bit_length() - 1, NUM_LEVELS - 1) if uses >= 1 else 0
         age_bin = _bin(age_s)

@@ -88,8 +88,8 @@ class GenerateRequest:
     but the last one it knows, says so by an output without tokens, and gains none until it is resumed.
     awaits_kv: held, it computes nothing, since its KV comes from where it was; it says when it has pages.
 
-    tenant, share: whom it counts for where tenants compete, and with which weight (`policies.admission.fairness`).
-    priority: among those of its tenant that wait; lower goes first.
+    tenant, share: whom it counts for where tenants compete, and with which weight
+    (`policies.admission.fairness`).  priority: among those of its tenant that wait; lower goes first.
     cache_salt: it finds only such computed prompts in the cache as requests of the same salt left there.
     """
 

@@ -34,6 +34,12 @@ from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.merging.merging import Merging
+from moe_lora.engine.merging.merging_times import (
+    bytes_per_rank,
+    copy_bandwidth,
+    expected_step_times,
+    expected_swap_times,
+)
 from moe_lora.engine.moving.kv_transfer import KvTransfer
 from moe_lora.engine.ranks.followers import HOST_STORE, Allocate, Followers, RankReport, start_followers
 from moe_lora.engine.ranks.rank import Rank
@@ -47,12 +53,6 @@ from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_
 from moe_lora.policies.merging.merging import make_merging_policy
 from moe_lora.policies.merging.merging_costs import MergingCosts, Uid
 from moe_lora.scheduling.scheduler import Scheduler
-from moe_lora.engine.merging.merging_times import (
-    bytes_per_rank,
-    copy_bandwidth,
-    expected_step_times,
-    expected_swap_times,
-)
 
 from .arena_size import ArenaSize, arena_size, free_bytes, kept_originals, max_model_len, within_share
 from .core import EngineCore

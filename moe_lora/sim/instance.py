@@ -17,11 +17,11 @@ from moe_lora.core.errors import CapacityError
 from moe_lora.policies.admission.host_start import ColdAdapter, HostLoads, HostStart
 from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.routing.routing import InstanceLoad
-from moe_lora.provision.replayed.step_time import TransformerTime
-from moe_lora.provision.replayed.system import mean, percentile
 from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.scheduling.views import Scheduled
+from moe_lora.timing.transformer_time import TransformerTime
 from moe_lora.workload.conversations import TurnRequest
+from moe_lora.workload.statistics import mean, percentile
 
 from .adapters import CachedAdapters
 from .copy_links import CopyLinks
@@ -85,8 +85,8 @@ class CachedConfig:
 class CachedInstance:
     """Continuous batching in steps; a request whose bytes are on their way waits alone.
 
-    A `policies.routing.routing.InstanceView`.  requests: that come to it by themselves; others by `add`.  is_over:
-    whether no more come and all are done; None: when all `requests` are.  on_done: called with each request
+    A `policies.routing.routing.InstanceView`.  requests: that come to it by themselves; others by `add`.
+    is_over: whether no more come and all are done; None: when all `requests` are.  on_done: called with each request
     that has its last token.
     done: finished requests.  samples: `UnifiedCache.usage` every second.  aborted: more requests waited than
     allowed.

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from moe_lora.config import LORA_KERNELS, PERFORMANCE_FORMS
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.routing.routing import change_count
 
 # What of a batch the time of its step depends on.
 #
@@ -188,3 +188,13 @@ class StepModel:
     def prefill_step_s(self, rows: Iterable[Row]) -> float:
         """PrePerf of Toppings Algorithm 1: seconds of a step with all these prompts; 0 for none."""
         return self.seconds("prefill", self.work(rows))
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def change_count(counts: Counter[Key], key: Key, change: int) -> None:
+    """Count so many more (or less); what is at 0 is not there."""
+    counts[key] += change
+    if not counts[key]:
+        del counts[key]

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moe_lora.workload.arrivals import positive
 from moe_lora.workload.popularity.popularity import Popularity, from_weights
@@ -140,3 +144,13 @@ def trace_statistics(
         adapter_counts=dict(adapters),
         dropped=dict(reader.dropped),
     )
+
+
+def percentile(values: NDArray[np.float64], percent: float) -> float | None:
+    """Linear between the two nearest values, as in `report.run_file`; None of no values."""
+    return float(np.percentile(values, percent)) if len(values) else None
+
+
+def mean(values: Sequence[float] | NDArray[np.float64]) -> float | None:
+    """None of no values."""
+    return float(np.mean(values)) if len(values) else None

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.policies.caching.caching_policies import CACHING_POLICIES, make_caching_policy
-from moe_lora.provision.replayed.step_time import TransformerTime
 from moe_lora.sim.instance import CachedConfig, CachedInstance
+from moe_lora.timing.transformer_time import TransformerTime
 from moe_lora.workload.conversations import TurnRequest
 
 MAX_LEN, BLOCK_SIZE, LARGEST = 24, 4, 5

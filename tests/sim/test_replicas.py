@@ -22,9 +22,9 @@ from moe_lora.policies.migration.problem import MigrationPlan, MigrationProblem
 from moe_lora.policies.routing.model_routing import CostModel, ShortestPendingTime
 from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.policies.routing.routing import RoundRobin
-from moe_lora.provision.replayed.step_time import TransformerTime
 from moe_lora.sim.instance import CachedConfig
 from moe_lora.sim.replicas import Replicas, ReplicasConfig, SimMigration
+from moe_lora.timing.transformer_time import TransformerTime
 from moe_lora.workload.conversations import TurnRequest
 
 TIME = TransformerTime(

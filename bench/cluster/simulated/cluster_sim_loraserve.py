@@ -15,10 +15,11 @@ from moe_lora.provision.performance.operating_points import PointLoad, SloGoal
 from moe_lora.provision.placement.placement import PLACEMENTS, random_placement
 from moe_lora.provision.placement.placement_problem import Table
 from moe_lora.provision.replayed.running import SimRequest
-from moe_lora.provision.replayed.system import System, percentile
+from moe_lora.provision.replayed.system import System
 from moe_lora.provision.replayed.system import simulate as run_system
 from moe_lora.provision.replayed.system_config import SystemConfig
 from moe_lora.workload.popularity.named import parse_popularity
+from moe_lora.workload.statistics import percentile
 
 from .cluster_sim_plan import Load, Systems, simulated_points, step_models
 

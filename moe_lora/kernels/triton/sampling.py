@@ -3,8 +3,8 @@
 
 Legend: S sequences, V vocabulary, P parts of the vocabulary.
 
-What `engine.step.sampler` draws on the host, without a sort and without noise from the host: cuts are found by
-bisection over values, masses are summed in fp64, the noise is Philox of seed and position as numpy has it.
+What `engine.step.sampler` draws on the host, without a sort and without noise from the host: cuts are found
+by bisection over values, masses are summed in fp64, the noise is Philox of seed and position as numpy has it.
 A row's token does not depend on other rows.  One program reads a row that truncates some 35 times from the L2
 cache for top-k, and as often for top-p: on an H200, beside other work, 1.0 and 1.7 ms in blocks of 4096.
 """

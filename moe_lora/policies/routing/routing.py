@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
+
+from moe_lora.timing.step_model import change_count
 
 # What a front end knows of the requests that it gave to an instance; the simulator keeps the same.
 
 
-Key = TypeVar("Key", bound=Hashable)
 MAX_RECENT = 64
 
 
@@ -97,13 +98,6 @@ class InstanceLoad:
         self.num_changes += 1
         change_count(self.waiting, adapter, -1)
         change_count(self.waiting_prompts, adapter, -prompt_tokens)
-
-
-def change_count(counts: Counter[Key], key: Key, change: int) -> None:
-    """Count so many more (or less); what is at 0 is not there."""
-    counts[key] += change
-    if not counts[key]:
-        del counts[key]
 
 
 class InstanceView(Protocol):

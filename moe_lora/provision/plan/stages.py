@@ -322,7 +322,9 @@ class StageTimes:
 
 
 class SimulatedLayers:
-    """`provision.replayed.system_config.LayerTimes`.  ep: of the LoRA Server; None: the instance computes its deltas.
+    """`provision.replayed.system_config.LayerTimes`.
+
+    ep: of the LoRA Server; None: the instance computes its deltas.
 
     Where one request of a step has an adapter, every row counts as a row with one.
     """

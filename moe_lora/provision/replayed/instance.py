@@ -67,7 +67,7 @@ class Stretch:
 
 
 class SimInstance:
-    """`policies.routing.routing.InstanceView`; `connect` it to the source of its adapters before the first request.
+    """`policies.routing.routing.InstanceView`; `connect` it to the source of its adapters before any request.
 
     on_finish: called with every request that is done.
     """

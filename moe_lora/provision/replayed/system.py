@@ -16,6 +16,7 @@ from moe_lora.policies.routing.model_routing import RankAware
 from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.sim.events import EventQueue
 from moe_lora.workload.replay_plan import PlannedRequest
+from moe_lora.workload.statistics import mean, percentile
 
 from .instance import SimInstance
 from .lora_server import SimLoraServer
@@ -83,16 +84,6 @@ class SimPlacement:
                 names[index].add(name)
         self.held.append([len(here) for here in names])
         return names
-
-
-def percentile(values: NDArray[np.float64], percent: float) -> float | None:
-    """Linear between the two nearest values, as in `report.run_file`; None of no values."""
-    return float(np.percentile(values, percent)) if len(values) else None
-
-
-def mean(values: Sequence[float] | NDArray[np.float64]) -> float | None:
-    """None of no values."""
-    return float(np.mean(values)) if len(values) else None
 
 
 def simulate(
