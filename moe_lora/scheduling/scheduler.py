@@ -35,8 +35,8 @@ class Scheduler(Generic[Sequence]):
     max_host_tokens: prompt tokens of loading adapters in a step while any other request computes or could
     begin, which then has the rest of the step; host workers compute them (Readiness.HOST_COMPUTABLE), and
     those that have begun divide them by `policies.admission.host_start.fair_shares`.  Such a request computes
-    its prompt, then waits alone until its adapter is there, so that no decode step waits for the host.  Source:
-    Toppings section 4.1.
+    its prompt, then waits alone until its adapter is there, so that no decode step waits for the host.
+    Source: Toppings section 4.1.
 
     Everybody ends, because the first running request (if none runs, the first that loads and has what it
     needs) gives nothing back before it has ended.  Where it finds no page, all that are younger give theirs

@@ -86,8 +86,8 @@ class CachedInstance:
     """Continuous batching in steps; a request whose bytes are on their way waits alone.
 
     A `policies.routing.routing.InstanceView`.  requests: that come to it by themselves; others by `add`.
-    is_over: whether no more come and all are done; None: when all `requests` are.  on_done: called with each request
-    that has its last token.
+    is_over: whether no more come and all are done; None: when all `requests` are.  on_done: called with each
+    request that has its last token.
     done: finished requests.  samples: `UnifiedCache.usage` every second.  aborted: more requests waited than
     allowed.
     """

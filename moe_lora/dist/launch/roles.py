@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 THREADS_PER_RANK = 1
 _BESIDE_WAITS = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-"""For a process whose streams wait on the device without bound (`lora_server.server.device_loop`).  To load a
+"""For a process whose streams wait on the device without bound (`lora_server.device_loop`).  To load a
 kernel when it is first launched may wait for the device to be idle; and of streams that share a queue, as
 more than 8 do by CUDA's default, one waits for what is ahead of it.  Read by the driver when it starts."""
 _PARENT_S = 0.5

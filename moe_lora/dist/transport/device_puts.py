@@ -62,7 +62,7 @@ class AnswerRows(NamedTuple):
     rows: [R, N], a place of the window; row r is of token r // top_k.  token_slots: [T] int32, -1 = the token
     has none.
     ids: [T, top_k] int32 experts, None at a dense site; only those of first_expert to end_expert - 1 are put.
-    frame: the step's, with the generations that were asked for (see `lora_server.protocol.device_frames`).
+    frame: the step's, with the generations that were asked for (see `deltas.device_frames`).
     generation: [M] int64 what the slots have by now; a row whose slot has a higher one is counted as missing.
     missing: [1] int64, counted before.  state: [1] int64; while it has one of the bits `over`,
     nothing is put.

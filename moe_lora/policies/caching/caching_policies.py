@@ -127,8 +127,8 @@ class CostAware:
     """value = uses per second x seconds that a request loses without the node / pages.
 
     Uses: what nodes of its kind brought after being idle for so long (`policies.caching.caching`): a dialogue
-    goes on after a while or not at all, an adapter or a shared prefix is used at its own rate; nothing of an adapter
-    never used.  And one more within queue_s for each queued request that needs the node.
+    goes on after a while or not at all, an adapter or a shared prefix is used at its own rate; nothing of an
+    adapter never used.  And one more within queue_s for each queued request that needs the node.
     Seconds, on the device: copying it from the host (or loading an adapter's files); KV is computed anew
     where the host has it not or that is faster, and the deeper in a prompt the slower, since its tokens
     attend to all before them.  Computing counts 1 + behind_per_s times its length, since requests queue
