@@ -146,12 +146,15 @@ class FleetClient:
                     resumable.switch(resumable.next)
             yield TokenOutput(request_id=request.request_id, token_ids=(), finish_reason="abort")
         except Exception:
-            if self._meter is not None and not resumable.delivered:
-                self._meter.cancel(request.request_id)
+            self._cancel(resumable)
             raise
         finally:
             self._remove(resumable)
             await self._end_move(resumable)
+
+    def _cancel(self, resumable: ResumableRequest) -> None:
+        if self._meter is not None and not resumable.delivered:
+            self._meter.cancel(resumable.request.request_id)
 
     def _remove(self, resumable: ResumableRequest) -> None:
         del self._running[resumable.request.request_id]
