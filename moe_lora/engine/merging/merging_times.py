@@ -14,8 +14,7 @@ import torch
 
 from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape
 from moe_lora.policies.merging.merging_costs import Uid
-
-from .step_model import StepModel, feature_names
+from moe_lora.timing.step_model import StepModel, feature_names
 
 _COPY_BYTES = 64 << 20
 _NUM_COPIES = 3
