@@ -218,7 +218,10 @@ class HostRoles:
     async def _run(self, role: Role, num_starts: int) -> Exception:
         """As `_live`; raises what fails here, after it has ended what it started."""
         spare = self._spare if role.kind == INSTANCE else None
-        process, pipe = (spare and spare.acquire(role.name, num_starts)) or await _start(role, num_starts)
+        starts = ("--starts", str(num_starts))
+        process, pipe = (spare and spare.acquire(role.name, num_starts)) or await start_process(
+            role.words, starts, role.fds, role.environment
+        )
         with pipe:
             self._running[role.name] = role, process
             try:
@@ -252,15 +255,20 @@ class HostRoles:
             self.failed.set_result(error)
 
 
-async def _start(role: Role, num_starts: int) -> tuple[asyncio.subprocess.Process, BinaryIO]:
-    """The role's process, and the pipe of its status."""
+async def start_process(
+    words: Sequence[str],
+    options: Sequence[str],
+    fds: Sequence[int],
+    environment: Mapping[str, str] | None = None,
+) -> tuple[asyncio.subprocess.Process, BinaryIO]:
+    """A Python process of these words, `--status-fd` and options; the pipe of its status."""
     status, theirs = os.pipe()
     try:
         # A session of its own: a Ctrl-C in the terminal reaches the process that ends all others.
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, *role.words, "--status-fd", str(theirs), "--starts", str(num_starts)),
-            pass_fds=(*role.fds, theirs),
-            env={**os.environ, **role.environment},
+            *(sys.executable, *words, "--status-fd", str(theirs), *options),
+            pass_fds=(*fds, theirs),
+            env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
     except BaseException:

@@ -19,6 +19,8 @@ from typing import BinaryIO, NamedTuple
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.processes import is_stopped
 
+from .host_roles import start_process
+
 logger = logging.getLogger(__name__)
 
 SPARE_AFTER_S = 10.0
@@ -31,7 +33,7 @@ _IMPORTED = (
 
 
 class _Waiting(NamedTuple):
-    """A spare process, the pipe of its status, and our end of the socket that brings its name."""
+    """A process, the pipe of its status, and our end of the socket for its name."""
 
     process: asyncio.subprocess.Process
     status: BinaryIO
@@ -79,25 +81,15 @@ class Spare:
             self.put_off()
 
     async def _start(self) -> _Waiting:
-        status, theirs = os.pipe()
-        try:
-            ours, name = socket.socketpair()
-        except OSError:
-            os.close(status)
-            os.close(theirs)
-            raise
-        fds = (*self._fds, theirs, name.fileno())
-        command = (sys.executable, *self._words, "--status-fd", str(theirs), "--spare", str(name.fileno()))
-        try:
-            process = await asyncio.create_subprocess_exec(*command, pass_fds=fds, start_new_session=True)
-        except BaseException:
-            os.close(status)
-            ours.close()
-            raise
-        finally:
-            os.close(theirs)
-            name.close()
-        return _Waiting(process, os.fdopen(status, "rb"), ours)
+        ours, name = socket.socketpair()
+        with name:
+            fd = name.fileno()
+            try:
+                process, status = await start_process(self._words, ("--spare", str(fd)), (*self._fds, fd))
+            except BaseException:
+                ours.close()
+                raise
+        return _Waiting(process, status, ours)
 
     async def _watch(self, waiting: _Waiting) -> None:
         """Return when the process is an instance, or has ended."""
@@ -143,8 +135,7 @@ class Spare:
 def wait_for_name(fd: int, *, compiles: bool) -> tuple[int, str]:
     """Import the engine, then wait; the number of earlier starts and the instance's name.
 
-    fd: the spare's end of a socket.  The process ends with its keeper.  compiles: whether the engine will.
-    The environment of the engine's threads is set before.
+    fd: the spare's end of a socket.  compiles: whether the engine will.  Set the threads' environment before.
     """
     for module in (*_IMPORTED, *(["torch._inductor.compile_fx"] if compiles else [])):
         importlib.import_module(module)
