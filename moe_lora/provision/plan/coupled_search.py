@@ -15,7 +15,7 @@ from .place import SizedCluster
 from .verify import PlannedLoad, Replay, holds, missed_texts, replays, verdicts
 
 GROWTH = 16
-"""Where nothing holds, a sixteenth more instances are tried next; up to MOST times as many and MORE."""
+"""After a miss, tries a sixteenth more instances; up to MOST times as many and MORE."""
 MOST, MORE = 2, 8
 WAITED = 0.01
 """Share of requests with a wait for a slot: above, the next split has more slots; below, more KV."""
@@ -116,7 +116,7 @@ class CoupledSearch:
         return other if other != first and holds(inputs, self.replayed(other)) else None
 
     def _bisected(self, first: int) -> SizedCluster:
-        """Bisects between a number with a missed goal and a number without."""
+        """Bisects between a missed and a met number."""
         low, high, most = self._least() - 1, first, MOST * first + MORE
         while (found := self.holding(high)) is None:
             if high >= most:
@@ -151,7 +151,7 @@ class CoupledSearch:
         )
 
     def _why_no_place(self, num_instances: int) -> str:
-        """Raises MissingRateError for loads of adapters without a rate in the profile."""
+        """Raises MissingRateError for a missing rate of adapter loads."""
         share = self._coupled.prompt_share(num_instances)
         if share > MOST_PROMPTS:
             return (
