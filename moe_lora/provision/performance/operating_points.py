@@ -208,7 +208,7 @@ def points_content(
     settings: Mapping[str, Any],
     env: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Fields of the file {rank: tokens/s}.  kind: "measured" or "simulated".  Tokens of prompts and answers."""
+    """Fields of the file {rank: tokens/s}.  kind: "measured" or "simulated".  Tokens: prompts and answers."""
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r} is unknown; choose one of {', '.join(KINDS)}")
     return {

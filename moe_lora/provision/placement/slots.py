@@ -126,7 +126,7 @@ class Filling:
         return left
 
     def _place(self, rank: int, left: list[tuple[float, int]]) -> None:
-        """Place the rest: first on servers with the adapter, then on servers of the lowest sufficient rank."""
+        """Place the rest: first on servers with the adapter, then on servers of lowest sufficient rank."""
         allowed = sorted(
             (server for server, cap in enumerate(self._caps) if cap >= rank),
             key=lambda one: (self._caps[one], one),

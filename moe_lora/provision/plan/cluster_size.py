@@ -141,7 +141,7 @@ class Cluster:
 
     @cached_property
     def kv_requests(self) -> float:
-        """Requests whose KV fits beside an instance's weights.  Raises ConfigError if the weights don't fit."""
+        """Requests whose KV fits beside an instance's weights.  Raises ConfigError for too large weights."""
         shape, gpu, gpus = self.inputs.shape, self.inputs.profile.gpu, self.inputs.instance_gpus
         usable = gpus * gpu.memory_bytes * gpu.instance_memory_share
         weights = base_bytes(shape, self.inputs.weights)

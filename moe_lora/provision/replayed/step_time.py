@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step times of an instance: by the formulas of emulated instances (`lora.paced`), or by a performance model."""
+"""Step times: by the formulas of emulated instances (`lora.paced`), or by a performance model."""
 
 from __future__ import annotations
 
