@@ -111,7 +111,9 @@ class Spare:
         await died
 
     def acquire(self, name: str, num_starts: int) -> tuple[asyncio.subprocess.Process, BinaryIO] | None:
-        """Have the spare process be this instance; the process and its status pipe.  None: no spare waits."""
+        """Turn the spare process into this instance; returns process and status pipe.  None: no spare
+        waits.
+        """
         waiting = self._waiting
         if waiting is None or waiting.process.returncode is not None or is_stopped(waiting.process.pid):
             return None
@@ -125,7 +127,7 @@ class Spare:
         return waiting.process, waiting.status
 
     async def stop(self) -> None:
-        """End the spare process, which holds nothing; return when it has ended."""
+        """End the spare process; returns after its end."""
         self._stopping = True
         self._changed.set()
         if self._keeping is not None:
@@ -133,9 +135,9 @@ class Spare:
 
 
 def wait_for_name(fd: int, *, compiles: bool) -> tuple[int, str]:
-    """Import the engine, then wait; the number of earlier starts and the instance's name.
+    """Import the engine, then wait; returns the number of earlier starts and the instance's name.
 
-    fd: the spare's end of a socket.  compiles: whether the engine will.  Set the threads' environment before.
+    fd: the spare's end of a socket.  compiles: the engine will compile.  Set the threads' environment before.
     """
     for module in (*_IMPORTED, *(["torch._inductor.compile_fx"] if compiles else [])):
         importlib.import_module(module)
