@@ -71,13 +71,7 @@ class AdapterAffinity:
         return chosen if chosen.outstanding_tokens <= limit else idlest
 
 
-# Each adapter's requests over its instances in proportion to phi.
-#
-# Smooth weighted round robin in place of the paper's draw: every instance of the adapter gains its phi, the
-# largest pays 1 and gets the request; of n requests an instance gets below phi · n + 1 and above phi · n -
-# (instances - 1).  Absent instances leave their share to the others.  The base model and unplaced adapters go
-# to the least token work.  With one instance a row: a disjoint assignment (InfiniLoRA, section 6.1).
-# Source: LoRAServe, section IV, "Architecture Overview".
+# Requests by a routing table of shares, which may be swapped at any moment.
 
 
 _Row = tuple[tuple[int, float], ...]
@@ -86,12 +80,10 @@ _Row = tuple[tuple[int, float], ...]
 class PhiRouting:
     """Each adapter's requests over its instances in proportion to phi.
 
-    The paper draws an instance with probability phi.  Here they come in turn (smooth weighted round robin):
-    every instance of the adapter gains its phi, the one with the most gives 1 and gets the request; so of n
-    requests an instance's number is below phi · n + 1, and above phi · n - (instances - 1).  Absent instances
-    leave their share to the others.  The base model, adapters that the table does not have, and those of
-    which no instance is there go where the least token work is left.
-    With one instance a row, each adapter's requests are where it is assigned to (InfiniLoRA, section 6.1).
+    Smooth weighted round robin in place of the paper's draw: every instance of the adapter gains its phi, the
+    largest pays 1 and gets the request; of n requests an instance gets below phi · n + 1 and above phi · n -
+    (instances - 1).  Absent instances leave their share to the others.  The base model and unplaced adapters
+    go to the least token work.  With one instance a row: a disjoint assignment (InfiniLoRA, section 6.1).
     Source: LoRAServe, section IV, "Architecture Overview".
     """
 
