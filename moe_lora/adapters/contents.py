@@ -57,7 +57,6 @@ class AdapterContents:
         return self._read(name, path, expected, must_keep=expected is None)
 
     def _read(self, name: str, path: str, expected: str | None, *, must_keep: bool) -> PackedAdapter:
-        """See `read`.  must_keep: True makes a full store an error; served content stays served."""
         if expected is not None and (kept := self._kept(name, expected)) is not None:
             return kept
         called = f"adapter {name!r}: "
@@ -115,7 +114,7 @@ class AdapterContents:
                 )
             except (AdapterError, StorageError):
                 if not leave_out_bad:
-                    raise  # the loader of the adapter reports
+                    raise
         return found
 
     def serve(self, name: str, hash_now: str) -> None:
@@ -139,7 +138,6 @@ class AdapterContents:
             self.store.remove(one)
 
     def _kept(self, name: str, expected: str) -> PackedAdapter | None:
-        """The intact content in the store, or None."""
         if self.store is None or expected not in self.store:
             return None
         try:

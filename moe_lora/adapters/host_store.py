@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX, _PARTIAL = ".packed.safetensors", "partial-"
 _PARTS = ("data", "table", "scale")
-"""The tensors of a `PackedLayer`."""
 
 
 class HostStore:
@@ -105,7 +104,7 @@ class HostStore:
         """A temporary file; gets the name `path` once whole."""
         with ExitStack() as stack:
             with self._explained():
-                self.directory.mkdir(parents=True, exist_ok=True)  # may have been removed
+                self.directory.mkdir(parents=True, exist_ok=True)
                 # A locked folder of its own marks a write in progress; the library may choose a temporary
                 # name inside.
                 folder = stack.enter_context(OwnFolder(self.directory, _PARTIAL))
@@ -118,7 +117,6 @@ class HostStore:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            # The log names the folder; the client's error does not.
             logger.error("%s can't be written: %s", self.directory, error)
             problem = (error.strerror if isinstance(error, OSError) else None) or error
             raise StorageError(
@@ -159,7 +157,6 @@ class HostStore:
 
 _TABLE, _SCALE = torch.int64, torch.float32
 _SHARED = ("name", "content_hash", "max_lora_rank", "nbytes", "targets")
-"""Common fields of `AdapterFacts` and `PackedAdapter`."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,6 @@ def packed_bytes(pairs: Sequence[Pair], dtype: torch.dtype) -> int:
 
 
 def _offsets(pairs: Sequence[Pair], itemsize: int) -> tuple[list[tuple[int, int]], int]:
-    """(first element, elements between the N matrices) of each tensor; total elements."""
     offsets: list[tuple[int, int]] = []
     size = 0
     for pair in pairs:
@@ -117,13 +116,11 @@ def _offsets(pairs: Sequence[Pair], itemsize: int) -> tuple[list[tuple[int, int]
 
 
 def _stride(matrix: torch.Tensor, itemsize: int) -> int:
-    """Elements between the N matrices: multiples of the alignment."""
     align = MATRIX_ALIGN_BYTES // itemsize
     return -(-matrix.shape[1] * matrix.shape[2] // align) * align
 
 
 def _copy(matrix: torch.Tensor, data: torch.Tensor, offset: int, stride: int) -> None:
-    """The only copy of the values, for any source strides."""
     num, rank, features = matrix.shape
     data.as_strided((num, rank, features), (stride, features, 1), offset).copy_(matrix)
 
@@ -136,7 +133,6 @@ def _write_entries(
     rows: np.ndarray,
     scales: np.ndarray,
 ) -> None:
-    """Offsets, rank and scale of this module's entries (numpy: ten times faster for single elements)."""
     width, num = len(pair.site.modules), len(pair.experts)
     first = pair.site.entry(module, pair.experts.start)
     entries = slice(first, first + num * width, width)

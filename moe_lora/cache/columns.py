@@ -84,7 +84,6 @@ class ReuseAges:
 
 
 def _bin(age_s: float) -> int:
-    """As `bins_of`, faster for one age; at an edge possibly the bin before."""
     if age_s < _FIRST_S:
         return 0
     return min(NUM_BINS - 1, 1 + int(math.log(age_s / _FIRST_S) * _STEPS))
@@ -204,7 +203,6 @@ class Columns:
         self._vacant: list[int] = []
 
     def __len__(self) -> int:
-        """Length of the row range, vacant rows included."""
         return len(self.nodes)
 
     def new_row(self) -> int:
@@ -297,7 +295,6 @@ class Columns:
             )
 
     def _uses(self, row: int) -> float:
-        """Uses for the node's class (`policies.caching.caching.classes_of`); 0 if unused."""
         visits: float = self.visits.item(row)
         if not visits:
             return 0.0

@@ -61,7 +61,6 @@ class Ranking:
         """Victim kinds and tenants with victims within shares only."""
         self._num_loads = 0
         self._soon: tuple[NDArray[np.int64], Floats] = np.zeros(0, np.int64), np.zeros(0)
-        """Nodes that leave soon, and their last use."""
         self._soon_asking, self._soon_until_s = -1, -np.inf
 
     def note_batch(self, now_s: float, batch_size: int) -> None:
@@ -232,7 +231,6 @@ class Ranking:
         return [node for row in rows.tolist() if (node := self.columns.nodes[row])]
 
     def _enough(self, ordered: NDArray[np.int64], num_pages: int) -> NDArray[np.int64]:
-        """Rows up to num_pages pages; every node has a page at least."""
         enough = int(np.searchsorted(np.cumsum(self.columns.pages[ordered]), num_pages)) + 1
         return ordered[:enough]
 

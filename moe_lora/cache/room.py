@@ -61,7 +61,6 @@ class Room:
         return blocked
 
     def _idle_pages(self, *, only_kv: bool = False) -> int:
-        """Device pages of all evictable nodes, in any place."""
         columns = self._columns
         rows = columns.where(HAS_DEVICE_PAGES)
         rows = rows[~self.blocked_rows()[rows]]
@@ -99,7 +98,6 @@ class Room:
         return order, costs
 
     def _evict(self, node: Node) -> None:
-        """Drop a node that is not blocked, with its dependents, from the device."""
         tree = self.mover.tree
         alone = node.is_adapter and not tree.keeps_dependencies
         for lower in [node] if alone else tree.bottom_up(node):
@@ -149,14 +147,12 @@ class Room:
         return None if self._is_over_limit(node) else self._device.take_runs(node.layer_pages, node.row)
 
     def _is_over_limit(self, adapter: Node) -> bool:
-        """True if one more adapter would exceed the limit."""
         return (
             self.mover.num_device_adapters >= self.max_adapters
             or self._device.num_adapter + adapter.num_pages > self.max_adapter_pages
         )
 
     def _can_reclaim(self, num_pages: int, kind: Kind) -> bool:
-        """True if num_pages pages may leave; scans all nodes only if current victims are too few."""
         return (
             num_pages <= 0
             or self.ranking.has_victims(kind, num_pages)
@@ -164,7 +160,6 @@ class Room:
         )
 
     def _reclaim(self, num_pages: int, kind: Kind, now_s: float) -> None:
-        """Drop device leaves until num_pages pages are free; of a last KV node only the end."""
         while num_pages > 0:
             victim = self.ranking.victim(kind, now_s)
             assert victim is not None
@@ -175,7 +170,6 @@ class Room:
             self.mover.drop(victim)
 
     def _evict_adapter(self, now_s: float) -> bool:
-        """Evict the adapter of least value per page, with its dependent KV."""
         columns = self._columns
         rows, blocked = columns.where(HAS_DEVICE_PAGES), self.blocked_rows()
         rows = rows[columns.is_adapter[rows] & (columns.pages[rows] > 0) & ~blocked[rows]]
@@ -189,7 +183,6 @@ class Room:
         return True
 
     def _could_take_adapter(self, node: Node) -> bool:
-        """True if evicting all evictable nodes would suffice, in any place; otherwise evict nothing."""
         columns = self._columns
         stay = columns.where(HAS_DEVICE_PAGES)
         stay = stay[columns.is_adapter[stay] & (columns.pages[stay] > 0) & self.blocked_rows()[stay]]
@@ -264,7 +257,6 @@ class Room:
         return int(np.argmin(np.where(possible, costs, np.inf)))
 
     def _clear_window(self, first: int, num_pages: int) -> None:
-        """Evict these pages' content at once: the rest of KV nodes from there on, with their subtrees."""
         for page in range(first, first + num_pages):
             row = int(self._device.owner[page])
             if row < 0:
@@ -279,7 +271,6 @@ class Room:
             self._evict(node)
 
     def _save(self, adapter: Node, first: int, now_s: float) -> bool:
-        """Order copies of device-only nodes in the window and below; False if none."""
         self._saving = {node: saving for node, saving in self._saving.items() if not node.gone}
         tree, nodes = self.mover.tree, self._columns.nodes
         owner = self._device.owner[first : first + adapter.num_pages]

@@ -138,7 +138,6 @@ class Swapper:
         return rows
 
     def _swap_out(self, now_s: float) -> None:
-        """Per part of a partitioned device."""
         device = self._device
         leaving = [node for node in self._mover.moving.values() if node.leaves]
         num_leaving = sum(node.num_pages for node in leaving)
@@ -168,7 +167,6 @@ class Swapper:
             num_pages -= sum(moved)
 
     def _swap_in(self, share: float, now_s: float, *, only_wanted: bool = False) -> None:
-        """Bring host roots in up to this used share of the device, without evictions."""
         columns, num_moved = self._columns, 0
         for _ in range(MAX_ROUNDS):
             room = self._room_below(share)
@@ -187,11 +185,9 @@ class Swapper:
                 return
 
     def _room_below(self, share: float) -> int:
-        """Free pages below this used share of the device."""
         return int(share * self._device.num_pages) - (self._device.num_pages - self._device.num_free)
 
     def _bring_in(self, node: Node) -> bool:
-        """Order a node into free pages, if its kind may have them."""
         if node.is_adapter:
             pages = self._room.take_free_runs(node)
         elif self._over_limit(node) > 0:
@@ -204,7 +200,6 @@ class Swapper:
         return True
 
     def _back_up(self, now_s: float) -> None:
-        """Copy device nodes that leave soon and are not backed, the least valued first."""
         left, rows = self._back_up_pages, self._ranking.leaving_soon(now_s)
         for node in self._ranking.nodes(rows[self._columns.has(rows, CAN_BACK_UP)]):
             if left <= 0:

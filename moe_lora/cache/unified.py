@@ -362,7 +362,6 @@ class UnifiedCache:
     # -- KV: how it is found and kept
 
     def _find(self, namespace: Namespace, tokens: Sequence[int]) -> list[Node]:
-        """A request's nodes, its adapter first; changes nothing."""
         adapter = self._tree.adapters.get(namespace)
         if adapter is None or adapter.gone:
             return []
@@ -370,7 +369,6 @@ class UnifiedCache:
         return [adapter, *path, *([partial] if partial is not None else ())]
 
     def _bring_in(self, path: list[Node], now_s: float) -> bool:
-        """Order these nodes to the device, or the first within the room; True if all."""
         pages = self._room.take_kv(sum(node.num_pages for node in path), PRIVATE, now_s) if path else []
         if pages is None:
             middle = len(path) // 2
@@ -386,7 +384,6 @@ class UnifiedCache:
         return True
 
     def _take(self, table: BlockTable, path: list[Node]) -> int:
-        """Extend the table by these nodes as far as they have device pages; returns their number."""
         depth = 0
         for node in path:
             if node.device_pages is None:
@@ -407,7 +404,6 @@ class UnifiedCache:
         table.tail, table.owns_tail = tail, owned
 
     def _insert(self, table: BlockTable, parent: Node, tokens: bytes, now_s: float) -> None:
-        """Give the sequence's own full blocks to the tree: to its own tail, or as a new node."""
         end = table.num_shared + len(tokens) // (TOKEN_BYTES * self._block_size)
         pages = table.pages[table.num_shared : end]
         tail = table.tail if table.owns_tail else None
@@ -422,7 +418,6 @@ class UnifiedCache:
         table.num_shared = end
 
     def _adopt(self, table: BlockTable, twin: Node) -> bool:
-        """Share a node with the same computed KV; False while in transit."""
         start = table.num_shared
         own = table.pages[start : start + twin.num_pages]
         if twin.device_pages is None:

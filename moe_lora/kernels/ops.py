@@ -54,7 +54,6 @@ def _close_channels(channels: list[np.ndarray], calls: StepCalls | None) -> None
 
 
 def _behind(channel: torch.Tensor) -> tuple[Any, int]:
-    """Handler and layer."""
     handle, layer, _ = channel.tolist()
     return _handlers[handle], layer
 
@@ -194,7 +193,6 @@ def _expert_linear(
 
 
 def _experts() -> Any:
-    """The expert operations of a GPU."""
     from moe_lora.kernels.triton.linear import experts
 
     return experts
@@ -381,7 +379,6 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         ),
     ),
 }
-"""By schema: the implementation, and its result's shape and dtype for the compiler."""
 for _schema, (_does, _fake) in _OPS.items():
     _name = _schema.partition("(")[0]
     _library.define(_schema)

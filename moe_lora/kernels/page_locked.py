@@ -14,7 +14,6 @@ import torch
 from .cpu.library import advise_huge_pages
 
 _PORTABLE = 1
-"""cudaHostRegisterPortable: for all of the process's contexts."""
 STAGE_BYTES = 4 << 20
 
 
@@ -64,7 +63,6 @@ class Staging:
             buffer, read = self._buffers[number % 2][: len(part)], self._read[number % 2]
             with self._turn:
                 read.synchronize()
-                # numpy copies without the GIL.
                 np.copyto(buffer.numpy(), part.numpy())
                 target[start : start + len(part)].copy_(buffer, non_blocking=True)
                 read.record()

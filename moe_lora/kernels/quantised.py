@@ -127,7 +127,7 @@ def quantise(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Te
         block = (form.row_group, form.group_size or weight.shape[1])
         if block == (1, weight.shape[1]):
             made = _torchao().Float8Tensor.from_hp(weight, granularity=_torchao().PerRow())
-        else:  # torchao takes whole blocks only
+        else:
             num_out, width = weight.shape
             whole = torch.nn.functional.pad(weight, (0, -width % block[1], 0, -num_out % block[0]))
             made = _torchao().Float8Tensor.from_hp(whole, granularity=_per_block(block))
@@ -172,7 +172,6 @@ def put(
 
 
 def _fours(form: Format, q: torch.Tensor) -> torch.Tensor:
-    """[R, K] as groups of four bytes, [R, K / 4 or K / 8, 4]."""
     if form.bits == 8:
         return torch.nn.functional.pad(q, (0, -q.shape[1] % 4)).unflatten(1, (-1, 4))
     low, high = (q + 8).to(torch.uint8).unflatten(1, (-1, 2, 4)).unbind(2)
@@ -213,7 +212,6 @@ _TWICE_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, 
 
 
 def _less(q: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """q - zero of its group, beyond 8 bits."""
     grouped = q.short().unflatten(-1, (zero.shape[-1], -1))
     return (grouped - zero[..., None]).flatten(-2)
 
@@ -222,7 +220,7 @@ def dequantise(weight: QuantisedOperand, num_out: int, width: int, dtype: torch.
     """round(scale * q), [..., K] of dtype, equal to torchao's `dequantize`."""
     q, scales = unpack(weight, num_out, width)
     group_size = weight.form.group_size
-    if group_size and width % group_size:  # an output's last group is partial
+    if group_size and width % group_size:
         scales = scales.repeat_interleave(group_size, -1)[..., :width]
         return (q.float() * scales.float()).to(dtype)
     grouped = q.unflatten(-1, (scales.shape[-1], -1)).float()

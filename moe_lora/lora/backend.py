@@ -133,7 +133,6 @@ class RoutedBackend:
             backend.abandon_step()
 
     def _choose_sources(self, layer: int, loading: _LoadingRows) -> None:
-        """For all sites of a layer: loaded rows are computed here."""
         assert self._present is not None
         here = loading.routing.here
         routes = [

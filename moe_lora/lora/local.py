@@ -112,7 +112,6 @@ class LocalBackend(LoraBackend):
         return lora_rows(self._sites[site], token_slots, self._slots, self._arena, self._kernel)
 
     def _slots_at(self, routing: RowRouting, group: int) -> tuple[torch.Tensor, list[int]]:
-        """Slot of each row at these sites, and the batch's largest rank at each site."""
         if group not in self._rows:
             self._rows[group] = self._copied_slots(routing, group)
         return self._rows[group]

@@ -109,7 +109,6 @@ class PacedBackend:
             self._pass(arrived_s - self._due_s + base_s)
 
     def _pass(self, seconds: float) -> None:
-        """Advance the due time by `seconds`."""
         self._due_s += seconds
         left_s = self._due_s - time.monotonic()
         if left_s > 0:

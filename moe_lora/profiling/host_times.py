@@ -32,11 +32,9 @@ from moe_lora.policies.admission.host_start import HostStart, HostTimes, PartTim
 from .step_times import StepClock, random_adapter
 
 TOKENS_BESIDE_PROMPT = 3
-"""Most tokens gained by a timed request."""
 _NAME = "rank{}"
 _LOOK_S = 1e-4
 Samples = dict[tuple[str, int, int], list[float]]
-"""Seconds by (stage, tokens, LoRA rank)."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,6 @@ def measure_host(
 
 
 class _Worker:
-    """One host worker with an adapter of each rank."""
-
     def __init__(self, shape: ModelShape, dtype: torch.dtype, ranks: Sequence[int], max_tokens: int) -> None:
         self._shape = shape
         self._layout = FrameLayout(shape, dtype, max_tokens * max(1, shape.num_experts_per_token))
@@ -129,7 +125,7 @@ class _Worker:
         ids = None
         if top_k:
             ids = np.arange(rows, dtype=np.int32).reshape(num_tokens, top_k) % site.num_experts
-            if site.name == "down":  # its input is a row per expert of a token
+            if site.name == "down":
                 num_tokens, top_k, ids = rows, 1, ids.reshape(rows, 1)
         begin_s = time.perf_counter()
         request = lay_out_request(
@@ -144,7 +140,6 @@ class _Worker:
 
 
 def _with_own_layers(packed: PackedAdapter) -> PackedAdapter:
-    """The adapter with memory per layer, as a file needs."""
     layers = [
         replace(one, data=one.data.clone(), table=one.table.clone(), scale=one.scale.clone())
         for one in packed.layers
@@ -156,20 +151,20 @@ def _load_s(core: EngineCore, shape: ModelShape, dtype: torch.dtype, lora_rank: 
     """Seconds from the load order to service, and the adapter's bytes."""
     name = f"load{lora_rank}"
     packed = random_adapter(shape, dtype, name, lora_rank, seed=lora_rank)
-    core.remove_adapter(_NAME.format(lora_rank))  # makes room
+    core.remove_adapter(_NAME.format(lora_rank))
     core.add_adapter(packed, None)
     begin_s = time.perf_counter()
     core.pin_adapter(name, True)
     while name not in core.stats().resident_adapters:
         core.tend()
-        time.sleep(_LOOK_S)  # the copying thread needs the interpreter too
+        time.sleep(_LOOK_S)
     load_s = time.perf_counter() - begin_s
     core.remove_adapter(name)
     core.add_adapter(replace(packed, name=_NAME.format(lora_rank)), None)
     core.pin_adapter(_NAME.format(lora_rank), True)
     while _NAME.format(lora_rank) not in core.stats().resident_adapters:
         core.tend()
-        time.sleep(_LOOK_S)  # the copying thread needs the interpreter too
+        time.sleep(_LOOK_S)
     core.pin_adapter(_NAME.format(lora_rank), False)
     return load_s, packed.nbytes
 
@@ -181,7 +176,6 @@ def _fit(
     max_tokens: int,
     max_rank: int,
 ) -> tuple[HostTimes, dict[str, float]]:
-    """The times, and the mean relative error of each fit."""
     errors: dict[str, float] = {}
 
     def solve(what: str, features: Callable[[int, int], list[float]]) -> list[float]:

@@ -150,7 +150,6 @@ class LayerClock:
             return receive, {ep: times(per_row_out[ep]) for ep in degrees}
 
     def _load_rate(self) -> float:
-        """Bytes per second of copying a layer's adapters to the device."""
         host = torch.ones(self._adapters.numel(), dtype=torch.uint8)
         return host.numel() / self._seconds(lambda: self._adapters.copy_(host))
 
@@ -181,7 +180,6 @@ class LayerClock:
         return (torch.randn(*size, generator=self._generator) * 0.02).to(self.device, self.dtype)
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """Median of a few calls after a warm-up."""
         found = []
         for _ in range(_REPEATS + 1):
             self._synchronize()

@@ -133,7 +133,6 @@ class StepClock:
         self.core.close()
 
     def _step(self) -> tuple[float, int]:
-        """Seconds of a step, and the requests with a new token."""
         self._synchronize()
         start_s = self._now_s()
         outputs = self.core.step()
@@ -171,7 +170,7 @@ def engine_with_adapters(config: EngineConfig, adapters: Mapping[str, int]) -> E
     dtype = DTYPES[resolved(config, hf_config).dtype]
     shape = replace(ModelShape.from_hf_config(hf_config), dtype_bytes=dtype.itemsize)
     slack = shape.num_layers * kv_layout(config, shape, dtype).page_bytes
-    least = shape.adapter_bytes(16) + slack  # the engine's own bound below
+    least = shape.adapter_bytes(16) + slack
     needed = max(least, sum(shape.adapter_bytes(rank) + slack for rank in adapters.values()))
     room_gb = math.ceil(needed / config.swap_out_above / 1e3) / 1e6
     core = build_engine(
@@ -190,7 +189,6 @@ def engine_with_adapters(config: EngineConfig, adapters: Mapping[str, int]) -> E
 
 
 def _bring_in(core: EngineCore, name: str) -> None:
-    """Answer one request of the adapter during its load."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1)
     core.add_request(
         GenerateRequest(request_id=f"first-{name}", prompt_token_ids=(0,), sampling=sampling, adapter=name)
@@ -267,7 +265,6 @@ def _step(
     running: dict[str, OpenRequest],
     elapsed_s: Callable[[], float],
 ) -> None:
-    """One step; stamps first tokens and ends, and drops finished requests."""
     outputs = core.step()
     end_s = elapsed_s()
     for output in outputs:

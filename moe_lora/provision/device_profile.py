@@ -152,7 +152,6 @@ class Sizes(FileContent):
 
 
 Times = tuple[Annotated[float, Field(strict=True, allow_inf_nan=False)], ...]
-"""Microseconds, one per batch."""
 
 
 class ServerTimes(FileContent):
@@ -192,7 +191,6 @@ class FixedTimes(FileContent):
 
 
 Part = Literal["decode", "prefill", "chunks", "adapters", "loads", "prefixes", "several GPUs", "LoRA Server"]
-"""Parts of a plan with a possible run on a device."""
 
 
 class _Device(FileContent):

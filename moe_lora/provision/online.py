@@ -43,8 +43,6 @@ class Demand:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Arrivals and request seconds of a stretch of time."""
-
     number: int
     counts: Counter[str] = field(default_factory=Counter)
     busy_s: float = 0.0
@@ -152,12 +150,10 @@ class DemandWindow:
         )
 
     def _advance(self) -> _Bucket:
-        """The current bucket; accounts for the time up to now in earlier buckets."""
         now_s = self._clock.now_s()
         number = int((now_s - self._start_s) / self._bucket_s)
         while self._buckets[-1].number < number:
             last = self._buckets[-1]
-            # After a long silence, make only buckets inside the window.
             following = max(last.number + 1, number - self._num_buckets + 1)
             end_s = self._start_s + following * self._bucket_s
             last.busy_s += self._num_started * max(0.0, end_s - self._seen_s)

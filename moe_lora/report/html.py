@@ -276,7 +276,6 @@ def iar_figure(plan: Mapping[str, Any], curves: Curves) -> Figure:
 
 
 def _bars(plan: Mapping[str, Any]) -> tuple[str, Figure]:
-    """The plan's second figure: GPUs by constraint, or the plan beside its lower bound."""
     if plan["kind"] == "coupled":
         bound = {} if plan["lower_bound"] is None else {"lower bound": plan["lower_bound"]["gpus"]}
         bars = bound | {"this plan": plan["total_gpus"]}

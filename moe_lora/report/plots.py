@@ -146,7 +146,7 @@ def attainment(run: dict[str, Any]) -> list[tuple[str, int, float]]:
             tpot = tpot_s(run, index)
             met = run["ttfts"][index] <= ttft_s and (tpot is None or tpot <= tpot_limit_s)
         elif not run["errors"][index]:
-            continue  # interrupted by the user
+            continue
         outcomes[adapter or BASE_NAME].append(met)
     found = [(adapter, len(mets), sum(mets) / len(mets)) for adapter, mets in outcomes.items()]
     return sorted(found, key=lambda row: (-row[1], row[0]))
@@ -181,7 +181,7 @@ def _finish_cdf(axis: Axes, slo_s: float, drawn: bool) -> None:
         return
     axis.set_xscale("log")
     low, high = axis.get_xlim()
-    low, high = min(low, slo_s * 400), max(high, slo_s * 2.5e3)  # at least half a decade
+    low, high = min(low, slo_s * 400), max(high, slo_s * 2.5e3)
     axis.set_xlim(low, high)
     log_ticks(axis.xaxis, low, high)
 
@@ -225,7 +225,7 @@ def load_over_time(runs: Sequence[Run]) -> Figure:
         name = f": {run['label']}" if len(runs) > 1 else ""
         label(axis, f"Arrivals and completions{name}", "", "requests / s")
         axis.legend(frameon=False, fontsize=8.5, loc="upper right", ncols=2)
-        axis.set_ylim(top=1.3 * (max(arrivals.max(), ends.max()) or 1))  # room for the legend
+        axis.set_ylim(top=1.3 * (max(arrivals.max(), ends.max()) or 1))
     flight, tokens = axes[-2, 0], axes[-1, 0]
     times = np.linspace(0, edges[-1], 800)
     for index, run in enumerate(runs):
@@ -259,10 +259,10 @@ def latency_over_time(runs: Sequence[Run]) -> Figure:
 def _latency_dots(
     axis: Axes, runs: Sequence[Run], name: str, slo_s: float, value_s: Callable[[Run, int], float | None]
 ) -> None:
-    low_ms, high_ms = slo_s * 400, slo_s * 2500  # the SLO stays in sight
+    low_ms, high_ms = slo_s * 400, slo_s * 2500
     for index, run in enumerate(runs):
         found = [(run["arrival_times"][place], value_s(run, place)) for place in finished(run)]
-        dots = [(time, value * 1e3) for time, value in found if value]  # no TPOT, or 0: outside a log scale
+        dots = [(time, value * 1e3) for time, value in found if value]
         times, values = np.reshape(dots, (-1, 2)).T
         axis.scatter(times, values, s=11, alpha=0.55, color=color(index), linewidths=0)
         low_ms = min([low_ms, *(value * 0.8 for _, value in dots)])
@@ -286,9 +286,7 @@ def attainment_bars(runs: Sequence[Run]) -> Figure:
         fills = [to_rgba(color(index), alpha) for alpha in strength]
         axis.bar(range(len(bars)), shares, color=fills, width=0.78)
         none = [place for place, share in enumerate(shares) if share == 0]
-        axis.scatter(
-            none, [0.03] * len(none), marker="x", s=22, color=FAILED
-        )  # a bar of height 0 is invisible
+        axis.scatter(none, [0.03] * len(none), marker="x", s=22, color=FAILED)
         axis.axhline(ATTAINED_SHARE, **SLO_LINE)
         axis.set_ylim(0, 1.02)
         axis.set_xlim(-0.6, max(len(bars), 8) - 0.4)

@@ -77,7 +77,6 @@ def _count(usage: dict[str, Any], key: str) -> int:
 
 
 def _server_ms(usage: dict[str, Any], key: str) -> float | None:
-    """A field of this project's extension `usage.timing`, or None."""
     timing = usage.get("timing")
     value = timing.get(key) if isinstance(timing, dict) else None
     if value is not None and not isinstance(value, (int, float)):
@@ -151,8 +150,6 @@ def replay(
 
 
 class _Run:
-    """One replay under way."""
-
     def __init__(
         self,
         plan: Sequence[PlannedRequest],
@@ -170,7 +167,7 @@ class _Run:
 
     async def run(self) -> ReplayOutcome:
         async with self._connect() as client:
-            self._start_s = time.perf_counter()  # after the client's setup of tens of ms
+            self._start_s = time.perf_counter()
             ticker = asyncio.create_task(self._tick())
             try:
                 with _signals_set(self._stop):
@@ -193,18 +190,17 @@ class _Run:
         await asyncio.wait([stopped, finished], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         for task in tasks:
-            task.cancel()  # still in flight at the stop
+            task.cancel()
         records = []
         for found in await finished:
             if isinstance(found, RequestRecord):
                 records.append(found)
-            elif not isinstance(found, asyncio.CancelledError):  # cancelled before its start: never sent
+            elif not isinstance(found, asyncio.CancelledError):
                 raise found
         return records
 
     async def _stopped_before(self, arrival_s: float) -> bool:
         """Sleep until the arrival; True at once if the run is stopped."""
-        # The wait lets other tasks run, also for late arrivals.
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._stop.wait(), max(0.0, arrival_s - self._now_s()))
         return self._stop.is_set()
@@ -271,7 +267,7 @@ def _signals_set(stop: asyncio.Event) -> Iterator[None]:
 
 def _raise_open_file_limit(num_connections: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_connections + 128  # beside connections: libraries, result files, the event loop
+    wanted = num_connections + 128
     if soft != resource.RLIM_INFINITY and soft < wanted:
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

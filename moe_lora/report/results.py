@@ -28,7 +28,7 @@ def read_json(path: str | Path) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give a readable JSON file") from error
-    except ValueError as error:  # no JSON, or no UTF-8
+    except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
 
 

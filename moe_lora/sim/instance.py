@@ -32,10 +32,8 @@ from .requests import PARTS, CachedRequest
 STUCK_S = 60.0
 """Wait without any obstacle after which a request never finds room."""
 SAMPLE_S = 1.0
-"""Period of samples of the arenas."""
 
 Plan = list[Scheduled[CachedRequest]]
-"""The work of one step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +221,6 @@ class CachedInstance:
         self._step()
 
     def _step(self) -> None:
-        """Start a step unless one is in progress or no work is left."""
         if self._computing or self._over:
             return
         plan = self.scheduler.schedule(self._may_compute())
@@ -241,7 +238,6 @@ class CachedInstance:
             self.events.at(now_s + step_s, lambda: self._end(plan))
 
     def _may_compute(self) -> frozenset[Hashable] | None:
-        """Adapters allowed to compute; None: all."""
         requests = self.unfinished
         if self.weights is None or not requests:
             return None

@@ -113,7 +113,6 @@ class SimMergedWeights:
         return isinstance(uid, str) and self._adapters.readiness(uid) is Readiness.READY
 
     def _move(self, target: str | None, at_once: bool) -> float:
-        """Move weights towards the target for one step; returns the seconds."""
         part = 1.0 if at_once else 1.0 / self._config.swap_steps
         moved = 0.0
         if self._carried is not None and self._carried != target:

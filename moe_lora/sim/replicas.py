@@ -154,7 +154,6 @@ class Replicas:
             self._lengths.note(request.adapter, len(request.planned.answer))
 
     def _look(self, migration: SimMigration, policy: DLoraMigration) -> None:
-        """Start a plan unless moves are in progress, and carry it out when ready."""
         if len(self.done) == self._num_expected:
             return
         now_s = self.events.now_s()
@@ -206,7 +205,6 @@ class Replicas:
         return RequestView(request.planned.index, request.adapter, index, num_bytes, exec_s, factor)
 
     def _cost(self, request: CachedRequest, migration: SimMigration) -> MoveCost | None:
-        """Cost of a move; None for a waiting request without computed tokens."""
         if not request.num_computed:
             return None
         num_bytes = request.num_computed * self._config.instance.time.kv_token_bytes
@@ -214,7 +212,6 @@ class Replicas:
         return cheaper_move(row, num_bytes, self._steps, migration.settings.migration_bytes_per_s)
 
     def _move(self, plan: MigrationPlan, migration: SimMigration) -> None:
-        """Carry out the plan where still valid."""
         where = {
             (request.planned.index, instance.index): request
             for instance in self.instances
@@ -236,7 +233,6 @@ class Replicas:
             self.events.at(self.events.now_s() + copy_s, take)
 
     def _take(self, request: CachedRequest, source: int, target: int, kind: str) -> None:
-        """The source releases the request unless done."""
         num_computed = request.num_computed if kind == "kv" else 0
 
         def arrive(request: CachedRequest) -> None:
@@ -252,8 +248,6 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class _Routed:
-    """`policies.routing.routing.RoutedView` of a planned request."""
-
     planned: TurnRequest
 
     @property

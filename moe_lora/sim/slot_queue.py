@@ -35,13 +35,9 @@ class SlotQueue:
 
     def __init__(self, num_adapters: int, capacity: int) -> None:
         self.in_service: list[int] = []
-        """Adapter of each request in service, in no order."""
         self.num_active = 0
-        """Adapters with a slot."""
         self.num_waiting = 0
-        """Waiting requests."""
         self.queue: deque[int] = deque()
-        """Waiting adapters, first come first."""
         self._free = capacity
         self._running = [0] * num_adapters
         self._waiting = [0] * num_adapters
@@ -90,13 +86,10 @@ class AdmissionResult:
 
     num_arrivals: int
     immediate_admissibility_rate: float
-    """Share of requests with an immediate start."""
     standard_error: float
     """Of that share, from 20 batches of successive arrivals."""
     mean_active: float
-    """Adapters with a slot."""
     mean_waiting: float
-    """Waiting requests."""
     mean_in_service: float
     mean_wait: float
     """Wait of a request, including immediate starts: mean_waiting / global_batch (Little's law)."""
@@ -172,7 +165,6 @@ def _run(
 
 
 def _draws(probabilities: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[float, int]]:
-    """Per event a uniform number, which chooses the event, and the adapter of a request."""
     while True:
         uniforms = rng.random(DRAWS_AT_ONCE).tolist()
         adapters = rng.choice(len(probabilities), size=DRAWS_AT_ONCE, p=probabilities).tolist()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 FIRST_TOKENS = 128.0
-"""Of an answer, before any observation."""
 
 
 class AnswerLengths:
@@ -15,7 +14,6 @@ class AnswerLengths:
     """
 
     PRIOR = 8.0
-    """Weight of the prior, in answers."""
 
     def __init__(self, prior_tokens: float = FIRST_TOKENS) -> None:
         self._prior_tokens = prior_tokens

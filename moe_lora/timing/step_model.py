@@ -97,10 +97,9 @@ class StepWork:
         if row.adapter is not None:
             change_count(self._tokens_of, row.adapter, num_tokens)
         if not self.num_tokens:
-            self._expert_ranks = 0.0  # rounding residue
+            self._expert_ranks = 0.0
 
     def _gain(self, row: Row, num_tokens: int) -> tuple[int, float]:
-        """Change of ranks, and of experts' ranks, by num_tokens more (or fewer) of the row's adapter."""
         if row.adapter is None:
             return 0, 0.0
         before = self._tokens_of.get(row.adapter, 0)

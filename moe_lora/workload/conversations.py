@@ -16,7 +16,6 @@ from moe_lora.workload.traces.records import Trace
 from .arrivals import gamma_arrivals_until
 
 MOONCAKE_BLOCK = 512
-"""Tokens of a Mooncake hash id."""
 PILOT_DIALOGUES = 1000
 """Draws that estimate the turns of a dialogue under max_tokens."""
 
@@ -87,7 +86,6 @@ def dialogues(
 
 
 def _lengths(shape: DialogueShape, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """Tokens of question and answer per turn of a dialogue; at least one turn."""
     num_turns = int(rng.geometric(1 / shape.turns))
     drawn = [
         np.maximum(1, np.round(rng.lognormal(math.log(mean) - shape.spread**2 / 2, shape.spread, num_turns)))

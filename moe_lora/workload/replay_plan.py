@@ -76,7 +76,7 @@ def _arrivals(trace: Trace, options: WorkloadOptions, rng: np.random.Generator) 
         recorded = [request.arrival_s for request in trace.requests[: options.num_requests]]
         times = original_arrivals(recorded, options.request_rate_per_s)
         return times if options.duration_s is None else cut_duration(times, options.duration_s)
-    assert options.request_rate_per_s is not None  # checked by WorkloadOptions
+    assert options.request_rate_per_s is not None
     if options.duration_s is not None:
         times = gamma_arrivals_until(options.duration_s, options.request_rate_per_s, options.burstiness, rng)
         return times[: options.num_requests]
@@ -85,7 +85,6 @@ def _arrivals(trace: Trace, options: WorkloadOptions, rng: np.random.Generator) 
 
 
 def _shares(arrivals: FloatArray) -> FloatArray:
-    """Arrivals as shares of the last arrival; 0 if all are at once."""
     return arrivals / arrivals[-1] if arrivals[-1] > 0 else np.zeros_like(arrivals)
 
 

@@ -62,8 +62,6 @@ class TraceStatistics:
 
 
 class _Lengths:
-    """A histogram of token counts of bounded size."""
-
     def __init__(self) -> None:
         self.total = 0
         self.max = 0

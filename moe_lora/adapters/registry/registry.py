@@ -269,13 +269,11 @@ class Registry:
         return next(iter(self._named(name, f"{CURRENT} AND name = ?")), None)
 
     def _named(self, name: str, condition: str) -> list[RegisteredAdapter]:
-        """Versions of a name; impossible names skip the database."""
         if name_problem(name):
             return []
         return [self._from_row(row) for row in self._database.read(f"{SELECT} WHERE {condition}", (name,))]
 
     def _is_needed(self, content_hash: str) -> bool:
-        """True if a version needs this content."""
         query = f"SELECT 1 FROM adapters WHERE content_hash = ? AND {LIVE} LIMIT 1"
         return bool(self._database.read(query, (content_hash,)))
 

@@ -52,7 +52,6 @@ class LeaseQueue:
         return len(self._waiters)
 
     def __iter__(self) -> Iterator[Waiter]:
-        """In order of arrival."""
         return iter(self._waiters.values())
 
     def get(self, instance: str, adapter_id: str) -> Waiter | None:

@@ -99,11 +99,9 @@ class Standing(Generic[Served]):
 
     @cached_property
     def _order(self) -> NDArray[np.int64]:
-        """Eviction order of the idle for any asker; the asker's own ones differ."""
         return self._eviction_order(NOBODY, np.arange(len(self._leavers)))
 
     def _eviction_order(self, tenant: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`ArenaShares.eviction_order` of these idle ones, the earliest over all kinds of room."""
         self._shares.make_room_for(tenant, self._now_s)
         found = np.full(len(self._leavers), WITHIN)
         for kind, total in enumerate(self._totals):

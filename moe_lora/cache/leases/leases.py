@@ -79,7 +79,6 @@ class LeaseTable:
         self._queue = LeaseQueue(starvation_s)
         self._shares = ArenaShares()
         self._portions = self._shares.portions(0.0)
-        """Portions of the last or due look at waiters."""
         self.is_due = False
         """True after a change that may allow a waiting lease."""
         self._is_promised = False
@@ -278,21 +277,18 @@ class LeaseTable:
         )
 
     def _wait_for(self, waiter: Waiter, tenant: int, now_s: float) -> None:
-        """Wait for this tenant if its turn is earlier."""
         standing, other = self._stand(now_s), replace(waiter, tenant=tenant)
         if standing is not None and other.turn(standing) < waiter.turn(standing):
             self._queue.put(other)
             self._promise()
 
     def _registered(self, adapter_id: str) -> ServedAdapter:
-        """The registered adapter of this id.  Raises AdapterNotFoundError."""
         adapter = self._adapters.get(adapter_id)
         if adapter is None or adapter.retired:
             raise AdapterNotFoundError(f"adapter {adapter_id!r} is not registered with the LoRA Server")
         return adapter
 
     def _grant_youngest(self, waiter: Waiter, now_s: float) -> Grant | None:
-        """The lease of a just queued acquire, without effect on older waiters."""
         if not self._residency.could_have_room(waiter.adapter):
             return None
         standing = self._stand(now_s)
@@ -305,7 +301,6 @@ class LeaseTable:
         return lease
 
     def _grant_first(self, among: set[ServedAdapter], now_s: float) -> bool:
-        """Grant a lease of these, or all possible leases of a single tenant; False without any."""
         standing = self._stand(now_s)
 
         def can_be_resident(waiter: Waiter) -> bool:
@@ -346,19 +341,16 @@ class LeaseTable:
             self._promise()
 
     def _promise(self) -> None:
-        """Mark freed room as due to waiters."""
         if self._queue or self._residency.is_over:
             self.is_due = self._is_promised = True
 
     def _settle(self, adapter: ServedAdapter) -> None:
-        """Forget a retired adapter without leases and waits."""
         if adapter.retired and adapter.num_running == 0 and adapter.num_waiting == 0:
             if adapter.slot is not None:
                 self._residency.evict(adapter)
             del self._adapters[adapter.adapter_id]
 
     def _stand(self, now_s: float) -> Standing[ServedAdapter] | None:
-        """Tenants' current holdings; None for a single tenant."""
         if self._shares.num_tenants < 2:
             return None
         residents = list(self.residents())

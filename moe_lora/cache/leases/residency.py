@@ -74,7 +74,6 @@ class Residency:
         self.capacity = 0
         self.pages = ServerPages(pages_per_rank)
         self.adapters: dict[int, ServedAdapter] = {}
-        """The resident ones, by uid."""
         self.num_loads = self.num_evictions = self.num_pages_loaded = 0
         self._on_event = on_event
         self._generations: list[int] = []
@@ -182,7 +181,6 @@ class Residency:
     def _may_leave(
         self, room: tuple[int, ...], tenant: int, standing: Standing[ServedAdapter] | None
     ) -> Sequence[ServedAdapter]:
-        """Evictable idle adapters for this room of the tenant's, in order."""
         if standing is None:
             return by_recency(self.adapters.values())
         return standing.may_leave(tenant, room)

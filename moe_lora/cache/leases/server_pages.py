@@ -101,7 +101,6 @@ def fits(num_pages: int, taken: Iterable[Run], wanted: Iterable[int]) -> bool:
 
 
 def _num_fitting(num_pages: int, sizes: Sequence[int]) -> int:
-    """Number of adapters of the mean size in the pages, at least 1."""
     return max(1, num_pages * len(sizes) // sum(sizes)) if any(sizes) else MAX_COUNT
 
 

@@ -123,7 +123,6 @@ class DeviceFrames:
 
     @cached_property
     def _places(self) -> dict[int, _Places]:
-        """In an instance's part, by site."""
         at, found = _aligned(self.frame_bytes), {}
         for number in self.sites:
             site = self.shape.sites[number]
@@ -144,8 +143,6 @@ class DeviceFrames:
 
 
 class _Places(NamedTuple):
-    """Offsets of a site."""
-
     ids: int
     x: int
     answer: int

@@ -27,7 +27,6 @@ _MAX_MAPPED = 64
 """Most adapters mapped by an instance for its own computation, least recently used out first."""
 
 _MAX_LOGGED = 256
-"""Remembered contents of logged failures."""
 
 
 def request_deltas(
@@ -69,7 +68,6 @@ def request_deltas(
 
 
 def _into(compute: Callable[[torch.Tensor], object], out: torch.Tensor, device: torch.device) -> None:
-    """Run `compute(target)` on out, or on device memory followed by a copy."""
     if out.device == device:
         compute(out)
         return
@@ -133,7 +131,6 @@ class HostDeltas:
             torch.index_select(deltas, 0, some.nonzero()[:, 0], out=out)
 
     def _map(self, content_hash: str) -> tuple[PackedAdapter, dict[int, SlotTable]]:
-        """The mapped adapter, and its slot tables by layer so far."""
         return self._store.get(content_hash, content_hash), {}
 
     def _layer(self, content_hash: str, number: int) -> tuple[torch.Tensor, SlotTable]:

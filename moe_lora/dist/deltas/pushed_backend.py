@@ -48,7 +48,7 @@ class PushedBackend:
         self._is_under_way = False
         self.lost = False
         self.num_steps = self.num_redone = 0
-        group.meet()  # the server's ranks come after compiling
+        group.meet()
 
     def takes(self, routing: RowRouting, num_rows: int, *, decode: bool) -> bool:
         """True if this step's leased rows can use puts."""
@@ -58,7 +58,7 @@ class PushedBackend:
             and not self.lost
             and num_rows <= self._frames.max_rows
             and len(leased) == 1
-            and routing.terms.shape[2] == 1  # no adapter in the weights
+            and routing.terms.shape[2] == 1
             and not routing.loading.any()
         )
 
@@ -84,7 +84,7 @@ class PushedBackend:
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         pushed = (one for (source, _), one in routing.on_device.items() if source == Source.PUSHED)
         self._frame = next(pushed, None)
-        if self._frame is None:  # no step buffer, on CPU
+        if self._frame is None:
             (frame,) = routing.frames_pushed().values()
             self._frame = torch.from_numpy(frame).to(self._group.device)
         self._is_under_way = True
@@ -103,7 +103,6 @@ class PushedBackend:
             )
 
     def _laid(self, offset_bytes: int, values: torch.Tensor) -> tuple[int, int]:
-        """Copy values to the window, for the network; returns the place."""
         there = self._window.bytes[offset_bytes : offset_bytes + values.nbytes]
         there.view(values.dtype).view(values.shape).copy_(values)
         return offset_bytes, values.nbytes
@@ -138,7 +137,6 @@ class PushedBackend:
         exchange.launch_add_rows(y, self._answers[site][: len(y)], frame, ids)
 
     def _answer(self, site: int) -> torch.Tensor:
-        """Place of a site's deltas, [rows of y, N]."""
         frames, width = self._frames, self._frames.shape.sites[site].total_out_features
         start_bytes = frames.answer_at(self._client, site)
         return self._window.rows(start_bytes, frames.outputs(site), width, frames.dtype)

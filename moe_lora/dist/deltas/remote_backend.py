@@ -189,7 +189,6 @@ class RemoteBackend:
     def _send_experts(
         self, rows: RemoteRows, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor, tokens: np.ndarray
     ) -> list[_Part]:
-        """Each server rank gets the rows of its experts."""
         top_k = ids.shape[1]
         all_ids = ids.cpu().numpy()
         per_output = x.shape[0] != ids.shape[0]
@@ -276,7 +275,6 @@ class RemoteBackend:
 
 
 def _gather(x: torch.Tensor, rows: np.ndarray, out: torch.Tensor) -> None:
-    """out = x[rows], on the host."""
     if len(rows) == x.shape[0]:
         out.copy_(x)
     elif x.is_cpu:
@@ -286,5 +284,4 @@ def _gather(x: torch.Tensor, rows: np.ndarray, out: torch.Tensor) -> None:
 
 
 def _chunks(array: np.ndarray, size: int) -> list[np.ndarray]:
-    """Consecutive pieces of at most `size`."""
     return [array[i : i + size] for i in range(0, len(array), size)]

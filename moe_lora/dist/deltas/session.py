@@ -219,7 +219,6 @@ class PeerFrames:
 
 
 _SLICE_S = 0.05
-"""Sleep of an answer's wait between checks of the server."""
 
 
 class SessionLostError(Exception):
@@ -309,7 +308,6 @@ class ClientSession:
         return self._requests.frame(self._next)
 
     def _clear_frame(self, sent: Sent) -> None:
-        """Copy needed parts of a request and its answer."""
         if sent.number < self._first_kept:
             self._wait(sent.number + 1)
             del self._under_way[sent.number]
@@ -347,7 +345,6 @@ class ClientSession:
         return delta
 
     def _answer(self, sent: Sent) -> torch.Tensor | None:
-        """Wait for the answer; None if refused.  Raises SessionLostError."""
         asked_ns = time.monotonic_ns()
         self._wait(sent.number + 1)
         del self._under_way[sent.number]

@@ -219,7 +219,6 @@ class StreamBackend:
         return partial(self._add_to, asked)
 
     def _pieces_at(self, layer: int, site: int) -> list[_Piece]:
-        """Pieces of this step, copied to the device once."""
         routing = self._routing
         assert routing is not None, "begin_step comes first"
         group = routing.groups[layer][site]
@@ -238,7 +237,6 @@ class StreamBackend:
     def _ask(
         self, piece: _Piece, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None
     ) -> tuple[StreamSession, SlotUse, torch.Tensor]:
-        """The session, the request, and its rows of y."""
         session = self._links[piece.worker].stream_session
         self.num_requests += 1
         x_rows = y_rows = piece.rows

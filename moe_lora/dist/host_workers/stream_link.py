@@ -82,7 +82,6 @@ class StreamWorkerLink(WorkerLink):
         """The slots stay."""
 
     def _live(self, held: contextlib.ExitStack) -> None:
-        """Start a process and watch until its end or lateness."""
         with self._process() as (process, connection):
             connection.send(self._set_up(self.name, self._answers.descriptor(), self._requests.descriptor()))
             until_s = time.monotonic() + START_TIMEOUT_S
@@ -115,7 +114,6 @@ class StreamWorkerLink(WorkerLink):
                 time.sleep(_SERVING_LOOK_S)
 
     def _serve(self, owed: Callable[[], int | None]) -> bool:
-        """Answer an owed slot, if any."""
         slot = owed()
         if slot is not None:
             self._slots.serve(slot, self._compute)

@@ -101,7 +101,6 @@ class StoreDeltas:
         return failed
 
     def _hash_of(self, number: int) -> str:
-        """Raises AdapterError."""
         known = self._hashes.get(number)
         if known is None:
             known = self._hashes[number] = self._store.find(content_prefix(number))
@@ -135,7 +134,6 @@ def serve(connection: Connection) -> None:
 
 
 def _serve_slots(connection: Connection, setup: WorkerSetUp, requests: bytes) -> NoReturn:
-    """As `serve` over `FrameSlots`, after the engine's go-ahead."""
     layout = FrameLayout(setup.shape, setup.dtype, setup.max_rows)
     transport = ShmTransport(name=setup.name)
     slots = FrameSlots(transport.attach(requests), transport.attach(setup.answers), layout, setup.depth)

@@ -97,18 +97,15 @@ class WorkerLink(threading.Thread):
                 self._let_go()
 
     def _pause(self, seconds: float) -> bool:
-        """Sleep; True if the link is closing."""
         return self._closing.wait(seconds)
 
     def _let_go(self) -> None:
-        """Release resources of the ended process."""
         session, self.session = self.session, None
         if session is not None:
             session.break_off()
-        self._closing.wait(_GRACE_S)  # the engine's thread may still wait on the buffers
+        self._closing.wait(_GRACE_S)
 
     def _live(self, held: contextlib.ExitStack) -> None:
-        """Start a process and watch until its end; `held` releases its buffers."""
         label = f"{self.name}-{next(self._starts)}"
         answers = self._transport.alloc(label, DEPTH * self._layout.answer_bytes, 1)
         held.callback(answers.free)
@@ -133,7 +130,6 @@ class WorkerLink(threading.Thread):
 
     @contextlib.contextmanager
     def _process(self) -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
-        """A started worker; on exit of the context the worker has ended."""
         process, connection = start_child("moe_lora.dist.host_workers.worker", num_threads=1)
         self.pid = process.pid
         try:

@@ -163,7 +163,6 @@ class HostWorkers:
 
 
 def _own_folder() -> OwnFolder:
-    """For temporary files.  Raises ConfigError."""
     try:
         return OwnFolder()
     except OSError as error:

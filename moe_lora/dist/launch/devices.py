@@ -72,7 +72,7 @@ def placed(cluster: ClusterConfig) -> ClusterConfig:
         return cluster
     num_devices = count_devices()
     if not num_devices and not cluster.devices:
-        return cluster  # device auto is the CPU here; each process refuses device cuda
+        return cluster
     num_server_ranks = 0 if server is None else Layout.parse(server.layout).num_ranks
     devices = assign_devices(
         config.num_instances,

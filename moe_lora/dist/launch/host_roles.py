@@ -151,7 +151,6 @@ class HostRoles:
                 found[1].kill()
 
     async def _end_stopped(self) -> None:
-        """Kill processes stopped for too long, e.g. by a forgotten debugger."""
         since_s: dict[int, float] = {}
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -216,7 +215,6 @@ class HostRoles:
             return _Died(f"it can't be kept running: {error!r}")
 
     async def _run(self, role: Role, num_starts: int) -> Exception:
-        """As `_live`; raises failures here after ending the started process."""
         spare = self._spare if role.kind == INSTANCE else None
         starts = ("--starts", str(num_starts))
         process, pipe = (spare and spare.acquire(role.name, num_starts)) or await start_process(
@@ -226,7 +224,7 @@ class HostRoles:
             self._running[role.name] = role, process
             try:
                 logger.info("%s started (process %d)", role.name, process.pid)
-                if self._stopping:  # too late for `stop`
+                if self._stopping:
                     await _end([process], STOP_S, self._at_once)
                 said = await _all_of(pipe)
                 started: Started | None = _DECODE(said) if said else None
@@ -280,7 +278,6 @@ async def start_process(
 
 
 async def _all_of(pipe: BinaryIO) -> bytes:
-    """Reads a pipe to its end."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
@@ -300,7 +297,6 @@ async def _end(
 
 
 async def _ended(process: asyncio.subprocess.Process, limit_s: float, at_once: asyncio.Event) -> None:
-    """Wait for the end; kills after `limit_s`, or `at_once`."""
     ended, told = asyncio.create_task(process.wait()), asyncio.create_task(at_once.wait())
     await asyncio.wait((ended, told), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
     if not ended.done():

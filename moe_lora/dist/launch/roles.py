@@ -149,7 +149,6 @@ def build_rank(config: EngineConfig, server_rank: int, local_rank: int | None = 
 
 
 def _host_workers_of_server(config: EngineConfig, shape: ModelShape) -> HostWorkers | None:
-    """Host workers of one rank, if configured.  Raises ConfigError for impossible settings."""
     from moe_lora.adapters.host_store import HostStore
     from moe_lora.core.partition import Layout, Partition
     from moe_lora.dist.deltas.session import FrameLayout
@@ -214,7 +213,6 @@ def serve_instance(
     if place.dist_rank:
         from moe_lora.engine.ranks.follower import follow_rank_0
 
-        # The first rank ends its followers; they notice its end.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         follow_rank_0()
@@ -243,7 +241,6 @@ def seed_of(seed: int, name: str, starts: int | None) -> int:
 
 
 def _digest(keys: Keys | None, addresses: Mapping[str, Address]) -> str:
-    """Identifies the cluster by its authority, or on one host by its sockets."""
     cluster = str(sorted(map(str, addresses.values()))).encode() if keys is None else keys.authority()
     return hashlib.sha256(b"contents " + cluster).hexdigest()[:16]
 
@@ -260,7 +257,7 @@ def _serve_engine(
 
     stuck_s: see `end_stuck`.
     """
-    gc.disable()  # until `collect_rarely`: imports make many objects and little garbage
+    gc.disable()
     from moe_lora.dist.cluster.instance_links import FrontEndLinks
     from moe_lora.engine.build import build_engine
     from moe_lora.engine.client.messages import Hello, Inbox
@@ -324,7 +321,6 @@ def reread_on_hang_up(config: str, place: JobPlace) -> None:
         logger.warning("log_level is %s", level)
 
     if not has_terminal() and not place.under_torchrun:
-        # Not in the handler, as in `stop_on_signals`.
         signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=reread, daemon=True).start())
 
 

@@ -33,8 +33,6 @@ _IMPORTED = (
 
 
 class _Waiting(NamedTuple):
-    """A process, the pipe of its status, and our end of the socket for its name."""
-
     process: asyncio.subprocess.Process
     status: BinaryIO
     ours: socket.socket
@@ -74,7 +72,7 @@ class Spare:
                 continue
             try:
                 waiting = await self._start()
-            except Exception as error:  # no memory, handles or threads; perhaps the next time
+            except Exception as error:
                 logger.warning("no spare process can be started: %r", error)
             else:
                 await self._watch(waiting)
@@ -92,7 +90,6 @@ class Spare:
         return _Waiting(process, status, ours)
 
     async def _watch(self, waiting: _Waiting) -> None:
-        """Return when the process is an instance, or has ended."""
         self._waiting = waiting
         self._changed.clear()
         died, changed = asyncio.create_task(waiting.process.wait()), asyncio.create_task(self._changed.wait())
@@ -119,7 +116,7 @@ class Spare:
             return None
         try:
             waiting.ours.sendall(f"{num_starts} {name}\n".encode())
-        except OSError:  # the process ends
+        except OSError:
             return None
         self._waiting = None
         waiting.ours.close()

@@ -87,7 +87,6 @@ class LoraServerClient:
             self._meet_devices(shape, dtype, device)
 
     def _meet_devices(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
-        """Wait for the server's ranks and all instances."""
         server = self._server
         leader = server.address, self._keys, self._hello, CONNECT_TIMEOUT_S
         try:
@@ -102,7 +101,6 @@ class LoraServerClient:
             logger.warning("%s; rows go over lora_server.transport", error)
 
     async def _join_rank(self, server_rank: int, timeout_s: float) -> Peer:
-        """Connect to a server rank, at the leader's address for the rank.  Raises LoraServerError."""
         leader = self._server.address, self._keys, self._hello
         address = await find_rank(*leader, server_rank, timeout_s)
         return await join(address, self._keys, self._hello, timeout_s)

@@ -111,7 +111,6 @@ async def join(
 
 
 _hearing: set[asyncio.Task[None]] = set()
-"""An event loop alone does not keep its tasks."""
 
 
 async def _hear(peer: Peer, hear: Hear) -> None:
@@ -184,7 +183,7 @@ async def stay_joined(
                 logger.info("%s: joined the LoRA Server", name)
                 said.over()
             await serve(peer)
-        except Exception as error:  # any error: the server may recover
+        except Exception as error:
             if said.is_new(str(error)):
                 logger.warning("%s: %s", name, error, exc_info=not isinstance(error, LoraServerError))
         finally:
@@ -289,7 +288,7 @@ class ControlServer:
             found = await answer(visitor, *asked.args)
         except ConnectionError:
             raise
-        except Exception as error:  # other adapters of the connection go on
+        except Exception as error:
             if not isinstance(error, MoeLoraError | ValueError):
                 logger.exception("%s of %s failed", asked.method, visitor.peer.name)
             asked.fail(error)

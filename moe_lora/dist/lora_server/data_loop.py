@@ -71,7 +71,6 @@ class ServerSession:
         self.on_drop = on_drop
         self.handled = 0
         self.num_host_rows = 0
-        """Rows of the pending answer computed on the host."""
         self.left = threading.Event()
         """Set after the data loop's last use of the session's memory."""
         self._request_frames = list(requests.bytes.view(depth, layout.request_bytes))
@@ -154,7 +153,7 @@ class DataLoop:
         self._stopping = self._ended = False
         self.turns = transport.alloc("turns", _TURNS * 8, 1)
         self._turns_seen = 0
-        self._wanted: dict[int, None] = {}  # announced instances, oldest first
+        self._wanted: dict[int, None] = {}
         self._told: list[tuple[RemoteWindow, itertools.count[int]]] = []
         self.num_requests = self.num_stale = self.num_host_rows = 0
         self._failures = FailureLog(logger, "instances compute its deltas")
@@ -241,7 +240,6 @@ class DataLoop:
                 self._host.close()
 
     def _present(self) -> list[ServerSession]:
-        """Current sessions; removed sessions are no longer touched from here on."""
         with self._lock:
             leaving, self._leaving = self._leaving, []
             sessions = self._sessions
@@ -269,7 +267,6 @@ class DataLoop:
     def _choose(
         self, order: list[ServerSession]
     ) -> tuple[tuple[ServerSession, DeltaRequest] | None, list[tuple[Window, int, int]]]:
-        """The next request to serve; without one, signals to wait for."""
         self._read_turns()
         ready: list[tuple[ServerSession, DeltaRequest]] = []
         waits: list[tuple[Window, int, int]] = []
@@ -295,10 +292,6 @@ class DataLoop:
         return (ready[0] if ready else None), waits
 
     def _host_has_it(self, session: ServerSession, request: DeltaRequest) -> bool:
-        """True if the host has computed the missing rows; starts the host on the first call.
-
-        Raises ValueError for an impossible request.
-        """
         if self._host is None:
             return False
         if session not in self._host:
@@ -309,7 +302,6 @@ class DataLoop:
         return self._host.has(session)
 
     def _can_answer(self, request: DeltaRequest) -> bool:
-        """True if the deltas can be computed now, or never."""
         return self._is_stale(request) or self._is_ready(request) or not self.server_store.led
 
     def _is_stale(self, request: DeltaRequest) -> bool:
@@ -322,7 +314,6 @@ class DataLoop:
         return self.server_store.is_ready(request.slot, request.generation, request.layer)
 
     def _serve(self, session: ServerSession, request: DeltaRequest) -> None:
-        """Raises ValueError for an impossible request, PeerGoneError."""
         start_ns = time.monotonic_ns()
         check_ids(request, session.layout)
         site = self._shape.sites[request.site]
@@ -340,7 +331,6 @@ class DataLoop:
         session.answer(request, state, start_ns)
 
     def _computed(self, session: ServerSession, request: DeltaRequest) -> int:
-        """As `_compute`; STALE after an error.  Raises the error of a lost device."""
         try:
             return self._compute(session, request)
         except Exception as error:
@@ -352,7 +342,6 @@ class DataLoop:
             return STALE
 
     def _compute(self, session: ServerSession, request: DeltaRequest) -> int:
-        """Write the deltas into the session's answer; returns the answer's state."""
         server_store, slot = self.server_store, request.slot
         on_host = None if self._host is None else self._host.take(session)
         with server_store.reading:

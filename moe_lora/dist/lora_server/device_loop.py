@@ -47,7 +47,6 @@ _AHEAD = 2
 _SOONER = 16
 """Fraction of the answer timeout before a loading layer is abandoned."""
 _LEFT = 1 << 62
-"""Above every generation."""
 _STAGE_BYTES = 1 << 20
 
 
@@ -103,11 +102,9 @@ class ResidentTables:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """On `stream`."""
         if self.stream is None:
             yield
             return
-        # Writes of the thread's own stream come first.
         torch.cuda.current_stream(self._device).synchronize()
         with torch.cuda.stream(self.stream):
             yield
@@ -267,7 +264,6 @@ class DeviceSession:
         self._group.put_rows(self._window, answer, status_at, signal, self._member)
 
     def _places(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """x and ids of a site in the window, and the target of its deltas."""
         frames, site, view = self._frames, self._frames.shape.sites[number], self._window.rows
         client, outputs, inputs = self._client, frames.outputs(number), frames.inputs(number)
         x = view(frames.x_at(client, number), inputs, site.in_features, frames.dtype)
@@ -280,7 +276,6 @@ class DeviceSession:
 
 
 _capturing = threading.Lock()
-"""One capture at a time."""
 
 
 class DeviceLoop:
@@ -317,7 +312,7 @@ class DeviceLoop:
                 session.prepare()
                 self.sessions.append(session)
             group.meet()
-        except Exception as error:  # instances then use the transport
+        except Exception as error:
             if not self._stopping.is_set():
                 logger.error("no puts from device to device: %s", error)
             return
@@ -333,7 +328,7 @@ class DeviceLoop:
                     session.queue()
             if not self._stopping.is_set():
                 logger.error("an instance did not go on with a step that it began: its puts get no answer")
-        except Exception:  # the instance gets no answer and uses the transport
+        except Exception:
             logger.exception("a session of devices that put to each other has ended")
         finally:
             session.end()

@@ -78,7 +78,6 @@ class OnHost:
 
 
 def _some(request: DeltaRequest, tokens: np.ndarray) -> DeltaRequest:
-    """A copy of the request for these tokens."""
     ids = None if request.ids is None else request.ids[tokens]
     return replace(
         request,
@@ -124,7 +123,7 @@ class HostShare:
             generation, adapter = contents.get(slot, (-1, None))
             of_slot = ~here & (request.slot == slot)
             if adapter is None or (request.generation[of_slot] != generation).any():
-                return  # its load command is on its way
+                return
             row_adapter[of_slot] = len(adapters)
             adapters.append(adapter)
         width = self._shape.sites[request.site].total_out_features
@@ -136,12 +135,11 @@ class HostShare:
             self._failures.add((adapter.content_hash for adapter in adapters), error)
 
     def _compute(self, on_host: OnHost) -> None:
-        """Compute a piece; the request then queues behind waiting requests."""
         if not on_host.wanted:
             return
         try:
             on_host.compute_piece(self._host)
-        except Exception as error:  # any error: the instance computes by itself
+        except Exception as error:
             on_host.error, on_host.done = error, True
         if on_host.done:
             self._on_done()
@@ -149,7 +147,6 @@ class HostShare:
             self._thread.submit(self._compute, on_host)
 
     def __contains__(self, session: object) -> bool:
-        """True for a started request that was not taken."""
         return session in self._of
 
     def has(self, session: object) -> bool:

@@ -91,12 +91,10 @@ class Leader:
         self._registered_by: dict[str, set[str]] = {}
         self._acquires: dict[tuple[str, str], asyncio.Future[tuple[int, int]]] = {}
         self._looks_again = False
-        """True if `_look_again` is scheduled."""
         self._gives_out = False
         """True if `_give_out` is scheduled, or failed since the last successful look."""
         self._lost = LostContent(self._call_for_content, self._fail)
         self.addresses: dict[int, str] = {}
-        """Addresses of joined ranks."""
 
     @property
     def answers(self) -> Mapping[str, Answer]:
@@ -108,7 +106,7 @@ class Leader:
         return {name: getattr(self, name) for name in names.split()}
 
     async def state(self, visitor: Visitor) -> ServerState:
-        self._give_out()  # counts must include all earlier messages
+        self._give_out()
         table = self._table
         others = range(1, self._partition.layout.num_ranks)
         return ServerState(
@@ -122,7 +120,6 @@ class Leader:
         )
 
     def _unlinked(self, server_rank: int) -> set[str]:
-        """Client ranks of present instances without a session with this rank."""
         clients = self._partition.clients_of_server(server_rank)
         expected = {client_name(instance, client) for instance in self._instances for client in clients}
         return expected - self._linked.get(server_rank, frozenset())
@@ -198,7 +195,7 @@ class Leader:
         if self._ranks.get(visitor.server_rank) is visitor:
             del self._ranks[visitor.server_rank]
             self._linked.pop(visitor.server_rank, None)
-            self.addresses.pop(visitor.server_rank, None)  # clients wait for the rank to join again
+            self.addresses.pop(visitor.server_rank, None)
         logger.warning("server rank %d left", visitor.server_rank)
 
     async def join_instance(self, visitor: Visitor, instance: str) -> None:
@@ -219,7 +216,6 @@ class Leader:
             logger.warning("instance %s left; its leases ended", visitor.instance)
 
     def _forget(self, instance: str) -> None:
-        """End the leases of a lost instance.  Its registered adapters stay known."""
         for instances in self._registered_by.values():
             instances.discard(instance)
         self._table.drop_instance(instance, time.monotonic())
@@ -279,7 +275,7 @@ class Leader:
             raise
         self._dispatch()
         if lease is not None:
-            self._grant(lease)  # an existing lease is no event
+            self._grant(lease)
         return asked
 
     async def release(self, visitor: Visitor, adapter_id: str) -> None:
@@ -290,7 +286,6 @@ class Leader:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Carry out the table's decisions in order."""
         for event in self._table.take_events():
             if isinstance(event, Grant):
                 self._grant(event)
@@ -335,7 +330,7 @@ class Leader:
     def _tell_rank(self, server_rank: int, order: Order) -> None:
         if server_rank == LEADER:
             self._order(order)
-        elif server_rank in self._ranks:  # otherwise informed on return
+        elif server_rank in self._ranks:
             self._ranks[server_rank].peer.send(order)
 
     def _grant(self, event: Grant) -> None:
@@ -353,7 +348,6 @@ class Leader:
             self._fail(adapter_id, f"rank {server_rank} of the LoRA Server can't load it: {reason}")
 
     def _fail(self, adapter_id: str, reason: str) -> None:
-        """End the adapter on all ranks and notify its instances."""
         logger.error("adapter %s is given up: %s", adapter_id, reason)
         self._lost.pop(adapter_id)
         concerned = self._table.fail(adapter_id, time.monotonic()) | self._registered_by.pop(
@@ -375,7 +369,7 @@ class Leader:
                 self._lost.await_content(server_rank, adapter_id)
             elif server_rank == LEADER:
                 self._own_regained(adapter_id)
-            elif server_rank in self._ranks:  # otherwise asks again on return
+            elif server_rank in self._ranks:
                 peer = self._ranks[server_rank].peer
                 peer.send(Content(adapter_id, num_blocks(self._store, adapter_id)))
                 send_blocks(peer, self._store, adapter_id)
@@ -384,7 +378,6 @@ class Leader:
             self._lost.await_content(server_rank, adapter_id)
 
     def _call_for_content(self, adapter_id: str, failed: set[str]) -> str | None:
-        """Call an instance for content, except the failed instances.  Returns its name, or None."""
         for instance in sorted(self._registered_by.get(adapter_id, set()) - failed):
             if instance in self._instances:
                 self._instances[instance].peer.send(Need(adapter_id))

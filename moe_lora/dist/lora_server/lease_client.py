@@ -110,7 +110,6 @@ class LeaseClient:
         return await self._join_leader(timeout_s, self._hear)
 
     async def _serve(self, peer: Peer) -> None:
-        """Send known and wanted adapters to the leader, and wait for its end."""
         self._peer = peer
         answers = {adapter_id: peer.call("register", adapter_id) for adapter_id in self._registered}
         for adapter_id, wanted in self._wanted.copy().items():
@@ -142,7 +141,6 @@ class LeaseClient:
             raise error if isinstance(error, CapacityError) else CapacityError(str(error)) from error
 
     async def _make_known(self, peer: Peer, adapter_id: str, answer: asyncio.Future[Any]) -> None:
-        """Send missing content, and record a refused adapter."""
         try:
             if not await answer:
                 await (await self._give(peer, adapter_id))
@@ -153,8 +151,8 @@ class LeaseClient:
                         adapter_id, *self._wanted[adapter_id]
                     )  # the first acquire came before the content
         except PeerEndedError:
-            return  # the next leader is informed
-        except Exception as error:  # any error of the leader
+            return
+        except Exception as error:
             self._rejected[adapter_id] = error
             logger.warning("the LoRA Server does not take adapter %s: %s", adapter_id, error)
             self._on_change()
@@ -171,7 +169,7 @@ class LeaseClient:
                 answer.add_done_callback(partial(self._take, adapter_id, number))
 
     def _take(self, adapter_id: str, number: int, answer: asyncio.Future[tuple[int, int]]) -> None:
-        if answer.exception() is None:  # otherwise asked again: of a new leader, or after registration
+        if answer.exception() is None:
             self._granted[adapter_id] = number, Lease(*answer.result())
             self._on_change()
 
@@ -179,14 +177,13 @@ class LeaseClient:
         if isinstance(message, Need):
             try:
                 await self._give(peer, message.adapter_id)
-            except Exception as error:  # other adapters use this connection too
+            except Exception as error:
                 logger.error("adapter %s can't be given to the LoRA Server: %s", message.adapter_id, error)
                 peer.call("fail_content", message.adapter_id, str(error))
         elif isinstance(message, AdapterFailed):
             self._fail(message.adapter_id, LoraServerError(message.reason))
 
     def _fail(self, adapter_id: str, error: Exception) -> None:
-        """The server gave the adapter up.  No lease comes before the next `register`."""
         self._rejected[adapter_id] = error
         self._granted.pop(adapter_id, None)
         try:
@@ -196,10 +193,6 @@ class LeaseClient:
         self._on_change()
 
     async def _give(self, peer: Peer, adapter_id: str) -> asyncio.Future[Any]:
-        """Send an adapter's content to the server; returns the future answer.
-
-        Raises LoraServerError without the content, OSError and StorageError for a failing file or disk.
-        """
         if not await asyncio.to_thread(self._store.restore, adapter_id):
             raise LoraServerError("it is not in the store")
         answer = peer.call("give", adapter_id, num_blocks(self._store, adapter_id))

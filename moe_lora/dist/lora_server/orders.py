@@ -35,7 +35,6 @@ class Orders:
         self._need = need
         self._awaiting: dict[str, list[LoadOrder]] = {}
         self._num_failures: Counter[tuple[str, int]] = Counter()
-        """By content and generation."""
         self._epoch = 0
         self._retries: set[asyncio.Task[None]] = set()
 
@@ -56,7 +55,7 @@ class Orders:
             self._forget(order)
         try:
             await asyncio.to_thread(self.carry_out, order)
-        except Exception:  # later orders are carried out all the same
+        except Exception:
             logger.exception("an order of the leader can't be carried out: %s", order)
 
     async def regained(self, adapter_id: str) -> None:
@@ -96,11 +95,10 @@ class Orders:
         self._need(adapter_id)
 
     async def _fail(self, order: LoadOrder, error: Exception) -> None:
-        """Retry after a pause for a transient error, else give the adapter up."""
         adapter_id, key = order.adapter_id, (order.adapter_id, order.generation)
         cause = error.__cause__ if isinstance(error, AdapterError) else error
         is_damaged = isinstance(error, AdapterError) and not isinstance(cause, PASSING)
-        if is_damaged:  # an instance sends the content again, now or with the next load
+        if is_damaged:
             await asyncio.to_thread(self._store.remove, adapter_id)
         self._num_failures[key] += 1
         if (is_damaged or isinstance(cause, PASSING)) and self._num_failures[key] < NUM_TRIES:
@@ -120,7 +118,6 @@ class Orders:
             await self._load(order)
 
     def _forget(self, order: EvictOrder) -> None:
-        """Drop deferred loads of this slot."""
         for adapter_id, waiting in list(self._awaiting.items()):
             kept = [one for one in waiting if (one.slot, one.generation) != (order.slot, order.generation)]
             if kept:

@@ -131,7 +131,6 @@ def plan_memory(
 
 
 def _page_bytes(partition: Partition, num_bytes: int) -> int:
-    """For adapters of at least num_bytes."""
     shard_bytes = num_bytes // partition.shape.num_layers // partition.layout.num_ranks
     return max(_MIN_PAGE_BYTES, 2 ** int(math.log2(max(1, shard_bytes // _PAGES_PER_LAYER))))
 
@@ -144,7 +143,6 @@ def _budgets(
     usual: int,
     spare: int | None,
 ) -> list[int]:
-    """Bytes of each rank."""
     num_ranks = partition.layout.num_ranks
     if server.memory_gb is not None:
         return [round(server.memory_gb * 1e9)] * num_ranks

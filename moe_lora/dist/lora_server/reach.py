@@ -49,7 +49,7 @@ def own_host(address: str) -> str:
         return "127.0.0.1"
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.connect((place.host, place.port))  # sends nothing: only chooses the route
+            sock.connect((place.host, place.port))
             return str(sock.getsockname()[0])
     except OSError as error:
         raise LoraServerError(

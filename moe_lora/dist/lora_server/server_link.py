@@ -121,7 +121,7 @@ class ServerLink:
             session.break_off()
             peer.end()
         logger.warning("lost the LoRA Server at %s: %s", peer.name, peer.problem)
-        await asyncio.sleep(RETRY_S)  # the engine's thread may still wait on the buffers
+        await asyncio.sleep(RETRY_S)
         buffers, self._buffers = self._buffers, None
         if buffers is not None:
             await asyncio.to_thread(self._transport.detach, buffers[0])

@@ -98,7 +98,6 @@ class ServerRank:
     ) -> None:
         self._host = host
         self.restarts = False
-        """True if `run` ended for a restart by the supervisor."""
         self.on_restart: Callable[[], None] = lambda: None
         """Called at the start of that end; set by the process."""
         assert config.lora_server is not None
@@ -137,7 +136,7 @@ class ServerRank:
     def run(self) -> None:
         """Serve until `stop`."""
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread, for kernels
+            torch.cuda.set_device(self._device)
         try:
             self.loop.run()
         finally:
@@ -160,7 +159,6 @@ class ServerRank:
         self.stop()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run in the event loop until this rank ends."""
 
         async def start() -> None:
             self._tasks.append(asyncio.create_task(work))
@@ -209,7 +207,6 @@ class ServerRank:
 
     @staticmethod
     def _report_by(report: Callable[[str, int, str], None]) -> Callable[[str, int, Exception], None]:
-        """Returns a function for any thread; it calls `report` in the event loop."""
 
         def failed(adapter_id: str, generation: int, error: Exception) -> None:
             reason = str(error) or type(error).__name__
@@ -314,7 +311,7 @@ class ServerRank:
             await receive_blocks(peer, self._store, content.adapter_id, content.num_blocks)
         except ConnectionError:
             raise
-        except Exception as error:  # other adapters use this connection too
+        except Exception as error:
             await self._orders.refused(content.adapter_id, error)
         else:
             await self._orders.regained(content.adapter_id)
@@ -331,7 +328,6 @@ class ServerRank:
             self._leader.call(method, *args)
 
     def _serve_devices(self) -> DeviceLoop:
-        """For all instances, beside the transport.  Raises LoraServerError."""
         server, server_rank = self._server, self._server_rank
         leader = server.address, self._keys, self._hello, _LEADER_TIMEOUT_S
         answer = network().run(ask(*leader, "join_devices", ""))
@@ -376,7 +372,7 @@ class ServerRank:
 
     def _link(self, client: str, change: int) -> None:
         self._linked[client] += change
-        self._linked += Counter()  # drops zero counts
+        self._linked += Counter()
         self._tell_links(tuple(self._linked))
 
     async def _tell_turns(self, visitor: Visitor, turns: bytes, num_seen: int) -> None:
@@ -394,7 +390,7 @@ class ServerRank:
 
 
 def _tell_links(leader: Peer, clients: tuple[str, ...]) -> None:
-    if not leader.ended.is_set():  # otherwise the next leader gets everything
+    if not leader.ended.is_set():
         leader.call("linked", clients)
 
 

@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 NUM_TRIES = 3
 """Tries of a load with transient errors."""
 PAUSE_S = 0.2
-"""Before the next try."""
 PASSING = (OSError, StorageError)
 
 
@@ -169,7 +168,7 @@ class ServerAdapterStore:
         with self._changed:
             self._loading.clear()
             self.contents.clear()
-            self._epoch += 1  # a returning leader sends the same generations again
+            self._epoch += 1
             self._first_generation = first_generation
             self.generation[:] = first_generation
             self.loaded[:] = 0
@@ -221,7 +220,6 @@ class ServerAdapterStore:
             self._load_all()
 
     def _load_all(self) -> None:
-        """Runs until `stop`.  An error ends the load of its adapter only."""
         while (step := self._next_layer()) is not None:
             try:
                 self._serve_layer(*step)
@@ -229,7 +227,6 @@ class ServerAdapterStore:
                 self._fail(*step, error)
 
     def _next_layer(self) -> tuple[_Loading, int, Run] | None:
-        """Wait for the next layer; None after `stop`."""
         with self._changed:
             while not self._stopping:
                 now_s = time.monotonic()
@@ -246,7 +243,6 @@ class ServerAdapterStore:
         return None
 
     def _serve_layer(self, loading: _Loading, layer: int, run: Run) -> None:
-        """Load a layer at the allowed rate, then serve the layer, and the adapter after its last layer."""
         start_s, last = time.monotonic(), not loading.runs
         num_bytes = self._load_layer(loading, layer, run)
         if self._load_bytes_per_s is not None:
@@ -258,7 +254,6 @@ class ServerAdapterStore:
         self.on_progress()
 
     def _fail(self, loading: _Loading, layer: int, run: Run, error: Exception) -> None:
-        """Retry the layer after a pause for a transient error, else give the adapter up."""
         content_hash = loading.packed.content_hash
         with self._changed:
             if not self._is_wanted(loading):
@@ -278,7 +273,7 @@ class ServerAdapterStore:
         """Stop serving the content, then call `on_failure`."""
         try:
             self.evict(slot, generation)
-        except Exception:  # the data loop notices a lost device
+        except Exception:
             logger.exception("slot %d can't be cleared", slot)
         self.on_failure(content_hash, generation, error)
 
@@ -320,7 +315,6 @@ class ServerAdapterStore:
             self._stream.wait_stream(torch.cuda.default_stream(self.arena.device))
 
     def _copy(self, packed: PackedLayer, shard: LayerShard, target: torch.Tensor) -> None:
-        """target [bytes] = the shard, complete on return."""
         if self._staging is None:
             shard.copy(packed.data, target.view(packed.data.dtype))
             return

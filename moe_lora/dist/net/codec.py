@@ -56,7 +56,6 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 def _to_plain(value: Any) -> Any:
-    """An error as kind and text (an unknown kind as the nearest known one); numpy's numbers as Python's."""
     if isinstance(value, Exception):
         for kind in type(value).__mro__:
             if kind.__name__ in _KINDS:
@@ -64,7 +63,7 @@ def _to_plain(value: Any) -> Any:
         return (type(value).__name__, str(value))
     if isinstance(value, numbers.Integral):
         return int(value)
-    if isinstance(value, numbers.Real):  # numpy's
+    if isinstance(value, numbers.Real):
         return float(value)
     raise NotImplementedError(f"{type(value).__name__} can't be sent")
 

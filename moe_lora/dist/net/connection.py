@@ -26,7 +26,6 @@ from .keys import Keys
 logger = logging.getLogger(__name__)
 
 OPEN_S = 10.0
-"""Time limit to open a connection."""
 _CLOSE_S = 1.0
 _KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000))
 """A lost host is noticed after about 5 s (on Linux; elsewhere by system defaults)."""
@@ -135,7 +134,7 @@ async def stay_connected(
             problem = await session(await connection())
         except ConnectionError as error:
             problem = str(error)
-        except Exception as error:  # any error: the link is made again
+        except Exception as error:
             logger.exception("%s: the connection failed", name)
             problem = repr(error)
         if problem is None:

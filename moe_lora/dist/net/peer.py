@@ -44,7 +44,7 @@ class _Call:
     def fail(self, error: Exception) -> None:
         if not self.waiter.done():
             self.waiter.set_exception(error)
-            self.waiter.exception()  # the caller may have given up
+            self.waiter.exception()
 
 
 @dataclass(eq=False)
@@ -205,7 +205,6 @@ class Peer:
             call.waiter.set_result(self._protocol.asks.result(call.method, message.value))
 
     def _asked(self, call: CallFrame) -> Asked | None:
-        """The call; an unknown method or wrong arguments are refused."""
         answers = self._protocol.answers
         if answers is None or call.method not in answers:
             self.send(FailureFrame(call.number, ValueError(f"{call.method!r} is not answered here")))
@@ -238,7 +237,6 @@ class Peer:
         self._end(self.problem)
 
     def _end(self, problem: str) -> None:
-        """The connection is over: fail all waiters."""
         if self.ended.is_set():
             return
         self.problem = problem or "the connection ended"
@@ -260,7 +258,6 @@ class Peer:
 
 
 def _reason(error: ConnectionClosed) -> str:
-    """The cause of a connection's end."""
     if error.rcvd is not None and error.rcvd.reason:
         return error.rcvd.reason
     return f"the connection was cut ({error.__cause__!r})" if error.__cause__ else "the other end closed it"

@@ -87,7 +87,7 @@ async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
             settled = partial(settle, done.set_result, function(*args))
         except BaseException as error:
             settled = partial(settle, done.set_exception, error)
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):
             loop.call_soon_threadsafe(settled)
 
     threading.Thread(target=work, daemon=True).start()

@@ -26,7 +26,7 @@ from moe_lora.core.errors import PeerGoneError, SignalTimeoutError
 
 from .descriptor import Descriptor, check_range, check_signal, check_sizes
 
-if TYPE_CHECKING:  # loads the C++ library
+if TYPE_CHECKING:
     from .shm_library import SignalWaiter, SignalWords
 
 
@@ -134,7 +134,6 @@ class Transport(ABC):
         self._windows: dict[int, Any] = {}
         self._remotes: set[Any] = set()
         self._lock = threading.RLock()
-        """Held around the windows of both sides."""
         self._closed = False
 
     def alloc(self, label: str, num_bytes: int, num_signals: int) -> Window:

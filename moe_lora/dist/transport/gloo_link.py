@@ -249,7 +249,7 @@ class Reception:
                     raise ConnectionError("a stranger: it does not know this process's tag")
                 visitor.sendall(tag)
                 link = Link(MeetingStore(visitor), OWNER, self._device, self._timeout_s)
-        except (OSError, RuntimeError) as error:  # the visitor died early, or is not admitted
+        except (OSError, RuntimeError) as error:
             logger.info("a visitor of the gloo transport was turned away: %s", error)
             return
         self._links[number] = link
@@ -261,14 +261,14 @@ class Reception:
                 "a link of the gloo transport is dropped, its peer asked for what can't be: %s", error
             )
             link.abort()
-        except RuntimeError:  # the peer has ended, or this side closes
+        except RuntimeError:
             link.alive = False
         self._links.pop(number, None)
 
     def close(self) -> None:
         """End all links and threads."""
         self._closing = True
-        socket.create_connection(("127.0.0.1", self.port)).close()  # wakes the acceptor
+        socket.create_connection(("127.0.0.1", self.port)).close()
         self._acceptor.join()
         self._listener.close()
         threads = list(self._threads.values())

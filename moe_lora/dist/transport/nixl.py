@@ -204,7 +204,7 @@ class NixlTransfers:
             if time.monotonic() > deadline:
                 self.give_up(transfers)
                 raise remote.gone(f"no answer within timeout_s={timeout_s:g}")
-            self._meanwhile()  # the peer may wait for this process to take its puts
+            self._meanwhile()
 
     def give_up(self, transfers: list[Transfer]) -> None:
         """Cancel transfers, and empty the list."""
@@ -240,7 +240,7 @@ class NixlTransport(Transport):
             ) from None
 
         self.doorbell = lines(1)
-        super().__init__(name, SignalWaiter(self.doorbell, 0.0))  # the loop in wait_any spins
+        super().__init__(name, SignalWaiter(self.doorbell, 0.0))
         # A name per incarnation: a returning peer is a new agent, without old state.
         self._agent_name = f"{name}#{secrets.token_hex(8)}"
         config = nixl_agent_config(enable_prog_thread=False, backends=[])
@@ -326,7 +326,7 @@ class NixlTransport(Transport):
         """Wait for earlier puts."""
         self._check_live(dst)
         self._transfers.finish(dst.pending, dst, self._timeout_s)
-        self._check_live(dst)  # another thread may know that the puts are lost
+        self._check_live(dst)
 
     def quiet(self, dst: NixlRemoteWindow) -> None:
         """Wait for earlier puts, and check the window."""
@@ -359,7 +359,7 @@ class NixlTransport(Transport):
         try:
             self._transfers.ended(remote.pending, remote)
         except PeerGoneError as error:
-            _log.info("%s", error)  # the next put raises
+            _log.info("%s", error)
 
     def wait_any(self, waits: Sequence[tuple[Any, int, int]], timeout_s: float | None) -> int | None:
         """Collect notifications until a signal reaches its value; pauses grow to 2 ms."""

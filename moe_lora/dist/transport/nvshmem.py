@@ -62,7 +62,7 @@ class IbgdaGroup(_Gloo):
         words = symmetric.empty(num_signals * WORDS_PER_SIGNAL, dtype=torch.int64, device=self.device).zero_()
         world = dist.group.WORLD
         assert world is not None
-        if self.size() > 1:  # torch has none for one process
+        if self.size() > 1:
             for tensor in (data, words):
                 symmetric.rendezvous(tensor, group=world)
         torch.cuda.current_stream().synchronize()

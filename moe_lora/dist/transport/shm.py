@@ -94,7 +94,7 @@ def map_peer_segment(found: Descriptor, fd_number: int, tag: int) -> Segment:
     try:
         try:
             known = os.pread(fd, _HEADER.size, 0)
-        except OSError:  # the number now belongs to another file: a pipe, a process's handle
+        except OSError:
             known = b""
         magic, its_tag, its_bytes, its_signals = _HEADER.unpack(known.ljust(_HEADER.size, b"\0"))
         if (magic, its_tag) != (_MAGIC, tag):

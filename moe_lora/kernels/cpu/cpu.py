@@ -55,7 +55,7 @@ class CpuShrunk:
             raise ValueError("this CpuShrunk was expanded before; call lora_shrink for another")
         return address
 
-    def __del__(self, release=_release) -> None:  # module globals may be gone by then
+    def __del__(self, release=_release) -> None:
         if self._address:
             release(self._address)
 
@@ -140,7 +140,6 @@ def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv
 def _redeem(
     shrunk: CpuShrunk, y: torch.Tensor, name: str, dtype: torch.dtype, sign: float, *, overwrite: bool = False
 ) -> None:
-    """y += sign * delta after checks of y; overwrite: zeroes y first."""
     site = shrunk.site
     if (
         y.dim() != 2
@@ -277,7 +276,6 @@ def packed_weights(weight: QuantisedOperand) -> library.PackedWeights:
 
 @functools.cache
 def _parts(form: Format, matrices: tuple[int, ...], num_out: int, width: int, dtype: torch.dtype) -> Any:
-    """Shapes of values, scales and zeros, and dtypes of values and scales, for x of dtype."""
     data, scale = ((*matrices, *size) for size in form.sizes(num_out, width))
     return data, scale, (*matrices, num_out, form.num_groups(width)), *form.dtypes(dtype)
 

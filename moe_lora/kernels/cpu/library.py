@@ -282,7 +282,6 @@ def lora_error(refusal: int, operands: LoraOperands) -> str:
 
 
 def _offset_error(operands: LoraOperands) -> str:
-    """Names the batch's first matrix outside the arena."""
     x, ids, site, layer, token_slots, slots, arena = operands
     arena_bytes, itemsize = arena.numel(), x.element_size()
     experts = [0] if ids is None else ids[ids >= 0].unique().tolist()

@@ -101,7 +101,7 @@ def _load() -> ctypes.CDLL | None:
     try:
         operations = ctypes.CDLL(spec.origin)
         found = _built_for(operations)
-    except (OSError, AttributeError):  # a name missing from this torch or library
+    except (OSError, AttributeError):
         found = "others"
     if found != (wanted := _wanted()):
         logger.warning(

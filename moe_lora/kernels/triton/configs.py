@@ -111,13 +111,12 @@ def order_of(kernel: str, config: Config) -> tuple[Any, ...]:
 
 
 def _staged_bytes(kernel: str, config: Config) -> int:
-    """Bytes of the staged operand tiles of a two-byte dtype per SM (0 for tiles in registers)."""
     if kernel.startswith("vector"):
         return 0
     stages, tokens = config["num_stages"], config["block_t"]
     if kernel == "wgmma_shrink":
         per_program = stages * (64 + tokens) * config["block_k"]
-    else:  # h as two numbers, once
+    else:
         per_program = 64 * (stages * config["block_c"] + 2 * tokens)
     return 2 * per_program * config["programs_per_sm"]
 
@@ -184,7 +183,6 @@ class ConfigTable:
             self._check_phases(kernel)
 
     def _check_phases(self, kernel: str) -> None:
-        """Check every place named by the kernel's entries, and one unnamed place."""
         rows = [entry for entry in self.entries if entry.kernel == kernel]
         in_widths = {entry.in_features or 0 for entry in rows} | {0}
         out_widths = {entry.out_features or 0 for entry in rows} | {0}
@@ -309,7 +307,6 @@ def interpreted() -> bool:
 
 @lru_cache(maxsize=16)
 def _device_facts(device: torch.device) -> tuple[str, int]:
-    """Name and number of SMs."""
     properties = torch.cuda.get_device_properties(device)
     return properties.name, properties.multi_processor_count
 
@@ -364,7 +361,6 @@ def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
         meta = {name: value for name, value in meta.items() if name not in ("num_warps", "num_stages")}
         kernel[(programs,)](*operands, **meta, **when_it_begins(kernel, False))
         return
-    # The first may lie in page-locked host memory.
     tensors = (one for one in operands if isinstance(one, torch.Tensor))
     device = next((one.device for one in tensors if one.is_cuda), operands[0].device)
     meta |= when_it_begins(kernel, table_of(device).dependent_launch)

@@ -21,7 +21,6 @@ from . import configs
 from .signals import seen
 
 WORDS = 8
-"""Distance of signals."""
 LOST, STALE, ENDED = 1, 2, 4
 """Bits of a state: a wait hit its bound; rows of an answer are missing; the owner stopped the wait."""
 _LOST, _STALE, _OVER = tl.constexpr(LOST), tl.constexpr(STALE), tl.constexpr(LOST | ENDED)
@@ -59,7 +58,7 @@ def wait_signals(
         while (value < target) & (polls < max_polls) & ((tl.load(state, volatile=True) & _OVER) == 0):
             value = tl.load(word, volatile=True)
             polls += 1
-        if seen(word, INTERPRETED) < target:  # later reads see earlier puts
+        if seen(word, INTERPRETED) < target:
             tl.store(state, tl.load(state) | _LOST)
         counts = status + number * stride * BLOCKS * 2
         for block in range(BLOCKS):

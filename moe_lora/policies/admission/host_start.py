@@ -19,7 +19,6 @@ _LONGEST_PROMPT = 1 << 17
 _LARGEST = 1e30
 """Limit of a profile's numbers against overflow; a divisor's least is 1 / _LARGEST."""
 _MOST = 1 << 20
-"""Limit of a profile's counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +236,6 @@ class HostStart:
 
 
 def _least(limit: int, holds: Callable[[int], bool]) -> int | None:
-    """The least number from 1 to limit with a monotone `holds`; None if not holds(limit)."""
     if not holds(limit):
         return None
     low, high = 0, limit

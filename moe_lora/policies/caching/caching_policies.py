@@ -176,7 +176,6 @@ class CostAware:
         return self.costs.move_s(num_pages) < self._compute_s(first_token, num_tokens)
 
     def _compute_s(self, first_token: Amount, num_tokens: Amount) -> Amount:
-        """Seconds lost by recomputing KV, with requests queued behind."""
         alone_s = self.costs.recompute_s(first_token, num_tokens)
         return alone_s * (1 + self.behind_per_s * alone_s)
 

@@ -219,7 +219,6 @@ class DLora:
         return uid is not None and self.credits.of[uid] >= passed_over and view.eligible(uid)
 
     def _note(self, view: MergingView, adapter: Uid, fcfs: Rows, waiting: Rows) -> None:
-        """Count this step in the period, or start a new one at a break point."""
         period, merged = self._period, self._merged is not None
         if period is not None and (
             period.adapter != adapter or period.merged != merged or period.num_steps >= self.settings.period
@@ -236,14 +235,12 @@ class DLora:
         )
 
     def _break_point(self) -> None:
-        """Change of mode or merged adapter, or end of the period: tune, and start a new period."""
         period, self._period = self._period, None
         if period is not None:
             self.thresholds.tune(period, self._costs.swap_s(None, period.adapter))
 
 
 def _at_most(rows: Counter[Uid], most: int) -> Counter[Uid]:
-    """A number of the rows, spread evenly enough to estimate a step's time."""
     total = sum(rows.values())
     if total <= most:
         return rows
@@ -310,7 +307,6 @@ class CheapestMode:
         self._saved_s.pop(uid, None)
 
     def _keep_time(self, view: MergingView) -> None:
-        """Time of passing others over, and of a finished swap."""
         elapsed_s = max(0.0, view.now_s - self._last_s)
         self._last_s = view.now_s
         self._passed_s = max(0.0, self._passed_s + (elapsed_s if self._last.only else -elapsed_s))
@@ -323,7 +319,6 @@ class CheapestMode:
             self._swap = None
 
     def _carried(self, view: MergingView, fcfs: Rows, present: Uid) -> Uid:
-        """The adapter for the weights."""
         mergeable = (uid for uid in fcfs if uid is not None and view.eligible(uid))
         largest = max(mergeable, key=fcfs.__getitem__, default=None)
         num = sum(fcfs.values())

@@ -14,7 +14,6 @@ Mode: TypeAlias = Literal["unmerged", "merged", "mixed"]
 Rows: TypeAlias = Mapping[Uid, int]
 """Requests of each adapter in a step."""
 _SHARE = 0.05
-"""Weight of the latest measurement in a mode's mean."""
 
 
 def mode_of(rows: Rows, merged: Uid) -> Mode:

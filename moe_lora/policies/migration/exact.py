@@ -115,14 +115,12 @@ class _Program:
         return LinearConstraint(matrix, lower, upper)
 
     def targets(self, x: FloatArray) -> list[int]:
-        """Replica of each request."""
         return [int(j) for j in (x[self._on_device] + x[self._on_host]).argmax(axis=1)]
 
     def _row(self, columns: IntArray, values: FloatArray, lower: float, upper: float) -> None:
         self._rows.append((columns, values, lower, upper))
 
     def _of_replica(self, j: int) -> None:
-        """Its seconds are at most T, its bytes within its memory."""
         problem, replica = self._problem, self._problem.replicas[j]
         seconds = np.array(
             [

@@ -40,7 +40,6 @@ NUM_TRIED = 8
 NEAR = 0.02
 """Accepted share above the bound."""
 MAX_STEPS = 48
-"""Of a search."""
 DEPTHS = (1.0, 0.75)
 """Fractions of the bound that givers go down to; the next is tried after a bad result."""
 
@@ -71,7 +70,6 @@ def plan_fast(problem: MigrationProblem, *, num_selected: int = 4) -> MigrationP
 
 
 def _search(placement: Placement, near_s: float, num_chosen: int) -> None:
-    """Speed up the slowest replica until near enough or without gain."""
     costs = placement.costs()
     for _ in range(MAX_STEPS):
         slowest = max(range(len(costs)), key=costs.__getitem__, default=-1)
@@ -89,7 +87,6 @@ def _search(placement: Placement, near_s: float, num_chosen: int) -> None:
 
 
 def _spread(placement: Placement, bound_s: float, depth: float) -> None:
-    """Move requests from replicas above the bound, each to the earliest end."""
     fleet = _Fleet(placement)
     given: list[int] = []
     for j, cost in enumerate(placement.costs()):
@@ -166,7 +163,6 @@ class _Fleet:
         return target
 
     def _of_adapter(self, k: int) -> tuple[FloatArray, FloatArray]:
-        """[replicas] seconds and bytes added by its first request there."""
         if k not in self._absent:
             placement, num = self._placement, len(self._counts)
             is_adapter = k < len(placement.problem.adapters)
@@ -235,7 +231,6 @@ class Search:
         return self._move(slowest, limit) or self._swap(slowest, limit) or self._exchange(slowest, limit)
 
     def _move(self, m: int, limit: float) -> bool:
-        """Move one request, or several of one adapter, cheapest first."""
         placement, members = self.placement, self.members(m)
         members = members[np.argsort((placement.moved_s - placement.exec_s)[members], kind="stable")]
         there_s = self.request_s(members[:, None], self.every)
@@ -272,7 +267,6 @@ class Search:
         return False
 
     def _swap(self, m: int, limit: float) -> bool:
-        """Swap two requests."""
         mine, found = self._sample(m, NUM_SWAPPED), []
         for target in self.every[self.every != m].tolist():
             theirs = self._sample(target, NUM_SWAPPED)
@@ -290,7 +284,6 @@ class Search:
         return False
 
     def _exchange(self, m: int, limit: float) -> bool:
-        """Exchange up to two requests each way; adapters count only in the final check."""
         found: list[tuple[float, int, list[int], list[int]]] = []
         mine, goes = self._pairs(m)
         num_bytes = self.placement.num_bytes
@@ -326,7 +319,6 @@ class Search:
         return by_time[np.linspace(0, len(members) - 1, most).astype(np.int64)]
 
     def _after(self, m: int, goes: IntArray, comes: IntArray) -> FloatArray:
-        """A replica's total after a swap of two requests."""
         placement = self.placement
         old, new = placement.adapter[goes], placement.adapter[comes]
         last = (self.counts[old, m] == 1) & (old != new)
@@ -338,7 +330,6 @@ class Search:
         return self.total(self.seconds[m] + seconds, self.used[m] + used, m)
 
     def _try(self, m: int, target: int, goes: Iterable[int], comes: Iterable[int]) -> bool:
-        """Move them, unless the slower of both replicas gets no faster or more memory is missing."""
         here, there = self.chosen[m], self.chosen[target]
         before = [self.placement.cost(j) for j in (here, there)]
         for i in goes:

@@ -32,7 +32,6 @@ RequestId: TypeAlias = Hashable
 FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
 TOLERANCE = 1e-9
-"""Of the objective, for rounding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,6 @@ def plan_relaxed(problem: MigrationProblem, *, num_selected: int = 4) -> Migrati
 
 
 def _rounded(parts: FloatArray) -> list[int]:
-    """Replicas of a group's requests: whole parts first, then the largest remainders."""
     num = round(float(parts.sum()))
     whole = np.floor(parts + 1e-6).astype(np.int64)
     rest = np.argsort(whole - parts, kind="stable")[: num - int(whole.sum())]
@@ -86,7 +85,6 @@ class _Relaxed:
         self._adapters = sorted({k for k in self._of_group if k < len(placement.adapter_bytes) - 1})
 
     def solve(self) -> FloatArray:
-        """[groups, replicas] requests of each group there."""
         from scipy.optimize import linprog  # a third of a second, which a front end without moves saves
         from scipy.sparse import vstack
 
@@ -143,8 +141,6 @@ class _Relaxed:
 
 
 class _Rows:
-    """Entries of some rows of a program; broadcasts."""
-
     def __init__(self) -> None:
         self._parts: list[tuple[NDArray[Any], ...]] = []
 

@@ -132,7 +132,6 @@ def paying_moves(
 
 
 def _lowers(placement: Placement, i: int, target: int, cost_s: float) -> bool:
-    """Move a request if the move pays; returns True if moved."""
     home = placement.replica_of[i]
     old = placement.cost(home), placement.cost(target)
     placement.move(i, target)

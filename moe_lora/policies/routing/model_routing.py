@@ -49,8 +49,6 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """An instance's modelled work at the last look."""
-
     load: InstanceLoad
     num_changes: int
     queue: StepWork
@@ -74,7 +72,6 @@ class _Known:
         return work
 
     def row(self, adapter: str | None, num_tokens: int) -> Row:
-        """Rank 0 for the base model and unknown adapters."""
         return Row(adapter, 0 if adapter is None else self._ranks.get(adapter, 0), num_tokens)
 
     def _count(self, load: InstanceLoad) -> _Work:

@@ -92,7 +92,6 @@ class PhiRouting:
         self._otherwise = LeastOutstanding()
         self._table = _checked(table or {})
         self._credits: dict[str, dict[int, float]] = {}
-        """Progress of each adapter in its row."""
 
     @property
     def table(self) -> dict[str, list[tuple[int, float]]]:

@@ -63,7 +63,7 @@ def iar_curves(
     }
 
 
-GRID_RATIO = 1.25  # between tried loads; the grid is the same for every load
+GRID_RATIO = 1.25
 
 
 class NeededCapacity:

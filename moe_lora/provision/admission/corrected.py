@@ -66,7 +66,7 @@ class BusyPeriods:
         return np.einsum("gu,gu->g", self._density, 1 - still_one)
 
 
-MERGE_WIDTH = 0.02  # relative distance of merged rates
+MERGE_WIDTH = 0.02
 SMALL_RATE = 1e-3  # of the mean rate: smaller rates merge at any ratio
 TOLERANCE = 1e-6  # of mu
 MAX_ROUNDS = 100
@@ -79,9 +79,7 @@ class DemandState(NamedTuple):
     up_rate: float
     down_rate: float
     not_active: float
-    """Share of requests for an inactive adapter."""
     num_waiting: float
-    """Requests with a wait for a slot."""
 
 
 class SlotDemand:
@@ -165,7 +163,6 @@ class SlotDemand:
 
 
 def _merged(probabilities: np.ndarray, global_batch: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean rate, number and mass of each merged group of adapters: [G] each."""
     rates = np.clip(global_batch * probabilities, np.finfo(float).tiny, LARGEST_RATE)
     small = SMALL_RATE * rates.mean()
     _, group = np.unique(np.floor(np.log(rates + small) / MERGE_WIDTH), return_inverse=True)
@@ -173,7 +170,7 @@ def _merged(probabilities: np.ndarray, global_batch: float) -> tuple[np.ndarray,
     return np.bincount(group, rates) / counts, counts, np.bincount(group, probabilities)
 
 
-GRID_RATIO = 1.3  # between distances from M with computed rates
+GRID_RATIO = 1.3
 
 
 def corrected_admissibility_rate(popularity: Probabilities, global_batch: float, capacity: int) -> float:
@@ -202,7 +199,6 @@ def corrected_wait(popularity: Probabilities, global_batch: float, capacity: int
 
 
 def _demand(popularity: Probabilities, global_batch: float, capacity: int) -> SlotDemand | None:
-    """None if every used adapter has a slot."""
     probabilities = checked_probabilities(popularity)
     batch, slots = checked_global_batch(global_batch), checked_capacity(capacity)
     used = probabilities[probabilities > 0]
@@ -231,7 +227,6 @@ def _refused(demand: SlotDemand) -> tuple[float, float]:
 
 
 def _distances(last: int) -> np.ndarray:
-    """0, 1, 2, ... in steps that grow by GRID_RATIO, up to last - 1 and last."""
     distances = [0]
     while distances[-1] < last:
         distances.append(min(last, max(distances[-1] + 1, int(distances[-1] * GRID_RATIO))))
@@ -243,10 +238,6 @@ def _columns(demand: SlotDemand, grid: np.ndarray) -> list[np.ndarray]:
 
 
 def _log_rates(grid: np.ndarray, rates: np.ndarray, num_sources: np.ndarray) -> np.ndarray:
-    """Logarithms of the rates at every integer from grid[0] to grid[-1].
-
-    num_sources: adapters able to make the step, linear in n.  Interpolates the rate per source.
-    """
     whole = np.arange(grid[0], grid[-1] + 1)
     if len(grid) == 1:
         return np.log(rates)

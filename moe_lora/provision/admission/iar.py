@@ -26,7 +26,7 @@ from moe_lora.workload.popularity.popularity import (
     checked_probabilities,
 )
 
-OUTSIDE = 1e-13  # allowed probability outside the window
+OUTSIDE = 1e-13
 NEGLIGIBLE = 37.0  # skips points with a characteristic function below exp(-37)
 
 
@@ -79,7 +79,7 @@ def _generating_functions(
     q: np.ndarray, counts: np.ndarray, mass: np.ndarray, theta: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """P(z) and P(z) sum_i mass_i (1 - q_i) / (1 - q_i + q_i z) at z = exp(i theta)."""
-    versine = 2 * np.sin(theta / 2) ** 2  # 1 - cos(theta)
+    versine = 2 * np.sin(theta / 2) ** 2
     square = 1 - 2 * np.outer(versine, q * (1 - q))
     real, imaginary = 1 - np.outer(versine, q), np.outer(np.sin(theta), q)
     whole = np.exp(0.5 * (np.log(square) @ counts) + 1j * (np.arctan2(imaginary, real) @ counts))
@@ -214,7 +214,6 @@ class AdmissibilityModel:
         return self._resident_above(self.threshold(capacity))
 
     def _overflow(self, capacity: int) -> Overflow:
-        """1 - IAR, and the probability of a full cache."""
         return overflow(self.resident(capacity), self.groups.counts, self.groups.mass, capacity)
 
     def rate(self, capacity: int) -> float:
@@ -274,7 +273,6 @@ def first_from(near: int, least: int, most: int, reaches: Callable[[int], bool])
 
 
 def _leftmost(model: AdmissibilityModel, target: float, low: int, high: int) -> int | None:
-    """Smallest capacity in [low, high] with the target; all below the expected active number."""
     stretches = [(low, high)]
     while stretches:
         begin, end = stretches.pop()

@@ -173,7 +173,6 @@ def _bracket(
     lora_rank: int,
     trials: list[Trial],
 ) -> tuple[float, float]:
-    """A rate that holds, and its double, which fails.  max_steps: upwards, downwards."""
     rate = start_per_s
     if holds(rate):
         for _ in range(max_steps[0]):

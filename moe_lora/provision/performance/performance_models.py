@@ -184,8 +184,6 @@ def read_step_model(
 
 
 class _Listed(FileContent):
-    """A model in the file."""
-
     kernel: str
     form: str
     expert_share: float
@@ -195,8 +193,6 @@ class _Listed(FileContent):
 
 
 class _File(BaseModel):
-    """The used fields of the file."""
-
     models: list[_Listed]
 
 

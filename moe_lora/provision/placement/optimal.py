@@ -48,7 +48,7 @@ def even_out(problem: PlacementProblem, shares: Shares) -> Shares:
     rows, adapters, servers = np.array(pairs).T
     columns, every = np.arange(len(pairs)), np.arange(len(fixed))
     load = problem.demand[adapters] * per_token[servers]
-    worst = np.full(len(fixed), len(pairs))  # the column of T
+    worst = np.full(len(fixed), len(pairs))
     at = np.concatenate([servers, every]), np.concatenate([columns, worst])
     on_server = coo_matrix((np.concatenate([load, -np.ones(len(fixed))]), at))
     of_adapter = coo_matrix((np.ones(len(pairs)), (rows, columns)), shape=(len(split), len(pairs) + 1))
@@ -105,7 +105,6 @@ def within_bytes(
 def _leaving(
     problem: PlacementProblem, shares: Shares, now: Shares, cost: Mapping[int, float]
 ) -> list[list[int]]:
-    """Of each server, the adapters with a smaller share in the result, best to move last."""
     queues: list[list[tuple[float, int]]] = [[] for _ in problem.servers]
     for adapter, row in now.items():
         for server, share in row.items():
@@ -194,7 +193,6 @@ def optimal_placement(
 
 
 def _is_whole(problem: PlacementProblem, before: Shares) -> bool:
-    """True if every adapter has all shares on current servers."""
     return len(before) == len(problem.names) and all(
         abs(sum(row.values()) - 1.0) < ROUNDING for row in before.values()
     )

@@ -112,8 +112,6 @@ def rank_budgets(problem: PlacementProblem) -> tuple[dict[int, int], int]:
 
 
 class _Packing:
-    """Steps 3 and 4 on unnamed servers, from the highest rank down."""
-
     def __init__(self, problem: PlacementProblem) -> None:
         self._problem = problem
         self._shares: Shares = {}
@@ -122,7 +120,7 @@ class _Packing:
         self._held = [0] * num_servers
         self._max_rank = [0] * num_servers
         self._target = problem.target_utilisation
-        self._order = sorted(  # heaviest first; numbers follow the order of names
+        self._order = sorted(
             range(len(problem.names)), key=lambda a: (-problem.ranks[a], -problem.load[a], a)
         )
 
@@ -172,7 +170,7 @@ class _Packing:
         """
         load = float(self._problem.load[adapter]) * share
         servers = range(len(self._load))
-        if load <= 0:  # any server will do; prefer no raised rank, then fewest adapters
+        if load <= 0:
             rank = int(self._problem.ranks[adapter])
             fitting = [one for one in servers if self._max_rank[one] >= rank] or list(servers)
             self._put(adapter, min(fitting, key=lambda one: (self._held[one], one)), share)
@@ -196,7 +194,6 @@ class _Packing:
 
 
 def _by_names(place: Callable[..., Shares]) -> Callable[..., Table]:
-    """`place(problem, before)`, by numbers, as a function of names."""
 
     @functools.wraps(place)
     def placed(
@@ -256,7 +253,6 @@ def replicate_everywhere(problem: PlacementProblem, before: Shares) -> Shares:
 
 
 def _optimal(*arguments: Any) -> Table:
-    """`optimal_placement` with some slack against noise."""
     return optimal_placement(*arguments, slack=0.05).table
 
 
@@ -269,4 +265,3 @@ PLACEMENTS: dict[str, Callable[..., Table]] = {
     "everywhere": replicate_everywhere,
     "burst_tolerance": place_by_burst_tolerance,
 }
-"""Placements by setting name."""

@@ -17,7 +17,6 @@ Server: TypeAlias = Hashable
 Table: TypeAlias = dict[str, list[tuple[Server, float]]]
 """Routing table: adapter -> [(server, share phi of its requests)]; phi of an adapter sum to 1."""
 Placed: TypeAlias = Mapping[str, Iterable[tuple[Server, float]]]
-"""A read-only table."""
 Shares: TypeAlias = dict[int, dict[int, float]]
 """A table by numbers: adapter -> server -> phi > 0 (0 allowed for an adapter's only server)."""
 ROUNDING = 1e-9
@@ -153,7 +152,6 @@ def placement_problem(
 
 
 _SHARE_WEIGHT = 1e-3
-"""Breaks ties between equal copies: the smaller change of phi."""
 
 
 def least_moves(problem: PlacementProblem, shares: Shares, before: Shares) -> Shares:
@@ -183,7 +181,6 @@ def least_moves(problem: PlacementProblem, shares: Shares, before: Shares) -> Sh
 
 
 def _swap_equal(problem: PlacementProblem, shares: Shares, before: Shares) -> Shares:
-    """Equal adapters swap rows to stay on their servers."""
     equal: dict[tuple[int, float], list[int]] = {}
     for adapter in shares:
         equal.setdefault((int(problem.ranks[adapter]), float(problem.demand[adapter])), []).append(adapter)

@@ -45,7 +45,7 @@ def rank_caps(demand: dict[int, float], tokens_per_s: dict[int, float], num_serv
         counts = _least_counts(tokens, points, num_servers)
         load, last = _tightest(tokens, points, counts)
         if last == len(ranks) - 1:
-            counts[last] += num_servers - sum(counts)  # surplus servers only help here
+            counts[last] += num_servers - sum(counts)
             load, last = _tightest(tokens, points, counts)
         for place in range(last + 1):
             if counts[place]:
@@ -56,9 +56,8 @@ def rank_caps(demand: dict[int, float], tokens_per_s: dict[int, float], num_serv
 
 
 def _least_counts(tokens: Sequence[float], points: Sequence[float], num_servers: int) -> list[int]:
-    """Servers of each rank, at most num_servers, at the least feasible load."""
     low = math.fsum(t / p for t, p in zip(tokens, points, strict=True)) / num_servers
-    high = math.fsum(tokens) / (num_servers * points[0])  # all servers take all ranks
+    high = math.fsum(tokens) / (num_servers * points[0])
     if sum(counts := _needed(tokens, points, low * (1 + ROUNDING))) <= num_servers:
         return counts
     for _ in range(_STEPS):
@@ -71,7 +70,6 @@ def _least_counts(tokens: Sequence[float], points: Sequence[float], num_servers:
 
 
 def _needed(tokens: Sequence[float], points: Sequence[float], load: float) -> list[int]:
-    """Fewest servers of each rank at this load, from the highest rank down."""
     counts = []
     room = wanted = 0.0
     for demand, point in zip(tokens, points, strict=True):
@@ -114,7 +112,6 @@ class Filling:
         return self._shares
 
     def _keep(self, rank: int, adapters: Iterable[int]) -> list[tuple[float, int]]:
-        """Adapters keep their servers, within the room.  Returns the remaining shares."""
         left = []
         for adapter in adapters:
             rest = amount = self._amounts[adapter]
@@ -126,12 +123,10 @@ class Filling:
         return left
 
     def _place(self, rank: int, left: list[tuple[float, int]]) -> None:
-        """Place the rest: first on servers with the adapter, then on servers of lowest sufficient rank."""
         allowed = sorted(
             (server for server, cap in enumerate(self._caps) if cap >= rank),
             key=lambda one: (self._caps[one], one),
         )
-        # Without a server of sufficient rank (rounding noise), take the highest.
         allowed = allowed or [max(range(len(self._caps)), key=lambda one: (self._caps[one], -one))]
         place = 0
         for amount, adapter in sorted(left, key=lambda one: (-one[0], one[1])):
@@ -163,14 +158,13 @@ class Filling:
                 heaps[least] = [(self._held[s], s) for s, cap in enumerate(self._caps) if cap >= least]
                 heapq.heapify(heaps[least])
             heap = heaps[least]
-            while heap[0][0] < self._held[heap[0][1]]:  # stale: another rank's heap added adapters
+            while heap[0][0] < self._held[heap[0][1]]:
                 heapq.heapreplace(heap, (self._held[heap[0][1]], heap[0][1]))
             server = heap[0][1]
             self._hold(adapter, server, 1.0)
             heapq.heapreplace(heap, (self._held[server], server))
 
     def _put(self, adapter: int, server: int, amount: float) -> float:
-        """Put as much as fits; amounts within rounding count as 0."""
         room = self._room[server]
         amount, enough = min(amount, room), amount <= room
         if amount <= (0.0 if enough else self._least):

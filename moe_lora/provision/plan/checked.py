@@ -35,7 +35,6 @@ FARTHEST = 1.3
 BUSIEST = 1.1
 """Replays clusters up to this link utilisation by the model of misses."""
 SEEDS = 0, 2
-"""Draws for choosing a plan."""
 CHUNKS, LEAST_REQUESTS = 4, 1500
 """Long prompts (above CHUNKS steps) reduce the requests of a search, down to LEAST_REQUESTS."""
 GROWTH = 10
@@ -121,7 +120,6 @@ class PlaceSearch:
                     yield layout, num_instances
 
     def _nearness(self, layout: Layout, num_instances: int) -> float:
-        """Largest ratio of predicted to allowed value; inf if impossible."""
         cluster, inputs = self._cluster, self._inputs
         most = cluster.max_batch[0]
         alone = cluster.batch(layout, num_instances, loads=False)
@@ -129,12 +127,12 @@ class PlaceSearch:
         if alone > self._farthest * most or slots < 1:
             return math.inf
         batch = cluster.batch(layout, num_instances, loads=True)
-        if batch > self._farthest * most:  # loads at or beyond the links' limit
+        if batch > self._farthest * most:
             batch = alone
         one = candidate(cluster, layout, 1, num_instances, batch)
         busy = one.queue.utilisation
         if inputs.global_batch is None:
-            assert inputs.rate_per_s is not None  # one of the two is given
+            assert inputs.rate_per_s is not None
             busy = cluster.load_queue(layout, inputs.rate_per_s * (1 + cluster.margin)).utilisation
         if busy > self._busiest:
             return math.inf
@@ -214,7 +212,7 @@ def planned_rate(inputs: PlanInputs, plan: Plan) -> float:
     """Requests per second: given, or those of a given global batch by prediction."""
     if inputs.global_batch is not None:
         return plan.global_batch / (inputs.output_tokens * plan.tpot_s)
-    assert inputs.rate_per_s is not None  # PlanInputs has one of the two
+    assert inputs.rate_per_s is not None
     return inputs.rate_per_s * (1 + inputs.load_margin)
 
 
@@ -247,7 +245,6 @@ def _smallest(search: PlaceSearch, modelled: Plan | None, refusal: str) -> Sized
 
 
 def _in_budget(search: PlaceSearch, modelled: Plan) -> SizedCluster:
-    """The split of highest rate if it holds, else the most promising split that holds."""
     nearest = place_of(modelled)
     if search.holds(nearest):
         return nearest

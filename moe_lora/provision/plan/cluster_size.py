@@ -50,7 +50,6 @@ class Cluster:
         self.inputs = inputs
         self.margin = inputs.load_margin if inputs.global_batch is None else 0.0
         self.layer_budget_s = inputs.slo_tpot_s / inputs.shape.num_layers
-        """SLO_Layer."""
         self.stages = StageTimes(
             inputs.profile,
             inputs.shape,
@@ -106,7 +105,6 @@ class Cluster:
 
     @cached_property
     def _context_of_a_token(self) -> float:
-        """Mean attended tokens of a computed prompt token."""
         per_row = self.stages.prompts
         return per_row.pairs / per_row.tokens if per_row.tokens else 0.0
 
@@ -194,7 +192,6 @@ class Cluster:
             return self.alone[key]
         assert inputs.rate_per_s is not None, "a load has a rate or a global batch"
         queue = self.load_queue(layout, inputs.rate_per_s)
-        # Steps with loads are longer, so start at the rows without loads.
         return self.fixed_point(
             lambda rows: queue.step_s(self.tpot_s(layout.ep, rows), num_instances, inputs.shape.num_layers),
             self.steady_rows(layout, num_instances, loads=False),
@@ -337,7 +334,7 @@ class Cluster:
     def _layouts(self) -> Iterator[Layout]:
         shape = self.inputs.shape
         for ep in range(1, (shape.num_experts or len(shape.sites)) + 1):
-            with suppress(ConfigError):  # x is wrong for every y
+            with suppress(ConfigError):
                 self._partition(Layout(ep=ep))
                 yield from (Layout(ep=ep, pp=pp) for pp in range(1, shape.num_layers + 1))
 

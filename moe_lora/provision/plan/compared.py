@@ -88,7 +88,6 @@ def _cheaper(cluster: Cluster, coupled: Plan, trace: Trace) -> Plan:
 
 
 def _of_given(inputs: PlanInputs, coupled: Plan, trace: Trace) -> Plan:
-    """For a given batch, GPU count or instance count: the kind that holds with fewer GPUs."""
     try:
         plan = checked_server_plan(inputs, trace)
     except (SloError, MissingRateError) as refused:
@@ -105,7 +104,6 @@ def _of_given(inputs: PlanInputs, coupled: Plan, trace: Trace) -> Plan:
 
 
 def _server_below(search: PlaceSearch, limit: int) -> SizedCluster | None:
-    """The smallest cluster with a LoRA Server and fewer GPUs than `limit`; None if all miss a goal."""
     low = _first(lambda number: bool(search.of(number)), 1, limit - 1) or limit
     tried = range(limit - 1, max(low, limit - PATIENCE) - 1, -1)
     found = next(filter(None, map(search.holding, tried)), None)
@@ -130,7 +128,6 @@ def _walked_down(search: PlaceSearch, place: SizedCluster) -> SizedCluster:
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int | None:
-    """Smallest number from low to high with holds(number), by bisection; None if not holds(high)."""
     if not holds(high):
         return None
     while low < high:
@@ -140,7 +137,6 @@ def _first(holds: Callable[[int], bool], low: int, high: int) -> int | None:
 
 
 def _coupled_wins(cluster: Cluster, coupled: Plan, search: PlaceSearch) -> str:
-    """Reasons, and the distance of a LoRA Server by the models."""
     total = coupled.total_gpus
     number, by = _first(lambda gpus: bool(search.of(gpus, 1.0)), total, MOST * total), " by the models"
     if number == total:
@@ -155,7 +151,6 @@ def _coupled_wins(cluster: Cluster, coupled: Plan, search: PlaceSearch) -> str:
 
 
 def _replayed_from(search: PlaceSearch, number: int) -> int | None:
-    """GPUs of the first cluster with a LoRA Server and all goals met; grows by a quarter."""
     most = 2 * number
     while number <= most:
         if search.holding(number) is not None:
@@ -243,14 +238,12 @@ def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
 
 
 def _kv_bytes(cluster: Cluster, place: SizedCluster) -> float:
-    """Of an instance."""
     inputs = cluster.inputs
     context = inputs.shape.kv_bytes_per_token() * inputs.context_tokens
     return Coupled(cluster).kv_requests(place.slots) * context
 
 
 def _layer_ms(cluster: Cluster, batch: float) -> dict[str, float]:
-    """Times of one layer of a mean step, in ms."""
     stages = cluster.stages
     times_s = {
         "slo_layer": cluster.layer_budget_s,

@@ -89,7 +89,7 @@ class Coupled:
             return []
         least = min(most, self._cluster.needed(self.batch(num_instances)))
         slots = dict.fromkeys(least + round(part * (most - least)) for part in SPLITS)
-        if most == len(self._inputs.probabilities):  # every adapter has a slot; no loads
+        if most == len(self._inputs.probabilities):
             slots = {most: None} | (slots if loads else {})
         return [SizedCluster(None, num_instances, one) for one in slots]
 
@@ -138,7 +138,6 @@ class Coupled:
 
     @cached_property
     def _room(self) -> float:
-        """Bytes of an instance beside the weights."""
         inputs = self._inputs
         gpu = inputs.profile.gpu
         usable = inputs.instance_gpus * gpu.memory_bytes * gpu.instance_memory_share

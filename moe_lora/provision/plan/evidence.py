@@ -65,7 +65,6 @@ def evidence(inputs: PlanInputs, place: SizedCluster, rate_per_s: float) -> dict
 
 
 def _parts(inputs: PlanInputs, place: SizedCluster) -> list[Part]:
-    """Parts of the plan."""
     resident = place.layout is None and place.slots >= len(inputs.probabilities)
     used: dict[Part, bool] = {
         "decode": True,

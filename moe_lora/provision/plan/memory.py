@@ -332,7 +332,6 @@ class LoadQueue:
         decay = self.decay_per_s
         if decay == 0.0 or math.isinf(step_s):
             return math.inf
-        # Share of requests with a load, or with a simultaneous request with a load.
         beside = -math.expm1(-self.loads_per_s * step_s / num_instances)
         waiting = self.misses + (1 - self.misses) * beside
         if waiting <= _TAIL or math.isinf(decay):

@@ -42,7 +42,7 @@ def check_budget(inputs: PlanInputs, split: Split) -> None:
     if inputs.global_batch is not None:
         held, asked, unit = float(split.global_batch), inputs.global_batch, "requests at once"
     else:
-        assert inputs.rate_per_s is not None  # one of the two is given
+        assert inputs.rate_per_s is not None
         held, asked, unit = split.tokens_per_s / inputs.output_tokens, inputs.rate_per_s, "requests/s"
     if asked <= held:
         return
@@ -269,7 +269,7 @@ def _plan(cluster: Cluster, server: ServerSize, split: Split | None) -> Plan:
     inputs, chosen, layout = cluster.inputs, server.chosen, server.chosen.layout
     num_instances, load = chosen.num_instances, chosen.batch * chosen.num_instances
     running = cluster.steady_rows(layout, num_instances, loads=True)
-    if running > chosen.batch:  # the loads' model has no solution, the simulator had
+    if running > chosen.batch:
         running = cluster.steady_rows(layout, num_instances, loads=False)
     tpot_s, queue = cluster.step_s(layout, num_instances, running)
     decode_s = cluster.first_token_s(layout, tpot_s)[0] + queue.p95_ttft_s(tpot_s, num_instances)
@@ -327,7 +327,6 @@ def _plan(cluster: Cluster, server: ServerSize, split: Split | None) -> Plan:
 
 
 def _of_prompts(cluster: Cluster, layout: Layout, num_instances: int, rate_per_s: float) -> dict[str, Any]:
-    """The plan's prompt fields beside a LoRA Server."""
     prompts = cluster.inputs.prompts
     if prompts is None:
         return {"prompt_share": None, "max_num_batched_tokens": None}

@@ -150,7 +150,6 @@ def _gpus(number: int) -> str:
 
 
 def _beside_weights(plan: Plan) -> dict[str, Any]:
-    """Settings of a coupled instance; memory is per process."""
     return {
         "max_loras": plan.slots,
         "lora_memory_gb": round(plan.memory_gb_per_rank * 1.001, 3),

@@ -82,7 +82,6 @@ def prompt_load(requests: Sequence[TraceRequest], stated: float | None = None) -
 
 
 def _block_hits(requests: Sequence[TraceRequest]) -> list[int]:
-    """Tokens of each prompt in blocks of earlier prompts: an endless cache for all adapters."""
     seen: set[int] = set()
     hits = []
     for one in requests:

@@ -76,7 +76,6 @@ def candidate(cluster: Cluster, layout: Layout, capacity: int, num_instances: in
 
 
 def _equations(cluster: Cluster, layout: Layout, num_instances: int, batch: float) -> dict[str, bool]:
-    """Equations (5) and (6) by name."""
     served = cluster.stages.server(layout.ep, batch)
     return {
         EQ5: served.total_s <= cluster.ffn_budget_s(batch),
@@ -100,7 +99,7 @@ def candidates(cluster: Cluster, num_instances: int) -> list[Candidate]:
         return found
     fewest: int | None = None
     sized = []
-    if cluster.inputs.prompts is not None:  # batches differ by EP degree: M* of the largest stands for all
+    if cluster.inputs.prompts is not None:
         alone = dict.fromkeys(alone, max(alone[one.layout] for one in found))
     for one in found:
         own = one.feasible and fewest in (None, one.layout.num_ranks)
@@ -137,7 +136,7 @@ def most_rows(cluster: Cluster, layout: Layout, num_instances: int) -> int:
     """
 
     def in_time(rows: int) -> bool:
-        if cluster.inputs.prompts is not None:  # the step's budget accounts for prompts beside these rows
+        if cluster.inputs.prompts is not None:
             return cluster.stages.remote_layer_s(layout.ep, StepTokens(rows)) <= cluster.layer_budget_s
         return cluster.base_holds(rows) and all(_equations(cluster, layout, num_instances, rows).values())
 
@@ -327,7 +326,6 @@ def smallest_cluster(cluster: Cluster) -> ServerSize:
 
 
 def _load(cluster: Cluster, num_instances: int) -> float:
-    """Smallest global batch of any layout."""
     batches = (cluster.batch(layout, num_instances, loads=False) for layout in cluster.layouts)
     return num_instances * min(batches)
 

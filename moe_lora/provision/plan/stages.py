@@ -170,7 +170,6 @@ class StageTimes:
         )
 
     def _rows_computed(self, rows: float) -> float:
-        """Rows of the profiled model with equal compute time."""
         assert isinstance(self._profile, MeasuredProfile)
         sizes, there = self._sizes, self._profile.taken_at
         width = sizes.value_bytes / there.value_bytes
@@ -180,7 +179,7 @@ class StageTimes:
         """Operations of prompt tokens' deltas; adapter bytes count as a decode row's."""
         if not step.prompt_tokens:
             return 0.0
-        if self._efficiency is None:  # measured rows of this model: every token counts as one
+        if self._efficiency is None:
             assert isinstance(self._profile, MeasuredProfile)
             least, most = (self._rows_computed(rows) for rows in (step.rows, step.all_rows))
             both_s = [_at_degree(self._profile, gpus, "compute", rows) for rows in (least, most)]
@@ -218,7 +217,7 @@ class StageTimes:
             decode_s = own.seconds(max(1.0, step.rows) if step.prompt_tokens else step.rows)
         if not step.prompt_tokens:
             return decode_s
-        if self._efficiency is None:  # measured rows of this model: every token counts as one
+        if self._efficiency is None:
             assert own is not None
             return own.seconds(step.all_rows)
         flops = 2.0 * self._attention_weights * step.prompt_tokens
@@ -269,7 +268,6 @@ class StageTimes:
         )
 
     def _share(self, bits: float | None) -> float:
-        """Size of a weight of `bits`, relative to the dtype."""
         return 1.0 if bits is None else bits / (8 * self._shape.dtype_bytes)
 
     def _server_roofline(
@@ -355,14 +353,13 @@ class SimulatedLayers:
 def table_efficiency(profile: MeasuredProfile, bytes_per_s: float, flop_per_s: float) -> Efficiency:
     """Reached rates of measured expert GEMMs: memory at the first batch, FLOP at the last."""
     there, gpus, table = profile.taken_at, profile.taken_at.instance_gpus, profile.tables["base_us.experts"]
-    return Efficiency.model_construct(  # a rate above the data sheet's is believed
+    return Efficiency.model_construct(
         memory=there.expert_bytes / (gpus * bytes_per_s) / table.times_s[0],
         flop=table.batches[-1] * there.row_flop / (gpus * flop_per_s) / table.times_s[-1],
     )
 
 
 def _base(sizes: Sizes) -> dict[str, Any]:
-    """Sizes behind times of the base model."""
     return sizes.model_dump(exclude={"model", "lora_rank"})
 
 

@@ -172,7 +172,6 @@ def replays(
 
 
 def _running(cluster: Cluster, place: SizedCluster) -> float:
-    """Running rows of an instance by the plan."""
     if place.layout is None:
         return Coupled(cluster).batch(place.num_instances)
     return cluster.batch(place.layout, place.num_instances, loads=True)
@@ -256,8 +255,6 @@ def step_profile(cluster: Cluster, layout: Layout, most: int) -> StepProfile:
 
 
 class _Watch:
-    """Counts judged requests with a miss; True once the goals are out of reach."""
-
     def __init__(self, inputs: PlanInputs, requests: Sequence[PlannedRequest], since_s: float) -> None:
         judged = sum(request.arrival_s >= since_s for request in requests)
         self._most_late = TAIL * judged + 1
@@ -345,7 +342,6 @@ class Tolerance:
 
 STRICT = Tolerance()
 OTHER_DRAWS = Tolerance(share=0.02, time=0.1)
-"""For checks with new arrivals and adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ class Stretch:
             return False
         over_s = now_s - self.start_s - self.first_s
         begun = 1 + max(0, math.ceil(over_s / self.step_s))
-        if self.start_s + self.first_s + (begun - 1) * self.step_s < now_s:  # by rounding
+        if self.start_s + self.first_s + (begun - 1) * self.step_s < now_s:
             begun += 1
         if begun >= self.num_steps:
             return False
@@ -137,7 +137,6 @@ class SimInstance:
         self._events.at(stretch.end_s, partial(self._end, stretch, stretch.end_s))
 
     def _end(self, stretch: Stretch, end_s: float) -> None:
-        """Record the tokens of a stretch unless cut, and start the next."""
         if stretch is not self._stretch or end_s != stretch.end_s:
             return
         running = self._running
@@ -168,7 +167,6 @@ class SimInstance:
         self._go_on(Stretch(now_s, first_s, step_s, running.steps_alike()))
 
     def _first_step_s(self, step_s: float, started: list[SimRequest], now_s: float) -> float:
-        """A step with prompt tokens that waits for the adapters of its new requests."""
         step_s += self._step_time.prompts_s(self._running)
         loaded_s = self._source.loaded_s(started)
         if loaded_s is None:
@@ -177,7 +175,6 @@ class SimInstance:
         return delayed_step_s(step_s, self._config.num_layers, first_layer_s, last_layer_s)
 
     def _admit(self, now_s: float) -> list[SimRequest]:
-        """Admit requests from the queue; returns requests that start now."""
         admitted: list[SimRequest] = []
         started: list[SimRequest] = []
         self.load.held_back = False
@@ -214,7 +211,6 @@ class SimInstance:
         return len(self._running) < self._config.max_num_seqs and self._running.has_room
 
     def _take(self, request: SimRequest, now_s: float) -> bool:
-        """Give the request its place; True if the request starts now."""
         self._free_kv_tokens -= request.num_tokens
         if self._prefix_hits is not None:
             request.num_cached = self._prefix_hits.match(request)

@@ -61,7 +61,6 @@ class SimLoraServer:
         return after_s / self._num_stages if delta_s else 0.0
 
     def _prefetch(self, names: Sequence[str]) -> None:
-        """Make the adapters resident at the start; the first is evicted last."""
         for before, name in enumerate(reversed(names), start=-len(names)):
             self._table.register(name, {})
             self._table.prefetch(name, float(before))
@@ -116,7 +115,7 @@ class RemoteAdapters(AdapterSource):
     def let_go(self, adapter: SimAdapter) -> bool:
         self._leases.remove(adapter.name)
         self._server.release(self._instance, adapter.name)
-        return False  # a grant notifies waiting requests
+        return False
 
     def take(self, name: str, told_s: float, first_layer_s: float, last_layer_s: float) -> None:
         """Record the lease: known at told_s, first and last layer loaded at the given times."""

@@ -86,9 +86,7 @@ class RunningRequests:
         self.num_prompt_tokens = self.num_prompt_pairs = 0
         """Of the next step: see `system_config.StepRows`."""
         self.decode: StepWork | None = None if steps is None else steps.work()
-        """Decode rows of the next step."""
         self.prompts: list[Row] = []
-        """Prompt tokens of the next step."""
         self._prefill_tokens = prefill_tokens
         self._ends: list[tuple[int, int, SimRequest]] = []
         self._prompts: deque[SimRequest] = deque()

@@ -192,4 +192,4 @@ class LocalAdapters(AdapterSource):
         return True
 
     def let_go(self, adapter: SimAdapter) -> bool:
-        return True  # stays, but evictable now
+        return True

@@ -17,7 +17,6 @@ from moe_lora.timing.step_model import StepModel
 from .prefix_hits import PrefixHits
 
 AdapterBytes: TypeAlias = float | Mapping[str, float]
-"""Bytes of every adapter, or by name."""
 
 
 def bytes_of(adapter_bytes: AdapterBytes, name: str) -> float:
@@ -32,13 +31,11 @@ def bytes_of(adapter_bytes: AdapterBytes, name: str) -> float:
 
 
 def _positive(place: str, value: float) -> None:
-    """Infinity is allowed: at once."""
     if not value > 0:
         raise ConfigError(f"{place}={value} brings nothing; choose more than 0")
 
 
 def _not_negative(place: str, value: float) -> None:
-    """Infinity is allowed: no starvation limit."""
     if not value >= 0:
         raise ConfigError(f"{place}={value} must be 0 or more")
 

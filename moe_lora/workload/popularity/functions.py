@@ -60,7 +60,7 @@ def map_adapters(trace: Trace, adapters: Sequence[str], skewness: int = 1) -> Tr
 
 
 MINUTE_S = 60.0
-MAX_INVOCATIONS = 5_000_000  # held in memory at once
+MAX_INVOCATIONS = 5_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def _take_2019(
         if function in mapping:
             index = mapping[function]
             by_adapter[index] = minutes + by_adapter.get(index, 0)
-    counts = np.stack([by_adapter[index] for index in sorted(by_adapter)])  # [adapters in use, minutes]
+    counts = np.stack([by_adapter[index] for index in sorted(by_adapter)])
     num_minutes = counts.shape[1]
     kept = rng.binomial(counts, _kept_share(path, rate_per_s, total, num_minutes * MINUTE_S))
     kept[:, math.ceil(min(duration_s / MINUTE_S, num_minutes)) :] = 0

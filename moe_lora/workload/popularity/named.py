@@ -18,7 +18,7 @@ from moe_lora.workload.traces.records import need
 from .functions import functions_popularity, mapped_popularity
 from .popularity import Popularity, from_weights, read_counts, uniform, zipf
 
-_STEEPEST = 60.0  # a steeper power law leaves nothing to the second adapter
+_STEEPEST = 60.0
 
 
 def two_level(adapters: Sequence[str], num_hot: int, hot_share: float) -> Popularity:
@@ -45,7 +45,7 @@ def long_tail(adapters: Sequence[str], num_head: int = 5, head_share: float = 0.
 
     Source: LoRAServe section IV and figure 8 (the top five of an adapter fleet have more than 70 %).
     """
-    from scipy.optimize import brentq  # import takes a third of a second
+    from scipy.optimize import brentq
 
     num_adapters = len(adapters)
     need(1 <= num_head < num_adapters, "num_head", num_head, f"1 to {num_adapters - 1}, below all adapters")
@@ -57,7 +57,7 @@ def long_tail(adapters: Sequence[str], num_head: int = 5, head_share: float = 0.
         weights = places**-s
         return float(weights[:num_head].sum() / weights.sum()) - head_share
 
-    if beyond(0.0) >= 0.0:  # rounding, at even popularity
+    if beyond(0.0) >= 0.0:
         return uniform(adapters)
     return zipf(adapters, float(brentq(beyond, 0.0, _STEEPEST)))
 
@@ -151,7 +151,6 @@ def _ranks(adapters: Sequence[str]) -> tuple[int, ...]:
 
 
 def _over_ranks(adapters: Sequence[str], shares: Sequence[float], alpha: float = 0.0) -> Popularity:
-    """Each rank's share, split over its adapters in proportion to 1 / place**alpha."""
     if len(shares) != len(LORA_RANKS):
         raise ValueError(f"{len(shares)} shares for the ranks {LORA_RANKS}; give one a rank")
     ranks = _ranks(adapters)
@@ -251,7 +250,6 @@ def parse_popularity(text: str, adapters: Sequence[str] = ()) -> Popularity:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Name and text after its colon; names may contain a colon (`loraserve:power`)."""
     known = [name for name in (*_SHAPES, "functions", "trace") if text == name or text.startswith(f"{name}:")]
     name = max(known, key=len, default="")
     return name, text[len(name) + 1 :]

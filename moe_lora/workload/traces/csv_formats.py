@@ -82,7 +82,6 @@ def parse_timestamp(text: str, reader: RowReader) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)
 def _minute_start(minute: str, zone: str | None) -> int:
-    """Seconds since 1970, cached: a busy trace has thousands of rows per minute."""
     moment = datetime.fromisoformat(
         minute.replace("T", " ") + ":00" + (zone or "+00:00").replace("Z", "+00:00")
     )

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from .records import Requests, RowReader
 
-CHARS_PER_TOKEN = 4  # English text with current vocabularies
+CHARS_PER_TOKEN = 4
 VLLM_OUTPUT_TOKENS = 256  # vLLM's default (--custom-output-len)
 _OWN_KEYS = ("arrival_s", "prompt_tokens", "output_tokens", "adapter", "prompt", "hash_ids")
 
@@ -110,12 +110,11 @@ def iter_vllm(lines: TextIO, reader: RowReader) -> Requests:
 
 
 _CHUNK_CHARS = 1 << 20
-_MAX_OBJECT_CHARS = 1 << 26  # a longer conversation is a broken file
+_MAX_OBJECT_CHARS = 1 << 26
 _BETWEEN_OBJECTS = re.compile(r"[\s,\[\]\ufeff]*")
 
 
 def _objects(lines: TextIO, reader: RowReader) -> Iterator[Any]:
-    """The objects of a JSON array (or of JSON lines), as a stream."""
     decoder, buffer, position = json.JSONDecoder(), "", 0
     while True:
         start = _BETWEEN_OBJECTS.match(buffer, position).end()  # type: ignore[union-attr]
@@ -139,7 +138,6 @@ def _objects(lines: TextIO, reader: RowReader) -> Iterator[Any]:
 
 
 def _first_turns(item: Any, reader: RowReader, text_key: str, example: str) -> tuple[str, str] | None:
-    """Prompt and answer; None, with a count in `dropped`, without an answer."""
     turns = item.get("conversations", item.get("conversation")) if isinstance(item, dict) else None
     if not isinstance(turns, list):
         raise reader.error("conversations", "missing", "a list of turns in every conversation")

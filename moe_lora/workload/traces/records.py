@@ -88,7 +88,7 @@ class RowReader:
     def count(self, column: str, value: Any) -> int:
         """A count: integer from 0 to MAX_COUNT, as text or JSON number."""
         if isinstance(value, str) and len(value) < 10 and value.isascii() and value.isdecimal():
-            return int(value)  # the common case, in millions
+            return int(value)
         number = self.number(column, value, _COUNT_ALLOWED)
         if not 0 <= number <= MAX_COUNT or number != int(number):
             raise self.error(column, f"{value!r:.60} is no count", _COUNT_ALLOWED)

@@ -39,7 +39,7 @@ def _json_format(line: str, head: str) -> str | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
-        row = None  # an array over many lines, or one long line
+        row = None
     keys = set(row) if isinstance(row, dict) else set()
     if {"timestamp", "input_length"} <= keys:
         return "mooncake"

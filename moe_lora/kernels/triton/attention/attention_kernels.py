@@ -21,7 +21,6 @@ from moe_lora.kernels.triton.entries import wait_for_kernel_before
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SEQUENCES = tl.constexpr(128)
-"""Sequences per block of part counts."""
 _NUMBERS = ("window", "num_seqs", "table_stride")
 """Numbers that change per step and must not trigger a compilation."""
 
@@ -47,7 +46,6 @@ def sequence_of(item, query_start, num_seqs, ROWS: tl.constexpr):
 
 @triton.jit
 def _first_key(seq_len, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First key in the walk of a sequence's last row."""
     if HAS_WINDOW:
         return tl.maximum(seq_len - window, 0) // BLOCK_N * BLOCK_N
     return seq_len * 0
@@ -154,9 +152,7 @@ def _walk(
             logits = tl.where(seen, logits, float("-inf"))
         higher = tl.maximum(top, tl.max(logits, 1) * factor)
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        p_MN = tl.exp2(
-            logits * factor - shift[:, None]
-        )  # one rounding or two, the same with and without a mask
+        p_MN = tl.exp2(logits * factor - shift[:, None])
         fade = tl.exp2(top - shift)
         total = total * fade + tl.sum(p_MN, 1)
         if MASKED or acc_MD.shape[1] != HEAD_DIM:
@@ -249,7 +245,7 @@ def attend(
         parted = end - first > PART
         first += part * PART
         end = tl.minimum(end, first + PART)
-        if first >= end + (seq_len == 0):  # padding has a result: zero
+        if first >= end + (seq_len == 0):
             return
     head_start = kv_head * (BLOCK_SIZE * HEAD_DIM)
     keys, values = pages + key_start + head_start, pages + value_start + head_start

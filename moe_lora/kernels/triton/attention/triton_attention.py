@@ -135,7 +135,7 @@ def _attend_single(
     q, sinks, window, layout = operands.q, operands.sinks, operands.window, operands.layout
     num_seqs, heads, head_dim = len(operands.step.seq_lens), q.shape[1], q.shape[2]
     seen = bounds.longest_single
-    if window > 0:  # the walk starts at the window's first block
+    if window > 0:
         seen = min(seen, window + tiles.block_n - 1)
     most_parts = max(1, -(-seen // tiles.part_tokens))
     num_parts = num_seqs * most_parts
@@ -209,7 +209,6 @@ def _attend(
 
 
 def _rows_of(operands: AttentionOperands, tiles: AttentionTiles) -> int:
-    """Token rows of a tile of packed rows."""
     group = operands.q.shape[1] // operands.layout.num_kv_heads
     return max(tiles.block_m, _power_of_two(group)) // group
 

@@ -44,7 +44,7 @@ def _choose(
     largest = tl.maximum(tl.max(logit_E, axis=0), -3e38)
     exp_E = tl.exp(logit_E - largest)
     score_E = exp_E / tl.sum(exp_E, axis=0) if SOFTMAX_FIRST else logit_E
-    score_E = tl.where(score_E == score_E, score_E, 0.0)  # a largest score must exist
+    score_E = tl.where(score_E == score_E, score_E, 0.0)
     left_E = e < num_experts
     for _ in tl.static_range(TOP_K):
         best = tl.max(tl.where(left_E, score_E, -float("inf")), axis=0)
@@ -91,7 +91,6 @@ def _expert_of(ids, row, num_rows, first, num_experts):
 
 @triton.jit
 def _order(mine, ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
-    """`order_rows` of expert `mine`: counts earlier rows, then writes its own."""
     place = 0
     for start in tl.range(0, num_rows, BLOCK):
         expert = _expert_of(ids, start + tl.arange(0, BLOCK), num_rows, first, num_experts)
@@ -175,7 +174,7 @@ def choose_and_order(
     item = tl.atomic_add(counters, 1, sem="relaxed")
     if item < num_tokens:
         _choose(item, logits, live, weights, ids, num_experts, power, TOP_K, SOFTMAX_FIRST, NORM, EXPERTS)
-        tl.debug_barrier()  # all threads have stored
+        tl.debug_barrier()
         tl.atomic_add(counters + 1, 1, sem="release")
     else:
         _all_chosen(counters + 1, num_tokens, INTERPRETED)

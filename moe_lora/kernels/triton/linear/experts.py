@@ -57,9 +57,9 @@ def tile_config(dtype: torch.dtype, width: int, block_t: int, gated: bool) -> Ti
     """Tiles of at most block_t rows.  block_k depends on dtype and width alone: it fixes the order of
     sums.
     """
-    if dtype == torch.float32:  # threads multiply
+    if dtype == torch.float32:
         return TileConfig(min(block_t, 32), 32, 32, 8, 2, 4, 2)
-    if width % _BLOCK_K:  # masked, possibly element-wise loads need registers
+    if width % _BLOCK_K:
         return TileConfig(min(block_t, 32), 64, 32, 8, 2, 4, 2)
     if block_t == 16 and gated:
         return TileConfig(16, 64, _BLOCK_K, 8, 5, 4, 2)
@@ -155,7 +155,6 @@ def choose_and_order(
 def _chosen(
     logits: torch.Tensor, live: torch.Tensor, top_k: int, softmax_first: bool, norm: float
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], dict[str, Any]]:
-    """Memory of `choose`'s results, its kernel's operands, and its constants."""
     num_tokens, num_experts = logits.shape
     if live.shape != (num_tokens,) or live.dtype != torch.bool or not 1 <= top_k <= num_experts:
         raise ValueError(
@@ -164,7 +163,7 @@ def _chosen(
         )
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
-    by_sum = norm == 1 or not softmax_first  # a softmax over the chosen: exponentials over their sum
+    by_sum = norm == 1 or not softmax_first
     constants = {
         "TOP_K": top_k,
         "SOFTMAX_FIRST": softmax_first,
@@ -389,7 +388,6 @@ def _launch_choice(
     norm: float,
     tile_rows: int | None,
 ) -> None:
-    """`choose_and_order` with LoRA rows in tiles of tile_rows, uncut (0), or without LoRA rows (None)."""
     slots, zeros, num_experts = live.int(), Zeros(), logits.shape[1]
 
     def rows(ids: torch.Tensor) -> RowsToSort:

@@ -31,7 +31,6 @@ def _row_keys(
 
 @triton.jit
 def _cut(described, total, tiles, num_tiles, tile_rows, BLOCK: tl.constexpr):
-    """One tile per `tile_rows` positions of each segment, in order of position."""
     written = 0
     for first in tl.range(0, total, BLOCK):
         position = first + tl.arange(0, BLOCK)
@@ -98,7 +97,7 @@ def sort_block(
     if block == 0:
         tl.store(count, with_adapter)
     if CUT:
-        tl.debug_barrier()  # all threads have stored
+        tl.debug_barrier()
         done_before = tl.atomic_add(sorted_blocks, 1, sem="acq_rel")
         if done_before == num_blocks - 1:
             _cut(described, with_adapter, tiles, num_tiles, tile_rows, BLOCK_CUT)

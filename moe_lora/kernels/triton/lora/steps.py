@@ -136,12 +136,10 @@ def num_parts(config: Config, width: int) -> int:
 
 
 def _is_even(config: Config, width: int) -> bool:
-    """True if the parts are whole steps."""
     return width % (config["block_k"] * num_parts(config, width)) == 0
 
 
 def _column_groups(problem: Problem, config: Config) -> int:
-    """Work items of one tile of tokens in expand."""
     columns = config["block_c"] * config["blocks_per_item"]
     return sum(-(-width // columns) for width in problem.out_widths)
 
@@ -208,7 +206,6 @@ def check_choice(problem: Problem, choice: Choice) -> None:
 
 
 def _span(problem: Problem, choice: Choice) -> tuple[int, int, int, int]:
-    """Table entries of a launch: slot_stride, table_base, min_rank, max_rank."""
     return *problem.entry_strides, choice.min_rank, choice.max_rank
 
 

@@ -67,7 +67,6 @@ def choose(site: Site, dtype: str, table: ConfigTable) -> tuple[Choice, ...]:
 
 
 def _first_group(choices: list[Choice]) -> tuple[Choice, ...]:
-    """The choices with the first choice's key: rank classes of one rule."""
     if not choices:
         return ()
     keys = [(choice.dtype, choice.in_features, choice.out_features) for choice in choices]
@@ -190,7 +189,6 @@ def _problem(
 
 
 def _choices(problem: Problem, kernel: str, algorithm: str | None) -> tuple[Choice, ...]:
-    """Rank classes with possible adapters."""
     if kernel != "sgmv":
         if algorithm is not None:
             raise ValueError(

@@ -148,12 +148,12 @@ def expand_item(
                 mask_RC = (r_lane < rank)[:, None] & (c < width)[None, :]
                 b_RC = tl.load(b + r_lane[:, None] * width + c[None, :], mask=mask_RC, other=0.0)
             written = width
-            if not ONE_LANE:  # nothing before the block's last lane
+            if not ONE_LANE:
                 written = tl.where(step % lanes + 1 == lanes, width, 0)
             mask_CT = inside[None, :] & (c < written)[:, None]
             y_CT = y_rows + c[:, None]
             before = tl.zeros((BLOCK_C, BLOCK_T), y.dtype.element_ty)
-            if ADD:  # loaded before the wait for h
+            if ADD:
                 before = tl.load(y_CT, mask=mask_CT, other=0.0)
             if not ONE_LANE:
                 high, low = _hi_and_lo(h_rows, r_lane, rank, inside, part_stride, dtype, SPLIT_K, INTERPRETED)

@@ -98,7 +98,7 @@ def wgmma_site(
                 SPLIT_K,
                 SHRINK_STAGES,
             )
-            tl.debug_barrier()  # all threads have stored
+            tl.debug_barrier()
             tl.atomic_add(counters + 1 + tile_and_module, 1, sem="release")
         else:
             expand_item(
