@@ -310,7 +310,7 @@ def _divided(
         for row in table[~whole & (width > 0)].tolist():
             last = found[-1] if found else (0,) * 6
             ends = last[0] + last[2] * last[4], last[1] + last[2] * last[5]
-            if (*ends, *last[3:]) == (row[0], row[1], *row[3:]):  # adjacent to the last matrix
+            if (*ends, *last[3:]) == (row[0], row[1], *row[3:]):
                 found[-1] = (*last[:2], last[2] + row[2], *last[3:])
             else:
                 found.append(tuple(row))
@@ -319,7 +319,6 @@ def _divided(
 
 
 def _merged(starts: np.ndarray, places: np.ndarray, sizes: np.ndarray) -> tuple[tuple[int, int, int], ...]:
-    """Merges copies of adjacent matrices."""
     if not len(starts):
         return ()
     apart = [part[1:] != part[:-1] + sizes[:-1] for part in (starts, places)]

@@ -49,7 +49,7 @@ def read_base(config: AdapterConfig, root: str | None) -> dict[str, Any] | None:
             raise ValueError(f"config.json must be a JSON object, found {type(found).__name__}")
     except (ValueError, OSError, RecursionError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            raise  # not the adapter's fault
+            raise
         raise _not_comparable(config, error) from error
     return found
 

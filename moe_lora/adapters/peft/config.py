@@ -84,7 +84,6 @@ class ExpertLayout:
         return GROUPED_BY_EXPERT in layouts
 
     def _in_details(self, details: Sequence[Any], parameter: str) -> list[Any]:
-        """Layouts of this parameter in the detailed records."""
         found = []
         for detail in details:
             parameters = detail.get("parameters") if isinstance(detail, Mapping) else None
@@ -293,7 +292,6 @@ class AdapterConfig(
         return config
 
     def _expressions(self) -> dict[str, Sequence[str]]:
-        """Regular expressions by key."""
         modules = {
             key: [given]
             for key in ("target_modules", "exclude_modules")
@@ -383,7 +381,6 @@ def suffixes(path: str) -> Iterator[str]:
 
 
 def _check_lengths(fields: Mapping[str, Any], where: str) -> None:
-    """Raises AdapterError for too long lists and objects."""
     for key, (limit, what, way_out) in _MOST_ITEMS.items():
         value = fields.get(key)
         if isinstance(value, (list, tuple, dict)) and len(value) > limit:

@@ -38,13 +38,11 @@ MAX_CONFIG_BYTES = 4 << 20
 _INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _SHARDS = ("adapter_model-*.safetensors", "model-*-of-*.safetensors", "pytorch_model-*.safetensors")
 _MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library's limit."""
 _MAX_DIMS = 8
 _MAX_PATH_CHARS = 4096
 """Linux PATH_MAX; resolving links takes quadratic time."""
 _MAX_KEY_CHARS = 500
 """Longest tensor name, shown whole in errors."""
-# torch's names, and bytes.
 _DTYPES = {
     **{"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2), "F64": ("float64", 8)},
     **{
@@ -66,8 +64,6 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Index(msgspec.Struct):
-    """An index of shards."""
-
     weight_map: dict[str, str]
 
 
@@ -175,7 +171,6 @@ def weights_file(folder: Path, called: str | None = None) -> Path:
 
 
 def _check_not_divided(folder: Path, called: str) -> None:
-    """Raises AdapterError for weights in several files, with present and absent names."""
     shards = sorted({found.name for pattern in _SHARDS for found in folder.glob(pattern)})
     indexed = _indexed_files(folder / _INDEX_FILE)
     if not shards and not indexed:
@@ -244,7 +239,6 @@ def header_entries(file: BinaryIO, where: str) -> dict[str, TensorEntry]:
 
 
 def _check_spans(entries: dict[str, _Entry], num_bytes: int) -> None:
-    """Raises ValueError for sizes and offsets inconsistent with each other or the file."""
     end = 0
     for key, one in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         first, last = one.data_offsets
@@ -276,7 +270,6 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _header_length(file: BinaryIO) -> int:
-    """Raises ValueError for an impossible header."""
     length, num_bytes = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
     if not 0 < length <= min(_MAX_HEADER_BYTES, num_bytes - 8):
         raise ValueError(f"its header is cut short: {length} bytes are announced, the file has {num_bytes}")

@@ -102,7 +102,6 @@ def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
 
 
 def _check_gathered(tensors: Mapping[str, Shaped], where: str) -> None:
-    """Raises AdapterError for no tensors, or tensors without elements."""
     gather = (
         "save again with the parts of all processes gathered: under DeepSpeed ZeRO-3 with "
         "stage3_gather_16bit_weights_on_model_save=true or zero_to_fp32.py, under FSDP from a full state dict"
@@ -124,7 +123,6 @@ def _check_gathered(tensors: Mapping[str, Shaped], where: str) -> None:
 def _expected(
     config: AdapterConfig, places: PlaceMap, present: set[str], names: Names
 ) -> dict[str, list[Place]]:
-    """Module path → targeted places, in order of definition."""
     # Newer transformers keep experts and gate as parameters, beyond target_modules.  Modules of single
     # experts in the file show an older transformers.
     firsts = [places.by_path[path][1][0] for path in present if path in places.by_path]
@@ -186,7 +184,6 @@ def _check_known(
 
 
 def _ends_as_a_module(path: str, places: PlaceMap) -> bool:
-    """True if the path's end, from a layer's number on, is a module of the model."""
     inside = re.search(r"(?:^|\.)(?:layers|blocks)(\.\d+\..+)", path)
     return inside is not None and f"{places.layer_prefix}{inside[1]}" in places.by_path
 
@@ -203,7 +200,6 @@ def _check_one_form(layer: list[PairSource], where: str) -> None:
 
 
 def _unmatched_names(config: AdapterConfig, expected: dict[str, list[Place]], names: Names) -> Iterable[str]:
-    """A text for each list of targets with unmatched names."""
     modules = [(one, places) for path, places in expected.items() for one in names.readings(path)]
     parameters = [f"{path}.{place.parameter}" for path, places in modules for place in places]
     lists: list[tuple[str, tuple[str, ...], Iterable[str]]] = [

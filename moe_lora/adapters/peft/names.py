@@ -25,7 +25,6 @@ WRAPPERS = {
 }
 """Segments without a meaning, and their wrappers."""
 _LANGUAGE_PARTS = frozenset(("language_model", "text_model", "language_tower", "thinker", "llm"))
-"""Segments of a multimodal model's language model."""
 _PEFT_PREFIX = "base_model.model."
 _KEY = re.compile(
     rf"(?P<peft>(?:{re.escape(_PEFT_PREFIX)})*)(?P<path>.+?)(?P<nested>(?:\.base_layer)*)"

@@ -83,7 +83,6 @@ def _dtype(entry: TensorEntry) -> torch.dtype:
 
 
 def _aligned(data: torch.Tensor) -> torch.Tensor:
-    """The bytes, aligned for any dtype."""
     return data if data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0 else data.clone()
 
 

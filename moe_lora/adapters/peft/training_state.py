@@ -104,7 +104,6 @@ def _is_peft_config(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON values."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (set, frozenset)):

@@ -83,7 +83,7 @@ class ContentStore:
         place = self.path(staged.content_hash)
         try:
             os.rename(staged.folder, place)
-        except OSError:  # already present
+        except OSError:
             if not staged.linked or self.problem(staged.content_hash) is not None:
                 for file in sorted(staged.folder.iterdir()):
                     os.replace(file, place / file.name)
@@ -129,7 +129,6 @@ class ContentStore:
         return swept + self._sweep_unfinished()
 
     def _sweep_unfinished(self) -> list[str]:
-        """Delete unfinished folders of crashes, without an active stager."""
         swept = []
         with suppress(OSError), self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
             for place in sorted(self.folder.glob(".*-*")):

@@ -92,7 +92,6 @@ class RegistryDatabase:
                 raise
 
     def _prepare(self) -> None:
-        """Check the version, or create the table in an empty database."""
         [[found]] = self._connection.execute("PRAGMA user_version")
         [[application]] = self._connection.execute("PRAGMA application_id")
         [[num_tables]] = self._connection.execute("SELECT count(*) FROM sqlite_master")
