@@ -204,7 +204,7 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
 
 def _check_local(cluster: ClusterConfig) -> None:
     """Raises ConfigError for what can't be where all roles are on this host."""
-    from moe_lora.dist.cluster.controller.placement_controller import make_routes
+    from moe_lora.dist.cluster.controller.routes import make_routes
     from moe_lora.dist.launch.host_roles import check_pool
 
     for name, place in cluster.front_ends.items():
@@ -239,7 +239,7 @@ async def local_instances(
     from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.processes import usable_cores
     from moe_lora.dist.cluster.controller.cluster_controller import controlled_fleet
-    from moe_lora.dist.cluster.controller.placement_controller import make_routes
+    from moe_lora.dist.cluster.controller.routes import make_routes
     from moe_lora.dist.launch.devices import placed
     from moe_lora.dist.launch.host_roles import (
         HostRoles,

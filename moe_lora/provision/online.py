@@ -12,6 +12,7 @@ import numpy as np
 
 from moe_lora.config.plan import ESTIMATORS
 from moe_lora.core.clock import Clock
+from moe_lora.core.records import Outlook
 from moe_lora.core.request import RequestTiming
 from moe_lora.provision.admission.admitted import rates_at, smallest_capacity_of
 from moe_lora.provision.admission.iar import expected_active
@@ -186,34 +187,6 @@ def _take(counts: Counter[str], adapter: str, count: int) -> None:
 
 MARGIN = 0.1
 SHRINK_ABOVE = 1.25
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outlook:
-    """What the model says of a demand at a capacity.
-
-    expected_active: adapters that at least one request uses, in the mean.  predicted_iar: share of requests
-    that the capacity admits at once, by the corrected model, which is what simulation agrees with;
-    predicted_iar_paper: by InfiniLoRA's equation 4, too high while requests wait.  measured_iar: the share
-    that was, None if no request ended.  needed_capacity: the smallest one whose predicted_iar reaches
-    target_iar.
-    """
-
-    num_requests: int
-    num_adapters: int
-    global_batch: float
-    expected_active: float
-    capacity: int
-    predicted_iar: float
-    predicted_iar_paper: float
-    measured_iar: float | None
-    target_iar: float
-    needed_capacity: int
-
-    @property
-    def suffices(self) -> bool:
-        """Whether the capacity reaches the target."""
-        return self.predicted_iar >= self.target_iar
 
 
 def outlook(demand: Demand, capacity: int, target_iar: float, num_pools: int = 1) -> Outlook:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,8 +17,10 @@ from moe_lora.config import FrontEndConfig
 from moe_lora.core.address import parse_address
 from moe_lora.core.errors import ConfigError
 
-from .api_keys import AdminKeys, ApiKey, KeyRing
 from .http_errors import ApiError, JsonResponse
+
+if TYPE_CHECKING:
+    from .api_keys import AdminKeys, ApiKey, KeyRing
 
 OPEN = frozenset({"/health", "/live", "/ready", "/version"})
 """Paths that need no key: balancers ask them, and they tell nothing of anybody."""
@@ -158,6 +160,10 @@ def checked_keys(config: FrontEndConfig) -> KeyRing | AdminKeys | None:
                 f"tls_cert={config.tls_cert} and tls_key={config.tls_key} can't be used ({error}); give a "
                 "certificate and its private key, both in PEM and without a password"
             ) from error
+    if not config.admin_key_digests and config.api_keys is None:
+        return None
+    from .api_keys import AdminKeys, KeyRing
+
     admins = AdminKeys(config.admin_key_digests) if config.admin_key_digests else None
     return admins if config.api_keys is None else KeyRing(config.api_keys, admins)
 

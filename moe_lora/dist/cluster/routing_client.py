@@ -8,7 +8,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError, EngineSilentError, MoveError
@@ -21,8 +21,7 @@ from moe_lora.core.request import (
     TokenOutput,
 )
 from moe_lora.engine.client.messages import Move
-from moe_lora.policies.routing.model_routing import RankAware
-from moe_lora.policies.routing.routing import Router
+from moe_lora.policies.routing.routing import RequestListener, Router, listeners
 
 from .failover import MAX_RESENDS, Attempt, ResumableRequest
 from .fan_out import ask_live
@@ -30,9 +29,6 @@ from .instances import Instance, InstanceRegistry, ServedVersion
 from .migration import MOVES_AT_ONCE, MoveKind, RequestMover
 from .reports import merge_adapters, merge_stats
 from .suspects import Trial
-
-if TYPE_CHECKING:
-    from moe_lora.policies.routing.demand import DemandMeter
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +63,14 @@ class FleetClient:
         router: Router,
         clock: Clock,
         adapters: AdapterCalls,
-        meter: DemandMeter | None = None,
+        meter: RequestListener | None = None,
         seed: int | str = 0,
     ) -> None:
         self._seeds = random.Random(seed)
         self._instance_registry = instance_registry
         self._router = router
-        self._rank_aware = router if isinstance(router, RankAware) else None
         self._clock = clock
-        self._meter = meter
+        self._listeners = listeners(router, meter)
         self._adapters = adapters
         self._running: dict[str, ResumableRequest] = {}
         self.mover = RequestMover(instance_registry, clock)
@@ -101,8 +96,8 @@ class FleetClient:
             raise ValueError(f"request_id {request.request_id!r} is already running")
         resumable = ResumableRequest(self._seeded(request), version, self._clock.now_s())
         self._running[request.request_id] = resumable
-        if self._meter is not None:
-            self._meter.start(request.request_id, request, request.sampling.max_tokens)
+        for listener in self._listeners:
+            listener.start(request.request_id, request, request.sampling.max_tokens)
         left: Instance | None = None
         trial: Trial | None = None
         try:
@@ -153,15 +148,14 @@ class FleetClient:
             await self._end_move(resumable)
 
     def _cancel(self, resumable: ResumableRequest) -> None:
-        if self._meter is not None and not resumable.delivered:
-            self._meter.cancel(resumable.request.request_id)
+        if not resumable.delivered:
+            for listener in self._listeners:
+                listener.cancel(resumable.request.request_id)
 
     def _remove(self, resumable: ResumableRequest) -> None:
         del self._running[resumable.request.request_id]
-        if self._meter is not None:
-            self._meter.stop(resumable.request.request_id, len(resumable.delivered))
-        if self._rank_aware is not None and resumable.delivered:
-            self._rank_aware.note_answer(len(resumable.delivered))
+        for listener in self._listeners:
+            listener.stop(resumable.request.request_id, len(resumable.delivered))
 
     async def _choose(self, resumable: ResumableRequest) -> tuple[Instance | None, Trial | None]:
         """Return the next instance, after a suspect's wait (see `Suspects.admit`).
@@ -378,8 +372,8 @@ class FleetClient:
 
     async def unload_adapter(self, name: str) -> None:
         await self._adapters.unload_adapter(name)
-        if self._meter is not None:
-            self._meter.forget(name)
+        for listener in self._listeners:
+            listener.forget(name)
 
     async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
         return await self._adapters.pin_adapter(name, pinned)
@@ -408,7 +402,7 @@ class FleetClient:
         drained = self._instance_registry.drained
         each = [_instance_stats(instance, instance.name in drained) for instance in instances]
         merged = merge_stats([stats for _, stats in answers], past, each)
-        routing = None if self._rank_aware is None else self._rank_aware.stats
+        routing = next((one.stats for one in self._listeners if one.stats is not None), None)
         return replace(merged, moves=self.mover.stats(), routing=routing)
 
     async def is_alive(self) -> bool:

@@ -7,7 +7,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from moe_lora.cache.leases.leases import LeaseStats
+from moe_lora.core.records import ServerState
 from moe_lora.dist.net.codec import Interface, Message, Protocol
 
 
@@ -83,36 +83,6 @@ class Memory:
     capacity: int
     num_pages: tuple[int, ...]
     page_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerState(LeaseStats):
-    """capacity: adapters resident at once.  max_capacity: the most that the ranks' memory holds, as far as
-    the registered adapters tell; None if there is none.  num_instances: that are linked.  incarnation: of the
-    leader.  ranks: of each rank how often it has joined this leader; 0: it is not there.  unlinked: of each
-    rank, how many processes of these instances send it rows when they can, but have no link to it now.
-    """
-
-    capacity: int
-    max_capacity: int | None
-    num_instances: int = 0
-    incarnation: int = 0
-    ranks: tuple[int, ...] = ()
-    unlinked: tuple[int, ...] = ()
-
-    @property
-    def num_away(self) -> int:
-        """Ranks that are not there."""
-        return self.ranks.count(0)
-
-    @property
-    def num_unlinked(self) -> int:
-        """Links that are missing between instances and ranks."""
-        return sum(self.unlinked)
-
-    @property
-    def is_whole(self) -> bool:
-        return not self.num_away and not self.num_unlinked
 
 
 class ServerCalls(typing.Protocol):

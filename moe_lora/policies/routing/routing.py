@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from moe_lora.core.request import RoutingStats
 from moe_lora.timing.step_model import change_count
 
 # What a front end knows of the requests that it gave to an instance; the simulator keeps the same.
@@ -141,6 +142,32 @@ class Router(Protocol):
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
         """One of `instances`, which are those that can take the request: at least one, by rising index."""
         ...
+
+
+class RequestListener:
+    """A router or a meter that follows requests.  key: names a request until its `stop`."""
+
+    @property
+    def stats(self) -> RoutingStats | None:
+        """None without choices to report."""
+        return None
+
+    def start(self, key: Hashable, request: RoutedView, max_tokens: int | None = None) -> None:
+        """A request has come."""
+
+    def stop(self, key: Hashable, answer_tokens: int) -> None:
+        """A request has ended with an answer of this length."""
+
+    def cancel(self, key: Hashable) -> None:
+        """The service refused a request.  Its `stop` follows."""
+
+    def forget(self, adapter: str) -> None:
+        """An adapter was unloaded."""
+
+
+def listeners(*parts: object) -> tuple[RequestListener, ...]:
+    """The listeners among these parts."""
+    return tuple(one for one in parts if isinstance(one, RequestListener))
 
 
 class LeastOutstanding:

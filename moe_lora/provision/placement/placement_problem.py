@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
+from moe_lora.core.records import PlacementQuality
+
 Server: TypeAlias = Hashable
 Table: TypeAlias = dict[str, list[tuple[Server, float]]]
 """Routing table: the servers of each adapter with the share phi of its requests; a row's phi sum to 1."""
@@ -226,27 +228,6 @@ def copied_bytes(problem: PlacementProblem, shares: Shares, before: Shares) -> f
 
 
 # What a placement is worth: loads, ranks mixed, adapters held, bytes copied.
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacementQuality:
-    """Of one table under one demand.  Loads are shares of a server's capacity.
-
-    target_utilisation: mean load, a lower bound on both worst loads.  worst_load: of a server, each adapter
-    at its own rank's operating point (kernels that compute true ranks).  worst_padded_load: of a server, all
-    its tokens at its highest rank's point (kernels that pad).  rank_mixing: padded over own load, of all
-    servers together; 1 = no rank is served beside a higher one.  most_held, mean_held: adapters per server.
-    copied_bytes, num_copies: what servers get that they did not have, of adapters that were anywhere.
-    """
-
-    target_utilisation: float
-    worst_load: float
-    worst_padded_load: float
-    rank_mixing: float
-    most_held: int
-    mean_held: float
-    copied_bytes: float
-    num_copies: int
 
 
 def placement_quality(

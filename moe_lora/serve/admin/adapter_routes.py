@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from starlette.responses import PlainTextResponse, Response
 
-from moe_lora.adapters.registry.registry import REMOVED
 from moe_lora.config import MAX_COUNT
+from moe_lora.core.records import REMOVED
 from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.bodies import bounded_route

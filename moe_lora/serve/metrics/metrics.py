@@ -13,11 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core.records import ServerState
 from moe_lora.core.request import AdapterInfo, EngineStats, ModelInfo, RequestTiming
-from moe_lora.dist.cluster.controller.cluster_state import Controller
-from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.dist.lora_server.messages import ServerState
-from moe_lora.provision.online import Visit
 
 from .collectors import (
     OUTLOOK_GAUGES,
@@ -31,6 +28,9 @@ from .collectors import (
 )
 
 if TYPE_CHECKING:
+    from moe_lora.dist.cluster.controller.cluster_state import Controller
+    from moe_lora.provision.online import Visit
+
     from .by_name import CountsByName
 
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 40)
@@ -142,8 +142,8 @@ class Metrics:
         if cluster.front_end.placement is not None:
             has_points = cluster.front_end.operating_points is not None
             yield from placement_families(name, figures, has_points)
-        if isinstance(self._controller, ControllerLink):
-            yield from link_families(name, self._controller)
+        if self._controller.link is not None:
+            yield from link_families(name, self._controller.link)
         bounds = [*(str(float(bound)) for bound in TOKEN_BUCKETS_S), "+Inf"]
         buckets = list(zip(bounds, accumulate(self._gap_counts), strict=True))
         for gap_name in GAP_NAMES:
