@@ -236,6 +236,8 @@ class InstanceRegistry:
     def candidates(self, adapter: str | None) -> list[Instance]:
         """Instances that can take a request: drained ones where no other can.  Raises as `having` does."""
         found = self.having(adapter)
+        if not self.drains.names:
+            return found
         return [instance for instance in found if instance.name not in self.drained] or found
 
     def having(self, adapter: str | None) -> list[Instance]:

@@ -54,32 +54,34 @@ class Suspects:
     def __init__(self, num_live: Callable[[], int], num_known: Callable[[], int]) -> None:
         self._num_live = num_live
         self._num_known = num_known
-        self._suspects: dict[str, list[str]] = {}
+        self.suspected: dict[str, list[str]] = {}
         """By adapter: the instances that died with the adapter in their notes."""
         self._died_s: dict[str, float] = {}
         """By adapter: the time of the last of these deaths."""
         self._notes: dict[str, list[ReadNotes]] = {}
         """By adapter: these notes, each once."""
-        self._refused: dict[str, str] = {}
-        self._proven: set[str] = set()
+        self.reasons: dict[str, str] = {}
+        """By refused adapter."""
+        self.proven: set[str] = set()
+        """Adapters that gained a token."""
         self._trial: Trial | None = None
         self._changed = asyncio.Event()
 
     def __bool__(self) -> bool:
-        return bool(self._suspects or self._refused)
+        return bool(self.suspected or self.reasons)
 
     def note_death(self, instance: str, adapters: frozenset[str], notes: ReadNotes | None = None) -> None:
         """An instance died; adapters: those in its notes."""
         self._forget_old()
         tried, is_proven = self._tried_at(instance, adapters)
         if tried is not None:
-            num_deaths = len(self._suspects.get(tried, ())) + 1
+            num_deaths = len(self.suspected.get(tried, ())) + 1
             if num_deaths > (MOST_DEATHS if is_proven else 1):
                 self._refuse(tried, instance)
                 self.wake()
                 return  # the others ran beside it
-        for name in sorted(adapters - self._refused.keys()):
-            self._suspects.setdefault(name, []).append(instance)
+        for name in sorted(adapters - self.reasons.keys()):
+            self.suspected.setdefault(name, []).append(instance)
             self._died_s[name] = time.monotonic()
             known = self._notes.setdefault(name, [])
             if notes is not None and all(one.place != notes.place for one in known):
@@ -104,47 +106,47 @@ class Suspects:
             self._trial = None
             for notes in trial.notes:
                 notes.unlock()  # they go on naming the trial, for other front ends
-            return trial.adapter, trial.adapter in self._proven
-        for name in adapters & self._suspects.keys():
+            return trial.adapter, trial.adapter in self.proven
+        for name in adapters & self.suspected.keys():
             for notes in self._notes[name]:
                 if notes.trial[:2] == (name, instance):
-                    return name, name in self._proven or notes.trial[2:] == (_PROVEN,)
+                    return name, name in self.proven or notes.trial[2:] == (_PROVEN,)
         return None, False
 
     def start(self, trial: Trial, instance: str) -> None:
         """Note the instance of the trial's request."""
         trial.instance = instance
-        words = (trial.adapter, instance, *([_PROVEN] if trial.adapter in self._proven else ()))
+        words = (trial.adapter, instance, *([_PROVEN] if trial.adapter in self.proven else ()))
         for notes in trial.notes:
             notes.trial = words
 
     def note_token(self, adapter: str, trial: Trial | None) -> None:
         """A request of the adapter gained a token; trial: the one that it was."""
-        self._proven.add(adapter)
+        self.proven.add(adapter)
         if trial is not None:
             self._clear(adapter)
             self.release(trial)
 
     def forget(self, adapter: str) -> None:
         """The adapter was loaded anew, or unloaded: nothing is known against what the name means now."""
-        self._proven.discard(adapter)
-        self._refused.pop(adapter, None)
+        self.proven.discard(adapter)
+        self.reasons.pop(adapter, None)
         self._clear(adapter)
         self.wake()
 
     def _clear(self, adapter: str) -> list[str]:
         self._notes.pop(adapter, None)
         self._died_s.pop(adapter, None)
-        return self._suspects.pop(adapter, [])
+        return self.suspected.pop(adapter, [])
 
     def problem(self, adapter: str) -> str | None:
         """Why requests of the adapter are refused; None: they are not."""
-        return self._refused.get(adapter)
+        return self.reasons.get(adapter)
 
     @property
     def refused(self) -> dict[str, str]:
         """A copy: the refused adapters and the reasons."""
-        return dict(self._refused)
+        return dict(self.reasons)
 
     async def admit(self, adapter: str, is_aborted: Callable[[], bool] = lambda: False) -> Trial | None:
         """Return when a request of the adapter may be sent; a Trial if it is the one that shows.
@@ -158,10 +160,10 @@ class Suspects:
         began_s = time.monotonic()
         with move_on_after(WAIT_S):
             while not is_aborted():
-                problem = self._refused.get(adapter)
+                problem = self.reasons.get(adapter)
                 if problem is not None:
                     raise AdapterFailedError(problem)
-                if adapter not in self._suspects or not self._num_live():
+                if adapter not in self.suspected or not self._num_live():
                     return None  # without an instance the router says so
                 may_try = self._trial is None and self._may_try(adapter, time.monotonic() - began_s)
                 if may_try and (trial := self._locked(adapter)) is not None:
@@ -169,16 +171,16 @@ class Suspects:
                     return trial
                 with move_on_after(_LOOK_S):  # instances come and go without a word here
                     await self._changed.wait()
-        if is_aborted() or adapter in self._proven:
+        if is_aborted() or adapter in self.proven:
             return None  # other trials took the time
-        where = self._suspects[adapter][-1] if adapter in self._suspects else "an instance"
+        where = self.suspected[adapter][-1] if adapter in self.suspected else "an instance"
         raise EngineDeadError(
             f"adapter {adapter!r} may have ended instance {where}, and other adapters were tried before it "
             f"for {WAIT_S:.0f} s; send the request again"
         )
 
     def _may_try(self, adapter: str, waited_s: float) -> bool:
-        alone = adapter in self._proven or waited_s >= ALONE_S
+        alone = adapter in self.proven or waited_s >= ALONE_S
         least = 1 if alone else min(2, self._num_known())
         return self._num_live() >= least
 
@@ -203,11 +205,11 @@ class Suspects:
 
     def _refuse(self, adapter: str, instance: str) -> None:
         before = self._clear(adapter)
-        self._refused[adapter] = (
+        self.reasons[adapter] = (
             f"adapter {adapter!r} is unavailable: instances {', '.join([*before, instance])} died while they "
             "loaded or computed it; load it again once that is mended"
         )
-        logger.error(self._refused[adapter])
+        logger.error(self.reasons[adapter])
 
     def wake(self) -> None:
         """Have all waiting requests look again."""

@@ -9,7 +9,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from moe_lora.core.request import RoutingStats
-from moe_lora.timing.step_model import change_count
 
 # What a front end knows of the requests that it gave to an instance; the simulator keeps the same.
 
@@ -91,14 +90,20 @@ class InstanceLoad:
             return
         self.num_running -= 1
         self.num_changes += 1
-        change_count(self.running, adapter, -1)
+        _reduce(self.running, adapter, 1)
 
     def _leave(self, adapter: str | None, prompt_tokens: int) -> None:
         self.num_waiting -= 1
         self.waiting_tokens -= prompt_tokens
         self.num_changes += 1
-        change_count(self.waiting, adapter, -1)
-        change_count(self.waiting_prompts, adapter, -prompt_tokens)
+        _reduce(self.waiting, adapter, 1)
+        _reduce(self.waiting_prompts, adapter, prompt_tokens)
+
+
+def _reduce(counts: Counter[str | None], key: str | None, number: int) -> None:
+    counts[key] -= number
+    if not counts[key]:
+        del counts[key]
 
 
 class InstanceView(Protocol):
@@ -174,6 +179,8 @@ class LeastOutstanding:
     """The instance with the least token work left, the first of several (join the shortest queue)."""
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
+        if len(instances) == 1:
+            return instances[0]
         return min(instances, key=lambda instance: (instance.outstanding_tokens, instance.index))
 
 
