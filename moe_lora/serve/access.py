@@ -82,12 +82,11 @@ class Allowance:
 class Reservation:
     """Tokens that a request may take, held from its admission to its end."""
 
-    def __init__(self, allowance: Allowance | None, num_tokens: int) -> None:
+    def __init__(self, allowance: Allowance, num_tokens: int) -> None:
         self._allowance = allowance
         self._held = num_tokens
         self._spent = 0
-        if allowance is not None:
-            allowance.hold(num_tokens)
+        allowance.hold(num_tokens)
 
     def spend(self, num_tokens: int) -> None:
         """Count tokens of a prompt, or of an answer; below 0: not after all."""
@@ -95,46 +94,35 @@ class Reservation:
 
     def settle(self) -> None:
         """Give back what was not spent, or take what was spent besides."""
-        if self._allowance is not None:
-            self._allowance.settle(self._held, self._spent)
+        self._allowance.settle(self._held, self._spent)
 
 
 class Caller:
     """Who sent a request.
 
-    key: None where there are no keys.  tokens: what it may have of them.  is_admin: whether it may do
-    everything.
+    key: None where there are no keys.  tokens: what it may have of them; None: any number.  is_admin: whether
+    it may do everything.  tenant: empty where there are no keys.
     """
 
     def __init__(self, key: ApiKey | None = None, tokens: Allowance | None = None, *, is_admin: bool) -> None:
         self.key = key
         self.is_admin = is_admin
-        self._tokens = tokens
-
-    @property
-    def tenant(self) -> str:
-        """Empty where there are no keys."""
-        return "" if self.key is None else self.key.tenant
-
-    @property
-    def share(self) -> float:
-        return 1.0 if self.key is None else self.key.share
+        self.tokens = tokens
+        self.tenant = "" if key is None else key.tenant
+        self.share = 1.0 if key is None else key.share
 
     def may_use(self, adapter: str | None) -> bool:
         return adapter is None or self.key is None or self.key.may_use(adapter)
 
-    def token_refusal(self, num_tokens: int) -> ApiError | None:
-        """What to answer to a request that may take so many; None: it may."""
-        return None if self._tokens is None else self._tokens.refusal(num_tokens)
 
-    @contextmanager
-    def reserved(self, num_tokens: int) -> Iterator[Reservation]:
-        """Hold so many for one request, so that those at once do not have more than their rate together."""
-        found = Reservation(self._tokens, num_tokens)
-        try:
-            yield found
-        finally:
-            found.settle()
+@contextmanager
+def reserved(allowance: Allowance, num_tokens: int) -> Iterator[Reservation]:
+    """Hold so many for one request, so that those at once do not have more than their rate together."""
+    found = Reservation(allowance, num_tokens)
+    try:
+        yield found
+    finally:
+        found.settle()
 
 
 ANYONE, NO_ADMIN = Caller(is_admin=True), Caller(is_admin=False)
@@ -143,7 +131,7 @@ ANYONE, NO_ADMIN = Caller(is_admin=True), Caller(is_admin=False)
 
 def caller_of(scope: Mapping[str, Any]) -> Caller:
     """Who sent the request of an ASGI scope."""
-    found: Caller = scope.get("state", {}).get("caller", NO_ADMIN)
+    found: Caller = scope["state"]["caller"]
     return found
 
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_lora.core.request import TokenLogprobs
-from moe_lora.serve.access import caller_of
+from moe_lora.serve.access import NO_ADMIN, Caller
 from moe_lora.serve.bodies import Handler, body_of
 from moe_lora.serve.connections import HEADERS_S
 from moe_lora.serve.frontend import Frontend
@@ -317,7 +317,7 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
         generation = Generation(
             frontend=frontend,
             client=client_of(request.scope),
-            caller=caller_of(request.scope),
+            caller=request.state.caller,
             adapter=adapter,
             prompts=prepared.prompts,
             answer_tokens=prepared.answer_tokens,
@@ -389,8 +389,10 @@ class RequestIds:
     It leaves a way to `send` that is shorter than the one through all of the application, for streams.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, caller: Caller = NO_ADMIN) -> None:
+        """caller: of requests to which `Access` gives no other."""
         self._app = app
+        self._caller = caller
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -398,6 +400,7 @@ class RequestIds:
             return
         state = scope.setdefault("state", {})
         given = Request(scope).headers.get(HEADER)
+        state["caller"] = self._caller
         state["request_id_given"] = bool(given)
         state["request_id"] = given or uuid.uuid4().hex
         state["send_body"] = send  # what else wraps it only looks at a response's start

@@ -6,24 +6,28 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import msgspec
 
 from moe_lora.core.errors import AdapterNotFoundError, UnreadError
 from moe_lora.core.request import GenerateRequest, RequestTiming, SamplingParams, TokenLogprobs, TokenOutput
 from moe_lora.engine.text.detokenize import TextStream
-from moe_lora.serve.access import Caller, Reservation
-from moe_lora.serve.frontend import Frontend
+from moe_lora.serve.access import Allowance, Caller, Reservation, reserved
+from moe_lora.serve.frontend import CUT, Frontend
 from moe_lora.serve.http_errors import ApiError, to_api_error
-from moe_lora.serve.limits import Waiting
+from moe_lora.serve.limits import Limits, Waiting
 from moe_lora.serve.metrics.metrics import RequestWatch
 
+if TYPE_CHECKING:
+    from moe_lora.engine.text.text import Tokenizer
+
 T = TypeVar("T")
+Outputs: TypeAlias = "AsyncGenerator[TokenOutput, None]"
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
@@ -104,6 +108,37 @@ class Deadline:
             self._timer.cancel()
 
 
+@dataclass
+class Watchers:
+    """What follows the outputs of a choice.
+
+    waits: in the queue, until the first output.  reservation: None without a rate of tokens.  deadline: None
+    without a timeout.  reason: how the choice ended.
+    """
+
+    limits: Limits
+    metrics: RequestWatch
+    waits: Waiting | None
+    reservation: Reservation | None
+    deadline: Deadline | None = None
+    reason: str = "abort"
+    timing: RequestTiming | None = None
+    has_begun: bool = False
+
+    def record_output(self, output: TokenOutput) -> None:
+        """Raises ApiError for the output that ends the choice because of its deadline."""
+        num_tokens = len(output.token_ids)
+        if self.waits is not None:
+            self.limits.leave_queue(self.waits, begun=num_tokens > 0)
+            self.waits = None
+        if self.reservation is not None:
+            self.reservation.spend(num_tokens)
+        self.has_begun = self.has_begun or num_tokens > 0
+        self.timing = output.timing
+        if self.deadline is not None:
+            self.deadline.check(output)
+
+
 @dataclass(kw_only=True)
 class Generation:
     """`num_choices` answers to each prompt, prompt by prompt; run once, by `deltas` or `whole`.
@@ -140,17 +175,20 @@ class Generation:
 
         Raises ApiError if the caller's rate has no room for all that the choices may take.
         """
-        num_tokens = self.num_choices * (sum(map(len, self.prompts)) + sum(self.answer_tokens))
-        refusal = self.caller.token_refusal(num_tokens)
-        if refusal is not None:
-            raise self.frontend.limits.refusal("key_tokens", refusal)
-        engine_id = uuid.uuid4().hex
-        with self.caller.reserved(num_tokens) as reserved:
+        engine_id, allowance = uuid.uuid4().hex, self.caller.tokens
+        with nullcontext() if allowance is None else self._reserved(allowance) as reservation:
             choices = [
-                self._choice(index, engine_id, reserved) for index in range(len(self._completion_tokens))
+                self._choice(index, engine_id, reservation) for index in range(len(self._completion_tokens))
             ]
             async with aclosing(choices[0] if len(choices) == 1 else merge(choices)) as deltas:
                 yield deltas
+
+    def _reserved(self, allowance: Allowance) -> AbstractContextManager[Reservation]:
+        num_tokens = self.num_choices * (sum(map(len, self.prompts)) + sum(self.answer_tokens))
+        refusal = allowance.refusal(num_tokens)
+        if refusal is not None:
+            raise self.frontend.limits.refusal("key_tokens", refusal)
+        return reserved(allowance, num_tokens)
 
     async def whole(self) -> list[Delta]:
         """All choices, the deltas of each joined to one."""
@@ -196,90 +234,116 @@ class Generation:
             }
         return usage
 
-    async def _choice(self, index: int, engine_id: str, reserved: Reservation) -> AsyncGenerator[Delta, None]:
+    async def _choice(
+        self, index: int, engine_id: str, reservation: Reservation | None
+    ) -> AsyncGenerator[Delta, None]:
         """The deltas of one choice; a stop string ends it with "stop".  Raises ApiError."""
-        frontend, request = self.frontend, self._request(index, engine_id)
-        text = visit = None
-        if frontend.tokenizer is not None:
-            text = TextStream(
-                frontend.tokenizer,
-                stop=self.sampling.stop,
-                min_tokens=self.sampling.min_tokens,
-                prompt_token_ids=request.prompt_token_ids if self.continues_prompt else (),
-            )
-        answer_tokens = self.answer_tokens[index // self.num_choices]
-        who = Waiting(
+        client, request = self.frontend.client, self._request(index, engine_id)
+        text = None if self.frontend.tokenizer is None else self._text(request, self.frontend.tokenizer)
+        is_cut = False
+        with self._attached(index, request, reservation) as watchers:
+            async with aclosing(cast("Outputs", client.generate(request))) as outputs:
+                async for output in outputs:
+                    watchers.record_output(output)
+                    if is_cut:
+                        continue
+                    watchers.metrics.tokens(len(output.token_ids))
+                    delta = self._delta(index, output, text)
+                    if delta.finish_reason is not None:
+                        watchers.reason = delta.finish_reason
+                        is_cut = output.finish_reason is None
+                        if is_cut:
+                            await client.abort(request.request_id)
+                    yield delta
+
+    @contextmanager
+    def _attached(
+        self, index: int, request: GenerateRequest, reservation: Reservation | None
+    ) -> Iterator[Watchers]:
+        """A choice within the limits: it waits in the queue, is measured, and ends with the server.
+
+        Raises ApiError for whatever ends the choice.
+        """
+        frontend, task = self.frontend, asyncio.current_task()
+        waits = Waiting(
             client=self.client,
-            tokens=request.prompt_tokens + answer_tokens,
+            tokens=request.prompt_tokens + self.answer_tokens[index // self.num_choices],
             tenant=self.caller.tenant,
             share=self.caller.share,
             priority=self.priority,
         )
-        frontend.limits.enter_queue(who, None if index else self._left_s())
-        waits = True
-        window = frontend.controller.window
+        left_s = None if self.timeout_s is None else self._left_s(self.timeout_s)
+        frontend.limits.enter_queue(waits, None if index else left_s)
+        watchers = Watchers(frontend.limits, self._metrics(request), waits, reservation)
+        if self.timeout_s is not None:
+            abort = partial(frontend.client.abort, request.request_id)
+            watchers.deadline = Deadline(self.timeout_s, left_s, abort)
+        if reservation is not None:
+            reservation.spend(request.prompt_tokens)
+        frontend.ending.running.add(task)
+        try:
+            if self.caller.key is not None and not self.caller.may_use(
+                self.adapter
+            ):  # as if it were not there
+                raise AdapterNotFoundError(f"no adapter is named {self.adapter!r}")
+            if frontend.ending.over:
+                raise ApiError(503, CUT)
+            yield watchers
+        except asyncio.CancelledError as error:
+            if not frontend.ending.over:
+                raise
+            if hasattr(task, "uncancel"):
+                task.uncancel()
+            raise self._failed(ApiError(503, CUT), watchers, request) from error
+        except Exception as error:
+            raise self._failed(error, watchers, request) from error
+        finally:
+            frontend.ending.running.discard(task)
+            if watchers.deadline is not None:
+                watchers.deadline.close()
+            if watchers.waits is not None:
+                frontend.limits.leave_queue(waits, begun=False)
+            watchers.metrics.end(watchers.reason, watchers.timing)
+            if watchers.timing is not None:
+                self._timings.append(watchers.timing)
+
+    def _metrics(self, request: GenerateRequest) -> RequestWatch:
+        window, visit = self.frontend.controller.window, None
         if window is not None and self.adapter is not None:
             visit = window.begin(self.adapter)
-        watch = RequestWatch(
-            frontend.metrics,
+        return RequestWatch(
+            self.frontend.metrics,
             visit,
             adapter=self.adapter,
             tenant=self.caller.tenant,
             prompt_tokens=request.prompt_tokens,
         )
-        reason, timing, cut, began = "abort", None, False, False
-        outputs = cast("AsyncGenerator[TokenOutput, None]", frontend.client.generate(request))
-        abort = partial(frontend.client.abort, request.request_id)
-        deadline = Deadline(self.timeout_s, self._left_s(), abort)
-        reserved.spend(request.prompt_tokens)
-        try:
-            if not self.caller.may_use(self.adapter):  # as if it were not there
-                raise AdapterNotFoundError(f"no adapter is named {self.adapter!r}")
-            with frontend.ending.ends():
-                async with aclosing(outputs):
-                    async for output in outputs:
-                        if waits:
-                            frontend.limits.leave_queue(who, begun=bool(output.token_ids))
-                            waits = False
-                        reserved.spend(len(output.token_ids))
-                        began = began or bool(output.token_ids)
-                        timing = output.timing
-                        deadline.check(output)
-                        if cut:
-                            continue
-                        watch.tokens(len(output.token_ids))
-                        delta = self._delta(index, output, text)
-                        if delta.finish_reason is not None:
-                            reason = delta.finish_reason
-                            cut = output.finish_reason is None
-                            if cut:
-                                await abort()
-                        yield delta
-        except Exception as error:
-            failure = to_api_error(error)
-            if isinstance(error, AdapterNotFoundError):
-                what = f"the model {self.adapter!r} does not exist; GET /v1/models lists what does"
-                failure = ApiError(404, what, "model")
-            if isinstance(error, UnreadError):
-                frontend.limits.count("unread")
-            if failure.limit is not None:
-                frontend.limits.count(failure.limit)
-            if not began and failure.status != 408:  # its prompt was not computed, or in vain
-                reserved.spend(-request.prompt_tokens)
-            reason = "refused" if failure.status < 500 else "error"
-            raise failure from error
-        finally:
-            deadline.close()
-            if waits:
-                frontend.limits.leave_queue(who, begun=False)
-            watch.end(reason, timing)
-            if timing is not None:
-                self._timings.append(timing)
 
-    def _left_s(self) -> float | None:
-        if self.timeout_s is None:
-            return None
-        return max(0.0, self.from_s + self.timeout_s - time.monotonic())
+    def _failed(self, error: Exception, watchers: Watchers, request: GenerateRequest) -> ApiError:
+        """Count an error that ended a choice; the error as its client gets it."""
+        failure, limits = to_api_error(error), self.frontend.limits
+        if isinstance(error, AdapterNotFoundError):
+            what = f"the model {self.adapter!r} does not exist; GET /v1/models lists what does"
+            failure = ApiError(404, what, "model")
+        if isinstance(error, UnreadError):
+            limits.count("unread")
+        if failure.limit is not None:
+            limits.count(failure.limit)
+        if watchers.reservation is not None and not watchers.has_begun and failure.status != 408:
+            watchers.reservation.spend(-request.prompt_tokens)  # its prompt was not computed, or in vain
+        watchers.reason = "refused" if failure.status < 500 else "error"
+        return failure
+
+    def _left_s(self, timeout_s: float) -> float:
+        return max(0.0, self.from_s + timeout_s - time.monotonic())
+
+    def _text(self, request: GenerateRequest, tokenizer: Tokenizer) -> TextStream:
+        return TextStream(
+            tokenizer,
+            stop=self.sampling.stop,
+            min_tokens=self.sampling.min_tokens,
+            prompt_token_ids=request.prompt_token_ids if self.continues_prompt else (),
+        )
 
     def _request(self, index: int, engine_id: str) -> GenerateRequest:
         """That of one choice, under an id of its own.  Choices of a seeded request get seeds of their own, or
@@ -288,21 +352,19 @@ class Generation:
         sampling = self.sampling
         if sampling.seed is not None and choice:
             sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
+        salt = "" if self.frontend.config.share_prefix_cache else self.caller.tenant
+        if self.cache_salt is not None:  # a tenant's name has no NUL, so two tenants' salts differ
+            salt = f"{salt}\0{self.cache_salt}"
         return GenerateRequest(
             request_id=f"{engine_id}-{index}",
-            prompt_token_ids=self.prompt_of(index),
+            prompt_token_ids=self.prompts[index // self.num_choices],
             sampling=sampling,
             adapter=self.adapter,
             tenant=self.caller.tenant,
             share=self.caller.share,
             priority=self.priority,
-            cache_salt=self._salt(),
+            cache_salt=salt,
         )
-
-    def _salt(self) -> str:
-        """Joins tenant's and request's salt.  A tenant's name has no NUL, so two tenants' salts differ."""
-        tenant = "" if self.frontend.config.share_prefix_cache else self.caller.tenant
-        return tenant if self.cache_salt is None else f"{tenant}\0{self.cache_salt}"
 
     def _delta(self, index: int, output: TokenOutput, text: TextStream | None) -> Delta:
         """Account for an output and turn it into text."""
