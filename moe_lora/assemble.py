@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -39,7 +39,6 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     reload: see `serve_forever`.  Raises ConfigError, RegistryError or AdapterError for what can be known at
     start.
     """
-    from moe_lora.dist.cluster.controller.served_registry import opened_registry
     from moe_lora.dist.launch.devices import log_devices, placed
     from moe_lora.serve.access import checked_keys
     from moe_lora.serve.frontend import Frontend
@@ -70,8 +69,18 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
             )
             await serve_forever(frontend, socks, front_end.drain_s, reload, at_once)
 
-    with bound(front_end) as socks, opened_registry(cluster) as (cluster, registry):
+    with bound(front_end) as socks, _opened_registry(cluster) as (cluster, registry):
         _run(run(cluster, registry))
+
+
+def _opened_registry(
+    cluster: ClusterConfig,
+) -> AbstractContextManager[tuple[ClusterConfig, ServedRegistry | None]]:
+    if cluster.registry is None:
+        return nullcontext((cluster, None))
+    from moe_lora.dist.cluster.controller.served_registry import opened_registry
+
+    return opened_registry(cluster)
 
 
 def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> None:

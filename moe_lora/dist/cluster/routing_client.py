@@ -110,7 +110,7 @@ class FleetClient:
             while not resumable.aborted:
                 attempt, resumable.next = resumable.next, None
                 if attempt is None:
-                    if suspects.suspected or suspects.reasons:
+                    if suspects.active:
                         instance, trial = await self._admit(resumable)
                         if instance is None:
                             break

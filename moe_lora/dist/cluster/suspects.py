@@ -54,39 +54,41 @@ class Suspects:
     def __init__(self, num_live: Callable[[], int], num_known: Callable[[], int]) -> None:
         self._num_live = num_live
         self._num_known = num_known
-        self.suspected: dict[str, list[str]] = {}
+        self._suspects: dict[str, list[str]] = {}
         """By adapter: the instances that died with the adapter in their notes."""
         self._died_s: dict[str, float] = {}
         """By adapter: the time of the last of these deaths."""
         self._notes: dict[str, list[ReadNotes]] = {}
         """By adapter: these notes, each once."""
-        self.reasons: dict[str, str] = {}
-        """By refused adapter."""
+        self._refused: dict[str, str] = {}
+        self.active = False
+        """True while an adapter is a suspect or refused."""
         self.proven: set[str] = set()
         """Adapters that gained a token."""
         self._trial: Trial | None = None
         self._changed = asyncio.Event()
 
     def __bool__(self) -> bool:
-        return bool(self.suspected or self.reasons)
+        return self.active
 
     def note_death(self, instance: str, adapters: frozenset[str], notes: ReadNotes | None = None) -> None:
         """An instance died; adapters: those in its notes."""
         self._forget_old()
         tried, is_proven = self._tried_at(instance, adapters)
         if tried is not None:
-            num_deaths = len(self.suspected.get(tried, ())) + 1
+            num_deaths = len(self._suspects.get(tried, ())) + 1
             if num_deaths > (MOST_DEATHS if is_proven else 1):
                 self._refuse(tried, instance)
                 self.wake()
                 return  # the others ran beside it
-        for name in sorted(adapters - self.reasons.keys()):
-            self.suspected.setdefault(name, []).append(instance)
+        for name in sorted(adapters - self._refused.keys()):
+            self._suspects.setdefault(name, []).append(instance)
             self._died_s[name] = time.monotonic()
             known = self._notes.setdefault(name, [])
             if notes is not None and all(one.place != notes.place for one in known):
                 known.append(notes)
         if adapters:
+            self.active = True
             logger.warning(
                 "instance %s died at work for %s; their requests go on one adapter at a time",
                 instance,
@@ -107,7 +109,7 @@ class Suspects:
             for notes in trial.notes:
                 notes.unlock()  # they go on naming the trial, for other front ends
             return trial.adapter, trial.adapter in self.proven
-        for name in adapters & self.suspected.keys():
+        for name in adapters & self._suspects.keys():
             for notes in self._notes[name]:
                 if notes.trial[:2] == (name, instance):
                     return name, name in self.proven or notes.trial[2:] == (_PROVEN,)
@@ -130,23 +132,25 @@ class Suspects:
     def forget(self, adapter: str) -> None:
         """The adapter was loaded anew, or unloaded: nothing is known against what the name means now."""
         self.proven.discard(adapter)
-        self.reasons.pop(adapter, None)
+        self._refused.pop(adapter, None)
         self._clear(adapter)
         self.wake()
 
     def _clear(self, adapter: str) -> list[str]:
         self._notes.pop(adapter, None)
         self._died_s.pop(adapter, None)
-        return self.suspected.pop(adapter, [])
+        instances = self._suspects.pop(adapter, [])
+        self.active = bool(self._suspects or self._refused)
+        return instances
 
     def problem(self, adapter: str) -> str | None:
         """Why requests of the adapter are refused; None: they are not."""
-        return self.reasons.get(adapter)
+        return self._refused.get(adapter)
 
     @property
     def refused(self) -> dict[str, str]:
         """A copy: the refused adapters and the reasons."""
-        return dict(self.reasons)
+        return dict(self._refused)
 
     async def admit(self, adapter: str, is_aborted: Callable[[], bool] = lambda: False) -> Trial | None:
         """Return when a request of the adapter may be sent; a Trial if it is the one that shows.
@@ -160,10 +164,10 @@ class Suspects:
         began_s = time.monotonic()
         with move_on_after(WAIT_S):
             while not is_aborted():
-                problem = self.reasons.get(adapter)
+                problem = self._refused.get(adapter)
                 if problem is not None:
                     raise AdapterFailedError(problem)
-                if adapter not in self.suspected or not self._num_live():
+                if adapter not in self._suspects or not self._num_live():
                     return None  # without an instance the router says so
                 may_try = self._trial is None and self._may_try(adapter, time.monotonic() - began_s)
                 if may_try and (trial := self._locked(adapter)) is not None:
@@ -173,7 +177,7 @@ class Suspects:
                     await self._changed.wait()
         if is_aborted() or adapter in self.proven:
             return None  # other trials took the time
-        where = self.suspected[adapter][-1] if adapter in self.suspected else "an instance"
+        where = self._suspects[adapter][-1] if adapter in self._suspects else "an instance"
         raise EngineDeadError(
             f"adapter {adapter!r} may have ended instance {where}, and other adapters were tried before it "
             f"for {WAIT_S:.0f} s; send the request again"
@@ -205,11 +209,12 @@ class Suspects:
 
     def _refuse(self, adapter: str, instance: str) -> None:
         before = self._clear(adapter)
-        self.reasons[adapter] = (
+        self.active = True
+        self._refused[adapter] = (
             f"adapter {adapter!r} is unavailable: instances {', '.join([*before, instance])} died while they "
             "loaded or computed it; load it again once that is mended"
         )
-        logger.error(self.reasons[adapter])
+        logger.error(self._refused[adapter])
 
     def wake(self) -> None:
         """Have all waiting requests look again."""

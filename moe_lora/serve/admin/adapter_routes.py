@@ -110,7 +110,8 @@ def _card(info: AdapterInfo) -> dict[str, Any]:
 
 def ignored_by(body: LoadAdapterRequest | UnloadAdapterRequest, frontend: Frontend) -> dict[str, str]:
     """Returns the header with the unknown fields of a body.  Raises ApiError if the server refuses them."""
-    refuse_unknown(body, refuses=frontend.limits.config.unknown_fields == "error")
+    if frontend.limits.config.unknown_fields == "error":
+        refuse_unknown(body)
     names = [shown_name(name) for name in body.unknown_fields()]
     frontend.ignored_fields.note(names)
     return ignored_header(names)

@@ -57,6 +57,9 @@ class ChoiceFormat:
     def __init__(self, tokenizer: Tokenizer | None, *, with_token_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._with_token_ids = with_token_ids
+        self._offsets: dict[int, int] = {}
+        self._shown: set[int] = set()
+        """Choices that have begun: of these the prompt, or the role, was shown."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Returns the choices entry before a choice's first delta, or None."""
@@ -105,18 +108,13 @@ class CompletionFormat(ChoiceFormat):
     id_prefix = "cmpl"
     continues_prompt = True
 
-    def __init__(self, tokenizer: Tokenizer | None, *, with_token_ids: bool) -> None:
-        super().__init__(tokenizer, with_token_ids=with_token_ids)
-        self._offsets: dict[int, int] = {}
-        self._prompts_shown: set[int] = set()
-
     def chunk(self, delta: Delta) -> dict[str, Any]:
         return self.whole(delta)
 
     def whole(self, delta: Delta) -> dict[str, Any]:
         entry, index = self.entry(delta, "text", delta.text), delta.index
-        if self.prompt_of is not None and index not in self._prompts_shown:
-            self._prompts_shown.add(index)
+        if self.prompt_of is not None and index not in self._shown:
+            self._shown.add(index)
             entry["prompt_token_ids"] = self.prompt_of(index)
         return entry
 
@@ -147,14 +145,10 @@ class ChatFormat(ChoiceFormat):
     chunk_object_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def __init__(self, tokenizer: Tokenizer | None, *, with_token_ids: bool) -> None:
-        super().__init__(tokenizer, with_token_ids=with_token_ids)
-        self._greeted: set[int] = set()
-
     def opening(self, index: int) -> dict[str, Any] | None:
-        if index in self._greeted:
+        if index in self._shown:
             return None
-        self._greeted.add(index)
+        self._shown.add(index)
         role = {"role": "assistant", "content": ""}
         return {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
 
@@ -335,15 +329,19 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
         head = {"id": request_id, "created": int(time.time()), "model": adapter or frontend.model_name}
         if body.return_token_ids:
             form.prompt_of = generation.prompt_of
-        frontend.ignored_fields.note(prepared.ignored)
-        headers = ignored_header(prepared.ignored)
+        headers: dict[str, str] = {}
+        if prepared.ignored:
+            frontend.ignored_fields.note(prepared.ignored)
+            headers = ignored_header(prepared.ignored)
         if body.stream:
             return EventStream(generation, form, head, body.stream_options or StreamOptions(), headers)
         whole = await unless_disconnected(request.receive, generation.whole())
         if whole is None:
             return Response(status_code=CLIENT_GONE)
         choices = {"object": form.object_name, "choices": [form.whole(delta) for delta in whole]}
-        answered = {**head, **choices, "usage": generation.usage(), **form.beside(0)}
+        answered = {**head, **choices, "usage": generation.usage()}
+        if body.return_token_ids:
+            answered.update(form.beside(0))
         return JsonResponse(answered, headers=headers)
 
     @router.post("/v1/completions", response_model=None)
@@ -375,9 +373,6 @@ def timeout_of(text: str) -> float:
     if not 0 < found <= MAX_TIMEOUT_S:
         raise bad_request(f"{TIMEOUT}: {text[:50]!r} must be seconds above 0 and at most {MAX_TIMEOUT_S:g}")
     return found
-
-
-# What a request is called: `X-Request-Id` and the body's `request_id`.
 
 
 HEADER = "X-Request-Id"
