@@ -249,6 +249,25 @@ def bound(config: FrontEndConfig) -> Iterator[list[socket.socket]]:
         yield [sock, *admin]
 
 
+def _http_config(frontend: Frontend, drain_s: float) -> uvicorn.Config:
+    access, limits = frontend.config, frontend.limits.config
+    return uvicorn.Config(
+        create_app(frontend),
+        log_config=None,
+        log_level="error",  # what clients get wrong is counted, not logged
+        access_log=False,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=max(1, round(drain_s + _LAST_WORDS_S)),
+        timeout_keep_alive=ceil(limits.idle_timeout_s),
+        proxy_headers=bool(limits.trusted_proxies),
+        forwarded_allow_ips=list(limits.trusted_proxies),
+        backlog=ACCEPTED_AT_ONCE,
+        ssl_certfile=access.tls_cert,
+        ssl_keyfile=access.tls_key,
+    )
+
+
 async def serve_forever(
     frontend: Frontend,
     socks: Sequence[socket.socket],
@@ -262,24 +281,8 @@ async def serve_forever(
     when its terminal is closed.  at_once: set by a second signal, also one that comes when this has returned.
     The front end's client stays open.
     """
-    access = frontend.config
     limits = frontend.limits
-    config = uvicorn.Config(
-        create_app(frontend),
-        log_config=None,
-        log_level="error",  # what clients get wrong is counted, not logged
-        access_log=False,
-        ws="none",
-        lifespan="off",
-        timeout_graceful_shutdown=max(1, round(drain_s + _LAST_WORDS_S)),
-        timeout_keep_alive=ceil(limits.config.idle_timeout_s),
-        proxy_headers=bool(limits.config.trusted_proxies),
-        forwarded_allow_ips=list(limits.config.trusted_proxies),
-        backlog=ACCEPTED_AT_ONCE,
-        ssl_certfile=access.tls_cert,
-        ssl_keyfile=access.tls_key,
-    )
-    server = HttpServer(config, limits)
+    server = HttpServer(_http_config(frontend, drain_s), limits)
     server.on_ready = lambda url: logger.info("Serving %s at %s", frontend.model_name, url)
     loop = asyncio.get_running_loop()
 

@@ -53,9 +53,8 @@ class Bounds:
 class Prepared:
     """A request that the engine can be asked.
 
-    body: of a large request without its prompt or messages.  prompts: token ids.  answer_tokens: of each
-    prompt, how many its answer may have, as limits count it.  ignored: names of unknown fields, as headers
-    take them.
+    body: without its prompt or messages.  prompts: token ids.  answer_tokens: of each prompt, how many its
+    answer may have, as limits count it.  ignored: names of unknown fields, as headers take them.
     """
 
     body: SamplingFields
@@ -157,8 +156,7 @@ def prepare_now(
             for prompt in prompts
         ]
         del prompts
-        found = prepared(body, sampling, encoded, tokenizer, bounds)
-        return replace(found, body=body.without_prompt())
+        return prepared(body, sampling, encoded, tokenizer, bounds)
     finally:
         return_memory()
 
@@ -304,7 +302,7 @@ def prepared(
         ignored = tuple(map(shown_name, body.unknown_fields()))
         body.drop_unknown()
     return Prepared(
-        body=body,
+        body=body.without_prompt(),
         sampling=sampling,
         prompts=[tuple(one) for one in prompts],
         answer_tokens=answer_tokens,
