@@ -28,10 +28,7 @@ CUT = "the server is shutting down and does not finish this request; send it aga
 
 
 class Ending:
-    """Ends requests under way, each with an error of its own, when the time to finish them is over.
-
-    begun: nothing new is taken.
-    """
+    """Ends running requests after the time for a shutdown.  begun: the server accepts no new requests."""
 
     def __init__(self) -> None:
         self.begun = self.over = False
@@ -39,7 +36,7 @@ class Ending:
         """Tasks of requests that wait for their engine; `cut` cancels them."""
 
     def cut(self) -> None:
-        """End what runs with a 503: as the answer, or where one has begun as its last event."""
+        """End running requests with a 503: as the answer, or as the last event of a stream."""
         self.over = True
         for task in self.running:
             if task is not None:

@@ -41,15 +41,14 @@ ACK_S = 5.0
 
 
 class MoveTask:
-    """One under way, run by a task of its own.  final: the target was told to go on, and is asked whether it
-    does."""
+    """A running move.  final: the target has the order to go on."""
 
     def __init__(self, work: Coroutine[Any, Any, None]) -> None:
         self.final = False
         self.task = asyncio.create_task(work)
 
     async def settle(self) -> None:
-        """End it where it is not `final`; return when it is over, however it ended."""
+        """Cancel a move before its `final` step, and await its end."""
         if not self.final:
             self.task.cancel()
         await asyncio.wait([self.task])
@@ -87,7 +86,7 @@ class RequestMover:
         self.pause_s = 0.0
 
     def note_pause(self, attempt: Attempt) -> None:
-        """The first output of an attempt that a request was moved to."""
+        """Count the pause of a move at the target's first output."""
         assert attempt.held_s is not None
         pause_s, attempt.held_s = self._clock.now_s() - attempt.held_s, None
         self.num_moved[attempt.kind] += 1
@@ -103,10 +102,7 @@ class RequestMover:
         )
 
     async def move(self, request_id: str, target: str, kind: MoveKind = "tokens") -> None:
-        """Have a request go on at the instance of that name; returns when it does, in its own time.
-
-        Raises MoveError if it can't be moved; then it goes on where it is.
-        """
+        """Move a request to the instance of this name.  Raises MoveError; the source then goes on."""
         resumable = self._running.get(request_id)
         if resumable is None:
             raise MoveError(f"request {request_id!r} is not running")
@@ -131,8 +127,9 @@ class RequestMover:
     async def migrate(
         self, source: str, target: str, num_requests: int, kind: MoveKind
     ) -> tuple[int, list[str]]:
-        """Move up to so many requests from one instance to another, those without a token first; how many
-        were moved, and why others were not.
+        """Move up to num_requests, requests without a token first.
+
+        Returns the number of moves, and the problem of each other request.
         """
         found = [(one, self._running[one].attempt) for one in self._requests_at(source)[:num_requests]]
         problems = await asyncio.gather(
@@ -141,7 +138,7 @@ class RequestMover:
         return problems.count(None), [problem for problem in problems if problem is not None]
 
     def move_off(self, instance: Instance) -> None:
-        """Have the requests of an instance that is drained go on elsewhere, those that can and do not yet."""
+        """Move the requests of a drained instance, except requests with a move."""
         for name in self._requests_at(instance.name):
             attempt = self._running[name].attempt
             if attempt is not None and attempt not in self._leaving:
@@ -149,7 +146,7 @@ class RequestMover:
                 self._in_background(self._move_one_off(name, attempt))
 
     def follow(self, order: Move) -> None:
-        """A controller had an instance say that a request of this front end is to be moved."""
+        """Carry out a controller's order."""
         for name, resumable in self._running.items():
             attempt = resumable.attempt
             if attempt is not None and attempt.request.request_id == order.request_id:
@@ -159,8 +156,10 @@ class RequestMover:
     async def _try_move(
         self, request_id: str, attempt: Attempt | None, target: str | None, kind: MoveKind
     ) -> str | None:
-        """Why it was not moved; None: it was.  attempt: to be moved; what left it while it waited stays.
-        target: None: what the router chooses."""
+        """Returns the problem, None after a move.
+
+        attempt: a request with a later attempt stays.  target: None: the router chooses.
+        """
         async with self._places:
             resumable = self._running.get(request_id)
             if resumable is not None and resumable.attempt is not attempt:
@@ -192,7 +191,7 @@ class RequestMover:
         task.add_done_callback(self._tasks.discard)
 
     def _requests_at(self, instance: str) -> list[str]:
-        """Ids of the requests that this instance computes, those without a token first."""
+        """Ids of the instance's requests, requests without a token first."""
         found = [
             (bool(one.delivered), request_id)
             for request_id, one in self._running.items()

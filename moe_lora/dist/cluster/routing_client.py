@@ -155,7 +155,7 @@ class FleetClient:
                 await self._end_move(resumable)
 
     def _add(self, request: GenerateRequest) -> ResumableRequest:
-        """Register a request, with a seed if it is sampled without: its answer can go on elsewhere."""
+        """Register a request.  A sampled request gets a seed, so another instance can go on."""
         served = self._instance_registry.served_version(request.adapter)
         if request.adapter is not None and served is None:
             self._instance_registry.candidates(None)  # raises without instances: then no version is known
@@ -173,8 +173,8 @@ class FleetClient:
         return resumable
 
     async def _lose(self, resumable: ResumableRequest, attempt: Attempt, error: EngineDeadError) -> None:
-        """The attempt's instance has died.  Raises EngineDeadError if the request can't go on elsewhere."""
-        if not isinstance(error, EngineSilentError):  # it may be back by the time this is read
+        """The instance has died.  Raises EngineDeadError if no other instance can go on."""
+        if not isinstance(error, EngineSilentError):  # a silent instance may be back by now
             self._instance_registry.lose(attempt.instance, attempt.client)
         if resumable.move is not None:
             await resumable.move.settle()
@@ -221,13 +221,13 @@ class FleetClient:
             await resumable.next.close()
 
     async def move(self, request_id: str, target: str, kind: MoveKind = "tokens") -> None:
-        """Have a request go on at the instance of that name.  Raises MoveError; then it goes on unmoved."""
+        """See `RequestMover.move`."""
         await self.mover.move(request_id, target, kind)
 
     async def migrate(
         self, source: str, target: str, num_requests: int, kind: MoveKind = "tokens"
     ) -> tuple[int, list[str]]:
-        """Move up to so many requests of this front end (see `RequestMover.migrate`)."""
+        """See `RequestMover.migrate`."""
         return await self.mover.migrate(source, target, num_requests, kind)
 
     def _leave(self, instance: Instance) -> None:

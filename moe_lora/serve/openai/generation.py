@@ -31,9 +31,9 @@ Outputs: TypeAlias = "AsyncGenerator[TokenOutput, None]"
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Items of all streams as they come.  The first error ends all; closing this closes them.
+    """Items of all streams in the order of arrival.  The first error ends the others; so does `aclose`.
 
-    A stream whose item nobody takes is not asked for the next one.
+    A stream computes its next item after the last item is read.
     """
     items: asyncio.Queue[T | BaseException | None] = asyncio.Queue(maxsize=len(streams))
     tasks = [asyncio.create_task(_pump(stream, items)) for stream in streams]
@@ -66,7 +66,7 @@ async def _pump(stream: AsyncGenerator[T, None], items: asyncio.Queue[T | BaseEx
 
 
 class Delta(msgspec.Struct):
-    """What a choice gained: text that is certain, the tokens it came from, and why it ended, if it did."""
+    """New text of a choice and its tokens.  finish_reason: None before the end."""
 
     index: int
     text: str
@@ -76,44 +76,35 @@ class Delta(msgspec.Struct):
 
 
 class Deadline:
-    """Ends a request when its time is over, wherever it is: one that waits is not computed any more.
-
-    left_s: what is left of timeout_s.  abort: of the engine.
-    """
+    """Aborts a request after left_s, queued or running.  timeout_s: the client's, for the error."""
 
     def __init__(
-        self,
-        timeout_s: float | None,
-        left_s: float | None,
-        abort: Callable[[], Coroutine[Any, Any, None]],
+        self, timeout_s: float, left_s: float, abort: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
         self._timeout_s = timeout_s
         self._abort = abort
         self._ending: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        if left_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(left_s, self._end)
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._end)
 
     def _end(self) -> None:
         self._ending = asyncio.create_task(self._abort())
 
     def check(self, output: TokenOutput) -> None:
-        """Raises ApiError for the output that ends the request because of it."""
+        """Raises ApiError for the last output of an aborted request."""
         if self._ending is not None and output.finish_reason == "abort":
             what = f"not done within timeout={self._timeout_s:g} s, and ended; allow it more"
             raise ApiError(408, what, limit="timeout")
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
 
 
 @dataclass
 class Watchers:
-    """What follows the outputs of a choice.
+    """Observers of a choice's outputs.
 
-    waits: in the queue, until the first output.  reservation: None without a rate of tokens.  deadline: None
-    without a timeout.  reason: how the choice ended.
+    waits: None after the first output.  reservation: None without a rate of tokens.  deadline: None without a
+    timeout.
     """
 
     limits: Limits
@@ -126,7 +117,7 @@ class Watchers:
     has_begun: bool = False
 
     def record_output(self, output: TokenOutput) -> None:
-        """Raises ApiError for the output that ends the choice because of its deadline."""
+        """Raises ApiError after the deadline."""
         num_tokens = len(output.token_ids)
         if self.waits is not None:
             self.limits.leave_queue(self.waits, begun=num_tokens > 0)
@@ -141,13 +132,10 @@ class Watchers:
 
 @dataclass(kw_only=True)
 class Generation:
-    """`num_choices` answers to each prompt, prompt by prompt; run once, by `deltas` or `whole`.
+    """`num_choices` answers to each prompt, prompt by prompt.  `deltas` or `whole` runs a generation once.
 
-    client: whom it counts for in the limits.  caller: who sent it.  answer_tokens: of each prompt, how many
-    its answer may have.
-    continues_prompt: the answer's text goes on where the prompt's stops (keeps a leading space).
-    priority: among those of its tenant.  cache_salt: the request's own, beside its tenant's.
-    timeout_s: after which all is ended that is not done, from_s on, by the monotonic clock.
+    client: for the limits.  answer_tokens: the longest answer of each prompt.  continues_prompt: the answer
+    keeps a leading space.  priority: within the tenant.  timeout_s: from from_s on, of the monotonic clock.
     """
 
     frontend: Frontend
@@ -171,9 +159,9 @@ class Generation:
 
     @asynccontextmanager
     async def deltas(self) -> AsyncIterator[AsyncGenerator[Delta, None]]:
-        """Deltas of all choices as they come.  Leaving it aborts what still runs.
+        """Deltas of all choices.  The exit aborts running choices.
 
-        Raises ApiError if the caller's rate has no room for all that the choices may take.
+        Raises ApiError if the choices may exceed the caller's rate.
         """
         engine_id, allowance = uuid.uuid4().hex, self.caller.tokens
         with nullcontext() if allowance is None else self._reserved(allowance) as reservation:
@@ -260,10 +248,7 @@ class Generation:
     def _attached(
         self, index: int, request: GenerateRequest, reservation: Reservation | None
     ) -> Iterator[Watchers]:
-        """A choice within the limits: it waits in the queue, is measured, and ends with the server.
-
-        Raises ApiError for whatever ends the choice.
-        """
+        """Queue, deadline, rate, metrics and shutdown of a choice.  Raises ApiError for all errors."""
         frontend, task = self.frontend, asyncio.current_task()
         waits = Waiting(
             client=self.client,
@@ -272,19 +257,19 @@ class Generation:
             share=self.caller.share,
             priority=self.priority,
         )
-        left_s = None if self.timeout_s is None else self._left_s(self.timeout_s)
+        left_s = None
+        if self.timeout_s is not None:
+            left_s = max(0.0, self.from_s + self.timeout_s - time.monotonic())
         frontend.limits.enter_queue(waits, None if index else left_s)
         watchers = Watchers(frontend.limits, self._metrics(request), waits, reservation)
-        if self.timeout_s is not None:
+        if self.timeout_s is not None and left_s is not None:
             abort = partial(frontend.client.abort, request.request_id)
             watchers.deadline = Deadline(self.timeout_s, left_s, abort)
         if reservation is not None:
             reservation.spend(request.prompt_tokens)
         frontend.ending.running.add(task)
         try:
-            if self.caller.key is not None and not self.caller.may_use(
-                self.adapter
-            ):  # as if it were not there
+            if self.caller.key is not None and not self.caller.may_use(self.adapter):
                 raise AdapterNotFoundError(f"no adapter is named {self.adapter!r}")
             if frontend.ending.over:
                 raise ApiError(503, CUT)
@@ -320,7 +305,7 @@ class Generation:
         )
 
     def _failed(self, error: Exception, watchers: Watchers, request: GenerateRequest) -> ApiError:
-        """Count an error that ended a choice; the error as its client gets it."""
+        """Count an error.  Returns the client's error."""
         failure, limits = to_api_error(error), self.frontend.limits
         if isinstance(error, AdapterNotFoundError):
             what = f"the model {self.adapter!r} does not exist; GET /v1/models lists what does"
@@ -330,12 +315,9 @@ class Generation:
         if failure.limit is not None:
             limits.count(failure.limit)
         if watchers.reservation is not None and not watchers.has_begun and failure.status != 408:
-            watchers.reservation.spend(-request.prompt_tokens)  # its prompt was not computed, or in vain
+            watchers.reservation.spend(-request.prompt_tokens)  # a prompt without a token is free
         watchers.reason = "refused" if failure.status < 500 else "error"
         return failure
-
-    def _left_s(self, timeout_s: float) -> float:
-        return max(0.0, self.from_s + timeout_s - time.monotonic())
 
     def _text(self, request: GenerateRequest, tokenizer: Tokenizer) -> TextStream:
         return TextStream(
@@ -346,8 +328,7 @@ class Generation:
         )
 
     def _request(self, index: int, engine_id: str) -> GenerateRequest:
-        """That of one choice, under an id of its own.  Choices of a seeded request get seeds of their own, or
-        they would be equal."""
+        """The request of a choice.  Equal seeds would give equal choices, so each choice has its own seed."""
         choice = index % self.num_choices
         sampling = self.sampling
         if sampling.seed is not None and choice:
@@ -367,7 +348,7 @@ class Generation:
         )
 
     def _delta(self, index: int, output: TokenOutput, text: TextStream | None) -> Delta:
-        """Account for an output and turn it into text."""
+        """Count the tokens of an output and decode them."""
         if output.finish_reason == "error":
             raise ApiError(503, f"the engine can't run this request: {output.error}")
         token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
