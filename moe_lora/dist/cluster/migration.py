@@ -131,7 +131,7 @@ class RequestMover:
 
         Returns the number of moves, and the problem of each other request.
         """
-        found = [(one, self._running[one].attempt) for one in self._requests_at(source)[:num_requests]]
+        found = [(one, self._running[one].attempt) for one in self.requests_at(source)[:num_requests]]
         problems = await asyncio.gather(
             *(self._try_move(one, attempt, target, kind) for one, attempt in found)
         )
@@ -139,7 +139,7 @@ class RequestMover:
 
     def move_off(self, instance: Instance) -> None:
         """Move the requests of a drained instance, except requests with a move."""
-        for name in self._requests_at(instance.name):
+        for name in self.requests_at(instance.name):
             attempt = self._running[name].attempt
             if attempt is not None and attempt not in self._leaving:
                 self._leaving.add(attempt)
@@ -190,7 +190,7 @@ class RequestMover:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _requests_at(self, instance: str) -> list[str]:
+    def requests_at(self, instance: str) -> list[str]:
         """Ids of the instance's requests, requests without a token first."""
         found = [
             (bool(one.delivered), request_id)

@@ -115,7 +115,7 @@ class FleetClient:
                         if instance is None:
                             break
                     else:
-                        instance = self._next_instance(resumable)
+                        instance, trial = self._next_instance(resumable), None
                     again = self._continued(resumable) if resumable.epoch else resumable.request
                     attempt = Attempt(instance, again, limit)
                     if resumable.left is not None:
