@@ -277,7 +277,7 @@ class Generation:
         except asyncio.CancelledError as error:
             if not frontend.ending.over:
                 raise
-            if hasattr(task, "uncancel"):
+            if task is not None and hasattr(task, "uncancel"):
                 task.uncancel()
             raise self._failed(ApiError(503, CUT), watchers, request) from error
         except Exception as error:
