@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -22,9 +23,6 @@ from moe_lora.serve.frontend import CUT, Frontend
 from moe_lora.serve.http_errors import ApiError, to_api_error
 from moe_lora.serve.limits import Limits, Waiting
 from moe_lora.serve.metrics.metrics import RequestWatch
-
-if TYPE_CHECKING:
-    from moe_lora.engine.text.text import Tokenizer
 
 T = TypeVar("T")
 Outputs: TypeAlias = "AsyncGenerator[TokenOutput, None]"
@@ -152,10 +150,8 @@ class Generation:
     timeout_s: float | None = None
     from_s: float = field(default_factory=time.monotonic)
     _timings: list[RequestTiming] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._completion_tokens = [0] * (len(self.prompts) * self.num_choices)
-        self._cached_tokens = [0] * len(self._completion_tokens)
+    _completion_tokens: Counter[int] = field(default_factory=Counter)
+    _cached_tokens: Counter[int] = field(default_factory=Counter)
 
     @asynccontextmanager
     async def deltas(self) -> AsyncIterator[AsyncGenerator[Delta, None]]:
@@ -165,9 +161,8 @@ class Generation:
         """
         engine_id, allowance = uuid.uuid4().hex, self.caller.tokens
         with nullcontext() if allowance is None else self._reserved(allowance) as reservation:
-            choices = [
-                self._choice(index, engine_id, reservation) for index in range(len(self._completion_tokens))
-            ]
+            num_choices = len(self.prompts) * self.num_choices
+            choices = [self._choice(index, engine_id, reservation) for index in range(num_choices)]
             async with aclosing(choices[0] if len(choices) == 1 else merge(choices)) as deltas:
                 yield deltas
 
@@ -180,7 +175,7 @@ class Generation:
 
     async def whole(self) -> list[Delta]:
         """All choices, the deltas of each joined to one."""
-        parts: list[list[Delta]] = [[] for _ in self._completion_tokens]
+        parts: list[list[Delta]] = [[] for _ in range(len(self.prompts) * self.num_choices)]
         async with self.deltas() as deltas:
             async for delta in deltas:
                 parts[delta.index].append(delta)
@@ -213,8 +208,9 @@ class Generation:
 
         Complete once the deltas have ended.
         """
-        usage: dict[str, Any] = _tokens(sum(map(len, self.prompts)), sum(self._completion_tokens))
-        usage["prompt_tokens_details"] = {"cached_tokens": sum(self._cached_tokens[:: self.num_choices])}
+        usage: dict[str, Any] = _tokens(sum(map(len, self.prompts)), self._completion_tokens.total())
+        cached = sum(num for index, num in self._cached_tokens.items() if not index % self.num_choices)
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
         if self._timings:
             usage["timing"] = {
                 f"{name}_ms": round(1e3 * max(getattr(timing, f"{name}_s") for timing in self._timings), 3)
@@ -227,8 +223,14 @@ class Generation:
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one choice; a stop string ends it with "stop".  Raises ApiError."""
         client, request = self.frontend.client, self._request(index, engine_id)
-        text = None if self.frontend.tokenizer is None else self._text(request, self.frontend.tokenizer)
-        is_cut = False
+        text, is_cut = None, False
+        if self.frontend.tokenizer is not None:
+            text = TextStream(
+                self.frontend.tokenizer,
+                stop=self.sampling.stop,
+                min_tokens=self.sampling.min_tokens,
+                prompt_token_ids=request.prompt_token_ids if self.continues_prompt else (),
+            )
         with self._attached(index, request, reservation) as watchers:
             async with aclosing(cast("Outputs", client.generate(request))) as outputs:
                 async for output in outputs:
@@ -318,14 +320,6 @@ class Generation:
             watchers.reservation.spend(-request.prompt_tokens)  # a prompt without a token is free
         watchers.reason = "refused" if failure.status < 500 else "error"
         return failure
-
-    def _text(self, request: GenerateRequest, tokenizer: Tokenizer) -> TextStream:
-        return TextStream(
-            tokenizer,
-            stop=self.sampling.stop,
-            min_tokens=self.sampling.min_tokens,
-            prompt_token_ids=request.prompt_token_ids if self.continues_prompt else (),
-        )
 
     def _request(self, index: int, engine_id: str) -> GenerateRequest:
         """The request of a choice.  Equal seeds would give equal choices, so each choice has its own seed."""
