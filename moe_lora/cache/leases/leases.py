@@ -15,6 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
+from moe_lora.core.records import LeaseStats
 from moe_lora.policies.caching.arena_shares import ANYBODY, ArenaShares, Asker
 
 from .lease_queue import LeaseQueue, Waiter
@@ -37,21 +38,6 @@ class Grant:
 
 
 Event: TypeAlias = Load | Evict | Grant
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeaseStats:
-    """Now: adapters resident, leases held, acquires waiting, bytes of the pages taken.  Since the start:
-    adapters loaded and evicted, bytes of the pages loaded.
-    """
-
-    num_resident: int
-    num_leases: int
-    num_waiting: int
-    num_loads: int
-    num_evictions: int
-    resident_bytes: int
-    loaded_bytes: int
 
 
 class LeaseTable:
