@@ -52,6 +52,7 @@ from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
 from moe_lora.policies.merging.merging import make_merging_policy
 from moe_lora.policies.merging.merging_costs import MergingCosts, Uid
+from moe_lora.scheduling.queues import RequestQueue, shortest_first
 from moe_lora.scheduling.scheduler import Scheduler
 
 from .arena_size import ArenaSize, arena_size, free_bytes, kept_originals, max_model_len, within_share
@@ -277,7 +278,7 @@ def _core(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         starvation_s=config.starvation_s,
-        shortest_first=config.queue == "sjf-oracle",
+        queue=RequestQueue(shortest_first) if config.queue == "sjf-oracle" else None,
         max_host_tokens=0 if store.host is None else rank.host.tokens_per_step,
     )
     info = model_info(config, rank.shape, rank.dtype, size.max_kv_pages, rank.device_names)

@@ -4,32 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .caching import Floats, ascending
+from .caching import BEYOND, NOBODY, REST, WITHIN, Floats, ascending
 
 PRESENT_S = 300.0
 """A tenant that asked for nothing for so long has no share any more."""
 SLACK = 1 / 64
 """Of an arena: a tenant gives back so much together, since looking at all nodes for one page takes long."""
-BEYOND, REST, WITHIN = range(3)
-"""In which order nodes give way: beyond their tenant's share; others of such a tenant; within shares."""
-NOBODY = 0
-"""The number of what no tenant has asked for."""
-
-
-class Asker(NamedTuple):
-    """A tenant, and its weight among those that fill an arena."""
-
-    tenant: str = ""
-    share: float = 1.0
-
-
-ANYBODY = Asker()
-"""Where there are no tenants."""
 
 
 class ArenaShares:
