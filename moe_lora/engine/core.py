@@ -29,10 +29,8 @@ from moe_lora.core.request import (
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.manager import AdapterManager
-from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.client.step_notes import StepNotes
-from moe_lora.engine.merging.merging import Merging
 from moe_lora.engine.ranks.followers import Followers
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.engine.step.sampler import Drawn, sample
@@ -44,6 +42,8 @@ from .sequence import Sequence, check_request
 from .suspects import run_apart
 
 if TYPE_CHECKING:
+    from moe_lora.engine.adapters.pool_store import PoolAdapters
+    from moe_lora.engine.merging.merging import Merging
     from moe_lora.engine.moving.kv_transfer import KvTransfer
     from moe_lora.engine.moving.moves import RequestMoves
 

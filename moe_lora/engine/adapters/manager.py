@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import chain, count
+from typing import TYPE_CHECKING
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.orders import Namespace, Readiness
@@ -20,7 +21,9 @@ from moe_lora.policies.admission.host_start import ColdAdapter, HostLoads
 
 from .adapter_store import AdapterStore, AdapterVersion, ShardSizes
 from .failures import AdapterFailures
-from .leased_adapters import LeasedAdapters
+
+if TYPE_CHECKING:
+    from .leased_adapters import LeasedAdapters
 
 logger = logging.getLogger(__name__)
 
