@@ -14,8 +14,7 @@ import torch
 
 from bench.harness.interleave import Contestant, interleave, ratio
 from bench.harness.random_model import RANKS
-from moe_lora.core.hf_config import shape_fields
-from moe_lora.core.shape import ModelShape
+from moe_lora.families import shape_of
 
 from .ceiling import ReadBandwidth, StepBytes, step_bytes
 from .engine_plan import PROMPT_TOKENS, Plan
@@ -52,7 +51,7 @@ class Contestants:
         self.base = load_transformers(files.model_dir, dtype)
         self.mixed = load_peft(self.base, files.attention_adapters)
         self.grouped = load_peft(self.base, files.adapters[: plan.max_grouped_adapters])
-        self.shape = ModelShape(**shape_fields(self.base.config.to_dict()))
+        self.shape = shape_of(self.base.config.to_dict())
         self.experts: dict[int, str] = {}
 
     def prompts(self, num_requests: int) -> Prompts:

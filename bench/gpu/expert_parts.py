@@ -140,7 +140,7 @@ def _check(log: Log, name: str, layer: _Layer) -> None:
 
 
 def _activation(layer: _Layer) -> str:
-    return "gpt_oss" if layer.gate.clamped else "silu"
+    return "swigluoai" if layer.gate.clamped else "silu"
 
 
 def _time(log: Log, name: str, layer: _Layer, tokens: int) -> None:

@@ -100,12 +100,11 @@ def started(
     """An engine of as many layers as fit, with these adapters on the device."""
     from bench.engine.engine_runs import with_all_resident
     from moe_lora.config import EngineConfig
-    from moe_lora.core.hf_config import cut_to
-    from moe_lora.core.shape import ModelShape
     from moe_lora.engine.build import build_engine
+    from moe_lora.families import cut_to, shape_of
 
     num_layers = layers_that_fit(config, work, len(adapters), _free_bytes(work.device))
-    shape = ModelShape.from_hf_config(cut_to(config, num_layers))
+    shape = shape_of(cut_to(config, num_layers))
     adapter_bytes = len(adapters) * shape.adapter_bytes(work.lora_rank)
     pages_bytes = (work.kv_tokens * shape.kv_bytes_per_token() + 1.1 * adapter_bytes) / 1e6
     on_cuda = work.device == "cuda"
@@ -148,11 +147,10 @@ def _free_bytes(device: str) -> float:
 def layers_that_fit(config: dict[str, Any], work: Work, num_adapters: int, free_bytes: float) -> int:
     """Of the model's layers, those whose weights, KV and adapters take `MEMORY_SHARE` of what is free, beside
     embedding and head; at least 1."""
-    from moe_lora.core.hf_config import cut_to
-    from moe_lora.core.shape import ModelShape
+    from moe_lora.families import cut_to, shape_of
 
-    whole = ModelShape.from_hf_config(config)
-    layer = ModelShape.from_hf_config(cut_to(config, 1))
+    whole = shape_of(config)
+    layer = shape_of(cut_to(config, 1))
     weights = sum(s.in_features * s.total_out_features * max(1, s.num_experts) for s in layer.sites)
     per_layer: float = weights * layer.dtype_bytes + work.kv_tokens * layer.kv_bytes_per_token()
     per_layer += 1.1 * num_adapters * layer.adapter_bytes(work.lora_rank)

@@ -25,6 +25,7 @@ from moe_lora.dist.deltas.session import FrameLayout
 from moe_lora.dist.host_workers.profile import host_section
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.engine.ranks.host_settings import machine_of, model_of
+from moe_lora.families import shape_of
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.backend import AddTo
 from moe_lora.lora.paced import prefill_shares
@@ -92,7 +93,7 @@ class Device:
 def scaled_device(cell: Cell, model_dir: Path, adapter: Path, core: int, slack: float) -> Device:
     """A device whose time for each site and any prompt is `slack` times the worker's, so that one worker is
     what c asks for, c being a mean prompt: a layer's time is a + b tokens, as the worker's is."""
-    shape = ModelShape.from_hf_config(read_config(model_dir))
+    shape = shape_of(read_config(model_dir))
     packed = read_adapter(adapter, shape, torch.bfloat16)
     shares = prefill_shares(shape)
     lengths = [cell.mean_prompt // LONGEST, cell.mean_prompt, LONGEST * cell.mean_prompt]

@@ -25,7 +25,7 @@ from bench.harness.records import ROOT, Record, Recorder
 from bench.harness.tables import table
 from demo.tasks import TASKS
 from demo.training.data import question
-from moe_lora.core.weight_format import weight_format
+from moe_lora.config.weight_format import weight_format
 from moe_lora.models.quantised_weight import quantisation_of
 from tests.models.harness import MAX_TOKENS, Harness, Stream
 

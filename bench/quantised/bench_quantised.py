@@ -27,7 +27,7 @@ from bench.harness.interleave import interleave, ratio
 from bench.harness.random_model import FULL, TINY, ModelSize, write_adapter, write_model
 from bench.harness.records import Record, Recorder
 from bench.harness.tables import table
-from moe_lora.core.shape import ModelShape
+from moe_lora.families import shape_of
 
 LLAMA = ModelSize(
     hidden_size=1024,
@@ -208,7 +208,7 @@ def main(name: str, out: str | None, threads: int, head: bool, quick: bool) -> N
     recorder = Recorder(out)
     with tempfile.TemporaryDirectory() as folder:
         runs = runs_of(Path(folder), size, requests, head=head, eager=quick)
-        shape = ModelShape.from_hf_config(read_config_of(runs))
+        shape = shape_of(read_config_of(runs))
         read = {cell: step_bytes(run, shape, 2) for cell, run in runs.items()}
         times, bandwidth, rate = measured(runs, requests, num_rounds)
         for cell in runs:
