@@ -134,14 +134,16 @@ def _has_bias(spec: ModelSpec, site: str) -> bool:
 def _weights(shape: ModelShape, place: Place, prefix: str) -> Iterator[Piece]:
     """Pieces of a place's weight."""
     key = prefix + place.key
+    if place.form == "mxfp4":
+        scales = (f"{key.removesuffix('_blocks')}_scales",)
+        for expert in range(shape.num_experts):
+            for rows, stored in _parts(shape, place):
+                yield Piece(key, (expert, *rows), partial(_mxfp4, expert, stored), scales)
+        return
     for rows, stored in _parts(shape, place):
         match place.form:
             case "matrix":
                 yield Piece(key, (*_expert(place), *rows))
-            case "mxfp4":
-                scales = (f"{key.removesuffix('_blocks')}_scales",)
-                for expert in range(shape.num_experts):
-                    yield Piece(key, (expert, *rows), partial(_mxfp4, expert, stored), scales)
             case "fused" if place.interleaved or place.transposed:
                 transform = partial(_fused, stored, place.transposed)
                 yield Piece(key, (slice(None), *rows) if rows else (), transform)
