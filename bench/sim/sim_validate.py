@@ -62,7 +62,7 @@ def simulated(device: Device, trace: Trace, config: dict[str, Any]) -> dict[str,
 
 
 def _system_config(device: Device, plan: Plan, system: System, trace: Trace) -> SystemConfig:
-    """Adapters count as one byte, and so does a link's rate."""
+    """Adapters count as one byte; rates of links are adapters per second."""
     tokens = [request.prompt_tokens + request.output_tokens for request in trace.requests]
     instance = InstanceConfig(
         profile=device.step_profile(
