@@ -10,8 +10,7 @@ R LoRA rank.
     FLOP of a pair     4 l H d                          (a token and an attended token)
     bytes of a pair    KV of a token                    (decode reads the context of each row)
 
-The delta counts one A for gate and up.  In GPT-OSS every second layer attends to the whole context.  Left
-out: output head, embedding, gate, norms, repeated weight reads, network, loads, and every goal.
+Left out: output head, embedding, gate, norms, repeated weight reads, network, loads, and every goal.
 """
 
 from __future__ import annotations

@@ -157,8 +157,7 @@ _SHARE_WEIGHT = 1e-3
 def least_moves(problem: PlacementProblem, shares: Shares, before: Shares) -> Shares:
     """The placement under the permutation of servers that keeps most bytes in place.
 
-    An assignment problem over kept[i, j]: bytes of part i's adapters already on server j.  Then adapters
-    equal in rank and demand swap (not in the paper).  Source: LoRAServe, Algorithm 1, step 5.
+    Then adapters equal in rank and demand swap (not in the paper).  Source: LoRAServe, Algorithm 1, step 5.
     """
     if not before:
         return shares
@@ -222,10 +221,9 @@ def copied_bytes(problem: PlacementProblem, shares: Shares, before: Shares) -> f
 class PlacementQuality:
     """Quality of a table under a demand.  Loads are shares of a server's capacity.
 
-    target_utilisation: mean load, a lower bound on both worst loads.  worst_load: of a server, adapters at
-    their own ranks (kernels with true ranks).  worst_padded_load: all tokens at the server's highest rank
-    (kernels with padding).  rank_mixing: padded over own load of all servers; 1: ranks are apart.
-    most_held, mean_held: adapters per server.  copied_bytes, num_copies: of known adapters on new servers.
+    target_utilisation: mean load.  worst_load: of a server, true ranks.  worst_padded_load: at the server's
+    highest rank.  rank_mixing: padded over own load of all servers; 1: ranks are apart.  most_held,
+    mean_held: adapters per server.  copied_bytes, num_copies: of known adapters on new servers.
     """
 
     target_utilisation: float
