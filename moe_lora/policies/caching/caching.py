@@ -149,11 +149,11 @@ class Traits:
     """A policy's traits besides values.
 
     keeps_dependencies: KV is on the device only with its adapter.  keeps_history: KV of finished requests
-    stays.  keeps_idle_adapters: adapters without requests stay.  uses_host_for_kv: evicted history goes to
-    the host.  swaps_in: `tick` prefetches.  backs_up: `tick` copies history to the host ahead of need.
-    looks_ahead: queued requests count.  learns_reuse: needs `CacheLoad.reuse`.  exchanges: `tick` replaces
-    less valued nodes.  values_per_page: `values` are per page, else per node.  drops_backed_first: backed
-    nodes are evicted first.  adapter_share: part of the device for adapters only; None: no partition.
+    stays.  uses_host_for_kv: evicted history goes to the host.  swaps_in: `tick` prefetches.  backs_up:
+    `tick` copies history ahead of need.  looks_ahead: queued requests count.  learns_reuse: needs
+    `CacheLoad.reuse`.  exchanges: `tick` replaces less valued nodes.  values_per_page: `values` are per page.
+    drops_backed_first: backed nodes are evicted first.  adapter_share: part of the device for adapters only;
+    None: no partition.
     """
 
     keeps_dependencies: bool = True
