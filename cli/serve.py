@@ -169,9 +169,7 @@ def serve(
     from functools import partial
 
     from moe_lora import assemble
-    from moe_lora.dist.launch.host_roles import failure_told
-    from moe_lora.dist.launch.roles import end_with
-    from moe_lora.serve.reload import Reload, hang_ups_ignored, set_log_level
+    from moe_lora.core.processes import set_log_level
 
     from .serve_settings import cluster_to_serve, fit_to_serve
 
@@ -188,13 +186,21 @@ def serve(
     if num_front_ends is not None and role != "all":
         raise click.UsageError("--front-ends starts them all on this host; a role of its own takes none")
     set_log_level(cluster.front_end.log_level)
-    reload = None if config_file is None else Reload(partial(cluster_to_serve, config_file, name, options))
+    reload = None
+    if config_file is not None:
+        from moe_lora.serve.reload import Reload, hang_ups_ignored
+
+        reload = Reload(partial(cluster_to_serve, config_file, name, options))
     if parent is not None:
+        from moe_lora.dist.launch.roles import end_with
+
         end_with(parent, cluster.folder_of_sockets)
     with ExitStack() as stack:
         if reload is not None and parent is None:  # who has a parent is started again, and reads them then
             stack.enter_context(hang_ups_ignored())
         if role != "all":
+            from moe_lora.dist.launch.host_roles import failure_told
+
             with failure_told(status_fd):
                 if role == "front-end":
                     assemble.serve_front_end(cluster, name, listen_fds, reload)

@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -39,18 +39,12 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     reload: see `serve_forever`.  Raises ConfigError, RegistryError or AdapterError for what can be known at
     start.
     """
-    from moe_lora.dist.cluster.controller.served_registry import opened_registry
-    from moe_lora.dist.launch.devices import log_devices, placed
-    from moe_lora.serve.access import checked_keys
     from moe_lora.serve.frontend import Frontend
     from moe_lora.serve.openai.checking_process import CheckingProcess
     from moe_lora.serve.served_text import adapter_texts, read_served_text
     from moe_lora.serve.server import bound, serve_forever
 
-    _check_local(cluster)
-    cluster = placed(cluster)
-    log_devices(cluster)
-    checked_keys(cluster.front_end)
+    cluster = _checked(cluster)
     tokenizer, front_end = read_served_text(cluster), cluster.front_end
 
     async def run(cluster: ClusterConfig, registry: ServedRegistry | None) -> None:
@@ -70,8 +64,18 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
             )
             await serve_forever(frontend, socks, front_end.drain_s, reload, at_once)
 
-    with bound(front_end) as socks, opened_registry(cluster) as (cluster, registry):
+    with bound(front_end) as socks, _opened_registry(cluster) as (cluster, registry):
         _run(run(cluster, registry))
+
+
+def _opened_registry(
+    cluster: ClusterConfig,
+) -> AbstractContextManager[tuple[ClusterConfig, ServedRegistry | None]]:
+    if cluster.registry is None:
+        return nullcontext((cluster, None))
+    from moe_lora.dist.cluster.controller.served_registry import opened_registry
+
+    return opened_registry(cluster)
 
 
 def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> None:
@@ -94,7 +98,6 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
     """
     from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.processes import usable_cores
-    from moe_lora.dist.launch.devices import log_devices, placed
     from moe_lora.dist.launch.host_roles import (
         cluster_file,
         on_sockets,
@@ -104,14 +107,10 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
         thread_share,
         write_cluster,
     )
-    from moe_lora.serve.access import checked_keys
     from moe_lora.serve.server import bound
 
     # What can't work is said here, once, and not by each process.
-    _check_local(cluster)
-    cluster = placed(cluster)
-    log_devices(cluster)
-    checked_keys(cluster.front_end)
+    cluster = _checked(cluster)
     thread_share(cluster.engine.num_threads, cluster.engine.num_instances, usable_cores())
 
     async def run(folder: str, contents_dir: str) -> int:
@@ -202,10 +201,12 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
         raise SystemExit(128 + signal.SIGTERM) from None
 
 
-def _check_local(cluster: ClusterConfig) -> None:
-    """Raises ConfigError for what can't be where all roles are on this host."""
-    from moe_lora.dist.cluster.controller.placement_controller import make_routes
+def _checked(cluster: ClusterConfig) -> ClusterConfig:
+    """Settings with devices, for all roles on this host.  Raises ConfigError."""
+    from moe_lora.dist.cluster.controller.routes import make_routes
+    from moe_lora.dist.launch.devices import log_devices, placed
     from moe_lora.dist.launch.host_roles import check_pool
+    from moe_lora.serve.access import checked_keys
 
     for name, place in cluster.front_ends.items():
         if place.admin_address is not None:
@@ -220,6 +221,10 @@ def _check_local(cluster: ClusterConfig) -> None:
             "a placement is over several instances; give --instances 2 or more, or leave it out"
         )
     check_pool(cluster.engine)
+    cluster = placed(cluster)
+    log_devices(cluster)
+    checked_keys(cluster.front_end)
+    return cluster
 
 
 @asynccontextmanager
@@ -237,23 +242,12 @@ async def local_instances(
     """
     from moe_lora.core.address import parse_address
     from moe_lora.core.host import OwnFolder, run_folder
-    from moe_lora.core.processes import usable_cores
     from moe_lora.dist.cluster.controller.cluster_controller import controlled_fleet
-    from moe_lora.dist.cluster.controller.placement_controller import make_routes
-    from moe_lora.dist.launch.devices import placed
-    from moe_lora.dist.launch.host_roles import (
-        HostRoles,
-        cluster_file,
-        instance_roles,
-        on_sockets,
-        spare_of,
-        thread_share,
-    )
+    from moe_lora.dist.cluster.controller.routes import make_routes
+    from moe_lora.dist.launch.host_roles import HostRoles, cluster_file, instance_roles, on_sockets, spare_of
 
-    cluster = placed(cluster)
+    cluster = _with_shares(cluster)
     config = cluster.engine
-    threads = thread_share(config.num_threads, config.num_instances, usable_cores())
-    config = replace(config, num_threads=threads)
     routes = make_routes(cluster)
     if router is not None:
         routes = replace(routes, router=router)
@@ -288,6 +282,18 @@ async def local_instances(
             finally:
                 await controlled.fleet.close()
                 await roles.stop()
+
+
+def _with_shares(cluster: ClusterConfig) -> ClusterConfig:
+    """Settings with the devices and the threads of each instance."""
+    from moe_lora.core.processes import usable_cores
+    from moe_lora.dist.launch.devices import placed
+    from moe_lora.dist.launch.host_roles import thread_share
+
+    cluster = placed(cluster)
+    config = cluster.engine
+    threads = thread_share(config.num_threads, config.num_instances, usable_cores())
+    return replace(cluster, engine=replace(config, num_threads=threads))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from bench.lora_server.disagg_client import EngineCompletions
 from moe_lora.config import RoutingConfig
 from moe_lora.config.plan import ReplayOptions
 from moe_lora.core.clock import WallClock
+from moe_lora.core.records import PlacementQuality
 from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.placement_controller import PlacementController
@@ -24,7 +25,6 @@ from moe_lora.policies.routing.demand import DemandMeter
 from moe_lora.policies.routing.model_routing import CostModel
 from moe_lora.policies.routing.routers import PhiRouting, RoutingContext, make_router
 from moe_lora.policies.routing.routing import Instance, RoutedView, Router
-from moe_lora.provision.placement.placement_problem import PlacementQuality
 from moe_lora.report.latency import RequestRecord
 from moe_lora.report.replay import replay
 from moe_lora.workload.replay_plan import PlannedRequest

@@ -63,7 +63,7 @@ async def stream(
             stamps.append(time.perf_counter())
         if kind is not None and moving is None and len(tokens) >= CUT:
             [here] = [
-                one.name for one in fleet.instances if request.request_id in fleet.requests_at(one.name)
+                one.name for one in fleet.instances if request.request_id in fleet.mover.requests_at(one.name)
             ]
             [target] = [one.name for one in fleet.instances if one.name != here]
             moving = asyncio.create_task(fleet.move(request.request_id, target, kind))

@@ -79,7 +79,7 @@ GPU_TESTS = (
     "tests/kernels/triton",
     "tests/engine/test_cuda.py",
     "tests/engine/adapters/test_pool_adapters.py",
-    "tests/dist/host_workers/test_cuda_stream.py",
+    "tests/dist/deltas/test_cuda_stream.py",
     "tests/dist/transport/test_nvshmem.py",
 )
 """Files with tests marked `gpu`.  Others are not collected: one import error, e.g. for missing torchao, would

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import cut_to, read_config
-from moe_lora.core.weight_format import weight_format
 
 from .devices import DeviceShare
 from .dlora import DLoraConfig
@@ -268,6 +267,8 @@ class EngineConfig(Settings):
 
         Reads its config.json; raises ConfigError if there is none.
         """
+        from moe_lora.core.weight_format import weight_format
+
         return weight_format(self.hf_config(), **self.quantisation).name
 
     def __post_init__(self) -> None:

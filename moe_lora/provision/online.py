@@ -15,6 +15,7 @@ import numpy as np
 
 from moe_lora.config.plan import ESTIMATORS
 from moe_lora.core.clock import Clock
+from moe_lora.core.records import Outlook
 from moe_lora.core.request import RequestTiming
 from moe_lora.provision.admission.admitted import rates_at, smallest_capacity_of
 from moe_lora.provision.admission.iar import expected_active
@@ -176,31 +177,6 @@ def _take(counts: Counter[str], adapter: str, count: int) -> None:
 
 MARGIN = 0.1
 SHRINK_ABOVE = 1.25
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outlook:
-    """The model's view of a demand at a capacity.
-
-    expected_active: mean adapters in use.  predicted_iar: by the corrected model; predicted_iar_paper: by
-    InfiniLoRA's equation 4.  measured_iar: None without an ended request.  needed_capacity: for target_iar.
-    """
-
-    num_requests: int
-    num_adapters: int
-    global_batch: float
-    expected_active: float
-    capacity: int
-    predicted_iar: float
-    predicted_iar_paper: float
-    measured_iar: float | None
-    target_iar: float
-    needed_capacity: int
-
-    @property
-    def suffices(self) -> bool:
-        """True if the capacity reaches the target."""
-        return self.predicted_iar >= self.target_iar
 
 
 def outlook(demand: Demand, capacity: int, target_iar: float, num_pools: int = 1) -> Outlook:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,8 +17,10 @@ from moe_lora.config import FrontEndConfig
 from moe_lora.core.address import parse_address
 from moe_lora.core.errors import ConfigError
 
-from .api_keys import AdminKeys, ApiKey, KeyRing
 from .http_errors import ApiError, JsonResponse
+
+if TYPE_CHECKING:
+    from .api_keys import AdminKeys, ApiKey, KeyRing
 
 OPEN = frozenset({"/health", "/live", "/ready", "/version"})
 """Paths that need no key: balancers ask them, and they tell nothing of anybody."""
@@ -80,12 +82,11 @@ class Allowance:
 class Reservation:
     """Tokens that a request may take, held from its admission to its end."""
 
-    def __init__(self, allowance: Allowance | None, num_tokens: int) -> None:
+    def __init__(self, allowance: Allowance, num_tokens: int) -> None:
         self._allowance = allowance
         self._held = num_tokens
         self._spent = 0
-        if allowance is not None:
-            allowance.hold(num_tokens)
+        allowance.hold(num_tokens)
 
     def spend(self, num_tokens: int) -> None:
         """Count tokens of a prompt, or of an answer; below 0: not after all."""
@@ -93,46 +94,35 @@ class Reservation:
 
     def settle(self) -> None:
         """Give back what was not spent, or take what was spent besides."""
-        if self._allowance is not None:
-            self._allowance.settle(self._held, self._spent)
+        self._allowance.settle(self._held, self._spent)
 
 
 class Caller:
     """Who sent a request.
 
-    key: None where there are no keys.  tokens: what it may have of them.  is_admin: whether it may do
-    everything.
+    key: None where there are no keys.  tokens: what it may have of them; None: any number.  is_admin: whether
+    it may do everything.  tenant: empty where there are no keys.
     """
 
     def __init__(self, key: ApiKey | None = None, tokens: Allowance | None = None, *, is_admin: bool) -> None:
         self.key = key
         self.is_admin = is_admin
-        self._tokens = tokens
-
-    @property
-    def tenant(self) -> str:
-        """Empty where there are no keys."""
-        return "" if self.key is None else self.key.tenant
-
-    @property
-    def share(self) -> float:
-        return 1.0 if self.key is None else self.key.share
+        self.tokens = tokens
+        self.tenant = "" if key is None else key.tenant
+        self.share = 1.0 if key is None else key.share
 
     def may_use(self, adapter: str | None) -> bool:
         return adapter is None or self.key is None or self.key.may_use(adapter)
 
-    def token_refusal(self, num_tokens: int) -> ApiError | None:
-        """What to answer to a request that may take so many; None: it may."""
-        return None if self._tokens is None else self._tokens.refusal(num_tokens)
 
-    @contextmanager
-    def reserved(self, num_tokens: int) -> Iterator[Reservation]:
-        """Hold so many for one request, so that those at once do not have more than their rate together."""
-        found = Reservation(self._tokens, num_tokens)
-        try:
-            yield found
-        finally:
-            found.settle()
+@contextmanager
+def reserved(allowance: Allowance, num_tokens: int) -> Iterator[Reservation]:
+    """Hold so many for one request, so that those at once do not have more than their rate together."""
+    found = Reservation(allowance, num_tokens)
+    try:
+        yield found
+    finally:
+        found.settle()
 
 
 ANYONE, NO_ADMIN = Caller(is_admin=True), Caller(is_admin=False)
@@ -141,7 +131,7 @@ ANYONE, NO_ADMIN = Caller(is_admin=True), Caller(is_admin=False)
 
 def caller_of(scope: Mapping[str, Any]) -> Caller:
     """Who sent the request of an ASGI scope."""
-    found: Caller = scope.get("state", {}).get("caller", NO_ADMIN)
+    found: Caller = scope["state"]["caller"]
     return found
 
 
@@ -158,6 +148,10 @@ def checked_keys(config: FrontEndConfig) -> KeyRing | AdminKeys | None:
                 f"tls_cert={config.tls_cert} and tls_key={config.tls_key} can't be used ({error}); give a "
                 "certificate and its private key, both in PEM and without a password"
             ) from error
+    if not config.admin_key_digests and config.api_keys is None:
+        return None
+    from .api_keys import AdminKeys, KeyRing
+
     admins = AdminKeys(config.admin_key_digests) if config.admin_key_digests else None
     return admins if config.api_keys is None else KeyRing(config.api_keys, admins)
 

@@ -18,7 +18,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster.controller.cluster_controller import controlled_fleet
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.cluster.controller.front_end_listener import FrontEndListener, run_listener
-from moe_lora.dist.cluster.controller.placement_controller import make_routes
+from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.cluster.controller.served_registry import opened_registry
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.listener import RECOVERY_S, AsItIs, InstanceListener

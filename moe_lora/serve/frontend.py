@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,6 @@ from moe_lora.dist.cluster.controller.cluster_state import Controller
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.serve.metrics.metrics import Metrics
 
-from .http_errors import ApiError
 from .limits import REFUSALS, Limits
 from .openai.checking_process import CheckingProcess
 from .openai.fields import IgnoredFields
@@ -26,46 +24,23 @@ if TYPE_CHECKING:
     from .served_text import AdapterTexts
 
 
-# What ends a server's requests when it ends itself.
-
-
 CUT = "the server is shutting down and does not finish this request; send it again"
 
 
 class Ending:
-    """Ends requests under way, each with an error of its own, when the time to finish them is over.
-
-    begun: nothing new is taken.
-    """
+    """Ends running requests after the time for a shutdown.  begun: the server accepts no new requests."""
 
     def __init__(self) -> None:
         self.begun = self.over = False
-        self._running: set[asyncio.Task[object]] = set()
+        self.running: set[asyncio.Task[object] | None] = set()
+        """Tasks of requests that wait for their engine; `cut` cancels them."""
 
     def cut(self) -> None:
-        """End what runs with a 503: as the answer, or where one has begun as its last event."""
+        """End running requests with a 503: as the answer, or as the last event of a stream."""
         self.over = True
-        for task in self._running:
-            task.cancel()
-
-    @contextmanager
-    def ends(self) -> Iterator[None]:
-        """While a request's task waits for its engine.  Raises ApiError when it is cut."""
-        task = asyncio.current_task()
-        assert task is not None
-        if self.over:
-            raise ApiError(503, CUT)
-        self._running.add(task)
-        try:
-            yield
-        except asyncio.CancelledError as error:
-            if not self.over:
-                raise
-            if hasattr(task, "uncancel"):
-                task.uncancel()
-            raise ApiError(503, CUT) from error
-        finally:
-            self._running.discard(task)
+        for task in self.running:
+            if task is not None:
+                task.cancel()
 
 
 @dataclass(kw_only=True)

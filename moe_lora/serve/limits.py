@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from moe_lora.config import LimitsConfig
 
-from .access import caller_of
 from .http_errors import ApiError
 
 REFUSALS = (
@@ -56,8 +55,9 @@ def client_of(scope: Mapping[str, Any]) -> str:
     scope: of ASGI.  Where there are keys, the key's tenant.  Behind a trusted proxy its client is the one
     that the proxy names.
     """
-    if tenant := caller_of(scope).tenant:
-        return f"tenant {tenant}"
+    caller = scope.get("state", {}).get("caller")
+    if caller is not None and caller.tenant:
+        return f"tenant {caller.tenant}"
     address = scope.get("client")
     return client_at(address[0] if address else None)
 
@@ -90,7 +90,7 @@ class Quota:
         """Whose part would be exceeded by so much more."""
         if self.in_all + amount > self.most:
             return "all"
-        return "client" if self.of_client(client) + amount > self.most_per_client else None
+        return "client" if self._of_client.get(client, 0) + amount > self.most_per_client else None
 
     def take(self, client: str, amount: int) -> None:
         self.in_all += amount

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -33,14 +33,16 @@ from moe_lora.serve.openai.endpoints import HEADER, RequestIds, generating_route
 from moe_lora.serve.openai.fields import IGNORED_HEADER
 from moe_lora.serve.openai.preparing import Preparer
 
-from .access import Access, checked_keys
+from .access import ANYONE, NO_ADMIN, Access, checked_keys
 from .connections import ACCEPTED_AT_ONCE, Connection, limited, most_connections
 from .frontend import Frontend
 from .http_errors import install_error_handlers
 from .limits import Limits
-from .reload import Reload, on_hang_up
 
-# The HTTP application over one engine.
+if TYPE_CHECKING:
+    from .reload import Reload
+
+logger = logging.getLogger(__name__)
 
 
 def create_app(frontend: Frontend) -> FastAPI:
@@ -56,11 +58,11 @@ def create_app(frontend: Frontend) -> FastAPI:
         description="Many LoRA adapters over one model, through the OpenAI interface.",
     )
     install_error_handlers(app)
-    access = frontend.config
-    app.add_middleware(
-        Access, keys=checked_keys(access), address=access.admin_address, count=frontend.limits.count
-    )
-    app.add_middleware(RequestIds)
+    access, keys = frontend.config, checked_keys(frontend.config)
+    is_open = keys is None and access.admin_address is None
+    if not is_open:
+        app.add_middleware(Access, keys=keys, address=access.admin_address, count=frontend.limits.count)
+    app.add_middleware(RequestIds, caller=ANYONE if is_open else NO_ADMIN)
     if access.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -77,9 +79,6 @@ def create_app(frontend: Frontend) -> FastAPI:
     if shows_docs:
         app.include_router(welcome_router(frontend, app))
     return app
-
-
-logger = logging.getLogger(__name__)
 
 
 class QuietLoop:
@@ -250,6 +249,25 @@ def bound(config: FrontEndConfig) -> Iterator[list[socket.socket]]:
         yield [sock, *admin]
 
 
+def _http_config(frontend: Frontend, drain_s: float) -> uvicorn.Config:
+    access, limits = frontend.config, frontend.limits.config
+    return uvicorn.Config(
+        create_app(frontend),
+        log_config=None,
+        log_level="error",  # what clients get wrong is counted, not logged
+        access_log=False,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=max(1, round(drain_s + _LAST_WORDS_S)),
+        timeout_keep_alive=ceil(limits.idle_timeout_s),
+        proxy_headers=bool(limits.trusted_proxies),
+        forwarded_allow_ips=list(limits.trusted_proxies),
+        backlog=ACCEPTED_AT_ONCE,
+        ssl_certfile=access.tls_cert,
+        ssl_keyfile=access.tls_key,
+    )
+
+
 async def serve_forever(
     frontend: Frontend,
     socks: Sequence[socket.socket],
@@ -263,24 +281,8 @@ async def serve_forever(
     when its terminal is closed.  at_once: set by a second signal, also one that comes when this has returned.
     The front end's client stays open.
     """
-    access = frontend.config
     limits = frontend.limits
-    config = uvicorn.Config(
-        create_app(frontend),
-        log_config=None,
-        log_level="error",  # what clients get wrong is counted, not logged
-        access_log=False,
-        ws="none",
-        lifespan="off",
-        timeout_graceful_shutdown=max(1, round(drain_s + _LAST_WORDS_S)),
-        timeout_keep_alive=ceil(limits.config.idle_timeout_s),
-        proxy_headers=bool(limits.config.trusted_proxies),
-        forwarded_allow_ips=list(limits.config.trusted_proxies),
-        backlog=ACCEPTED_AT_ONCE,
-        ssl_certfile=access.tls_cert,
-        ssl_keyfile=access.tls_key,
-    )
-    server = HttpServer(config, limits)
+    server = HttpServer(_http_config(frontend, drain_s), limits)
     server.on_ready = lambda url: logger.info("Serving %s at %s", frontend.model_name, url)
     loop = asyncio.get_running_loop()
 
@@ -302,6 +304,8 @@ async def serve_forever(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     if reload is not None:
+        from .reload import on_hang_up
+
         loop.add_signal_handler(signal.SIGHUP, on_hang_up(stop, lambda: reload.begin(limits, server.context)))
     # What is there now is never looked at again, and what comes later seldom: requests leave few cycles.
     gc.freeze()

@@ -27,8 +27,7 @@ from moe_lora.policies.migration.triggers import (
     cheaper_move,
     move_factor,
 )
-from moe_lora.policies.routing.model_routing import RankAware
-from moe_lora.policies.routing.routing import Router
+from moe_lora.policies.routing.routing import Router, listeners
 from moe_lora.timing.answer_lengths import AnswerLengths
 from moe_lora.timing.step_model import Row
 from moe_lora.workload.conversations import TurnRequest
@@ -91,6 +90,7 @@ class Replicas:
         self._config = config
         self._num_expected = len(requests)
         self._router = config.router()
+        self._listeners = listeners(self._router)
         self.instances = [
             CachedInstance(
                 config.instance,
@@ -148,8 +148,8 @@ class Replicas:
     def _finish(self, request: CachedRequest) -> None:
         self.done.append(request)
         self._moving.discard(request)
-        if isinstance(self._router, RankAware):
-            self._router.note_answer(len(request.planned.answer))
+        for listener in self._listeners:
+            listener.stop(request, len(request.planned.answer))
         if self.policy is not None:
             self._lengths.note(request.adapter, len(request.planned.answer))
 

@@ -15,7 +15,7 @@ from moe_lora.cli.main import main
 from moe_lora.cli.profile_steps import good_models
 from moe_lora.config import FrontEndConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.cluster.controller.placement_controller import make_routes
+from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.host_workers.profile import read_host_times
 from moe_lora.provision.performance.operating_points import read_operating_points
 from moe_lora.provision.performance.performance_models import read_step_model

@@ -13,7 +13,8 @@ from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.cluster_controller import ClusterController
-from moe_lora.dist.cluster.controller.placement_controller import PlacementController, make_routes
+from moe_lora.dist.cluster.controller.placement_controller import PlacementController
+from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.provision.performance.performance_models import FORMAT

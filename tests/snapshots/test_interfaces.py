@@ -29,6 +29,7 @@ from moe_lora.config.settings import Settings, settings_of
 from moe_lora.config.vllm_options import VLLM_OPTIONS
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.records import ServerState
 from moe_lora.core.request import (
     AdapterResidency,
     EngineStats,
@@ -39,7 +40,6 @@ from moe_lora.core.request import (
 )
 from moe_lora.dist.cluster.controller.cluster_state import Figures
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.dist.lora_server.control import ServerState
 from moe_lora.serve.metrics.metrics import Metrics
 from tests.serve.conftest import app_of
 from tests.serve.scripted_engine import adapter_info

@@ -16,9 +16,10 @@ from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE, adapter_fold
 from moe_lora.adapters.peft.reader import read_adapter, tensors_of
 from moe_lora.adapters.peft.training_state import config_fields
 from moe_lora.core.errors import AdapterError
+from moe_lora.core.records import RegisteredAdapter
 
 from .base_model import base_model_hash, model_shape
-from .registry import RegisteredAdapter, Registry
+from .registry import Registry
 
 
 def register_adapter(

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from sqlite3 import Connection
 from typing import Any
@@ -15,47 +15,12 @@ from typing import Any
 from moe_lora.adapters.peft.config import AdapterConfig
 from moe_lora.adapters.peft.files import max_rank, read_config, read_header, target_names, weights_file
 from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, RegistryError
+from moe_lora.core.records import BROKEN, READY, REMOVED, RegisteredAdapter
 from moe_lora.core.request import name_problem
 from moe_lora.core.shape import rank_problem
 
 from .content_store import ContentStore, Staged
 from .database import RegistryDatabase
-
-READY, BROKEN, REMOVED = "ready", "broken", "removed"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegisteredAdapter:
-    """One version of an adapter.
-
-    lora_rank: largest of the config; alpha: lora_alpha of the config.  targets: modules and parameters in the
-    config.  num_bytes, content_hash: of its files (`ContentStore`).  base_hash: see `base_model_hash`.  path:
-    folder to serve.  source: original folder.  state: ready; broken (files lost or altered); or removed.
-    created_s: Unix time.
-    """
-
-    name: str
-    version: int
-    lora_rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    num_bytes: int
-    content_hash: str
-    base_hash: str
-    source: str
-    owner: str
-    state: str
-    created_s: float
-    path: str
-
-    @classmethod
-    def from_row(cls, row: Sequence[Any], store: str) -> RegisteredAdapter:
-        """The adapter in a row of COLUMNS, with files under `store`."""
-        columns = dict(zip(COLUMNS, row, strict=True))
-        columns["targets"] = tuple(json.loads(columns["targets"]))
-        # Without pathlib: a list makes tens of thousands.
-        return cls(**columns, path=f"{store}/{columns['content_hash']}")
-
 
 COLUMNS = tuple(field.name for field in fields(RegisteredAdapter) if field.name != "path")
 SELECT = f"SELECT {', '.join(COLUMNS)} FROM adapters AS a"
@@ -303,7 +268,10 @@ class Registry:
             ) from error
 
     def _from_row(self, row: tuple[Any, ...]) -> RegisteredAdapter:
-        return RegisteredAdapter.from_row(row, str(self._store.folder))
+        columns = dict(zip(COLUMNS, row, strict=True))
+        columns["targets"] = tuple(json.loads(columns["targets"]))
+        # Not by pathlib: a list makes tens of thousands of these.
+        return RegisteredAdapter(**columns, path=f"{self._store.folder}/{columns['content_hash']}")
 
 
 def _unknown(name: str) -> AdapterNotFoundError:

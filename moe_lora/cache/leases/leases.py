@@ -15,7 +15,9 @@ from typing import TypeAlias
 import numpy as np
 
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
-from moe_lora.policies.caching.arena_shares import ANYBODY, ArenaShares, Asker
+from moe_lora.core.records import LeaseStats
+from moe_lora.policies.caching.arena_shares import ArenaShares
+from moe_lora.policies.caching.caching import ANYBODY, Asker
 
 from .lease_queue import LeaseQueue, Waiter
 from .lease_shares import Standing
@@ -37,21 +39,6 @@ class Grant:
 
 
 Event: TypeAlias = Load | Evict | Grant
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeaseStats:
-    """Now: adapters resident, leases held, acquires waiting, bytes of the pages taken.  Since the start:
-    adapters loaded and evicted, bytes of the pages loaded.
-    """
-
-    num_resident: int
-    num_leases: int
-    num_waiting: int
-    num_loads: int
-    num_evictions: int
-    resident_bytes: int
-    loaded_bytes: int
 
 
 class LeaseTable:

@@ -7,17 +7,19 @@ import asyncio
 import logging
 from collections.abc import Awaitable
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError
 from moe_lora.core.request import AdapterInfo
-from moe_lora.dist.cluster.pool.pool import FleetPool
 from moe_lora.engine.client.client import EngineClient
 
 from .fan_out import Answers, ask, load_alike
 from .instances import Instance, InstanceRegistry, ServedVersion, reason
 from .reports import merge_adapters
+
+if TYPE_CHECKING:
+    from moe_lora.dist.cluster.pool.pool import FleetPool
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -33,7 +35,11 @@ class FleetAdapters:
 
     def __init__(self, instance_registry: InstanceRegistry, ranks: dict[str, int] | None = None) -> None:
         directory = instance_registry.pool
-        self.pool = None if directory is None else FleetPool(instance_registry, directory)
+        self.pool: FleetPool | None = None
+        if directory is not None:
+            from moe_lora.dist.cluster.pool.pool import FleetPool
+
+            self.pool = FleetPool(instance_registry, directory)
         self.ranks = {} if ranks is None else ranks
         self._instance_registry = instance_registry
         # Calls for one adapter come one after the other, or instances could disagree on which was the last.

@@ -31,16 +31,14 @@ class Drains:
         """The last order to each instance that had one, but for the oldest undrained ones."""
         self.restarting: frozenset[str] = frozenset()
         """Those that get no requests until they are started again."""
+        self.names: frozenset[str] = frozenset()
+        """Both kinds."""
         self._on_drained = on_drained
 
     @property
     def by_operator(self) -> frozenset[str]:
         """Those that get no requests until they are undrained."""
         return frozenset(name for name, order in self.orders.items() if order.drained)
-
-    @property
-    def names(self) -> frozenset[str]:
-        return self.by_operator | self.restarting
 
     def order(self, name: str, *, drained: bool) -> DrainOrder:
         """An operator's order from now on, later than all that were heard of."""
@@ -65,6 +63,7 @@ class Drains:
         """From now on all is as the controller says."""
         before = self.names
         self.orders, self.restarting = _latest(orders), frozenset(restarting)
+        self.names = self.by_operator | self.restarting
         if self.names - before:
             self._on_drained(self.names - before)
 

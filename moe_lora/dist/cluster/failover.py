@@ -43,7 +43,7 @@ class Attempt:
         self._stream: AsyncIterator[TokenOutput] | None = None
         self._prompt_tokens = self._num_prompt = request.known_tokens
         self._left = token_work(request, max_model_len)
-        self._started = self._closed = self.given_up = False
+        self._started = self._ended = self._closed = self.given_up = False
         instance.asked_tokens += self._left
         instance.load.add(request.adapter, self._prompt_tokens)
 
@@ -63,6 +63,7 @@ class Attempt:
         self._num_prompt = 0
         self._left -= done
         self.instance.asked_tokens -= done
+        self._ended = output.finish_reason is not None
         if output.token_ids and not self._started:
             self._started = True
             self.instance.load.start(self.request.adapter, self._prompt_tokens)
@@ -86,7 +87,7 @@ class Attempt:
         self._closed = True
         self.instance.asked_tokens -= self._left
         self.instance.load.end(self.request.adapter, self._prompt_tokens, started=self._started)
-        if self._stream is not None:
+        if self._stream is not None and not self._ended:
             await cast("Any", self._stream).aclose()
 
 
@@ -96,7 +97,7 @@ class ResumableRequest:
 
     adapter_version: of the request's adapter: the one that began the answer, and until then the one that was
     served when it came.  attempt: what computes it now; next: what goes on once that one's tokens have been
-    handed on.  move: the one under way.  epoch: of the latest attempt; those before had lower ones.  Times
+    handed on.  move: the one under way.  left: the last instance died.  epoch: of the latest attempt.  Times
     are in seconds of the caller's clock.
     """
 
@@ -109,6 +110,7 @@ class ResumableRequest:
     attempt: Attempt | None = None
     next: Attempt | None = None
     move: MoveTask | None = None
+    left: Instance | None = None
     epoch: int = 0
     _num_cached: int = 0
     _waited_s: float = 0.0

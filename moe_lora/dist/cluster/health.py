@@ -69,7 +69,8 @@ class HealthMonitor:
                 if hearing.unheard_s() >= heartbeat.timeout_s:
                     self._instance_registry.on_unheard(self._instance)
             elif self._is_in():
-                self._move_off(heartbeat.timeout_s)
+                if self._instance_registry.drains.names:
+                    self._move_off(heartbeat.timeout_s)
             elif self._coming is None or self._coming.done():
                 self._coming = asyncio.create_task(self._try_to_come())
             looked_s = self._clock.now_s()

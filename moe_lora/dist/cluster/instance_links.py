@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import msgspec
 from websockets.asyncio.connection import Connection
@@ -44,7 +46,7 @@ from moe_lora.engine.client.messages import (
 
 from .failover import token_work
 
-# Several connections to one engine loop: whose request is which, and what each adds to the load.
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -70,12 +72,19 @@ class ConnectionMux:
 
     Two peers may use the same ids; what the loop says to one that is gone is dropped.  Belongs to the event
     loop of the connections.  restart: called when a peer asks for this process to be started again.
-    drain: the latest order that a peer has told.
+    fail: called when the engine has failed.  drain: the latest order that a peer has told.
     """
 
-    def __init__(self, inbox: Inbox, max_model_len: int, restart: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        inbox: Inbox,
+        max_model_len: int,
+        restart: Callable[[], None] = lambda: None,
+        fail: Callable[[], None] = lambda: None,
+    ) -> None:
         self._inbox = inbox
         self._restart = restart
+        self._fail = fail
         self.drain = DrainOrder()
         self._max_model_len = max_model_len
         self._open: list[Peer] = []
@@ -134,7 +143,8 @@ class ConnectionMux:
         """Tell the front ends that have these requests; how many there still are."""
         found = [(asked, order) for order in orders if (asked := self._requests.get(order.name)) is not None]
         for asked, order in found:
-            self._send(asked.peer, Move(asked.request_id, order.target, order.kind))
+            if asked.peer in self._open:
+                asked.peer.send(Move(asked.request_id, order.target, order.kind))
         return len(found)
 
     def _named(self, peer: Peer, request: GenerateRequest) -> GenerateRequest:
@@ -151,10 +161,12 @@ class ConnectionMux:
         """Hand an event of the loop to those it is for."""
         if isinstance(event, Outputs):
             for peer, outputs in self._sorted(event.outputs).items():
-                self._send(peer, Outputs(outputs))
+                if peer in self._open:
+                    peer.send(Outputs(outputs))
         elif isinstance(event, Rejected):
             asked = self._ended(event.request_id)
-            self._send(asked.peer, Rejected(asked.request_id, event.error))
+            if asked.peer in self._open:
+                asked.peer.send(Rejected(asked.request_id, event.error))
         elif isinstance(event, Reply):
             peer, call = self._calls.pop(event.call_id)
             if peer not in self._open:
@@ -166,10 +178,7 @@ class ConnectionMux:
         elif isinstance(event, Dead):
             for peer in self._open:
                 peer.send(event)
-
-    def _send(self, peer: Peer, message: Message) -> None:
-        if peer in self._open:
-            peer.send(message)
+            self._fail()
 
     def _sorted(self, outputs: list[TokenOutput]) -> dict[Peer, list[TokenOutput]]:
         """The outputs of each peer; not those of a request whose id its peer uses for another by now."""
@@ -202,9 +211,6 @@ class ConnectionMux:
         )
 
 
-logger = logging.getLogger(__name__)
-
-
 class FrontEndLinks:
     """A link to each listener (by name), through which an engine loop is asked and answers.
 
@@ -218,7 +224,7 @@ class FrontEndLinks:
         self._addresses = addresses
         self._keys = keys
         self._inbox = inbox
-        self._mux = ConnectionMux(inbox, max_model_len, self._restart)
+        self._mux = ConnectionMux(inbox, max_model_len, self._restart, self._fail)
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._peers: set[Peer] = set()
@@ -229,11 +235,13 @@ class FrontEndLinks:
 
     def emit(self, event: Event) -> None:
         """Send an event to those it is for; called from the engine loop's threads."""
-        self._in_loop(self._take, event)
+        with suppress(RuntimeError):  # the event loop has ended, and all links with it
+            self._loop.call_soon_threadsafe(self._mux.emit, event)
 
     def stop(self) -> None:
         """End `run`, from any thread or a signal handler's."""
-        self._in_loop(self._stopping.set)
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stopping.set)
 
     def _restart(self) -> None:
         self.restarts = True
@@ -253,29 +261,41 @@ class FrontEndLinks:
         for link in links:
             link.cancel()
 
-    def _in_loop(self, function: Callable[..., object], *args: object) -> None:
-        with suppress(RuntimeError):  # the event loop has ended, and all links with it
-            self._loop.call_soon_threadsafe(function, *args)
+    def _fail(self) -> None:
+        self.failed = True
+        self._stopping.set()
 
-    def _take(self, event: Event) -> None:
-        self._mux.emit(event)
-        if isinstance(event, Dead):
-            self.failed = True
-            self._stopping.set()
+    def _link(self, name: str, address: Address, hello: Hello, pulse: Pulse) -> Coroutine[Any, Any, None]:
+        session = partial(self._serve, name, address, hello, pulse)
+        return stay_connected(name, lambda: dial(name, address, self._keys), session)
 
-    async def _link(self, name: str, address: Address, hello: Hello, pulse: Pulse) -> None:
-        async def session(connection: Connection) -> str | None:
-            peer = Peer(connection, ENGINE_SIDE, name)
-            self._peers.add(peer)
-            try:
-                return await self._serve(peer, address, hello, pulse)
-            finally:
-                self._peers.discard(peer)
-
-        await stay_connected(name, lambda: dial(name, address, self._keys), session)
-
-    async def _serve(self, peer: Peer, address: Address, hello: Hello, pulse: Pulse) -> str | None:
+    async def _serve(
+        self, name: str, address: Address, hello: Hello, pulse: Pulse, connection: Connection
+    ) -> str | None:
         """Take commands until the connection ends, then end what it had asked for; why it was refused."""
+        peer = Peer(connection, ENGINE_SIDE, name)
+        self._peers.add(peer)
+        try:
+            welcome = await self._welcome(peer, hello)
+            if not isinstance(welcome, Welcome):
+                return welcome
+            logger.info("joined %s at %s", name, address)
+            self._mux.open(peer)
+            beats = asyncio.create_task(self._beat(peer, welcome.heartbeat_s, pulse))
+            try:
+                async for message in peer.messages():
+                    self._mux.put(peer, message)
+            finally:
+                beats.cancel()
+                self._mux.close(peer)
+        finally:
+            self._peers.discard(peer)
+        if not self._stopping.is_set():
+            logger.warning("lost %s: %s; its requests end here", name, peer.problem)
+        return None
+
+    async def _welcome(self, peer: Peer, hello: Hello) -> Welcome | str:
+        """The listener's welcome, or the reason of a refusal."""
         peer.send(msgspec.structs.replace(hello, drain=self._mux.drain))
         welcome = await peer.receive(OPEN_S)
         if not isinstance(welcome, Welcome):
@@ -284,18 +304,7 @@ class FrontEndLinks:
         if welcome.refusal is not None:
             peer.end()
             return welcome.refusal
-        logger.info("joined %s at %s", peer.name, address)
-        self._mux.open(peer)
-        beats = asyncio.create_task(self._beat(peer, welcome.heartbeat_s, pulse))
-        try:
-            async for message in peer.messages():
-                self._mux.put(peer, message)
-        finally:
-            beats.cancel()
-            self._mux.close(peer)
-        if not self._stopping.is_set():
-            logger.warning("lost %s: %s; its requests end here", peer.name, peer.problem)
-        return None
+        return welcome
 
     async def _beat(self, peer: Peer, interval_s: float, pulse: Pulse) -> None:
         while True:

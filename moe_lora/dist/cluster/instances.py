@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from anyio import move_on_after
 
 from moe_lora.core.errors import EngineDeadError, MoeLoraError
 from moe_lora.core.request import AdapterInfo, EngineStats
-from moe_lora.dist.cluster.pool.directory import PoolDirectory
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.engine.client.heartbeat import Heartbeat
 from moe_lora.engine.client.messages import Beat, DrainOrder, Move
@@ -22,6 +22,9 @@ from moe_lora.policies.routing.routing import InstanceLoad
 from .drains import Drains
 from .reports import add_counters
 from .suspects import Suspects
+
+if TYPE_CHECKING:
+    from moe_lora.dist.cluster.pool.directory import PoolDirectory
 
 DIAL_IN_S = 20.0
 """So long after a registry was made all instances that run take part; half of it a controller may spend with
@@ -233,6 +236,8 @@ class InstanceRegistry:
     def candidates(self, adapter: str | None) -> list[Instance]:
         """Instances that can take a request: drained ones where no other can.  Raises as `having` does."""
         found = self.having(adapter)
+        if not self.drains.names:
+            return found
         return [instance for instance in found if instance.name not in self.drained] or found
 
     def having(self, adapter: str | None) -> list[Instance]:

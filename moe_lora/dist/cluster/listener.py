@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from websockets.asyncio.connection import Connection
 
@@ -18,7 +18,6 @@ from moe_lora.config import LimitsConfig
 from moe_lora.core.address import Address
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError, EngineDeadError, UnreadError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, ModelInfo, TokenOutput
-from moe_lora.dist.cluster.pool.directory import PoolDirectory
 from moe_lora.dist.net.connection import OPEN_S, listen
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Peer, PeerEndedError
@@ -42,8 +41,8 @@ from moe_lora.engine.client.step_notes import ReadNotes
 from .health import HealthMonitor
 from .instances import Instance, InstanceRegistry, Served, ServedVersion, reason
 
-# An engine that was away gets the adapters that the others serve.
-
+if TYPE_CHECKING:
+    from moe_lora.dist.cluster.pool.directory import PoolDirectory
 
 logger = logging.getLogger(__name__)
 

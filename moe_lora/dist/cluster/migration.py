@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -23,9 +23,9 @@ from typing import Any, Literal
 from anyio import fail_after
 
 from moe_lora.core.clock import Clock
-from moe_lora.core.errors import MoeLoraError, MoveError
-from moe_lora.core.request import PAUSE_BUCKETS_S, GenerateRequest, MoveStats
-from moe_lora.engine.client.messages import HeldRequest, KvSent, KvWindow
+from moe_lora.core.errors import EngineDeadError, MoeLoraError, MoveError
+from moe_lora.core.request import PAUSE_BUCKETS_S, GenerateRequest, ModelInfo, MoveStats
+from moe_lora.engine.client.messages import HeldRequest, KvSent, KvWindow, Move
 
 from .failover import Attempt, ResumableRequest
 from .instances import Instance, InstanceRegistry
@@ -41,15 +41,14 @@ ACK_S = 5.0
 
 
 class MoveTask:
-    """One under way, run by a task of its own.  final: the target was told to go on, and is asked whether it
-    does."""
+    """A running move.  final: the target has the order to go on."""
 
     def __init__(self, work: Coroutine[Any, Any, None]) -> None:
         self.final = False
         self.task = asyncio.create_task(work)
 
     async def settle(self) -> None:
-        """End it where it is not `final`; return when it is over, however it ended."""
+        """Cancel a move before its `final` step, and await its end."""
         if not self.final:
             self.task.cancel()
         await asyncio.wait([self.task])
@@ -60,19 +59,34 @@ class RequestMover:
 
     num_moved: those whose target gave a token.  A pause is from the moment when the source was told to hold
     to the target's first token.  For the rest see `MoveStats`.
+    running: by id.  next_instance: the router's choice.  continued: a request as its latest epoch gets it.
     """
 
-    def __init__(self, instance_registry: InstanceRegistry, clock: Clock) -> None:
+    def __init__(
+        self,
+        instance_registry: InstanceRegistry,
+        clock: Clock,
+        running: Mapping[str, ResumableRequest],
+        next_instance: Callable[[ResumableRequest], Instance],
+        continued: Callable[[ResumableRequest], GenerateRequest],
+        model_info: Callable[[], Coroutine[Any, Any, ModelInfo]],
+    ) -> None:
         self._instance_registry = instance_registry
         self._clock = clock
+        self._running = running
+        self._next_instance = next_instance
+        self._continued = continued
+        self._model_info = model_info
+        self._places = asyncio.Semaphore(MOVES_AT_ONCE)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._leaving: set[Attempt] = set()
         self.num_moved: dict[str, int] = {"tokens": 0, "kv": 0}
         self.num_failed = 0
         self.pause_counts = [0] * (len(PAUSE_BUCKETS_S) + 1)
         self.pause_s = 0.0
-        self._resuming: set[asyncio.Task[None]] = set()
 
     def note_pause(self, attempt: Attempt) -> None:
-        """The first output of an attempt that a request was moved to."""
+        """Count the pause of a move at the target's first output."""
         assert attempt.held_s is not None
         pause_s, attempt.held_s = self._clock.now_s() - attempt.held_s, None
         self.num_moved[attempt.kind] += 1
@@ -87,32 +101,103 @@ class RequestMover:
             pause_s=self.pause_s,
         )
 
-    async def move(
-        self,
-        resumable: ResumableRequest,
-        target: str,
-        kind: MoveKind,
-        continued: Callable[[], GenerateRequest],
-        max_model_len: int,
-    ) -> None:
-        """Move a request; continued: it, as its latest epoch gets it.  Raises MoveError."""
+    async def move(self, request_id: str, target: str, kind: MoveKind = "tokens") -> None:
+        """Move a request to the instance of this name.  Raises MoveError; the source then goes on."""
+        resumable = self._running.get(request_id)
+        if resumable is None:
+            raise MoveError(f"request {request_id!r} is not running")
+        limit = (await self._model_info()).max_model_len
         source = resumable.attempt
-        name = resumable.request.request_id
         if source is None or resumable.next is not None or resumable.move is not None:
-            raise MoveError(f"request {name!r} is between two instances; it can be moved later")
+            raise MoveError(f"request {request_id!r} is between two instances; it can be moved later")
         instance = self._target(resumable, source, target)
         resumable.epoch += 1
-        attempt = Attempt(instance, replace(continued(), held=True, awaits_kv=kind == "kv"), max_model_len)
-        move = resumable.move = MoveTask(self._carry_out(resumable, source, attempt))
+        again = replace(self._continued(resumable), held=True, awaits_kv=kind == "kv")
+        move = resumable.move = MoveTask(self._carry_out(resumable, source, Attempt(instance, again, limit)))
         try:
             await asyncio.shield(move.task)
         except asyncio.CancelledError:
             if not move.task.cancelled():
                 raise
-            raise MoveError(f"request {name!r} ended while it was moved to {target}") from None
+            raise MoveError(f"request {request_id!r} ended while it was moved to {target}") from None
         except (MoeLoraError, ValueError, TimeoutError) as error:
             reason = str(error) or "it took too long"
-            raise MoveError(f"request {name!r} could not be moved to {target}: {reason}") from error
+            raise MoveError(f"request {request_id!r} could not be moved to {target}: {reason}") from error
+
+    async def migrate(
+        self, source: str, target: str, num_requests: int, kind: MoveKind
+    ) -> tuple[int, list[str]]:
+        """Move up to num_requests, requests without a token first.
+
+        Returns the number of moves, and the problem of each other request.
+        """
+        found = [(one, self._running[one].attempt) for one in self.requests_at(source)[:num_requests]]
+        problems = await asyncio.gather(
+            *(self._try_move(one, attempt, target, kind) for one, attempt in found)
+        )
+        return problems.count(None), [problem for problem in problems if problem is not None]
+
+    def move_off(self, instance: Instance) -> None:
+        """Move the requests of a drained instance, except requests with a move."""
+        for name in self.requests_at(instance.name):
+            attempt = self._running[name].attempt
+            if attempt is not None and attempt not in self._leaving:
+                self._leaving.add(attempt)
+                self._in_background(self._move_one_off(name, attempt))
+
+    def follow(self, order: Move) -> None:
+        """Carry out a controller's order."""
+        for name, resumable in self._running.items():
+            attempt = resumable.attempt
+            if attempt is not None and attempt.request.request_id == order.request_id:
+                kind: MoveKind = "kv" if order.kind == "kv" else "tokens"
+                self._in_background(self._move_or_log(name, attempt, order.target, kind))
+
+    async def _try_move(
+        self, request_id: str, attempt: Attempt | None, target: str | None, kind: MoveKind
+    ) -> str | None:
+        """Returns the problem, None after a move.
+
+        attempt: a request with a later attempt stays.  target: None: the router chooses.
+        """
+        async with self._places:
+            resumable = self._running.get(request_id)
+            if resumable is not None and resumable.attempt is not attempt:
+                return f"request {request_id!r} has left the instance from which it was to be moved"
+            try:
+                if target is None and resumable is not None:
+                    target = self._next_instance(resumable).name
+                await self.move(request_id, target or "", kind)
+            except (MoveError, EngineDeadError) as error:
+                return str(error)
+            return None
+
+    async def _move_one_off(self, name: str, attempt: Attempt) -> None:
+        try:
+            await self._move_or_log(name, attempt, None, "tokens")
+        finally:
+            self._leaving.discard(attempt)
+
+    async def _move_or_log(
+        self, name: str, attempt: Attempt | None, target: str | None, kind: MoveKind
+    ) -> None:
+        problem = await self._try_move(name, attempt, target, kind)
+        if problem is not None:
+            logger.info(problem)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def requests_at(self, instance: str) -> list[str]:
+        """Ids of the instance's requests, requests without a token first."""
+        found = [
+            (bool(one.delivered), request_id)
+            for request_id, one in self._running.items()
+            if one.attempt is not None and one.attempt.instance.name == instance
+        ]
+        return [request_id for _, request_id in sorted(found, key=lambda one: one[0])]
 
     def _target(self, resumable: ResumableRequest, source: Attempt, target: str) -> Instance:
         candidates = self._instance_registry.candidates(resumable.request.adapter)
@@ -190,6 +275,4 @@ class RequestMover:
             with suppress(MoeLoraError, ValueError):  # it ended meanwhile, or the request did
                 await source.ask("resume_request", (), 0, 0, False)
 
-        task = asyncio.create_task(resume())
-        self._resuming.add(task)
-        task.add_done_callback(self._resuming.discard)
+        self._in_background(resume())

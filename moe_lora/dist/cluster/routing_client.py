@@ -6,38 +6,40 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 from moe_lora.core.clock import Clock
-from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError, EngineSilentError, MoveError
+from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError, EngineSilentError
 from moe_lora.core.request import (
     AdapterInfo,
     EngineStats,
     GenerateRequest,
     InstanceStats,
     ModelInfo,
+    MoveStats,
     TokenOutput,
 )
-from moe_lora.engine.client.messages import Move
-from moe_lora.policies.routing.model_routing import RankAware
-from moe_lora.policies.routing.routing import Router
+from moe_lora.policies.routing.routing import RequestListener, Router, listeners
 
 from .failover import MAX_RESENDS, Attempt, ResumableRequest
 from .fan_out import ask_live
 from .instances import Instance, InstanceRegistry, ServedVersion
-from .migration import MOVES_AT_ONCE, MoveKind, RequestMover
 from .reports import merge_adapters, merge_stats
 from .suspects import Trial
 
 if TYPE_CHECKING:
-    from moe_lora.policies.routing.demand import DemandMeter
+    from .migration import MoveKind, RequestMover
 
 logger = logging.getLogger(__name__)
 
 ABORT_S = 5.0
 """An instance that was told to abort a request may take so long to say its last of it, a step or two."""
+
+
+_NO_MOVES = MoveStats(num_moved={"tokens": 0, "kv": 0})
 
 
 class AdapterCalls(Protocol):
@@ -67,56 +69,59 @@ class FleetClient:
         router: Router,
         clock: Clock,
         adapters: AdapterCalls,
-        meter: DemandMeter | None = None,
+        meter: RequestListener | None = None,
         seed: int | str = 0,
     ) -> None:
         self._seeds = random.Random(seed)
         self._instance_registry = instance_registry
         self._router = router
-        self._rank_aware = router if isinstance(router, RankAware) else None
         self._clock = clock
-        self._meter = meter
+        self._listeners = listeners(router, meter)
         self._adapters = adapters
         self._running: dict[str, ResumableRequest] = {}
-        self.mover = RequestMover(instance_registry, clock)
-        self._moving: set[asyncio.Task[None]] = set()
-        self._leaving: set[Attempt] = set()
-        self._places = asyncio.Semaphore(MOVES_AT_ONCE)
-        instance_registry.on_move = self._take_order
+        instance_registry.on_move = lambda order: self.mover.follow(order)
         instance_registry.on_unheard = self._leave
-        instance_registry.on_drain = self._move_off
+        instance_registry.on_drain = lambda instance: self.mover.move_off(instance)
         self._info: ModelInfo | None = None
 
     @property
     def instances(self) -> list[Instance]:
         return self._instance_registry.instances
 
+    @cached_property
+    def mover(self) -> RequestMover:
+        """Made for the first move of a request."""
+        from .migration import RequestMover
+
+        return RequestMover(
+            self._instance_registry,
+            self._clock,
+            self._running,
+            self._next_instance,
+            self._continued,
+            self.model_info,
+        )
+
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
-        limit = (await self.model_info()).max_model_len
-        version = self._instance_registry.version(request.adapter)
-        if request.adapter is not None and version is None:
-            self._instance_registry.candidates(None)  # raises without instances: then no version is known
-            raise AdapterNotFoundError(f"adapter {request.adapter!r} is not loaded")
-        if request.request_id in self._running:
-            raise ValueError(f"request_id {request.request_id!r} is already running")
-        resumable = ResumableRequest(self._seeded(request), version, self._clock.now_s())
-        self._running[request.request_id] = resumable
-        if self._meter is not None:
-            self._meter.start(request.request_id, request, request.sampling.max_tokens)
-        left: Instance | None = None
-        trial: Trial | None = None
+        limit = (self._info or await self.model_info()).max_model_len
+        resumable, suspects = self._add(request), self._instance_registry.suspects
+        adapter, trial = request.adapter, None
         try:
             while not resumable.aborted:
                 attempt, resumable.next = resumable.next, None
                 if attempt is None:
-                    instance, trial = await self._choose(resumable)
-                    if instance is None:
-                        break
-                    attempt = Attempt(instance, self._continued(resumable), limit)
-                    if left is not None:
-                        left.num_resent += 1
+                    if suspects.active:
+                        instance, trial = await self._admit(resumable)
+                        if instance is None:
+                            break
+                    else:
+                        instance, trial = self._next_instance(resumable), None
+                    again = self._continued(resumable) if resumable.epoch else resumable.request
+                    attempt = Attempt(instance, again, limit)
+                    if resumable.left is not None:
+                        resumable.left.num_resent += 1
                 assert attempt.first == len(resumable.delivered), "no token is lost or doubled"
-                resumable.attempt, left = attempt, None
+                resumable.attempt, resumable.left = attempt, None
                 try:
                     async for output in attempt.outputs():
                         if output.finish_reason == "abort" and resumable.next is not None:
@@ -124,23 +129,19 @@ class FleetClient:
                         attempt.take(output)
                         if attempt.held_s is not None:
                             self.mover.note_pause(attempt)
-                        if request.adapter is not None and (trial is not None or not resumable.delivered):
-                            trial = self._note_token(request.adapter, output, trial)
+                        if adapter is not None and output.token_ids and not resumable.delivered:
+                            suspects.proven.add(adapter)
+                        if trial is not None and output.token_ids:
+                            suspects.note_token(trial.adapter, trial)
+                            trial = None
                         yield resumable.take(output)
                     else:
                         return
                 except EngineDeadError as error:
-                    if not isinstance(error, EngineSilentError):  # it may be back by the time this is read
-                        self._instance_registry.lose(attempt.instance, attempt.client)
-                    if resumable.move is not None:
-                        await resumable.move.settle()
-                    if resumable.next is None:
-                        resumable.lose(self._clock.now_s())
-                        left = attempt.instance
-                        if not resumable.aborted:
-                            self._check_resend(resumable, left, error)
+                    await self._lose(resumable, attempt, error)
                 finally:
-                    self._release(trial)
+                    if trial is not None:
+                        suspects.release(trial)
                     await attempt.close()
                 if resumable.next is not None:
                     resumable.switch(resumable.next)
@@ -150,49 +151,68 @@ class FleetClient:
             raise
         finally:
             self._remove(resumable)
-            await self._end_move(resumable)
+            if resumable.move is not None or resumable.next is not None:
+                await self._end_move(resumable)
+
+    def _add(self, request: GenerateRequest) -> ResumableRequest:
+        """Register a request.  A sampled request gets a seed, so another instance can go on."""
+        served = self._instance_registry.served_version(request.adapter)
+        if request.adapter is not None and served is None:
+            self._instance_registry.candidates(None)  # raises without instances: then no version is known
+            raise AdapterNotFoundError(f"adapter {request.adapter!r} is not loaded")
+        if request.request_id in self._running:
+            raise ValueError(f"request_id {request.request_id!r} is already running")
+        sampling = request.sampling
+        if sampling.seed is None and not sampling.greedy:
+            request = replace(request, sampling=replace(sampling, seed=self._seeds.getrandbits(63)))
+        version = None if served is None else served.version
+        resumable = ResumableRequest(request, version, self._clock.now_s())
+        self._running[request.request_id] = resumable
+        for listener in self._listeners:
+            listener.start(request.request_id, request, sampling.max_tokens)
+        return resumable
+
+    async def _lose(self, resumable: ResumableRequest, attempt: Attempt, error: EngineDeadError) -> None:
+        """The instance has died.  Raises EngineDeadError if no other instance can go on."""
+        if not isinstance(error, EngineSilentError):  # a silent instance may be back by now
+            self._instance_registry.lose(attempt.instance, attempt.client)
+        if resumable.move is not None:
+            await resumable.move.settle()
+        if resumable.next is None:
+            resumable.lose(self._clock.now_s())
+            resumable.left = attempt.instance
+            if not resumable.aborted:
+                self._check_resend(resumable, attempt.instance, error)
 
     def _cancel(self, resumable: ResumableRequest) -> None:
-        if self._meter is not None and not resumable.delivered:
-            self._meter.cancel(resumable.request.request_id)
+        if not resumable.delivered:
+            for listener in self._listeners:
+                listener.cancel(resumable.request.request_id)
 
     def _remove(self, resumable: ResumableRequest) -> None:
         del self._running[resumable.request.request_id]
-        if self._meter is not None:
-            self._meter.stop(resumable.request.request_id, len(resumable.delivered))
-        if self._rank_aware is not None and resumable.delivered:
-            self._rank_aware.note_answer(len(resumable.delivered))
+        for listener in self._listeners:
+            listener.stop(resumable.request.request_id, len(resumable.delivered))
 
-    async def _choose(self, resumable: ResumableRequest) -> tuple[Instance | None, Trial | None]:
+    async def _admit(self, resumable: ResumableRequest) -> tuple[Instance | None, Trial | None]:
         """Return the next instance, after a suspect's wait (see `Suspects.admit`).
 
         None: the request was aborted meanwhile.
         """
         suspects, adapter = self._instance_registry.suspects, resumable.request.adapter
-        if not suspects or adapter is None:
+        if adapter is None:
             return self._next_instance(resumable), None
         trial = await suspects.admit(adapter, lambda: resumable.aborted)
-        if resumable.aborted:
-            self._release(trial)
-            return None, None
+        instance = None
         try:
-            instance = self._next_instance(resumable)
-        except BaseException:
-            self._release(trial)
-            raise
-        if trial is not None:
+            if not resumable.aborted:
+                instance = self._next_instance(resumable)
+        finally:
+            if instance is None and trial is not None:
+                suspects.release(trial)
+        if instance is not None and trial is not None:
             suspects.start(trial, instance.name)
-        return instance, trial
-
-    def _release(self, trial: Trial | None) -> None:
-        if trial is not None:
-            self._instance_registry.suspects.release(trial)
-
-    def _note_token(self, adapter: str, output: TokenOutput, trial: Trial | None) -> Trial | None:
-        if not output.token_ids:
-            return trial
-        self._instance_registry.suspects.note_token(adapter, trial)
-        return None
+        return instance, None if instance is None else trial
 
     async def _end_move(self, resumable: ResumableRequest) -> None:
         if resumable.move is not None:
@@ -201,58 +221,14 @@ class FleetClient:
             await resumable.next.close()
 
     async def move(self, request_id: str, target: str, kind: MoveKind = "tokens") -> None:
-        """Have a request go on at the instance of that name; returns when it does, in its own time.
-
-        Raises MoveError if it can't be moved; then it goes on where it is.
-        """
-        resumable = self._running.get(request_id)
-        if resumable is None:
-            raise MoveError(f"request {request_id!r} is not running")
-        limit = (await self.model_info()).max_model_len
-        await self.mover.move(resumable, target, kind, lambda: self._continued(resumable), limit)
+        """See `RequestMover.move`."""
+        await self.mover.move(request_id, target, kind)
 
     async def migrate(
         self, source: str, target: str, num_requests: int, kind: MoveKind = "tokens"
     ) -> tuple[int, list[str]]:
-        """Move up to so many requests of this front end from one instance to another, those without a token
-        first; how many were moved, and why others were not.
-        """
-        found = [(one, self._running[one].attempt) for one in self.requests_at(source)[:num_requests]]
-        problems = await asyncio.gather(
-            *(self._try_move(one, attempt, target, kind) for one, attempt in found)
-        )
-        return problems.count(None), [problem for problem in problems if problem is not None]
-
-    async def _try_move(
-        self, request_id: str, attempt: Attempt | None, target: str | None, kind: MoveKind
-    ) -> str | None:
-        """Why it was not moved; None: it was.  attempt: to be moved; what left it while it waited stays.
-        target: None: what the router chooses."""
-        async with self._places:
-            resumable = self._running.get(request_id)
-            if resumable is not None and resumable.attempt is not attempt:
-                return f"request {request_id!r} has left the instance from which it was to be moved"
-            try:
-                if target is None and resumable is not None:
-                    target = self._next_instance(resumable).name
-                await self.move(request_id, target or "", kind)
-            except (MoveError, EngineDeadError) as error:
-                return str(error)
-            return None
-
-    def _move_off(self, instance: Instance) -> None:
-        """Have the requests of an instance that is drained go on elsewhere, those that can and do not yet."""
-        for name in self.requests_at(instance.name):
-            attempt = self._running[name].attempt
-            if attempt is not None and attempt not in self._leaving:
-                self._leaving.add(attempt)
-                self._in_background(self._move_one_off(name, attempt))
-
-    async def _move_one_off(self, name: str, attempt: Attempt) -> None:
-        try:
-            await self._follow(name, attempt, None, "tokens")
-        finally:
-            self._leaving.discard(attempt)
+        """See `RequestMover.migrate`."""
+        return await self.mover.migrate(source, target, num_requests, kind)
 
     def _leave(self, instance: Instance) -> None:
         """Have requests of an instance that sends no beats go on elsewhere, those that can.
@@ -272,39 +248,6 @@ class FleetClient:
             except EngineDeadError:
                 continue  # no other can go on with it; this one may
             attempt.lose(error)
-
-    def _take_order(self, order: Move) -> None:
-        """A controller had an instance say that a request of this front end is to be moved."""
-        for name, resumable in self._running.items():
-            attempt = resumable.attempt
-            if attempt is not None and attempt.request.request_id == order.request_id:
-                kind: MoveKind = "kv" if order.kind == "kv" else "tokens"
-                self._in_background(self._follow(name, attempt, order.target, kind))
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._moving.add(task)
-        task.add_done_callback(self._moving.discard)
-
-    async def _follow(self, name: str, attempt: Attempt | None, target: str | None, kind: MoveKind) -> None:
-        problem = await self._try_move(name, attempt, target, kind)
-        if problem is not None:
-            logger.info(problem)
-
-    def requests_at(self, instance: str) -> list[str]:
-        """Ids of the requests that this instance computes, those without a token first."""
-        found = [
-            (bool(one.delivered), request_id)
-            for request_id, one in self._running.items()
-            if one.attempt is not None and one.attempt.instance.name == instance
-        ]
-        return [request_id for _, request_id in sorted(found, key=lambda one: one[0])]
-
-    def _seeded(self, request: GenerateRequest) -> GenerateRequest:
-        sampling = request.sampling
-        if sampling.greedy or sampling.seed is not None:
-            return request
-        return replace(request, sampling=replace(sampling, seed=self._seeds.getrandbits(63)))
 
     def _continued(self, resumable: ResumableRequest) -> GenerateRequest:
         served = self._instance_registry.served_version(resumable.request.adapter)
@@ -378,8 +321,8 @@ class FleetClient:
 
     async def unload_adapter(self, name: str) -> None:
         await self._adapters.unload_adapter(name)
-        if self._meter is not None:
-            self._meter.forget(name)
+        for listener in self._listeners:
+            listener.forget(name)
 
     async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
         return await self._adapters.pin_adapter(name, pinned)
@@ -408,8 +351,9 @@ class FleetClient:
         drained = self._instance_registry.drained
         each = [_instance_stats(instance, instance.name in drained) for instance in instances]
         merged = merge_stats([stats for _, stats in answers], past, each)
-        routing = None if self._rank_aware is None else self._rank_aware.stats
-        return replace(merged, moves=self.mover.stats(), routing=routing)
+        routing = next((one.stats for one in self._listeners if one.stats is not None), None)
+        moves = self.mover.stats() if "mover" in self.__dict__ else _NO_MOVES
+        return replace(merged, moves=moves, routing=routing)
 
     async def is_alive(self) -> bool:
         return bool(self._instance_registry.live)

@@ -61,12 +61,15 @@ class Suspects:
         self._notes: dict[str, list[ReadNotes]] = {}
         """By adapter: these notes, each once."""
         self._refused: dict[str, str] = {}
-        self._proven: set[str] = set()
+        self.active = False
+        """True while an adapter is a suspect or refused."""
+        self.proven: set[str] = set()
+        """Adapters that gained a token."""
         self._trial: Trial | None = None
         self._changed = asyncio.Event()
 
     def __bool__(self) -> bool:
-        return bool(self._suspects or self._refused)
+        return self.active
 
     def note_death(self, instance: str, adapters: frozenset[str], notes: ReadNotes | None = None) -> None:
         """An instance died; adapters: those in its notes."""
@@ -85,6 +88,7 @@ class Suspects:
             if notes is not None and all(one.place != notes.place for one in known):
                 known.append(notes)
         if adapters:
+            self.active = True
             logger.warning(
                 "instance %s died at work for %s; their requests go on one adapter at a time",
                 instance,
@@ -104,30 +108,30 @@ class Suspects:
             self._trial = None
             for notes in trial.notes:
                 notes.unlock()  # they go on naming the trial, for other front ends
-            return trial.adapter, trial.adapter in self._proven
+            return trial.adapter, trial.adapter in self.proven
         for name in adapters & self._suspects.keys():
             for notes in self._notes[name]:
                 if notes.trial[:2] == (name, instance):
-                    return name, name in self._proven or notes.trial[2:] == (_PROVEN,)
+                    return name, name in self.proven or notes.trial[2:] == (_PROVEN,)
         return None, False
 
     def start(self, trial: Trial, instance: str) -> None:
         """Note the instance of the trial's request."""
         trial.instance = instance
-        words = (trial.adapter, instance, *([_PROVEN] if trial.adapter in self._proven else ()))
+        words = (trial.adapter, instance, *([_PROVEN] if trial.adapter in self.proven else ()))
         for notes in trial.notes:
             notes.trial = words
 
     def note_token(self, adapter: str, trial: Trial | None) -> None:
         """A request of the adapter gained a token; trial: the one that it was."""
-        self._proven.add(adapter)
+        self.proven.add(adapter)
         if trial is not None:
             self._clear(adapter)
             self.release(trial)
 
     def forget(self, adapter: str) -> None:
         """The adapter was loaded anew, or unloaded: nothing is known against what the name means now."""
-        self._proven.discard(adapter)
+        self.proven.discard(adapter)
         self._refused.pop(adapter, None)
         self._clear(adapter)
         self.wake()
@@ -135,7 +139,9 @@ class Suspects:
     def _clear(self, adapter: str) -> list[str]:
         self._notes.pop(adapter, None)
         self._died_s.pop(adapter, None)
-        return self._suspects.pop(adapter, [])
+        instances = self._suspects.pop(adapter, [])
+        self.active = bool(self._suspects or self._refused)
+        return instances
 
     def problem(self, adapter: str) -> str | None:
         """Why requests of the adapter are refused; None: they are not."""
@@ -169,7 +175,7 @@ class Suspects:
                     return trial
                 with move_on_after(_LOOK_S):  # instances come and go without a word here
                     await self._changed.wait()
-        if is_aborted() or adapter in self._proven:
+        if is_aborted() or adapter in self.proven:
             return None  # other trials took the time
         where = self._suspects[adapter][-1] if adapter in self._suspects else "an instance"
         raise EngineDeadError(
@@ -178,7 +184,7 @@ class Suspects:
         )
 
     def _may_try(self, adapter: str, waited_s: float) -> bool:
-        alone = adapter in self._proven or waited_s >= ALONE_S
+        alone = adapter in self.proven or waited_s >= ALONE_S
         least = 1 if alone else min(2, self._num_known())
         return self._num_live() >= least
 
@@ -203,6 +209,7 @@ class Suspects:
 
     def _refuse(self, adapter: str, instance: str) -> None:
         before = self._clear(adapter)
+        self.active = True
         self._refused[adapter] = (
             f"adapter {adapter!r} is unavailable: instances {', '.join([*before, instance])} died while they "
             "loaded or computed it; load it again once that is mended"

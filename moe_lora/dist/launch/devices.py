@@ -24,7 +24,6 @@ from moe_lora.config.devices import (
     narrowed,
 )
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.partition import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,11 @@ def placed(cluster: ClusterConfig) -> ClusterConfig:
     num_devices = count_devices()
     if not num_devices and not cluster.devices:
         return cluster
-    num_server_ranks = 0 if server is None else Layout.parse(server.layout).num_ranks
+    num_server_ranks = 0
+    if server is not None:
+        from moe_lora.core.partition import Layout
+
+        num_server_ranks = Layout.parse(server.layout).num_ranks
     devices = assign_devices(
         config.num_instances,
         config.num_ranks,

@@ -22,6 +22,7 @@ from websockets.asyncio.connection import Connection
 
 from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import CapacityError, ConfigError, LastProblem, LoraServerError, MoeLoraError
+from moe_lora.core.records import ServerState
 from moe_lora.dist.net import connection as net
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import Pings
@@ -29,7 +30,7 @@ from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
 from moe_lora.dist.net.thread import LoopThread
 
-from .messages import CLIENT_SIDE, SERVER_SIDE, ServerHello, ServerState, ServerWelcome
+from .messages import CLIENT_SIDE, SERVER_SIDE, ServerHello, ServerWelcome
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from moe_lora.cache.leases.leases import LeaseStats
+from moe_lora.core.records import ServerState
 from moe_lora.dist.net.codec import Interface, Message, Protocol
 
 
@@ -83,36 +83,6 @@ class Memory:
     capacity: int
     num_pages: tuple[int, ...]
     page_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerState(LeaseStats):
-    """capacity: most resident adapters.  max_capacity: limit by the ranks' memory and the registered
-    adapters; None without adapters.  num_instances: linked.  incarnation: of the leader.  ranks: joins of
-    each rank with this leader; 0: absent.  unlinked: per rank, processes of these instances without their
-    link.
-    """
-
-    capacity: int
-    max_capacity: int | None
-    num_instances: int = 0
-    incarnation: int = 0
-    ranks: tuple[int, ...] = ()
-    unlinked: tuple[int, ...] = ()
-
-    @property
-    def num_away(self) -> int:
-        """Absent ranks."""
-        return self.ranks.count(0)
-
-    @property
-    def num_unlinked(self) -> int:
-        """Missing links between instances and ranks."""
-        return sum(self.unlinked)
-
-    @property
-    def is_whole(self) -> bool:
-        return not self.num_away and not self.num_unlinked
 
 
 class ServerCalls(typing.Protocol):

@@ -132,6 +132,7 @@ class Peer:
                 message = self._protocol.receives(await self._socket.recv(decode=False))
                 if isinstance(message, AnswerFrame | FailureFrame):
                     self._take(message)
+                    await asyncio.sleep(0)  # who awaits the answer goes on before the next message is heard
                 elif isinstance(message, CallFrame):
                     asked = self._asked(message)
                     if asked is not None:

@@ -8,13 +8,13 @@ from collections.abc import Hashable, Mapping
 
 from moe_lora.timing.answer_lengths import FIRST_TOKENS, AnswerLengths
 
-from .routing import RoutedView
+from .routing import RequestListener, RoutedView
 
 _OVERALL = None
 """Key of all answers in `AnswerLengths`: the base model is not metered."""
 
 
-class DemandMeter:
+class DemandMeter(RequestListener):
     """Tokens that requests bring to each adapter, counted when a request comes.
 
     A request counts as its prompt and the expected answer: the running mean of its adapter's answers.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_lora.config import RANK_AWARE_COSTS
@@ -13,7 +13,7 @@ from moe_lora.policies.admission.host_start import HostStart
 from moe_lora.timing.answer_lengths import FIRST_TOKENS
 from moe_lora.timing.step_model import Row, StepModel, StepWork
 
-from .routing import Instance, InstanceLoad, InstanceView, RoutedView, with_room
+from .routing import Instance, InstanceLoad, InstanceView, RequestListener, RoutedView, with_room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class AnswerMean:
         self.tokens += (num_tokens - self.tokens) / self._weight
 
 
-class RankAware:
+class RankAware(RequestListener):
     """The instance of least cost: requests · (Δprefill / mean_output_tokens + Δdecode), infinite where the
     decode step would pass slo_tpot_s.
 
@@ -142,9 +142,9 @@ class RankAware:
     def stats(self) -> RoutingStats:
         return RoutingStats(num_choices=dict(self._num_choices), mean_output_tokens=self.mean_output_tokens)
 
-    def note_answer(self, num_tokens: int) -> None:
-        """An answer of the front end has ended."""
-        self._answers.add(num_tokens)
+    def stop(self, key: Hashable, answer_tokens: int) -> None:
+        if answer_tokens:
+            self._answers.add(answer_tokens)
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
         asked = self._ask(request)

@@ -7,11 +7,14 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from moe_lora.core.errors import ConfigError
 
-from .model_routing import CostModel, RankAware, ShortestPendingTime
 from .routing import Instance, LeastOutstanding, RoundRobin, RoutedView, Router
+
+if TYPE_CHECKING:
+    from .model_routing import CostModel
 
 # Routers that look at the number of requests, at chance, or at where an adapter was last.
 
@@ -160,6 +163,19 @@ class RoutingContext:
         return self.model
 
 
+def _rank_aware(context: RoutingContext) -> Router:
+    from .model_routing import RankAware
+
+    return RankAware(context.need_model("rank_aware"), context.ranks, context.max_loras)
+
+
+def _shortest_pending_time(context: RoutingContext) -> Router:
+    from .model_routing import ShortestPendingTime
+
+    model = context.need_model("shortest_pending_time")
+    return ShortestPendingTime(model, context.ranks, context.max_num_seqs, context.max_loras)
+
+
 ROUTERS: dict[str, Callable[[RoutingContext], Router]] = {
     "least_outstanding": lambda _: LeastOutstanding(),
     "round_robin": lambda _: RoundRobin(),
@@ -167,12 +183,8 @@ ROUTERS: dict[str, Callable[[RoutingContext], Router]] = {
     "join_shortest_queue": lambda _: JoinShortestQueue(),
     "first_fit": lambda context: FirstFit(context.max_num_seqs),
     "adapter_affinity": lambda _: AdapterAffinity(),
-    "rank_aware": lambda context: RankAware(
-        context.need_model("rank_aware"), context.ranks, context.max_loras
-    ),
-    "shortest_pending_time": lambda context: ShortestPendingTime(
-        context.need_model("shortest_pending_time"), context.ranks, context.max_num_seqs, context.max_loras
-    ),
+    "rank_aware": _rank_aware,
+    "shortest_pending_time": _shortest_pending_time,
     "phi": lambda context: PhiRouting(context.table),
 }
 

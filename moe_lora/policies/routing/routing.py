@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from moe_lora.timing.step_model import change_count
+from moe_lora.core.request import RoutingStats
 
 # What a front end knows of the requests that it gave to an instance; the simulator keeps the same.
 
@@ -88,14 +88,20 @@ class InstanceLoad:
             return
         self.num_running -= 1
         self.num_changes += 1
-        change_count(self.running, adapter, -1)
+        _reduce(self.running, adapter, 1)
 
     def _leave(self, adapter: str | None, prompt_tokens: int) -> None:
         self.num_waiting -= 1
         self.waiting_tokens -= prompt_tokens
         self.num_changes += 1
-        change_count(self.waiting, adapter, -1)
-        change_count(self.waiting_prompts, adapter, -prompt_tokens)
+        _reduce(self.waiting, adapter, 1)
+        _reduce(self.waiting_prompts, adapter, prompt_tokens)
+
+
+def _reduce(counts: Counter[str | None], key: str | None, number: int) -> None:
+    counts[key] -= number
+    if not counts[key]:
+        del counts[key]
 
 
 class InstanceView(Protocol):
@@ -140,10 +146,38 @@ class Router(Protocol):
         ...
 
 
+class RequestListener:
+    """A router or a meter that follows requests.  key: names a request until its `stop`."""
+
+    @property
+    def stats(self) -> RoutingStats | None:
+        """None without choices to report."""
+        return None
+
+    def start(self, key: Hashable, request: RoutedView, max_tokens: int | None = None) -> None:
+        """A request has come."""
+
+    def stop(self, key: Hashable, answer_tokens: int) -> None:
+        """A request has ended with an answer of this length."""
+
+    def cancel(self, key: Hashable) -> None:
+        """The service refused a request.  Its `stop` follows."""
+
+    def forget(self, adapter: str) -> None:
+        """An adapter was unloaded."""
+
+
+def listeners(*parts: object) -> tuple[RequestListener, ...]:
+    """The listeners among these parts."""
+    return tuple(one for one in parts if isinstance(one, RequestListener))
+
+
 class LeastOutstanding:
     """The instance of least token work, the first on ties (join the shortest queue)."""
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
+        if len(instances) == 1:
+            return instances[0]
         return min(instances, key=lambda instance: (instance.outstanding_tokens, instance.index))
 
 

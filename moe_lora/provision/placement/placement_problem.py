@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
+from moe_lora.core.records import PlacementQuality
+
 Server: TypeAlias = Hashable
 Table: TypeAlias = dict[str, list[tuple[Server, float]]]
 """Routing table: adapter -> [(server, share phi of its requests)]; phi of an adapter sum to 1."""
@@ -215,25 +217,6 @@ def copied_bytes(problem: PlacementProblem, shares: Shares, before: Shares) -> f
         for server in row
         if server not in before[adapter]
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacementQuality:
-    """Quality of a table under a demand.  Loads are shares of a server's capacity.
-
-    target_utilisation: mean load.  worst_load: of a server, true ranks.  worst_padded_load: at the server's
-    highest rank.  rank_mixing: padded over own load of all servers; 1: ranks are apart.  most_held,
-    mean_held: adapters per server.  copied_bytes, num_copies: of known adapters on new servers.
-    """
-
-    target_utilisation: float
-    worst_load: float
-    worst_padded_load: float
-    rank_mixing: float
-    most_held: int
-    mean_held: float
-    copied_bytes: float
-    num_copies: int
 
 
 def placement_quality(

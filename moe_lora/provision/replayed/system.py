@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.routing.demand import DemandMeter
-from moe_lora.policies.routing.model_routing import RankAware
 from moe_lora.policies.routing.routers import PhiRouting
+from moe_lora.policies.routing.routing import listeners
 from moe_lora.sim.events import EventQueue
 from moe_lora.workload.replay_plan import PlannedRequest
 from moe_lora.workload.statistics import mean, percentile
@@ -115,6 +115,7 @@ class System:
         self._give_up = give_up
         self._num_expected = 0
         self._router = config.router()
+        self._listeners = listeners(self._router)
         instance = config.instance
         step_time = StepTime(instance, remote=isinstance(config.adapters, SimLoraServerConfig))
         self._lora_ranks = config.lora_ranks
@@ -214,8 +215,8 @@ class System:
 
     def _finish(self, request: SimRequest) -> None:
         self.requests.append(request)
-        if isinstance(self._router, RankAware):
-            self._router.note_answer(request.output_tokens)
+        for listener in self._listeners:
+            listener.stop(request.index, request.output_tokens)
         if self.placement is not None:
             self.placement.stop(request)
         if self._give_up is not None and self._give_up(request):

@@ -18,7 +18,6 @@ from moe_lora.adapters.peft.files import (
     header_entries,
     open_file,
 )
-from moe_lora.adapters.registry.registry import RegisteredAdapter
 from moe_lora.core.errors import (
     AdapterError,
     AdapterExistsError,
@@ -26,6 +25,7 @@ from moe_lora.core.errors import (
     CapacityError,
     MoeLoraError,
 )
+from moe_lora.core.records import RegisteredAdapter
 from moe_lora.core.request import name_problem
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.frontend import Frontend

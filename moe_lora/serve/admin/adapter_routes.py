@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from starlette.responses import PlainTextResponse, Response
 
-from moe_lora.adapters.registry.registry import REMOVED
 from moe_lora.config import MAX_COUNT
+from moe_lora.core.records import REMOVED
 from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.bodies import bounded_route
@@ -110,7 +110,8 @@ def _card(info: AdapterInfo) -> dict[str, Any]:
 
 def ignored_by(body: LoadAdapterRequest | UnloadAdapterRequest, frontend: Frontend) -> dict[str, str]:
     """Returns the header with the unknown fields of a body.  Raises ApiError if the server refuses them."""
-    refuse_unknown(body, refuses=frontend.limits.config.unknown_fields == "error")
+    if frontend.limits.config.unknown_fields == "error":
+        refuse_unknown(body)
     names = [shown_name(name) for name in body.unknown_fields()]
     frontend.ignored_fields.note(names)
     return ignored_header(names)

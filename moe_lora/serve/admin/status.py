@@ -15,8 +15,8 @@ from starlette.responses import HTMLResponse, Response
 
 import moe_lora
 from moe_lora.core.errors import EngineDeadError, LoraServerError
+from moe_lora.core.records import ServerState
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.dist.lora_server.messages import ServerState
 from moe_lora.serve.access import caller_of
 from moe_lora.serve.admin.instance_routes import RESTART_S, RestartLimit
 from moe_lora.serve.bodies import bounded_route

@@ -6,11 +6,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from moe_lora.config import EngineConfig
+from moe_lora.core.records import ServerState
 from moe_lora.core.request import (
     PAUSE_BUCKETS_S,
     AdapterInfo,
@@ -21,9 +22,10 @@ from moe_lora.core.request import (
     MoveStats,
     RoutingStats,
 )
-from moe_lora.dist.cluster.controller.cluster_state import Figures
-from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.dist.lora_server.messages import ServerState
+
+if TYPE_CHECKING:
+    from moe_lora.dist.cluster.controller.cluster_state import Figures
+    from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 
 Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 

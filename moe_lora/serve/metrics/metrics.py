@@ -13,11 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core.records import ServerState
 from moe_lora.core.request import AdapterInfo, EngineStats, ModelInfo, RequestTiming
-from moe_lora.dist.cluster.controller.cluster_state import Controller
-from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.dist.lora_server.messages import ServerState
-from moe_lora.provision.online import Visit
 
 from .collectors import (
     OUTLOOK_GAUGES,
@@ -31,6 +28,9 @@ from .collectors import (
 )
 
 if TYPE_CHECKING:
+    from moe_lora.dist.cluster.controller.cluster_state import Controller
+    from moe_lora.provision.online import Visit
+
     from .by_name import CountsByName
 
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 40)
@@ -84,7 +84,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)
         labels = ["model_name", "finished_reason"]
-        self._success = Counter("vllm:request_success", "Finished requests.", labels, registry=self._registry)
+        self.success = Counter("vllm:request_success", "Finished requests.", labels, registry=self._registry)
         refused = Counter(
             "moe_lora:http_refused",
             "Requests and connections that limits of the front end, keys and their rates refused or ended.",
@@ -110,10 +110,6 @@ class Metrics:
         """Count times from one token to the next, all of this length."""
         self._gap_counts[bisect_left(TOKEN_BUCKETS_S, gap_s)] += count
         self._gaps_s += gap_s * count
-
-    def count(self, reason: str) -> None:
-        """Count a finished request."""
-        self._success.labels(self.model_name, reason).inc()
 
     def refuse(self, reason: str) -> None:
         """Count what a limit refused; one of `refusals`."""
@@ -142,8 +138,8 @@ class Metrics:
         if cluster.front_end.placement is not None:
             has_points = cluster.front_end.operating_points is not None
             yield from placement_families(name, figures, has_points)
-        if isinstance(self._controller, ControllerLink):
-            yield from link_families(name, self._controller)
+        if self._controller.link is not None:
+            yield from link_families(name, self._controller.link)
         bounds = [*(str(float(bound)) for bound in TOKEN_BUCKETS_S), "+Inf"]
         buckets = list(zip(bounds, accumulate(self._gap_counts), strict=True))
         for gap_name in GAP_NAMES:
@@ -216,7 +212,7 @@ class RequestWatch:
             return
         if self._visit is not None:
             self._visit.end(timing)
-        self._metrics.count(reason)
+        self._metrics.success.labels(self._metrics.model_name, reason).inc()
         if self._metrics.by_adapter is not None:
             self._count_by_name(reason)
         histograms = self._metrics.histograms

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_lora.core.request import TokenLogprobs
-from moe_lora.serve.access import caller_of
+from moe_lora.serve.access import NO_ADMIN, Caller
 from moe_lora.serve.bodies import Handler, body_of
 from moe_lora.serve.connections import HEADERS_S
 from moe_lora.serve.frontend import Frontend
@@ -57,6 +57,9 @@ class ChoiceFormat:
     def __init__(self, tokenizer: Tokenizer | None, *, with_token_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._with_token_ids = with_token_ids
+        self._offsets: dict[int, int] = {}
+        self._shown: set[int] = set()
+        """Choices that have begun: of these the prompt, or the role, was shown."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Returns the choices entry before a choice's first delta, or None."""
@@ -105,18 +108,13 @@ class CompletionFormat(ChoiceFormat):
     id_prefix = "cmpl"
     continues_prompt = True
 
-    def __init__(self, tokenizer: Tokenizer | None, *, with_token_ids: bool) -> None:
-        super().__init__(tokenizer, with_token_ids=with_token_ids)
-        self._offsets: dict[int, int] = {}
-        self._prompts_shown: set[int] = set()
-
     def chunk(self, delta: Delta) -> dict[str, Any]:
         return self.whole(delta)
 
     def whole(self, delta: Delta) -> dict[str, Any]:
         entry, index = self.entry(delta, "text", delta.text), delta.index
-        if self.prompt_of is not None and index not in self._prompts_shown:
-            self._prompts_shown.add(index)
+        if self.prompt_of is not None and index not in self._shown:
+            self._shown.add(index)
             entry["prompt_token_ids"] = self.prompt_of(index)
         return entry
 
@@ -147,14 +145,10 @@ class ChatFormat(ChoiceFormat):
     chunk_object_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def __init__(self, tokenizer: Tokenizer | None, *, with_token_ids: bool) -> None:
-        super().__init__(tokenizer, with_token_ids=with_token_ids)
-        self._greeted: set[int] = set()
-
     def opening(self, index: int) -> dict[str, Any] | None:
-        if index in self._greeted:
+        if index in self._shown:
             return None
-        self._greeted.add(index)
+        self._shown.add(index)
         role = {"role": "assistant", "content": ""}
         return {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
 
@@ -317,7 +311,7 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
         generation = Generation(
             frontend=frontend,
             client=client_of(request.scope),
-            caller=caller_of(request.scope),
+            caller=request.state.caller,
             adapter=adapter,
             prompts=prepared.prompts,
             answer_tokens=prepared.answer_tokens,
@@ -335,15 +329,19 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
         head = {"id": request_id, "created": int(time.time()), "model": adapter or frontend.model_name}
         if body.return_token_ids:
             form.prompt_of = generation.prompt_of
-        frontend.ignored_fields.note(prepared.ignored)
-        headers = ignored_header(prepared.ignored)
+        headers: dict[str, str] = {}
+        if prepared.ignored:
+            frontend.ignored_fields.note(prepared.ignored)
+            headers = ignored_header(prepared.ignored)
         if body.stream:
             return EventStream(generation, form, head, body.stream_options or StreamOptions(), headers)
         whole = await unless_disconnected(request.receive, generation.whole())
         if whole is None:
             return Response(status_code=CLIENT_GONE)
         choices = {"object": form.object_name, "choices": [form.whole(delta) for delta in whole]}
-        answered = {**head, **choices, "usage": generation.usage(), **form.beside(0)}
+        answered = {**head, **choices, "usage": generation.usage()}
+        if body.return_token_ids:
+            answered.update(form.beside(0))
         return JsonResponse(answered, headers=headers)
 
     @router.post("/v1/completions", response_model=None)
@@ -377,9 +375,6 @@ def timeout_of(text: str) -> float:
     return found
 
 
-# What a request is called: `X-Request-Id` and the body's `request_id`.
-
-
 HEADER = "X-Request-Id"
 
 
@@ -389,8 +384,10 @@ class RequestIds:
     It leaves a way to `send` that is shorter than the one through all of the application, for streams.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, caller: Caller = NO_ADMIN) -> None:
+        """caller: of requests to which `Access` gives no other."""
         self._app = app
+        self._caller = caller
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -398,6 +395,7 @@ class RequestIds:
             return
         state = scope.setdefault("state", {})
         given = Request(scope).headers.get(HEADER)
+        state["caller"] = self._caller
         state["request_id_given"] = bool(given)
         state["request_id"] = given or uuid.uuid4().hex
         state["send_body"] = send  # what else wraps it only looks at a response's start

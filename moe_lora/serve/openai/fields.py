@@ -174,13 +174,11 @@ class FieldError(ValueError):
         self.param = param
 
 
-def drop_neutral(data: Any, own: Collection[str]) -> Any:
+def drop_neutral(data: dict[str, Any], own: Collection[str]) -> dict[str, Any]:
     """Returns a request's body without foreign fields.  Raises FieldError for a value with an effect.
 
     own: names of the endpoint's own fields.
     """
-    if not isinstance(data, dict):
-        return data
     for name in CHOOSES_ADAPTER:
         if data.get(name) not in (None, "", [], {}):
             raise FieldError(

@@ -6,30 +6,32 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 
 from moe_lora.core.errors import AdapterNotFoundError, UnreadError
 from moe_lora.core.request import GenerateRequest, RequestTiming, SamplingParams, TokenLogprobs, TokenOutput
 from moe_lora.engine.text.detokenize import TextStream
-from moe_lora.serve.access import Caller, Reservation
-from moe_lora.serve.frontend import Frontend
+from moe_lora.serve.access import Allowance, Caller, Reservation, reserved
+from moe_lora.serve.frontend import CUT, Frontend
 from moe_lora.serve.http_errors import ApiError, to_api_error
-from moe_lora.serve.limits import Waiting
+from moe_lora.serve.limits import Limits, Waiting
 from moe_lora.serve.metrics.metrics import RequestWatch
 
 T = TypeVar("T")
+Outputs: TypeAlias = "AsyncGenerator[TokenOutput, None]"
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Items of all streams as they come.  The first error ends all; closing this closes them.
+    """Items of all streams in the order of arrival.  The first error ends the others; so does `aclose`.
 
-    A stream whose item nobody takes is not asked for the next one.
+    A stream computes its next item after the last item is read.
     """
     items: asyncio.Queue[T | BaseException | None] = asyncio.Queue(maxsize=len(streams))
     tasks = [asyncio.create_task(_pump(stream, items)) for stream in streams]
@@ -62,7 +64,7 @@ async def _pump(stream: AsyncGenerator[T, None], items: asyncio.Queue[T | BaseEx
 
 
 class Delta(msgspec.Struct):
-    """What a choice gained: text that is certain, the tokens it came from, and why it ended, if it did."""
+    """New text of a choice and its tokens.  finish_reason: None before the end."""
 
     index: int
     text: str
@@ -72,47 +74,66 @@ class Delta(msgspec.Struct):
 
 
 class Deadline:
-    """Ends a request when its time is over, wherever it is: one that waits is not computed any more.
-
-    left_s: what is left of timeout_s.  abort: of the engine.
-    """
+    """Aborts a request after left_s, queued or running.  timeout_s: the client's, for the error."""
 
     def __init__(
-        self,
-        timeout_s: float | None,
-        left_s: float | None,
-        abort: Callable[[], Coroutine[Any, Any, None]],
+        self, timeout_s: float, left_s: float, abort: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
         self._timeout_s = timeout_s
         self._abort = abort
         self._ending: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        if left_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(left_s, self._end)
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._end)
 
     def _end(self) -> None:
         self._ending = asyncio.create_task(self._abort())
 
     def check(self, output: TokenOutput) -> None:
-        """Raises ApiError for the output that ends the request because of it."""
+        """Raises ApiError for the last output of an aborted request."""
         if self._ending is not None and output.finish_reason == "abort":
             what = f"not done within timeout={self._timeout_s:g} s, and ended; allow it more"
             raise ApiError(408, what, limit="timeout")
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
+
+
+@dataclass
+class Watchers:
+    """Observers of a choice's outputs.
+
+    waits: None after the first output.  reservation: None without a rate of tokens.  deadline: None without a
+    timeout.
+    """
+
+    limits: Limits
+    metrics: RequestWatch
+    waits: Waiting | None
+    reservation: Reservation | None
+    deadline: Deadline | None = None
+    reason: str = "abort"
+    timing: RequestTiming | None = None
+    has_begun: bool = False
+
+    def record_output(self, output: TokenOutput) -> None:
+        """Raises ApiError after the deadline."""
+        num_tokens = len(output.token_ids)
+        if self.waits is not None:
+            self.limits.leave_queue(self.waits, begun=num_tokens > 0)
+            self.waits = None
+        if self.reservation is not None:
+            self.reservation.spend(num_tokens)
+        self.has_begun = self.has_begun or num_tokens > 0
+        self.timing = output.timing
+        if self.deadline is not None:
+            self.deadline.check(output)
 
 
 @dataclass(kw_only=True)
 class Generation:
-    """`num_choices` answers to each prompt, prompt by prompt; run once, by `deltas` or `whole`.
+    """`num_choices` answers to each prompt, prompt by prompt.  `deltas` or `whole` runs a generation once.
 
-    client: whom it counts for in the limits.  caller: who sent it.  answer_tokens: of each prompt, how many
-    its answer may have.
-    continues_prompt: the answer's text goes on where the prompt's stops (keeps a leading space).
-    priority: among those of its tenant.  cache_salt: the request's own, beside its tenant's.
-    timeout_s: after which all is ended that is not done, from_s on, by the monotonic clock.
+    client: for the limits.  answer_tokens: the longest answer of each prompt.  continues_prompt: the answer
+    keeps a leading space.  priority: within the tenant.  timeout_s: from from_s on, of the monotonic clock.
     """
 
     frontend: Frontend
@@ -129,32 +150,32 @@ class Generation:
     timeout_s: float | None = None
     from_s: float = field(default_factory=time.monotonic)
     _timings: list[RequestTiming] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._completion_tokens = [0] * (len(self.prompts) * self.num_choices)
-        self._cached_tokens = [0] * len(self._completion_tokens)
+    _completion_tokens: Counter[int] = field(default_factory=Counter)
+    _cached_tokens: Counter[int] = field(default_factory=Counter)
 
     @asynccontextmanager
     async def deltas(self) -> AsyncIterator[AsyncGenerator[Delta, None]]:
-        """Deltas of all choices as they come.  Leaving it aborts what still runs.
+        """Deltas of all choices.  The exit aborts running choices.
 
-        Raises ApiError if the caller's rate has no room for all that the choices may take.
+        Raises ApiError if the choices may exceed the caller's rate.
         """
-        num_tokens = self.num_choices * (sum(map(len, self.prompts)) + sum(self.answer_tokens))
-        refusal = self.caller.token_refusal(num_tokens)
-        if refusal is not None:
-            raise self.frontend.limits.refusal("key_tokens", refusal)
-        engine_id = uuid.uuid4().hex
-        with self.caller.reserved(num_tokens) as reserved:
-            choices = [
-                self._choice(index, engine_id, reserved) for index in range(len(self._completion_tokens))
-            ]
+        engine_id, allowance = uuid.uuid4().hex, self.caller.tokens
+        with nullcontext() if allowance is None else self._reserved(allowance) as reservation:
+            num_choices = len(self.prompts) * self.num_choices
+            choices = [self._choice(index, engine_id, reservation) for index in range(num_choices)]
             async with aclosing(choices[0] if len(choices) == 1 else merge(choices)) as deltas:
                 yield deltas
 
+    def _reserved(self, allowance: Allowance) -> AbstractContextManager[Reservation]:
+        num_tokens = self.num_choices * (sum(map(len, self.prompts)) + sum(self.answer_tokens))
+        refusal = allowance.refusal(num_tokens)
+        if refusal is not None:
+            raise self.frontend.limits.refusal("key_tokens", refusal)
+        return reserved(allowance, num_tokens)
+
     async def whole(self) -> list[Delta]:
         """All choices, the deltas of each joined to one."""
-        parts: list[list[Delta]] = [[] for _ in self._completion_tokens]
+        parts: list[list[Delta]] = [[] for _ in range(len(self.prompts) * self.num_choices)]
         async with self.deltas() as deltas:
             async for delta in deltas:
                 parts[delta.index].append(delta)
@@ -187,8 +208,9 @@ class Generation:
 
         Complete once the deltas have ended.
         """
-        usage: dict[str, Any] = _tokens(sum(map(len, self.prompts)), sum(self._completion_tokens))
-        usage["prompt_tokens_details"] = {"cached_tokens": sum(self._cached_tokens[:: self.num_choices])}
+        usage: dict[str, Any] = _tokens(sum(map(len, self.prompts)), self._completion_tokens.total())
+        cached = sum(num for index, num in self._cached_tokens.items() if not index % self.num_choices)
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
         if self._timings:
             usage["timing"] = {
                 f"{name}_ms": round(1e3 * max(getattr(timing, f"{name}_s") for timing in self._timings), 3)
@@ -196,116 +218,131 @@ class Generation:
             }
         return usage
 
-    async def _choice(self, index: int, engine_id: str, reserved: Reservation) -> AsyncGenerator[Delta, None]:
+    async def _choice(
+        self, index: int, engine_id: str, reservation: Reservation | None
+    ) -> AsyncGenerator[Delta, None]:
         """The deltas of one choice; a stop string ends it with "stop".  Raises ApiError."""
-        frontend, request = self.frontend, self._request(index, engine_id)
-        text = visit = None
-        if frontend.tokenizer is not None:
+        client, request = self.frontend.client, self._request(index, engine_id)
+        text, is_cut = None, False
+        if self.frontend.tokenizer is not None:
             text = TextStream(
-                frontend.tokenizer,
+                self.frontend.tokenizer,
                 stop=self.sampling.stop,
                 min_tokens=self.sampling.min_tokens,
                 prompt_token_ids=request.prompt_token_ids if self.continues_prompt else (),
             )
-        answer_tokens = self.answer_tokens[index // self.num_choices]
-        who = Waiting(
+        with self._attached(index, request, reservation) as watchers:
+            async with aclosing(cast("Outputs", client.generate(request))) as outputs:
+                async for output in outputs:
+                    watchers.record_output(output)
+                    if is_cut:
+                        continue
+                    watchers.metrics.tokens(len(output.token_ids))
+                    delta = self._delta(index, output, text)
+                    if delta.finish_reason is not None:
+                        watchers.reason = delta.finish_reason
+                        is_cut = output.finish_reason is None
+                        if is_cut:
+                            await client.abort(request.request_id)
+                    yield delta
+
+    @contextmanager
+    def _attached(
+        self, index: int, request: GenerateRequest, reservation: Reservation | None
+    ) -> Iterator[Watchers]:
+        """Queue, deadline, rate, metrics and shutdown of a choice.  Raises ApiError for all errors."""
+        frontend, task = self.frontend, asyncio.current_task()
+        waits = Waiting(
             client=self.client,
-            tokens=request.prompt_tokens + answer_tokens,
+            tokens=request.prompt_tokens + self.answer_tokens[index // self.num_choices],
             tenant=self.caller.tenant,
             share=self.caller.share,
             priority=self.priority,
         )
-        frontend.limits.enter_queue(who, None if index else self._left_s())
-        waits = True
-        window = frontend.controller.window
+        left_s = None
+        if self.timeout_s is not None:
+            left_s = max(0.0, self.from_s + self.timeout_s - time.monotonic())
+        frontend.limits.enter_queue(waits, None if index else left_s)
+        watchers = Watchers(frontend.limits, self._metrics(request), waits, reservation)
+        if self.timeout_s is not None and left_s is not None:
+            abort = partial(frontend.client.abort, request.request_id)
+            watchers.deadline = Deadline(self.timeout_s, left_s, abort)
+        if reservation is not None:
+            reservation.spend(request.prompt_tokens)
+        frontend.ending.running.add(task)
+        try:
+            if self.caller.key is not None and not self.caller.may_use(self.adapter):
+                raise AdapterNotFoundError(f"no adapter is named {self.adapter!r}")
+            if frontend.ending.over:
+                raise ApiError(503, CUT)
+            yield watchers
+        except asyncio.CancelledError as error:
+            if not frontend.ending.over:
+                raise
+            if task is not None and hasattr(task, "uncancel"):
+                task.uncancel()
+            raise self._failed(ApiError(503, CUT), watchers, request) from error
+        except Exception as error:
+            raise self._failed(error, watchers, request) from error
+        finally:
+            frontend.ending.running.discard(task)
+            if watchers.deadline is not None:
+                watchers.deadline.close()
+            if watchers.waits is not None:
+                frontend.limits.leave_queue(waits, begun=False)
+            watchers.metrics.end(watchers.reason, watchers.timing)
+            if watchers.timing is not None:
+                self._timings.append(watchers.timing)
+
+    def _metrics(self, request: GenerateRequest) -> RequestWatch:
+        window, visit = self.frontend.controller.window, None
         if window is not None and self.adapter is not None:
             visit = window.begin(self.adapter)
-        watch = RequestWatch(
-            frontend.metrics,
+        return RequestWatch(
+            self.frontend.metrics,
             visit,
             adapter=self.adapter,
             tenant=self.caller.tenant,
             prompt_tokens=request.prompt_tokens,
         )
-        reason, timing, cut, began = "abort", None, False, False
-        outputs = cast("AsyncGenerator[TokenOutput, None]", frontend.client.generate(request))
-        abort = partial(frontend.client.abort, request.request_id)
-        deadline = Deadline(self.timeout_s, self._left_s(), abort)
-        reserved.spend(request.prompt_tokens)
-        try:
-            if not self.caller.may_use(self.adapter):  # as if it were not there
-                raise AdapterNotFoundError(f"no adapter is named {self.adapter!r}")
-            with frontend.ending.ends():
-                async with aclosing(outputs):
-                    async for output in outputs:
-                        if waits:
-                            frontend.limits.leave_queue(who, begun=bool(output.token_ids))
-                            waits = False
-                        reserved.spend(len(output.token_ids))
-                        began = began or bool(output.token_ids)
-                        timing = output.timing
-                        deadline.check(output)
-                        if cut:
-                            continue
-                        watch.tokens(len(output.token_ids))
-                        delta = self._delta(index, output, text)
-                        if delta.finish_reason is not None:
-                            reason = delta.finish_reason
-                            cut = output.finish_reason is None
-                            if cut:
-                                await abort()
-                        yield delta
-        except Exception as error:
-            failure = to_api_error(error)
-            if isinstance(error, AdapterNotFoundError):
-                what = f"the model {self.adapter!r} does not exist; GET /v1/models lists what does"
-                failure = ApiError(404, what, "model")
-            if isinstance(error, UnreadError):
-                frontend.limits.count("unread")
-            if failure.limit is not None:
-                frontend.limits.count(failure.limit)
-            if not began and failure.status != 408:  # its prompt was not computed, or in vain
-                reserved.spend(-request.prompt_tokens)
-            reason = "refused" if failure.status < 500 else "error"
-            raise failure from error
-        finally:
-            deadline.close()
-            if waits:
-                frontend.limits.leave_queue(who, begun=False)
-            watch.end(reason, timing)
-            if timing is not None:
-                self._timings.append(timing)
 
-    def _left_s(self) -> float | None:
-        if self.timeout_s is None:
-            return None
-        return max(0.0, self.from_s + self.timeout_s - time.monotonic())
+    def _failed(self, error: Exception, watchers: Watchers, request: GenerateRequest) -> ApiError:
+        """Count an error.  Returns the client's error."""
+        failure, limits = to_api_error(error), self.frontend.limits
+        if isinstance(error, AdapterNotFoundError):
+            what = f"the model {self.adapter!r} does not exist; GET /v1/models lists what does"
+            failure = ApiError(404, what, "model")
+        if isinstance(error, UnreadError):
+            limits.count("unread")
+        if failure.limit is not None:
+            limits.count(failure.limit)
+        if watchers.reservation is not None and not watchers.has_begun and failure.status != 408:
+            watchers.reservation.spend(-request.prompt_tokens)  # a prompt without a token is free
+        watchers.reason = "refused" if failure.status < 500 else "error"
+        return failure
 
     def _request(self, index: int, engine_id: str) -> GenerateRequest:
-        """That of one choice, under an id of its own.  Choices of a seeded request get seeds of their own, or
-        they would be equal."""
+        """The request of a choice.  Equal seeds would give equal choices, so each choice has its own seed."""
         choice = index % self.num_choices
         sampling = self.sampling
         if sampling.seed is not None and choice:
             sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
+        salt = "" if self.frontend.config.share_prefix_cache else self.caller.tenant
+        if self.cache_salt is not None:  # a tenant's name has no NUL, so two tenants' salts differ
+            salt = f"{salt}\0{self.cache_salt}"
         return GenerateRequest(
             request_id=f"{engine_id}-{index}",
-            prompt_token_ids=self.prompt_of(index),
+            prompt_token_ids=self.prompts[index // self.num_choices],
             sampling=sampling,
             adapter=self.adapter,
             tenant=self.caller.tenant,
             share=self.caller.share,
             priority=self.priority,
-            cache_salt=self._salt(),
+            cache_salt=salt,
         )
 
-    def _salt(self) -> str:
-        """Joins tenant's and request's salt.  A tenant's name has no NUL, so two tenants' salts differ."""
-        tenant = "" if self.frontend.config.share_prefix_cache else self.caller.tenant
-        return tenant if self.cache_salt is None else f"{tenant}\0{self.cache_salt}"
-
     def _delta(self, index: int, output: TokenOutput, text: TextStream | None) -> Delta:
-        """Account for an output and turn it into text."""
+        """Count the tokens of an output and decode them."""
         if output.finish_reason == "error":
             raise ApiError(503, f"the engine can't run this request: {output.error}")
         token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 from anyio import BrokenWorkerProcess, fail_after, to_process
 from pydantic import ValidationError
 
+from moe_lora.config import LimitsConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import return_memory
 from moe_lora.core.request import ModelInfo, SamplingParams
@@ -38,29 +39,14 @@ INLINE_BYTES = 1 << 14
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What holds for every request: of the model, and of `LimitsConfig`.
+    """What holds for every request.
 
     adapter_texts: None without --adapter-chat-template.
     """
 
     info: ModelInfo
+    limits: LimitsConfig
     adapter_texts: AdapterTexts | None
-    max_json_depth: int
-    max_choices: int
-    max_request_tokens: int
-    refuses_unknown: bool
-
-    @staticmethod
-    def of(info: ModelInfo, limits: Limits, adapter_texts: AdapterTexts | None) -> Bounds:
-        config = limits.config
-        return Bounds(
-            info=info,
-            adapter_texts=adapter_texts,
-            max_json_depth=config.max_json_depth,
-            max_choices=config.max_choices,
-            max_request_tokens=config.max_request_tokens,
-            refuses_unknown=config.unknown_fields == "error",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,32 +89,30 @@ class Preparer:
         self, kind: type[SamplingFields], content: bytearray, info: ModelInfo, client: str
     ) -> Prepared:
         """What a body of this kind asks for.  Raises ApiError, for the first thing that is wrong with it."""
+        texts = None if self._adapter_texts is None else self._adapter_texts()
+        bounds = Bounds(info=info, limits=self._limits.config, adapter_texts=texts)
         try:
-            texts = None if self._adapter_texts is None else self._adapter_texts()
-            return await self._prepare(kind, content, Bounds.of(info, self._limits, texts), client)
+            if len(content) >= INLINE_BYTES:
+                return await self._elsewhere(kind, bytes(content), bounds, client)
+            body, tokenizer = parse(kind, content, bounds), self._tokenizer
+            if texts is not None and body.model in texts.adapters:
+                tokenizer = await asyncio.to_thread(tokenizer_of, body.model, tokenizer, bounds)
+            sampling, prompts = asked_of(body, tokenizer, bounds)
+            add_special = cast("Any", body).add_special_tokens
+            encoded = [
+                await self._encode(prompt, add_special) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
+            return prepared(body, sampling, encoded, tokenizer, bounds)
         except ApiError as error:
             if error.limit is not None:
                 self._limits.count(error.limit)
             raise
 
-    async def _prepare(
-        self, kind: type[SamplingFields], content: bytearray, bounds: Bounds, client: str
-    ) -> Prepared:
-        if len(content) >= INLINE_BYTES:
-            return await self._elsewhere(kind, bytes(content), bounds, client)
-        body = parse(kind, content, bounds)
+    async def _encode(self, prompt: str, add_special: bool) -> Sequence[int]:
         tokenizer = self._tokenizer
-        if bounds.adapter_texts is not None and body.model in bounds.adapter_texts.adapters:
-            tokenizer = await asyncio.to_thread(tokenizer_of, body.model, tokenizer, bounds)
-        sampling, prompts = asked_of(body, tokenizer, bounds)
-        add_special = cast("Any", body).add_special_tokens
-        encoded = [await self._encode(prompt, add_special) for prompt in prompts]
-        return prepared(body, sampling, encoded, tokenizer, bounds)
-
-    async def _encode(self, prompt: str | Sequence[int], add_special: bool) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        tokenizer = needed(self._tokenizer, "a text prompt")
+        if tokenizer is None:
+            raise no_tokenizer("a text prompt")
         if len(prompt) < LONG_TEXT_CHARS:
             return tokenizer.encode(prompt, add_special_tokens=add_special)
         return await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=add_special)
@@ -163,8 +147,10 @@ def prepare_now(
         tokenizer = tokenizer_of(body.model, tokenizer, bounds)
         sampling, prompts = asked_of(body, tokenizer, bounds)
         add_special = cast("Any", body).add_special_tokens
+        if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
+            raise no_tokenizer("a text prompt")
         encoded = [
-            needed(tokenizer, "a text prompt").encode(prompt, add_special_tokens=add_special)
+            cast("Tokenizer", tokenizer).encode(prompt, add_special_tokens=add_special)
             if isinstance(prompt, str)
             else prompt
             for prompt in prompts
@@ -177,7 +163,7 @@ def prepare_now(
 
 def parse(kind: type[SamplingFields], content: bytes | bytearray, bounds: Bounds) -> SamplingFields:
     """The body, checked up to its first error.  Raises ApiError."""
-    max_depth = bounds.max_json_depth
+    max_depth = bounds.limits.max_json_depth
     try:
         data = json.loads(content)
     except json.JSONDecodeError as error:
@@ -192,7 +178,8 @@ def parse(kind: type[SamplingFields], content: bytes | bytearray, bounds: Bounds
         body = kind.model_validate(data)
     except ValidationError as error:
         raise describe_validation(error) from None
-    refuse_unknown(body, refuses=bounds.refuses_unknown)
+    if bounds.limits.unknown_fields == "error":
+        refuse_unknown(body)
     return body
 
 
@@ -226,34 +213,41 @@ def tokenizer_of(model: str | None, tokenizer: Tokenizer | None, bounds: Bounds)
         raise bad_request(f"the text files of adapter {model!r} can't be used: {error}", "model") from error
 
 
-def needed(tokenizer: Tokenizer | None, purpose: str) -> Tokenizer:
-    """The tokenizer.  Raises ApiError where there is none."""
-    if tokenizer is None:
-        raise bad_request(
-            f"{purpose} needs a tokenizer, but the model's directory has none; "
-            "send prompts as token ids to /v1/completions",
-        )
-    return tokenizer
+def no_tokenizer(purpose: str) -> ApiError:
+    return bad_request(
+        f"{purpose} needs a tokenizer, but the model's directory has none; "
+        "send prompts as token ids to /v1/completions",
+    )
 
 
 def asked_of(
     body: SamplingFields, tokenizer: Tokenizer | None, bounds: Bounds
 ) -> tuple[SamplingParams, Sequence[str | list[int]]]:
     """How to sample, and the prompts as texts or token ids.  Raises ApiError."""
-    defaults = bounds.info.sampling_defaults
+    defaults, most = bounds.info.sampling_defaults, bounds.limits.max_choices
     if isinstance(body, ChatRequest):
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(logprobs, limit, defaults)
-        _check_choices(1, body.num_choices, bounds)
-        return sampling, [_rendered(body, needed(tokenizer, "/v1/chat/completions"))]
+        if body.num_choices > most:
+            raise _too_many_choices(1, body.num_choices, most)
+        if tokenizer is None:
+            raise no_tokenizer("/v1/chat/completions")
+        return sampling, [_rendered(body, tokenizer)]
     assert isinstance(body, CompletionRequest)
     sampling = body.sampling(body.logprobs, body.max_tokens, defaults)
-    if sampling.stop:
-        needed(tokenizer, "stop (other than stop_token_ids)")
+    if sampling.stop and tokenizer is None:
+        raise no_tokenizer("stop (other than stop_token_ids)")
     prompts = body.prompts
-    _check_choices(len(prompts), body.num_choices, bounds)
+    if len(prompts) * body.num_choices > most:
+        raise _too_many_choices(len(prompts), body.num_choices, most)
     return sampling, prompts
+
+
+def _too_many_choices(num_prompts: int, num_choices: int, most: int) -> ApiError:
+    given = f"{num_prompts} prompts with n={num_choices}"
+    what = f"{given} make more than {most} choices; send several requests"
+    return bad_request(what, "n", limit="choices")
 
 
 def _rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
@@ -270,13 +264,6 @@ def _rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
         raise bad_request(str(error), "messages") from error
 
 
-def _check_choices(num_prompts: int, num_choices: int, bounds: Bounds) -> None:
-    if num_prompts * num_choices > bounds.max_choices:
-        given = f"{num_prompts} prompts with n={num_choices}"
-        what = f"{given} make more than {bounds.max_choices} choices; send several requests"
-        raise bad_request(what, "n", limit="choices")
-
-
 def prepared(
     body: SamplingFields,
     sampling: SamplingParams,
@@ -289,10 +276,11 @@ def prepared(
     Raises ApiError unless the model can take each of these prompts and give as many tokens as asked for, and
     for more tokens than one request may ask for.
     """
-    info = bounds.info
+    info, most = bounds.info, bounds.limits.max_request_tokens
     for token_ids in prompts:
         _check_prompt(token_ids, sampling, info)
-    _check_vocabulary("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+    if sampling.stop_token_ids:
+        _check_vocabulary("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
     sampling = for_engine(sampling, max(map(len, prompts)), body.default_max_tokens, tokenizer, info)
     answer_tokens = [
         min(info.max_model_len - len(one), _UNBOUNDED_ANSWER_TOKENS)
@@ -302,15 +290,17 @@ def prepared(
     ]
     others = sampling.logprobs or 0
     work = body.num_choices * (sum(map(len, prompts)) + sum(answer_tokens) * (1 + others))
-    if work > bounds.max_request_tokens and (body.num_choices * len(prompts) > 1 or others):
+    if work > most and (body.num_choices * len(prompts) > 1 or others):
         raise bad_request(
             f"all choices of the request may take {work} tokens, log probabilities of others included, more "
-            f"than the {bounds.max_request_tokens} of one request; lower max_tokens, n or logprobs",
+            f"than the {most} of one request; lower max_tokens, n or logprobs",
             "max_tokens",
             limit="request_tokens",
         )
-    ignored = tuple(map(shown_name, body.unknown_fields()))
-    body.drop_unknown()
+    ignored: tuple[str, ...] = ()
+    if body.model_extra or body.stream_options is not None:
+        ignored = tuple(map(shown_name, body.unknown_fields()))
+        body.drop_unknown()
     return Prepared(
         body=body.without_prompt(),
         sampling=sampling,
@@ -362,6 +352,6 @@ def _check_prompt(token_ids: Sequence[int], sampling: SamplingParams, info: Mode
 
 
 def _check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+    if not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise bad_request(f"{name}: token id {wrong} is not in the vocabulary (0 to {vocab_size - 1})", name)

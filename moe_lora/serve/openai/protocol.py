@@ -78,9 +78,9 @@ class PeerModel(ApiModel):
             self.model_extra.clear()
 
 
-def refuse_unknown(body: PeerModel, *, refuses: bool) -> None:
-    """Raises ApiError for the first unknown field if such fields are to be refused."""
-    unknown = body.unknown_fields() if refuses else ()
+def refuse_unknown(body: PeerModel) -> None:
+    """Raises ApiError for the first unknown field."""
+    unknown = body.unknown_fields()
     if unknown:
         error = unknown_field(unknown[0])
         raise bad_request(str(error), error.param)
@@ -91,8 +91,11 @@ class ApiRequest(PeerModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_neutral(cls, data: Any) -> Any:
-        return drop_neutral(data, cls.model_fields)
+    def _check_names(cls, data: Any) -> Any:
+        if isinstance(data, dict) and not data.keys() <= cls.model_fields.keys():
+            data = drop_neutral(data, cls.model_fields)
+            check_unknown(data, cls.model_fields)
+        return data
 
 
 MAX_STOP_STRINGS = 32

@@ -26,7 +26,7 @@ from moe_lora.dist.cluster.failover import MAX_RESENDS
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.policies.routing.demand import DemandMeter
-from moe_lora.policies.routing.routing import LeastOutstanding, RoundRobin
+from moe_lora.policies.routing.routing import LeastOutstanding, RequestListener, RoundRobin
 from tests.patience import PATIENCE_S
 
 from .fleet_parts import CountingEngine, fleet_client
@@ -571,6 +571,34 @@ def test_client_that_leaves_as_its_trial_begins_leaves_the_trial_to_the_next():
         assert not suspects
 
     asyncio.run(run())
+
+
+def test_requests_that_stay_make_no_mover_and_moves_count_none():
+    fleet = fleet_of(CountingEngine(), CountingEngine())
+    assert asyncio.run(tokens_of(fleet, ask())) == list(range(2, 10))
+    moves = asyncio.run(fleet.stats()).moves
+    assert "mover" not in vars(fleet)
+    assert (moves.num_moved, moves.num_failed, moves.pause_s) == ({"tokens": 0, "kv": 0}, 0, 0.0)
+
+
+def test_router_that_listens_hears_of_each_answer_once():
+    class Listening(LeastOutstanding, RequestListener):
+        def __init__(self) -> None:
+            self.heard: list[object] = []
+
+        def start(self, key, request, max_tokens=None):
+            self.heard.append((key, request.prompt_tokens, max_tokens))
+
+        def stop(self, key, answer_tokens):
+            self.heard.append((key, answer_tokens))
+
+        def cancel(self, key):
+            self.heard.append(key)
+
+    router = Listening()
+    fleet = fleet_of(CountingEngine(dies_at=5), CountingEngine(), router=router)
+    asyncio.run(tokens_of(fleet, ask()))
+    assert router.heard == [("r", 2, 8), ("r", 8)]
 
 
 async def all_of(outputs: AsyncIterator[TokenOutput]) -> list[TokenOutput]:

@@ -570,7 +570,7 @@ def test_order_that_waited_while_the_request_was_moved_is_dropped(fleet, engines
 
     async def run() -> None:
         for _ in range(MOVES_AT_ONCE):
-            await fleet._places.acquire()
+            await fleet.mover._places.acquire()
         outputs, num_moves = [], 0
         with Brake(10).on(fleet) as brake:
             async for output in fleet.generate(ask()):
@@ -582,19 +582,19 @@ def test_order_that_waited_while_the_request_was_moved_is_dropped(fleet, engines
                 here = int(place(fleet))
                 if num_moves == 0:
                     order = Move(resumable.attempt.request.request_id, str(1 - here), "tokens")
-                    fleet._take_order(order)
+                    fleet.mover.follow(order)
                     await asyncio.sleep(0)
                 if num_moves < 2:
                     await fleet.move("r", str(1 - here))
                     num_moves += 1
                     brake.limit += 10
-                elif fleet._places.locked():
+                elif fleet.mover._places.locked():
                     for _ in range(MOVES_AT_ONCE):
-                        fleet._places.release()
+                        fleet.mover._places.release()
                     brake.limit = LENGTH
         assert len(tokens(outputs)) == LENGTH
         assert fleet.mover.num_moved == {"tokens": 2, "kv": 0}
-        assert not fleet._moving
+        assert not fleet.mover._tasks
         await until_idle(engines)
 
     asyncio.run(run())

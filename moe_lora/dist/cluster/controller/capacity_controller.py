@@ -14,12 +14,12 @@ from moe_lora.config import ProvisionConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import CapacityError, EngineDeadError, LastProblem, LoraServerError
+from moe_lora.core.records import Outlook, ServerState
 from moe_lora.core.request import FleetStats
 from moe_lora.dist.lora_server.control import LoraServerAdmin
-from moe_lora.dist.lora_server.messages import ServerState
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.provision.online import DemandWindow, Outlook, outlook, resized
+from moe_lora.provision.online import DemandWindow, outlook, resized
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address
@@ -16,19 +16,22 @@ from moe_lora.core.errors import AdapterError
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.listener import CatchUp, InstanceListener
-from moe_lora.dist.cluster.pool.directory import PoolDirectory
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.net.keys import keys_of
 from moe_lora.engine.client.client import CallableEngine
 from moe_lora.engine.client.heartbeat import Heartbeat
-from moe_lora.provision.online import DemandWindow
 
-from .capacity_controller import CapacityController, make_capacity_controller
 from .cluster_state import ControllerMethods, Figures
 from .instance_control import InstanceControl
-from .migration_controller import MigrationController, make_migration_controller
-from .placement_controller import PlacementController, Routes
-from .served_registry import ServedRegistry
+from .routes import Routes
+
+if TYPE_CHECKING:
+    from moe_lora.provision.online import DemandWindow
+
+    from .capacity_controller import CapacityController
+    from .migration_controller import MigrationController
+    from .placement_controller import PlacementController
+    from .served_registry import ServedRegistry
 
 _LOOK_S = 0.01
 
@@ -40,6 +43,8 @@ class ClusterController(ControllerMethods):
     `FrontEndListener`.  placement: None: adapters are not divided over instances.  migration: None: requests
     are not moved between them.  instances: see `ControllerMethods`.
     """
+
+    link = None
 
     def __init__(
         self,
@@ -113,6 +118,26 @@ class ControlledFleet:
                 )
 
 
+def _capacity_controller(cluster: ClusterConfig, fleet: FleetClient) -> CapacityController | None:
+    """None: the load on adapters is not watched."""
+    if cluster.provisioning is None:
+        return None
+    from .capacity_controller import make_capacity_controller
+
+    return make_capacity_controller(cluster, fleet)
+
+
+def _migration_controller(
+    cluster: ClusterConfig, routes: Routes, instance_registry: InstanceRegistry
+) -> MigrationController | None:
+    """None: requests stay on their instances."""
+    if cluster.front_end.migration == "off":
+        return None
+    from .migration_controller import make_migration_controller
+
+    return make_migration_controller(cluster, routes, instance_registry)
+
+
 @asynccontextmanager
 async def controlled_fleet(
     cluster: ClusterConfig,
@@ -132,7 +157,11 @@ async def controlled_fleet(
     ConfigError for what can be known at start.
     """
     config = cluster.engine
-    pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
+    pool = None
+    if config.pool is not None:
+        from moe_lora.dist.cluster.pool.directory import PoolDirectory
+
+        pool = PoolDirectory(config.pool.replicas)
     heartbeat = Heartbeat.of(cluster.front_end)
     instance_registry = InstanceRegistry((), config.adapters, advice, heartbeat, pool)
     adapters = FleetAdapters(instance_registry, routes.ranks)
@@ -141,10 +170,10 @@ async def controlled_fleet(
     )
     controller = ClusterController(
         adapters,
-        make_capacity_controller(cluster, fleet),
+        _capacity_controller(cluster, fleet),
         registry,
         routes.placement(fleet, adapters.pool),
-        make_migration_controller(cluster, routes, instance_registry),
+        _migration_controller(cluster, routes, instance_registry),
         InstanceControl(instance_registry, cluster.front_end.drain_s),
     )
     catch_up = CatchUp(instance_registry, recovery_s)

@@ -13,24 +13,26 @@ from typing import Any, Literal
 from msgspec import field
 from msgspec.structs import replace
 
-from moe_lora.adapters.registry.registry import RegisteredAdapter
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.records import Outlook, PlacementQuality, RegisteredAdapter, ServerState
 from moe_lora.core.request import AdapterInfo, RequestTiming
 from moe_lora.core.shape import rank_limit
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served
-from moe_lora.dist.lora_server.messages import ServerState
 from moe_lora.dist.net.codec import Interface, Message, Protocol
 from moe_lora.dist.net.connection import Pings
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.engine.client.messages import DrainOrder
-from moe_lora.provision.online import Outlook, VisitWindow
-from moe_lora.provision.placement.placement_problem import PlacementQuality
 
-from .capacity_controller import CapacityController
-from .instance_control import InstanceControl
-from .placement_controller import PlacementController, Routes
-from .served_registry import ServedRegistry
+if typing.TYPE_CHECKING:
+    from moe_lora.provision.online import VisitWindow
+
+    from .capacity_controller import CapacityController
+    from .controller_link import ControllerLink
+    from .instance_control import InstanceControl
+    from .placement_controller import PlacementController
+    from .routes import Routes
+    from .served_registry import ServedRegistry
 
 PROTOCOL_VERSION = 6
 PINGS = Pings()
@@ -121,6 +123,11 @@ class Controller(typing.Protocol):
 
     @property
     def window(self) -> VisitWindow | None: ...
+
+    @property
+    def link(self) -> ControllerLink | None:
+        """None: the controller is in this process."""
+        ...
 
     async def call(self, method: str, *args: Any) -> Any:
         """What one of `ControllerMethods` returns.  Raises what it raises, ControllerAwayError."""

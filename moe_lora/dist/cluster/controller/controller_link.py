@@ -32,7 +32,7 @@ from .cluster_state import (
     VisitEvent,
     take_table,
 )
-from .placement_controller import Routes
+from .routes import Routes
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,10 @@ class ControllerLink:
         self.figures = Figures()
         self.window = ReportedWindow() if watched else None
         self.num_joins = 0
+
+    @property
+    def link(self) -> ControllerLink:
+        return self
 
     @property
     def up(self) -> bool:

@@ -42,7 +42,7 @@ from moe_lora.policies.migration.triggers import (
 from moe_lora.timing.answer_lengths import AnswerLengths
 from moe_lora.timing.step_model import Row, StepModel
 
-from .placement_controller import Routes
+from .routes import Routes
 
 logger = logging.getLogger(__name__)
 

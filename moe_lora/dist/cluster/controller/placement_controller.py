@@ -5,35 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-from moe_lora.config import EngineConfig, RoutingConfig
-from moe_lora.config.cluster import ClusterConfig
+from moe_lora.config import RoutingConfig
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import EngineDeadError, LastProblem
+from moe_lora.core.records import PlacementQuality
 from moe_lora.core.request import AdapterInfo, FleetStats, InstanceStats
-from moe_lora.dist.cluster.instances import Instance
 from moe_lora.dist.cluster.pool.pool import FleetPool
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.dist.host_workers.profile import routed_host_start
 from moe_lora.engine.client.client import CallableEngine, EngineClient
-from moe_lora.policies.routing.model_routing import CostModel
-from moe_lora.policies.routing.routers import PhiRouting, RoutingContext, make_router
-from moe_lora.policies.routing.routing import Router
+from moe_lora.policies.routing.demand import DemandForecast, DemandMeter
+from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.provision.performance.operating_points import read_operating_points
-from moe_lora.provision.performance.performance_models import read_step_model
 from moe_lora.provision.placement.burst_tolerance import DeviceMemory, place_and_preload
 from moe_lora.provision.placement.placement import PLACEMENTS
-from moe_lora.provision.placement.placement_problem import PlacementQuality, placement_quality
-from moe_lora.timing.step_model import StepModel
+from moe_lora.provision.placement.placement_problem import placement_quality
 
-if TYPE_CHECKING:
-    from moe_lora.policies.routing.demand import DemandMeter
+from .routes import show_preloaded
 
 SETTLE_S = 1.0
 """Instances that start together are placed on together."""
@@ -81,8 +72,6 @@ class PlacementController:
         self._routes_by_table = routes_by_table
         self._meter = meter
         self._clock = clock or WallClock()
-        from moe_lora.policies.routing.demand import DemandForecast  # no placement, no forecast
-
         self._forecast = DemandForecast(config.demand_steps, config.demand_smoothing, config.demand_trend)
         self._step_s = self._clock.now_s()
         self._problem = LastProblem()
@@ -211,107 +200,3 @@ def _placed_on(stats: FleetStats) -> list[InstanceStats]:
     """Those that are live and not drained; if all of the live ones are drained, those."""
     live = [one for one in stats.instances if one.live]
     return [one for one in live if not one.drained] or live
-
-
-# From settings to what routes requests.
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Routes:
-    """A router, and what the clients of instances have to tell: demand and ranks of adapters.
-
-    table: which placements swap: the router, or of what was preloaded beside another router; None: there is
-    none.  meter: of the demand, for a placement; None: there is no placement.  steps: of the performance
-    model; None: there is none.
-    """
-
-    config: RoutingConfig
-    router: Router
-    table: PhiRouting | None = None
-    meter: DemandMeter | None = None
-    ranks: dict[str, int] = field(default_factory=dict)
-    steps: StepModel | None = None
-
-    @property
-    def table_version(self) -> int:
-        """Routing tables so far, 0 where there is none."""
-        return 0 if self.table is None else self.table.version
-
-    def placement(self, client: FleetClient, pool: FleetPool | None = None) -> PlacementController | None:
-        """The controller of the router's table; None where the settings ask for no placement, so that a table
-        given beforehand stays.  Raises ConfigError."""
-        table = self.table
-        if table is None or self.meter is None:
-            return None
-        by_table = table is self.router
-        return PlacementController(
-            self.config, client, table, self.meter, pool=pool, routes_by_table=by_table
-        )
-
-    def take(self, table: Mapping[str, list[tuple[int, float]]], instances: Iterable[Instance]) -> None:
-        """Route by a table that was made elsewhere, if adapters are divided over instances."""
-        if self.table is None:
-            return
-        if self.table is self.router:
-            self.table.swap(table)
-        else:
-            show_preloaded(table, self.table, instances)
-
-
-def show_preloaded(
-    rows: Mapping[str, list[tuple[int, float]]], table: PhiRouting, instances: Iterable[Instance]
-) -> None:
-    """Let routers that count loads know which adapters are on the devices that a table names."""
-    table.swap(rows)
-    for instance in instances:
-        for name, row in rows.items():
-            if any(index == instance.index for index, _ in row):
-                instance.load.note(name)
-
-
-def make_routes(cluster: ClusterConfig) -> Routes:
-    """What routes the requests of a front end.  Raises ConfigError for files that can't be read."""
-    config, engine = cluster.front_end, cluster.engine
-    name = config.routing or ("least_outstanding" if config.placement is None else "phi")
-    ranks: dict[str, int] = {}
-    model = _cost_model(cluster)
-    # Of adapters that a LoRA Server has not every one takes a place on an instance.
-    max_loras = engine.max_loras if cluster.lora_server is None else None
-    context = RoutingContext(max_num_seqs=engine.max_num_seqs, max_loras=max_loras, model=model, ranks=ranks)
-    steps = None if model is None else model.steps
-    router = make_router(name, context)
-    table = router if isinstance(router, PhiRouting) else None
-    if table is None and config.placement is not None:
-        table = PhiRouting()
-    meter = None
-    if config.placement is not None:
-        from moe_lora.policies.routing.demand import DemandMeter
-
-        meter = DemandMeter(config.mean_output_tokens)
-    return Routes(config=config, router=router, table=table, meter=meter, ranks=ranks, steps=steps)
-
-
-def _weights(engine: EngineConfig) -> str | None:
-    """Name of the format that instances hold weights in; None: the model isn't on this host."""
-    return engine.weights_name() if (Path(engine.model_dir) / "config.json").is_file() else None
-
-
-def _cost_model(cluster: ClusterConfig) -> CostModel | None:
-    config, engine = cluster.front_end, cluster.engine
-    path = config.performance_model
-    if path is None:
-        return None
-    host = None
-    if cluster.lora_server is None:  # its workers, and sites that it leaves to instances, are not known here
-        host = routed_host_start(engine, engine.performance_model or path)
-    return CostModel(
-        steps=read_step_model(
-            path, kernel=engine.lora_kernel, form=config.performance_form, weights=_weights(engine)
-        ),
-        slo_tpot_s=math.inf if config.slo_tpot_s is None else config.slo_tpot_s,
-        mean_output_tokens=config.mean_output_tokens,
-        cost=config.rank_aware_cost,
-        adapter_load_s_per_rank=config.adapter_load_s_per_rank,
-        host=host,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-    )

@@ -7,12 +7,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from moe_lora.adapters.registry.base_model import base_model_hash
-from moe_lora.adapters.registry.registry import Registry
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.shape import rank_limit, rank_problem
+
+if TYPE_CHECKING:
+    from moe_lora.adapters.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,9 @@ def opened_registry(
     if settings is None:
         yield cluster, None
         return
+    from moe_lora.adapters.registry.base_model import base_model_hash
+    from moe_lora.adapters.registry.registry import Registry
+
     with Registry(settings.folder) as registry:
         base_hash = base_model_hash(config.model_dir)
         taken = {

@@ -19,7 +19,7 @@ from moe_lora.dist.cluster.controller.cluster_controller import ClusterControlle
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.cluster.controller.front_end_listener import FrontEndListener
 from moe_lora.dist.cluster.controller.instance_control import InstanceControl
-from moe_lora.dist.cluster.controller.placement_controller import make_routes
+from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.listener import CatchUp

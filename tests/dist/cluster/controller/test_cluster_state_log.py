@@ -7,7 +7,7 @@ import asyncio
 
 from moe_lora.config import FrontEndConfig
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState, ClusterStateLog
-from moe_lora.dist.cluster.controller.placement_controller import make_routes
+from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry, Served, ServedVersion
 from moe_lora.engine.client.messages import DrainOrder
 from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config, fleet_client

@@ -11,7 +11,7 @@ from moe_lora.core.address import Address
 from moe_lora.core.errors import ControllerAwayError
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.dist.cluster.controller.placement_controller import make_routes
+from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry, Served, ServedVersion
 from tests.dist.cluster.fleet_parts import cluster_config
 

@@ -18,7 +18,8 @@ from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState, take_table
-from moe_lora.dist.cluster.controller.placement_controller import PlacementController, make_routes
+from moe_lora.dist.cluster.controller.placement_controller import PlacementController
+from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.policies.routing.model_routing import ShortestPendingTime
 from moe_lora.policies.routing.routers import PhiRouting

@@ -14,7 +14,7 @@ from moe_lora.config import FrontEndConfig
 from moe_lora.config.emulation import EmulationConfig
 from moe_lora.config.lora_server import LoraServerConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.cluster.controller.placement_controller import make_routes
+from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.host_workers.profile import host_section
 from moe_lora.policies.admission.host_start import HostTimes, PartTime
 from moe_lora.policies.routing.model_routing import RankAware, ShortestPendingTime

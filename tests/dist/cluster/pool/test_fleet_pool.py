@@ -15,7 +15,7 @@ from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
-from moe_lora.dist.cluster.controller.placement_controller import make_routes
+from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion
 from moe_lora.dist.cluster.listener import catch_up, held_by
 from moe_lora.dist.cluster.pool.directory import PoolDirectory

@@ -16,12 +16,13 @@ import pytest
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.core.errors import CapacityError, LoraServerError, StorageError
+from moe_lora.core.records import ServerState
 from moe_lora.dist.lora_server import content
 from moe_lora.dist.lora_server.control import called, join, network
 from moe_lora.dist.lora_server.leader import Leader
 from moe_lora.dist.lora_server.lease_client import LeaseClient
-from moe_lora.dist.lora_server.messages import Order, ServerState
-from moe_lora.policies.caching.arena_shares import ANYBODY, Asker
+from moe_lora.dist.lora_server.messages import Order
+from moe_lora.policies.caching.caching import ANYBODY, Asker
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 from tests.patience import PATIENCE_S

@@ -26,8 +26,7 @@ from moe_lora.policies.routing.routers import (
 from moe_lora.policies.routing.routing import InstanceLoad
 from moe_lora.timing.answer_lengths import FIRST_TOKENS
 from moe_lora.timing.step_model import StepModel
-
-from .routing_parts import BASE, Instance, Request
+from tests.policies.routing_parts import BASE, Instance, Request
 
 RANKS = {"small": 8, "large": 128}
 
@@ -224,7 +223,7 @@ def test_the_mean_answer_is_learnt_unless_it_is_set():
     before = learning.cost_s(request, one)
     for router in (learning, told):
         for _ in range(8):
-            router.note_answer(8)
+            router.stop("request", 8)
     # The start counts as 8 answers of 128 tokens.
     assert (learning.mean_output_tokens, told.mean_output_tokens) == (pytest.approx(68.0), 10.0)
     prefill_s = 0.5 + 5 * 0.1 + 5 * 8 * 0.010
