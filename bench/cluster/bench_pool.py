@@ -49,7 +49,7 @@ Bring = Callable[[], object]
 
 
 def serve(pipe: Connection, path: Path, model_dir: Path) -> None:
-    """The instance that holds the adapter, once for each transport, until told to stop."""
+    """The instance with the adapter, once per transport, until stopped."""
     torch.set_num_threads(1)
     packed = read_adapter(path, shape_in(model_dir), _DTYPE)
     with ExitStack() as stack:
@@ -75,7 +75,7 @@ def pool_of(kind: str, name: str, path: Path, model_dir: Path) -> Iterator[PoolA
 
 
 class Arena:
-    """Where the layers go."""
+    """Target of the layers."""
 
     def __init__(self, packed: PackedAdapter) -> None:
         self.packed = packed
@@ -157,7 +157,7 @@ def measure(size: ModelSize, lora_rank: int, num_rounds: int, folder: Path) -> d
 
 
 def know(pool: PoolAdapters, facts: AdapterFacts, sources: Sources) -> None:
-    """Have an instance know an adapter that others hold."""
+    """Tell an instance of an adapter on other instances."""
     pool.keep(adapter_without_data(facts))
     pool.set_sources(facts.content_hash, sources)
 

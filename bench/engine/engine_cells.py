@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contestants of one dtype and the records of each cell of `bench_engine`."""
+"""Contestants of one dtype, and records of each cell, in `bench_engine`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Adapters = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Files:
-    """What lies in the temporary folder."""
+    """Content of the temporary folder."""
 
     model_dir: Path
     adapters: Adapters
@@ -60,7 +60,7 @@ class Contestants:
         return [tuple(row) for row in tokens.tolist()]
 
     def choose_experts(self, num_requests: int) -> None:
-        """Let transformers and peft use the experts implementation that is fastest at this batch size."""
+        """Set transformers' and peft's fastest experts implementation at this batch size."""
         if num_requests not in self.experts:
             prompts = self.prompts(num_requests)
             self.experts[num_requests] = fastest_experts(self.base, prompts, self.plan.steps_per_round)
@@ -160,7 +160,7 @@ def _result(
         "step_ms": statistics.median(own) * 1e3,
         "step_ms_rounds": [seconds * 1e3 for seconds in own],
         "num_pairs": len(own),
-        # How many times slower each other contestant's step was, round by round.
+        # Ratio of each other contestant's step, round by round.
         "speedup_over": {
             other: ratio(theirs, own) for other, theirs in times.items() if other not in (name, "read")
         },

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of host-assisted starts are worth, each against its usual alternative.
+"""Effect of the parts of host-assisted starts, each against its usual alternative.
 
     python -m bench.host_assisted.bench_host_parts --out bench/results/host_parts.jsonl [--quick]
 
 ipc: an engine's rows to n workers and their deltas back, through shared memory and through UNIX sockets, with
 the same work on both sides, and that work without a message; 16 tokens a worker (figure 12).  threads: 256
 tokens by n workers, by torch's own threads on as many cores, and by the CPU library in this thread (figure
-17).  All workers really compute q, k and v of rank 64, each on a core of its own beside the engine's; where
-there are more than cores they share those, and what shows is mostly their taking turns.
+17).  Workers really compute q, k and v of rank 64, each on its own core beside the engine's; beyond the
+machine's cores they share cores, and the result shows mostly their turns.
 Source: Toppings sections 4.2 and 7.3.
 """
 
@@ -246,7 +246,7 @@ def matrices(served: Served, module: str) -> tuple[torch.Tensor, torch.Tensor]:
 def by_torch(
     num_threads: int, x: torch.Tensor, weights: Sequence[tuple[torch.Tensor, torch.Tensor]], y: torch.Tensor
 ) -> None:
-    """y += x A B of all modules by torch's matrix product on so many threads."""
+    """y += x A B of all modules by torch's matrix product on num_threads threads."""
     torch.set_num_threads(num_threads)
     y += torch.cat([(x @ a.T) @ b.T for a, b in weights], dim=1)
     torch.set_num_threads(1)

@@ -97,11 +97,9 @@ _EXPERT_TARGETS = ("gate_up", "down")
 class AdapterMix:
     """Adapters of a workload: (LoRA rank, share of requests) pairs, and their form.
 
-    adapter_ranks: (LoRA rank, share of adapters) pairs, if different.  Memory counts the larger of both
-    means, computation the mean over requests.
+    adapter_ranks: (LoRA rank, share of adapters) pairs, if different; memory counts the larger mean.
     form: "separate": gate and up of an expert have an A each; "shared": one A (PEFT's fused form).
-    With experts, an adapter has gate_up and down of every expert; else all matrices of a layer: the LoRA
-    Server's default.  Raises ConfigError for shares that do not sum to 1.
+    Raises ConfigError for shares that do not sum to 1.
     """
 
     ranks: tuple[tuple[int, float], ...]
@@ -207,10 +205,9 @@ class LoadQueue:
     """An M/D/1 queue of loads on a LoRA Server's links.
 
     Legend: lambda loads per second, D seconds of a load, rho = lambda D, L instances, t seconds of a step, t0
-    of a step without waits, l layers.  Ranks load their parts in parallel, so their queues are alike.
-    loads_per_s: lambda.  load_s: D.  misses: share of adapter requests with a load.
-    Backlog: P(> x) = exp(-theta x), lambda (exp(theta D) - 1) = theta (Lundberg's exponent, Kingman's bound),
-    for rho < 1.
+    of a step without waits, l layers.  loads_per_s: lambda.  load_s: D.  misses: share of adapter requests
+    with a load.  Backlog: P(> x) = exp(-theta x), lambda (exp(theta D) - 1) = theta (Lundberg, Kingman), for
+    rho < 1.
     """
 
     loads_per_s: float
@@ -242,7 +239,6 @@ class LoadQueue:
     def step_s(self, unhindered_s: float, num_instances: int, num_layers: int) -> float:
         """t of a step with t0 = unhindered_s; infinite for rho >= 1.
 
-        A load has t + t0 (1 - 1/l): prefetch starts a step ahead, and the last layer needs the whole adapter.
         t = t0 + (1 - exp(-lambda t / L)) exp(-theta (t + t0 (1 - 1/l))) / theta.
         """
         decay = self.decay_per_s
