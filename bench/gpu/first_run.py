@@ -80,7 +80,7 @@ GPU_TESTS = (
     "tests/kernels/triton",
     "tests/engine/test_cuda.py",
     "tests/engine/adapters/test_pool_adapters.py",
-    "tests/dist/host_workers/test_cuda_stream.py",
+    "tests/dist/deltas/test_cuda_stream.py",
     "tests/dist/transport/test_nvshmem.py",
 )
 """All that have tests marked `gpu`.  Others are not collected: one file that can't be imported, for want of

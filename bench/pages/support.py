@@ -155,7 +155,7 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
         device="CPU",
         feature="merged",
         families=("mixtral", "gpt_oss", "llama"),
-        test="tests/engine/test_merging.py::test_tokens_are_those_of_peft_in_every_mode",
+        test="tests/engine/merging/test_merging.py::test_tokens_are_those_of_peft_in_every_mode",
     ),
     InCi(
         device="CPU",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What adapters' folders held when they were registered, kept by hash for whoever must read it again."""
+"""Contents of registered adapters' folders, kept by hash for later reads."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterContents:
-    """Reads adapters, from their folders or from a store of contents that were read before.
+    """Reads adapters from their folders, or from a store of earlier contents.
 
-    store: where contents are kept; None: nowhere.  owned: whether contents go from there when nothing is
-    served of them any more.  root: the folder that all that is read must lie in.  max_lora_rank: adapters
-    above this rank are refused.  Used by the engine's thread and by one that reads files.
+    store: of contents, or None.  owned: True deletes contents after their last use.  root: folder that must
+    contain every path.  max_lora_rank: larger adapters are refused.  For the engine's and the reader's
+    threads.
     """
 
     def __init__(
@@ -44,20 +44,19 @@ class AdapterContents:
         self._dtype = dtype
         self._owned = owned
         self._served: dict[str, list[str]] = {}
-        """Name -> the content hashes of its last two versions: a load that others refuse is taken back."""
+        """Name -> content hashes of its last two versions, to undo a load that a peer refuses."""
         self._lock = threading.Lock()
 
     def read(self, name: str, path: str, expected: str | None = None) -> PackedAdapter:
-        """The adapter in a folder; with a content hash given, that content and no other.
+        """The adapter in a folder; with a content hash, exactly this content.
 
-        Errors may go to clients: they name the adapter, and the log the folder.
-        Raises AdapterError, also if the folder has other content and the store has not that one,
-        StorageError if the store is full and no content was named, or no file can be opened.
+        Errors name the adapter, for clients; the log names the folder.
+        Raises AdapterError, also for other content that the store lacks; StorageError for a full store
+        without a named content, or no free file handle.
         """
         return self._read(name, path, expected, must_keep=expected is None)
 
     def _read(self, name: str, path: str, expected: str | None, *, must_keep: bool) -> PackedAdapter:
-        """See `read`.  must_keep: whether a full store is an error: what is served already is served on."""
         if expected is not None and (kept := self._kept(name, expected)) is not None:
             return kept
         called = f"adapter {name!r}: "
@@ -93,8 +92,7 @@ class AdapterContents:
     ) -> list[tuple[PackedAdapter, str]]:
         """Each adapter of (name, path) pairs, with its path.
 
-        leave_out_bad: one that can't be had is logged and left out, and a full store is no error.  Raises as
-        `read` otherwise.
+        leave_out_bad: log and skip bad adapters, and ignore a full store.  Raises as `read` otherwise.
         """
         found = []
         for name, path in adapters:
@@ -107,7 +105,7 @@ class AdapterContents:
         return found
 
     def layer_bytes(self, adapters: Sequence[tuple[str, str]], *, leave_out_bad: bool) -> list[list[int]]:
-        """Bytes that each layer of each adapter takes; see `read_all`."""
+        """Bytes per layer of each adapter; see `read_all`."""
         found = []
         for _, path in adapters:
             try:
@@ -116,11 +114,11 @@ class AdapterContents:
                 )
             except (AdapterError, StorageError):
                 if not leave_out_bad:
-                    raise  # whoever is given the adapter says so
+                    raise
         return found
 
     def serve(self, name: str, hash_now: str) -> None:
-        """A new version of `name` has this content; that of the last but one is not needed any more."""
+        """A new version of `name` has this content; drops the version before the last."""
         with self._lock:
             before = self._served.get(name, [])
             if before[-1:] != [hash_now]:
@@ -140,7 +138,6 @@ class AdapterContents:
             self.store.remove(one)
 
     def _kept(self, name: str, expected: str) -> PackedAdapter | None:
-        """The content in the store, if it is there and whole."""
         if self.store is None or expected not in self.store:
             return None
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a packed adapter by those who don't have its bytes.  Imports no torch."""
+"""Facts of a packed adapter without its bytes.  Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class AdapterFacts:
     """A packed adapter without its bytes; plain picklable data.
 
-    dtype: of the data, as torch calls it without "torch.".  num_entries: rows of each layer's table.
-    layer_elements: elements of each layer's data.  The others are those of `PackedAdapter`.
+    dtype: torch's name without "torch.".  num_entries: rows of each layer's table.  layer_elements: elements
+    of each layer's data.  The rest as in `PackedAdapter`.
     """
 
     name: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed adapters as files that all processes of a host map: one copy in memory, however many read it."""
+"""Packed adapters as files mapped by all processes of a host: one copy in memory."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX, _PARTIAL = ".packed.safetensors", "partial-"
 _PARTS = ("data", "table", "scale")
-"""The tensors of a `PackedLayer`."""
 
 
 class HostStore:
     """Adapters by content hash in one directory.
 
-    A file appears under its name only when it is whole, so that several writers and a crash do no harm; what
-    a writer that was killed left of one is removed by the next that opens the store, unless the file system
-    has no locks for folders.  A file that is lost is written again by whoever has it mapped.
+    Only whole files get their name, so concurrent writers and crashes are safe; opening the store removes a
+    dead writer's parts (unless folders have no locks).  A lost file is written again from a mapping.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -43,17 +41,17 @@ class HostStore:
         self.directory.mkdir(parents=True, exist_ok=True)
         sweep_folders(self.directory, _PARTIAL)
         self._mapped: WeakValueDictionary[str, PackedAdapter] = WeakValueDictionary()
-        """What was given out and is in use: a file that is removed stays mapped."""
+        """Adapters in use: a removed file stays mapped."""
 
     def path(self, content_hash: str) -> Path:
-        """Where the adapter of this hash lies, or would lie."""
+        """Path of the adapter with this hash, present or not."""
         return self.directory / f"{content_hash}{_SUFFIX}"
 
     def __contains__(self, content_hash: str) -> bool:
         return self.path(content_hash).exists()
 
     def find(self, prefix: str) -> str:
-        """The content hash that begins so, of what `get` would give.  Raises AdapterError."""
+        """The full content hash with this prefix, among `get`'s.  Raises AdapterError."""
         for path in self.directory.glob(f"{prefix}*{_SUFFIX}"):
             return path.name.removesuffix(_SUFFIX)
         for mapped in self._mapped.valuerefs():
@@ -63,9 +61,9 @@ class HostStore:
         raise AdapterError(f"{self.directory} has no adapter {prefix}…")
 
     def restore(self, content_hash: str) -> bool:
-        """Whether the adapter is there; one that is lost and mapped here is written again.
+        """True if the adapter is present; a lost file is written again from a mapping here.
 
-        Raises StorageError if there is no room.
+        Raises StorageError without room.
         """
         if content_hash in self:
             return True
@@ -77,7 +75,7 @@ class HostStore:
         return True
 
     def put(self, packed: PackedAdapter) -> None:
-        """Write the adapter unless it is there.  Raises StorageError if there is no room."""
+        """Write the adapter unless present.  Raises StorageError without room."""
         path = self.path(packed.content_hash)
         if path.exists():
             return
@@ -92,9 +90,9 @@ class HostStore:
             save_file(tensors, partial, metadata=metadata)
 
     def adopt(self, content_hash: str, blocks: Iterable[bytes]) -> None:
-        """Write the file of this hash from the bytes of another store's.
+        """Write the file of this hash from another store's bytes.
 
-        Raises StorageError likewise, and what `blocks` raises as it is.
+        Raises StorageError without room, and errors of `blocks` unchanged.
         """
         with self._appearing(self.path(content_hash)) as partial:
             for block in blocks:
@@ -103,12 +101,12 @@ class HostStore:
 
     @contextmanager
     def _appearing(self, path: Path) -> Iterator[Path]:
-        """A file to write that takes the name `path` when it is whole."""
+        """A temporary file; gets the name `path` once whole."""
         with ExitStack() as stack:
             with self._explained():
-                self.directory.mkdir(parents=True, exist_ok=True)  # it may have been removed as a whole
-                # In a folder of its own, whose lock says that it is being written: the library that writes it
-                # may do so under a name of its choice.
+                self.directory.mkdir(parents=True, exist_ok=True)
+                # A locked folder of its own marks a write in progress; the library may choose a temporary
+                # name inside.
                 folder = stack.enter_context(OwnFolder(self.directory, _PARTIAL))
             yield folder / path.name
             with self._explained():
@@ -119,7 +117,6 @@ class HostStore:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            # Clients are told too: the log names the folder, the error does not.
             logger.error("%s can't be written: %s", self.directory, error)
             problem = (error.strerror if isinstance(error, OSError) else None) or error
             raise StorageError(
@@ -130,7 +127,7 @@ class HostStore:
     def get(self, content_hash: str, name: str) -> PackedAdapter:
         """The adapter of this hash, its tensors mapped from the file.
 
-        Raises AdapterError if the file is missing or damaged, and nowhere mapped here.
+        Raises AdapterError for a missing or damaged file without a mapping here.
         """
         path = self.path(content_hash)
         mapped = self._mapped.get(content_hash)
@@ -154,27 +151,21 @@ class HostStore:
         return packed
 
     def remove(self, content_hash: str) -> None:
-        """Forget the adapter; processes that have it mapped keep it."""
+        """Delete the file; mappings stay valid."""
         self.path(content_hash).unlink(missing_ok=True)
-
-
-# A packed adapter in one piece of memory that other processes read, and what stands for it elsewhere.
-#
-# First the tables of all layers, then their scales, then each layer's data; every part starts at a multiple
-# of 64 bytes.  The facts of the adapter say where everything lies, so the memory itself has no header.
-#
-# Legend: L layers, X entries of a layer's table.
 
 
 _TABLE, _SCALE = torch.int64, torch.float32
 _SHARED = ("name", "content_hash", "max_lora_rank", "nbytes", "targets")
-"""What `AdapterFacts` and `PackedAdapter` both say."""
 
 
 @dataclass(frozen=True)
 class WindowLayout:
-    """Byte offsets.  scales: where they start; tables start at 0.  head_bytes: tables and scales.  data: of
-    each layer (start, length)."""
+    """Byte offsets of an adapter in one piece of memory: tables, scales, then each layer's data.
+
+    Parts start at multiples of 64 bytes; no header, as `AdapterFacts` gives the sizes.  scales: start; tables
+    start at 0.  head_bytes: tables and scales.  data: (start, length) of each layer.
+    """
 
     scales: int
     head_bytes: int
@@ -183,7 +174,7 @@ class WindowLayout:
 
 
 def facts_of(packed: PackedAdapter) -> AdapterFacts:
-    """What others have to know of an adapter."""
+    """The facts of an adapter."""
     first = packed.layers[0]
     return AdapterFacts(
         **{name: getattr(packed, name) for name in _SHARED},
@@ -194,7 +185,7 @@ def facts_of(packed: PackedAdapter) -> AdapterFacts:
 
 
 def layout_of(facts: AdapterFacts) -> WindowLayout:
-    """Where an adapter's parts lie."""
+    """The layout of an adapter's parts."""
     num_layers, itemsize = len(facts.layer_elements), getattr(torch, facts.dtype).itemsize
     scales = _up(num_layers * facts.num_entries * 3 * _TABLE.itemsize)
     end = head_bytes = scales + _up(num_layers * facts.num_entries * _SCALE.itemsize)
@@ -218,7 +209,7 @@ def write_adapter(packed: PackedAdapter, memory: torch.Tensor) -> None:
 
 
 def adapter_in(facts: AdapterFacts, memory: torch.Tensor) -> PackedAdapter:
-    """The adapter that lies in `memory`, uint8 [layout.num_bytes]; no copy."""
+    """The adapter in `memory`, uint8 [layout.num_bytes]; no copy."""
     layout = layout_of(facts)
     tables, scales = _head(facts, memory[: layout.head_bytes])
     dtype = getattr(torch, facts.dtype)
@@ -227,9 +218,9 @@ def adapter_in(facts: AdapterFacts, memory: torch.Tensor) -> PackedAdapter:
 
 
 def adapter_without_data(facts: AdapterFacts, head: torch.Tensor | None = None) -> PackedAdapter:
-    """What stands for an adapter where its data is not: tensors of the right sizes on the device "meta".
+    """Placeholder of an adapter without its data: tensors of the right sizes on the device "meta".
 
-    head: uint8 [layout.head_bytes], tables and scales; None: they are not here either.
+    head: uint8 [layout.head_bytes], tables and scales; None: absent too.
     """
     if head is None:
         shape = (len(facts.layer_elements), facts.num_entries)
@@ -237,19 +228,19 @@ def adapter_without_data(facts: AdapterFacts, head: torch.Tensor | None = None) 
         scales = torch.empty(shape, dtype=_SCALE, device="meta")
     else:
         tables, scales = _head(facts, head)
-    # Layers of one size share a tensor: there may be many adapters, and nothing is behind it.
+    # Layers of equal size share a meta tensor: cheap for many adapters.
     dtype = getattr(torch, facts.dtype)
     empty = {size: torch.empty(size, dtype=dtype, device="meta") for size in set(facts.layer_elements)}
     return _adapter(facts, [empty[size] for size in facts.layer_elements], tables, scales)
 
 
 def has_data(packed: PackedAdapter) -> bool:
-    """Whether its bytes are here."""
+    """True if the bytes are here."""
     return not packed.layers[0].data.is_meta
 
 
 def without_data(packed: PackedAdapter) -> PackedAdapter:
-    """The same adapter without the data; tables and scales are copied."""
+    """The adapter without data; tables and scales are copied."""
     bare = adapter_without_data(facts_of(packed))
     layers = [
         replace(empty, table=layer.table.clone(), scale=layer.scale.clone())
@@ -259,12 +250,12 @@ def without_data(packed: PackedAdapter) -> PackedAdapter:
 
 
 def is_intact(packed: PackedAdapter) -> bool:
-    """Whether the bytes are those that the adapter's hash was made of."""
+    """True if the bytes match the adapter's hash."""
     return content_hash(packed.layers) == packed.content_hash
 
 
 def _head(facts: AdapterFacts, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[L, X, 3] and [L, X] views."""
+    """[L, X, 3] and [L, X] views of L layers with X entries."""
     num_layers, num_entries = len(facts.layer_elements), facts.num_entries
     scales_start = layout_of(facts).scales
     tables = head[: num_layers * num_entries * 3 * _TABLE.itemsize].view(_TABLE)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters packed at true rank: per layer one flat tensor and a table of offsets into it.
+"""Adapters packed at true rank: per layer one flat tensor and a table of offsets.
 
-Legend: N copies of a matrix (1 or one per expert), R LoRA rank, D features.
+Legend: N copies of a matrix (1 or one per expert), R LoRA rank, D features, X offset-table entries of a
+layer, C ranges of columns.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from moe_lora.core.shard import ModelShard
 class PackedLayer:
     """One layer's matrices back to back, as the kernels read them.
 
-    data: 1-D, model dtype, CPU. Per matrix: A as lora_rank rows of in_features, or B transposed as
-    lora_rank rows of out_features; each matrix starts at a multiple of 64 bytes, gaps are zero.
+    data: 1-D, model dtype, CPU.  Per matrix: A as lora_rank rows of in_features, or B transposed as
+    lora_rank rows of out_features; matrices start at multiples of 64 bytes, gaps are zero.
     table: int64 [num_entries, 3] (a_offset, b_offset, lora_rank), offsets in elements from data's
-    start; lora_rank 0 where the adapter has no delta. Entries may share a matrix.
+    start; lora_rank 0: no delta.  Entries may share a matrix.
     scale: float32 [num_entries].
     """
 
@@ -43,11 +44,10 @@ class PackedLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedAdapter:
-    """A whole adapter. nbytes: bytes of all layers' data. targets: module names it has deltas for.
+    """A whole adapter.  nbytes: bytes of all layers' data.  targets: module names with deltas.
 
-    content_hash: sha256 over dtype, data, offsets, ranks and scales, i.e. over the tensors and all of
-    the config that has an effect; equal hashes compute the same deltas.  warnings: what of the config has
-    no effect, and why.
+    content_hash: sha256 over dtype, data, offsets, ranks and scales: equal hashes compute equal deltas.
+    warnings: config fields without effect, with reasons.
     """
 
     name: str
@@ -61,10 +61,10 @@ class PackedAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One LoRA pair of a PEFT file as views ready to be copied.
+    """One LoRA pair of a PEFT file as views for a copy.
 
-    shrink: [N, R, in_features], N = 1 (shared) or one per expert. expands: per module of the site
-    [N, R, out_features], likewise. experts: which entries it feeds. source: key of lora_A, for errors.
+    shrink: [N, R, in_features], N = 1 (shared) or one per expert.  expands: per module of the site
+    [N, R, out_features].  experts: entries fed by the pair.  source: key of lora_A, for errors.
     """
 
     site: Site
@@ -79,7 +79,7 @@ class Pair:
 def pack_layer(pairs: Sequence[Pair], shape: ModelShape, dtype: torch.dtype, where: str) -> PackedLayer:
     """Copy each matrix of the pairs once into a PackedLayer.
 
-    Raises AdapterError naming `where` and the key if a value is NaN or infinite, or becomes so in dtype.
+    Raises AdapterError with `where` and the key for NaN or infinity, also after conversion to dtype.
     """
     offsets, size = _offsets(pairs, dtype.itemsize)
     data = torch.zeros(size, dtype=dtype)
@@ -100,12 +100,11 @@ def pack_layer(pairs: Sequence[Pair], shape: ModelShape, dtype: torch.dtype, whe
 
 
 def packed_bytes(pairs: Sequence[Pair], dtype: torch.dtype) -> int:
-    """Bytes of the data that `pack_layer` would make of these pairs; no value is read."""
+    """Data bytes of `pack_layer` for these pairs; reads no value."""
     return _offsets(pairs, dtype.itemsize)[1] * dtype.itemsize
 
 
 def _offsets(pairs: Sequence[Pair], itemsize: int) -> tuple[list[tuple[int, int]], int]:
-    """(first element, elements from one of the N matrices to the next) of each tensor; elements in all."""
     offsets: list[tuple[int, int]] = []
     size = 0
     for pair in pairs:
@@ -117,13 +116,11 @@ def _offsets(pairs: Sequence[Pair], itemsize: int) -> tuple[list[tuple[int, int]
 
 
 def _stride(matrix: torch.Tensor, itemsize: int) -> int:
-    """Elements from one of the N matrices to the next: whole multiples of the alignment."""
     align = MATRIX_ALIGN_BYTES // itemsize
     return -(-matrix.shape[1] * matrix.shape[2] // align) * align
 
 
 def _copy(matrix: torch.Tensor, data: torch.Tensor, offset: int, stride: int) -> None:
-    """The one copy of the values, from the file's tensors into place, whatever the source's strides."""
     num, rank, features = matrix.shape
     data.as_strided((num, rank, features), (stride, features, 1), offset).copy_(matrix)
 
@@ -136,7 +133,6 @@ def _write_entries(
     rows: np.ndarray,
     scales: np.ndarray,
 ) -> None:
-    """Offsets, rank and scale of this module's entries (numpy: ten times quicker for single elements)."""
     width, num = len(pair.site.modules), len(pair.experts)
     first = pair.site.entry(module, pair.experts.start)
     entries = slice(first, first + num * width, width)
@@ -165,7 +161,7 @@ def _not_finite(pairs: Sequence[Pair], dtype: torch.dtype, where: str) -> Adapte
 def assemble(
     name: str, layers: Sequence[PackedLayer], shape: ModelShape, warnings: tuple[str, ...] = ()
 ) -> PackedAdapter:
-    """The packed layers of a whole model as one adapter, with what is derived from them."""
+    """The packed layers of a whole model as one adapter, with derived fields."""
     ranks = torch.stack([layer.table[:, 2] for layer in layers])
     used = ranks.amax(dim=0)
     targets = tuple(
@@ -186,7 +182,7 @@ def assemble(
 
 
 def content_hash(layers: Sequence[PackedLayer]) -> str:
-    """As `PackedAdapter.content_hash` says."""
+    """See `PackedAdapter.content_hash`."""
     digest = hashlib.sha256()
     for layer in layers:
         digest.update(str(layer.data.dtype).encode())
@@ -195,25 +191,18 @@ def content_hash(layers: Sequence[PackedLayer]) -> str:
     return digest.hexdigest()
 
 
-# The part of a packed adapter that one rank holds: some entries of each layer, packed again without gaps.
-#
-# Legend: X offset-table entries of a layer, C ranges of columns.
-#
-# Where a rank's layers are divided (`core.shard`), a matrix is too, along the layer's side that it meets: B
-# with the outputs of a column-parallel site, A with the inputs of a row-parallel one.  The other matrix of a
-# pair is whole on each rank.  So x A is complete where B is divided, and where A is, a rank's delta is one
-# summand, as its output of the site is: no rank sends anything for a delta (S-LoRA, arXiv 2311.03285, section
-# 6, divides both matrices and sends what lies between them).
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerShard:
-    """Which elements of a packed layer's data a rank copies, and where its entries then lie.
+    """A rank's part of a packed layer: copied elements, and their new entries.
 
+    A rank with divided layers (`core.shard`) has the matching part of one matrix: of B for a column-parallel
+    site, of A for a row-parallel site; the pair's second matrix is whole.  So x A is complete, or the delta
+    is a summand like the site's output: no communication for deltas (S-LoRA, arXiv 2311.03285, section 6,
+    divides both and sends).
     copies: (first element in the layer's data, first element in the shard, number of elements), ascending.
-    divided: of matrices of which some columns are copied (first element in the layer's data, in the shard,
-    number of rows, of columns, elements from one row to the next in the data, in the shard).
-    table, scale: as in `PackedLayer`, offsets from the shard's start; lora_rank 0 where an entry is not kept.
+    divided: matrices with a part of their columns (first element in the layer's data, in the shard, number of
+    rows, of columns, row stride in the data, in the shard).
+    table, scale: as in `PackedLayer`, offsets from the shard's start; lora_rank 0: entry not kept.
     """
 
     copies: tuple[tuple[int, int, int], ...]
@@ -245,7 +234,7 @@ def _entry_widths(shape: ModelShape) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=8)
 def _held_columns(shard: ModelShard) -> np.ndarray:
-    """[2, X, C, 2] int64: of A and of B of each entry, (first, number) of the ranges that are held."""
+    """[2, X, C, 2] int64: of A and of B of each entry, (first, number) of its column ranges."""
     found = np.zeros((2, shard.whole.num_entries, 3, 2), dtype=np.int64)
     for site in shard.whole.sites:
         entries = slice(site.entry_base, site.entry_base + site.num_entries)
@@ -259,9 +248,9 @@ def _held_columns(shard: ModelShard) -> np.ndarray:
 def shard_layer(
     layer: PackedLayer, shape: ModelShape, kept: np.ndarray, shard: ModelShard | None = None
 ) -> LayerShard:
-    """The part of `layer` that holds the entries `kept` ([X] bool); shared matrices stay shared.
+    """The part of `layer` with the entries `kept` ([X] bool); shared matrices stay shared.
 
-    shard: of whose sites; None: matrices stay whole.
+    shard: division of sites; None: matrices stay whole.
     """
     table = layer.table.numpy()
     rows = np.flatnonzero(kept & (table[:, 2] > 0))
@@ -293,7 +282,7 @@ def shard_layer(
 
 
 def entries_of_experts(shape: ModelShape, experts: range) -> np.ndarray:
-    """What a rank with these experts computes: every dense entry and the entries of its experts, [X] bool."""
+    """Entries of a rank with these experts: dense entries and those of its experts, [X] bool."""
     kept = np.ones(shape.num_entries, dtype=bool)
     for site in shape.sites:
         if site.num_experts:
@@ -308,8 +297,9 @@ def _divided(
     where: tuple[np.ndarray, np.ndarray, np.ndarray],
     lora_rank: np.ndarray,
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, ...], ...]]:
-    """`LayerShard.copies` and `divided`.  matrices: A (0) or B (1), and of which entry; where: from, to, and
-    the number of elements there."""
+    """`LayerShard.copies` and `divided`.  matrices: A (0) or B (1), and entry; where: from, to, number of
+    elements.
+    """
     starts, places, sizes = where
     strides, out_strides = (np.stack(_entry_widths(one))[matrices] for one in (shard.whole, shard.shape))
     whole = strides == out_strides
@@ -320,7 +310,7 @@ def _divided(
         for row in table[~whole & (width > 0)].tolist():
             last = found[-1] if found else (0,) * 6
             ends = last[0] + last[2] * last[4], last[1] + last[2] * last[5]
-            if (*ends, *last[3:]) == (row[0], row[1], *row[3:]):  # the next matrix, side by side
+            if (*ends, *last[3:]) == (row[0], row[1], *row[3:]):
                 found[-1] = (*last[:2], last[2] + row[2], *last[3:])
             else:
                 found.append(tuple(row))
@@ -329,7 +319,6 @@ def _divided(
 
 
 def _merged(starts: np.ndarray, places: np.ndarray, sizes: np.ndarray) -> tuple[tuple[int, int, int], ...]:
-    """Copies of neighbouring matrices as one."""
     if not len(starts):
         return ()
     apart = [part[1:] != part[:-1] + sizes[:-1] for part in (starts, places)]
@@ -342,7 +331,7 @@ def _merged(starts: np.ndarray, places: np.ndarray, sizes: np.ndarray) -> tuple[
 def shard_adapter(
     packed: PackedAdapter, shape: ModelShape, kept: Sequence[np.ndarray], shard: ModelShard | None = None
 ) -> PackedAdapter:
-    """`packed` with only the entries kept[layer] ([X] bool) of each layer, in memory of its own.
+    """`packed` with only the entries kept[layer] ([X] bool) of each layer, in new memory.
 
     shard: see `shard_layer`.
     """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bookkeeping of arena pages: who owns them, and which cached prefixes they hold.  No tensors here."""
+"""Bookkeeping of arena pages: owners, and cached prefixes.  No tensors here."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes as rows of arrays, so that a decision over all of them is a few array operations."""
+"""Nodes as rows of arrays: a decision over all nodes takes a few array operations."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ from .orders import Namespace
 
 
 REFRESH_S = 1.0
-"""Age above which the rates are computed anew."""
+"""Age of rates before a refresh."""
 MEMORY_S = 600.0
-"""Time constant with which old counts fade."""
+"""Time constant of decay of old counts."""
 _SIZE, _STARTS_S = NUM_CLASSES * NUM_BINS, STARTS_S.tolist()
 _FIRST_S, _STEPS = float(EDGES_S[0]), 2 / math.log(2)
 
 
 class ReuseAges:
-    """A node's time between two visits is an interval; one that ends without a visit (nobody looks for it any
-    more) has its length only.  Nodes that are there, and `cache.columns` of dropped ones, count up to their
-    present age.
+    """Times between visits of nodes.  An interval without a final visit counts by its length only.  Present
+    nodes and ghosts count up to their present age.
     """
 
     def __init__(self) -> None:
@@ -53,8 +52,8 @@ class ReuseAges:
         self.rates = NOTHING_KNOWN
 
     def note(self, uses: float, depth: int, age_s: float, *, visited: bool) -> None:
-        """An interval of that length of a node of this class (`policies.caching.caching.classes_of`) ended,
-        with a visit or without.
+        """An interval of a node of this class (`policies.caching.caching.classes_of`) ended, with or
+        without a visit.
         """
         level = min(int(uses).bit_length() - 1, NUM_LEVELS - 1) if uses >= 1 else 0
         age_bin = _bin(age_s)
@@ -64,7 +63,7 @@ class ReuseAges:
         self._within_s[place] += age_s - _STARTS_S[age_bin]
 
     def is_due(self, now_s: float) -> bool:
-        """Whether the rates are older than `REFRESH_S`."""
+        """True if the rates are older than `REFRESH_S`."""
         return now_s - self._computed_s >= REFRESH_S
 
     def refresh(self, now_s: float, uses: Floats, depth: NDArray[np.int64], age_s: Floats) -> None:
@@ -85,7 +84,6 @@ class ReuseAges:
 
 
 def _bin(age_s: float) -> int:
-    """As `bins_of`, quicker for one; at an edge it may be the bin before."""
     if age_s < _FIRST_S:
         return 0
     return min(NUM_BINS - 1, 1 + int(math.log(age_s / _FIRST_S) * _STEPS))
@@ -95,17 +93,16 @@ def _bin(age_s: float) -> int:
 
 
 MAX_GHOSTS = 1 << 14
-"""Dropped nodes that are remembered, in 3 MB; of more the first dropped are forgotten."""
+"""Remembered dropped nodes, in 3 MB, oldest out first."""
 
 
 class Ghosts:
-    """A ring of the nodes dropped last.  A node's interval goes on while it is a ghost: it ends with a visit
-    if what it held is computed again, without one if it is forgotten.
+    """A ring of dropped nodes, whose intervals go on: to a visit, if the content is computed again, or to no
+    visit, if forgotten.
 
-    Without ghosts every interval ends when its node is dropped, and what comes back only after longer than
-    that looks as if it never did.  A ghost is known by its adapter, its place in the prompt and a hash of its
-    first block, whatever came before them: cheap, and an error would be in the counts only.
-    uses, depth, last_used_s [max_ghosts]: as `ReuseAges.refresh` takes them; no uses: a vacant place.
+    A ghost is identified by adapter, place in the prompt and a hash of its first block; collisions only
+    affect counts.
+    uses, depth, last_used_s [max_ghosts]: for `ReuseAges.refresh`; 0 uses: a vacant place.
     """
 
     def __init__(self, ages: ReuseAges, block_size: int, max_ghosts: int = MAX_GHOSTS) -> None:
@@ -140,8 +137,8 @@ class Ghosts:
         self._place[key] = place
 
     def recall(self, node: Node, now_s: float) -> float:
-        """A node was made, or is longer than at the last call: what was dropped where it stands now is used
-        again.  The uses of the last of these, 0 if there are none.
+        """A node was made or lengthened: visit the ghosts in its place.  Returns the last ghost's uses, or
+        0.
         """
         uses = 0.0
         while self._place and node.recalled < len(node.tokens):
@@ -154,7 +151,7 @@ class Ghosts:
         return uses
 
     def forget(self, namespace: Namespace, now_s: float) -> None:
-        """Nobody can ask for these again."""
+        """Drop the namespace's ghosts without visits."""
         for place in np.flatnonzero((self._owner == hash(namespace)) & (self.uses > 0)).tolist():
             self._end(place, now_s, visited=False)
 
@@ -176,11 +173,11 @@ _COLUMNS = (
 
 
 class Columns:
-    """One row per node; rows of removed nodes are used again.
+    """One row per node; rows of removed nodes are reused.
 
-    flags: see `flags_of`.  tenant: whose request used the node last (`ArenaShares.ask`).  adapter_recent_s:
-    time constant of the decayed visits of adapters.  reuse: after which time nodes are used again, counted if
-    learns_reuse; ghosts: what counts there although it was dropped.
+    flags: see `flags_of`.  tenant: of the last request (`ArenaShares.ask`).  adapter_recent_s: time constant
+    of the decayed visits of adapters.  reuse: learned times between uses, if learns_reuse; ghosts: dropped
+    nodes.
     """
 
     def __init__(self, adapter_recent_s: float, *, block_size: int, learns_reuse: bool) -> None:
@@ -206,11 +203,10 @@ class Columns:
         self._vacant: list[int] = []
 
     def __len__(self) -> int:
-        """Rows in use, vacant ones between them included."""
         return len(self.nodes)
 
     def new_row(self) -> int:
-        """A row of zeros; the caller puts its node into `nodes`."""
+        """A row of zeros; the caller sets its node in `nodes`."""
         if self._vacant:
             return self._vacant.pop()
         self.nodes.append(None)
@@ -222,7 +218,7 @@ class Columns:
         return len(self.nodes) - 1
 
     def give_back(self, row: int) -> None:
-        """The row's node is removed.  KV that may be asked for again goes on as a ghost."""
+        """The row's node is removed.  KV that may return becomes a ghost."""
         node, last_used_s = self.nodes[row], self.last_used_s.item(row)
         self.nodes[row] = None
         assert node is not None
@@ -237,18 +233,18 @@ class Columns:
         self._vacant.append(row)
 
     def recall(self, node: Node, now_s: float) -> None:
-        """The node was made, or is longer; if that had been dropped, it goes on counting where it stopped."""
+        """The node was made or lengthened; a matching ghost's count continues."""
         self._now_s = now_s
         if self._learns_reuse and (uses := self.ghosts.recall(node, now_s)):
             self.turn[node.row] = max(self.turn.item(node.row), int(uses) + 1)
 
     def copy_statistics(self, source: int, target: int) -> None:
-        """The target has been used as often and as lately as the source."""
+        """Copy the uses and last use of source to target."""
         for column in (self.visits, self.recent, self.last_used_s, self.wanted, self.turn, self.tenant):
             column[target] = column[source]
 
     def let_die(self, adapter_row: int) -> None:
-        """An adapter and all below it are `DYING`; it no longer counts among the adapters in use."""
+        """Mark an adapter and its subtree `DYING`; the adapter no longer counts as in use."""
         of_adapter = self.adapter_row[: len(self.nodes)] == adapter_row
         flags = self.flags[: len(self.nodes)]
         flags[of_adapter] = (flags[of_adapter] | DYING) & ~np.uint8(CAN_ENTER | CAN_BACK_UP)
@@ -258,14 +254,14 @@ class Columns:
             self.ghosts.forget(node.namespace, self._now_s)
 
     def dying(self) -> list[int]:
-        """Rows of dying nodes, those below before those above."""
+        """Rows of dying nodes, children before parents."""
         rows = self.where(DYING)
         ends = self.first_token[rows] + self.num_tokens[rows]
         rows = rows[np.argsort(-ends, kind="stable")]
         return rows.tolist()
 
     def visit(self, nodes: Sequence[Node], now_s: float, tenant: int) -> None:
-        """Each of the nodes was used once, by that tenant."""
+        """Count one use of each node by the tenant."""
         visits, recent, last_used_s = self.visits, self.recent, self.last_used_s
         self._now_s = now_s
         for node in nodes:  # a handful: quicker one by one than as arrays
@@ -282,7 +278,7 @@ class Columns:
             self.tenant[row] = tenant
 
     def refresh_reuse(self, now_s: float) -> None:
-        """Have `reuse` know the nodes that are there, if it is time."""
+        """Update `reuse` with the present nodes, if due."""
         if self.reuse.is_due(now_s):
             rows = np.flatnonzero(self.visits[: len(self.nodes)])
             uses = np.where(
@@ -299,22 +295,21 @@ class Columns:
             )
 
     def _uses(self, row: int) -> float:
-        """What tells the node's class (`policies.caching.caching.classes_of`); 0 if it was never used."""
         visits: float = self.visits.item(row)
         if not visits:
             return 0.0
         return self.recent.item(row) if self.is_adapter.item(row) else max(visits, self.turn.item(row))
 
     def has(self, rows: NDArray[np.int64], flag: int) -> NDArray[np.bool_]:
-        """[N]: whether each of the rows has the flag."""
+        """[N]: rows with the flag."""
         return (self.flags.take(rows) & flag) != 0
 
     def where(self, flag: int) -> NDArray[np.int64]:
-        """Rows that have the flag."""
+        """Row numbers with the flag."""
         return np.flatnonzero((self.flags[: len(self.nodes)] & flag) != 0)  # of booleans: much quicker
 
     def view(self, rows: NDArray[np.int64], now_s: float) -> NodeColumns:
-        """What a policy sees of these rows."""
+        """The policy's view of these rows."""
         return NodeColumns(
             is_adapter=self.is_adapter.take(rows),
             pages=self.pages.take(rows),

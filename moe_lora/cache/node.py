@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cache keeps: adapters, and runs of full KV blocks below them."""
+"""Nodes of the cache: adapters, and runs of full KV blocks below them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .orders import Namespace
 
 TOKEN_BYTES = 8
 ENCODED_AT_ONCE = 512
-"""Tokens of a prompt that are encoded before any is looked for."""
+"""Tokens of a prompt encoded before the first lookup."""
 
 
 def encode(tokens: Sequence[int]) -> bytes:
@@ -23,8 +23,9 @@ def encode(tokens: Sequence[int]) -> bytes:
 
 
 def encode_more(encoded: bytes, tokens: Sequence[int], most: int, num_bytes: int) -> bytes:
-    """`encoded`, the beginning of the first `most` tokens, lengthened to at least `num_bytes` if they go so
-    far; at least doubled, since most of a long prompt is usually new and never looked for.
+    """`encoded`, a prefix of the first `most` tokens, lengthened to at least `num_bytes` within them.
+
+    At least doubles: most of a long prompt is usually new and never looked up.
     """
     done = len(encoded) // TOKEN_BYTES
     upto = min(most, max(2 * done, ENCODED_AT_ONCE, num_bytes // TOKEN_BYTES))
@@ -35,15 +36,14 @@ def encode_more(encoded: bytes, tokens: Sequence[int], most: int, num_bytes: int
 class Node:
     """An adapter (layer_pages given) or a run of full KV blocks after its parent's (tokens given).
 
-    row: its place in `Columns`.  tokens: as `encode` gives them.  first_token: tokens of the prompt before
-    its own.  recalled: bytes of its tokens whose ghosts were found (`cache.columns`).  device_pages,
-    host_pages: None where it is not; both may be there ("backed").  moving_in, moving_out: an order is under
-    way, and the pages of its target hold nothing yet.  leaves: the device pages go once moving_out is done.
-    pins: users that keep it, and so all above it, on the device.
-    num_device_children: children with device pages.  heir: the child that was found or added last, if it can
-    still be found.  gone: no longer found, and freed when its last user goes.  lost: gone because its bytes
-    did not arrive.  failed: an adapter whose bytes did not arrive the last time: nothing brings it unasked.
-    reachable: False for an adapter without pages here that the LoRA Server does not hold.
+    row: in `Columns`.  tokens: from `encode`.  first_token: prompt tokens before its own.  recalled: bytes of
+    its tokens with found ghosts (`cache.columns`).  device_pages, host_pages: None if absent; both present:
+    "backed".  moving_in, moving_out: a copy is under way, its target pages still empty.  leaves: device pages
+    go after moving_out.  pins: users that keep the node and its ancestors on the device.
+    num_device_children: children with device pages.  heir: the last found or added child, if findable.  gone:
+    not findable, freed with its last user.  lost: gone as its bytes did not arrive.  failed: an adapter whose
+    last load failed: loaded only on request.  reachable: False for an adapter without pages here and on the
+    LoRA Server.
     """
 
     namespace: Namespace
@@ -79,7 +79,7 @@ class Node:
 
     @property
     def dying(self) -> bool:
-        """Whether it, or the adapter that it belongs to, is gone."""
+        """True if the node or its adapter is gone."""
         return self.gone or (self.adapter is not None and self.adapter.gone)
 
     @property
@@ -88,12 +88,12 @@ class Node:
 
     @property
     def on_device(self) -> bool:
-        """Whether its bytes can be used there."""
+        """True if its bytes are usable on the device."""
         return self.device_pages is not None and not self.moving_in and not self.lost
 
     @property
     def on_host(self) -> bool:
-        """Whether its bytes can be copied from there."""
+        """True if its bytes can be copied from the host."""
         return self.host_pages is not None and not self.moving_out
 
 
@@ -102,17 +102,17 @@ class Node:
 
 HAS_DEVICE_PAGES, BACKED, READY = 1, 2, 4
 CAN_LEAVE, CAN_ENTER, CAN_LEAVE_HOST, CAN_BACK_UP, DYING = 8, 16, 32, 64, 128
-"""BACKED: the host has it.  READY: it can be used on the device or, of an adapter without pages here, on the
-LoRA Server.  CAN_LEAVE: device leaves without pins.  CAN_ENTER: host roots.  CAN_LEAVE_HOST: nodes whose
-host pages nobody depends on.  CAN_BACK_UP: idle KV of the device that the host has not.  DYING: nobody finds
-it any more; it neither enters nor is backed up.
+"""BACKED: on the host.  READY: usable on the device or, for an adapter without pages here, on the LoRA
+Server.  CAN_LEAVE: device leaves without pins.  CAN_ENTER: host roots.  CAN_LEAVE_HOST: independent host
+pages.  CAN_BACK_UP: idle device KV without a host copy.  DYING: not findable; neither enters nor is backed
+up.
 """
 ONLY_IDLE = CAN_LEAVE | CAN_BACK_UP
-"""Bits that no pinned node has; all others hold with pins or without."""
+"""Bits of unpinned nodes only; all others hold with and without pins."""
 
 
 def flags_of(node: Node, *, keeps_dependencies: bool) -> int:
-    """All bits that hold for the node; keeps_dependencies: KV needs its adapter on the device."""
+    """All flag bits of the node; keeps_dependencies: KV needs its adapter on the device."""
     device, host = node.device_pages is not None, node.host_pages is not None
     is_adapter, dying = node.layer_pages is not None, node.dying
     flags = DYING if dying else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tier each node's pages are in, and the orders that move them."""
+"""Tiers of each node's pages, and the orders that move them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .pages import Tier
 from .tree import DependencyTree
 
 SLICE = 64
-"""Nodes that a sweep frees: it holds up the engine's thread."""
+"""Nodes freed per sweep, which blocks the engine's thread."""
 
 
 class NodeMover:
-    """Changes of a node's state, each with its effect on pages, on the tree and on what may move next.
+    """Changes of a node's state, with effects on pages, tree and movable nodes.
 
-    held: nodes with pins.  num_device_adapters: those with pages on the device, arriving ones included.
+    held: nodes with pins.  num_device_adapters: with pages on the device, arriving ones included.
     """
 
     on_departure: Callable[[Namespace], None] | None = None
@@ -38,11 +38,11 @@ class NodeMover:
         self._to_sweep: list[int] = []
 
     def can_leave(self, node: Node) -> bool:
-        """Whether it is an idle leaf of the device."""
+        """True for an idle leaf of the device."""
         return bool(self.tree.columns.flags[node.row] & CAN_LEAVE)
 
     def pin(self, node: Node) -> None:
-        """One more user; a node on its way out stays."""
+        """One more user; a leaving node stays."""
         node.pins += 1
         node.leaves = False
         if node.pins == 1:
@@ -57,7 +57,7 @@ class NodeMover:
             self.tree.refresh(node)
 
     def bring_in(self, node: Node, pages: list[int]) -> None:
-        """Order the node's bytes into these device pages (taken for it)."""
+        """Order the node's bytes into these device pages, taken for it."""
         copy_id = next(self._copy_ids)
         order: Order
         if node.host_pages is not None:
@@ -79,7 +79,7 @@ class NodeMover:
         self._set_device(node, pages)
 
     def send_out(self, node: Node, host_pages: list[int], *, leaves: bool) -> None:
-        """Order the node's bytes into these host pages; `leaves`: and give the device pages up after."""
+        """Order the node's bytes into these host pages; leaves: free the device pages afterwards."""
         assert node.device_pages is not None
         copy_id = next(self._copy_ids)
         device_pages = tuple(node.device_pages)
@@ -90,9 +90,7 @@ class NodeMover:
         self.tree.refresh(node)
 
     def drop(self, node: Node) -> None:
-        """Give up the device pages of a device leaf.  KV that the host has not is gone, and with it what
-        lies below it on the host.
-        """
+        """Free the device pages of a device leaf.  KV without a host copy is gone, with its host subtree."""
         assert self.can_leave(node), "only idle leaves leave the device"
         if not node.is_adapter and node.host_pages is None:
             self.counters.pages_dropped += node.num_pages
@@ -102,25 +100,25 @@ class NodeMover:
                 self.discard(lower)
 
     def drop_host(self, node: Node) -> None:
-        """Give up the host pages."""
+        """Free the host pages."""
         assert self.tree.columns.flags[node.row] & CAN_LEAVE_HOST
         self._leave_host(node)
         if not node.is_adapter and node.device_pages is None:
             self.tree.remove(node)
 
     def discard(self, node: Node) -> None:
-        """Free all of a node that nobody uses and that has no children."""
+        """Free an unused node without children."""
         assert not node.pins
         assert not node.moving
         self._leave(node)
         self.tree.remove(node)
 
     def let_die(self, node: Node) -> None:
-        """Nothing finds the node and what is below it any more.  An idle adapter's own pages are free at
-        once, all else as its users go, in slices (`sweep`).
+        """Make the node and its subtree unfindable.
 
-        Of an adapter only the node itself is hidden, since the way to its KV leads through it, and as an
-        operation on columns its KV is marked: there may be 100 000 of them.
+        An idle adapter's own pages are free at once, the rest as users go, in slices (`sweep`).  Of an
+        adapter only the node itself is hidden, and its KV, up to 100 000 nodes, is marked by an operation on
+        columns.
         """
         self._any_dying = True
         if node.is_adapter:
@@ -135,7 +133,7 @@ class NodeMover:
         self.sweep()
 
     def sweep(self) -> bool:
-        """Free a slice of what is dying and no longer used; whether there may be more."""
+        """Free a slice of unused dying nodes; True if more may remain."""
         num_freed, columns, is_listed_anew = 0, self.tree.columns, False
         while self._any_dying and num_freed < SLICE:
             if not self._to_sweep:
@@ -152,7 +150,7 @@ class NodeMover:
         return self._any_dying
 
     def split(self, node: Node, num_blocks: int) -> Node:
-        """Cut a KV node after that many blocks; the new node, its first part."""
+        """Cut a KV node after num_blocks; returns the new first part."""
         head = self.tree.split(node, num_blocks)
         for tier, pages in ((self.device, head.device_pages), (self.host, head.host_pages)):
             if pages is not None:
@@ -176,7 +174,7 @@ class NodeMover:
         self.sweep()
 
     def failed(self, copy_id: int) -> None:
-        """An order can't be done."""
+        """An order failed."""
         node = self.moving.pop(copy_id)
         node.leaves = False
         if node.moving_out:
@@ -237,7 +235,7 @@ class NodeMover:
 
 
 def first_pages(node: Node, pages: list[int]) -> tuple[int, ...]:
-    """Where each layer's run starts among an adapter's pages; -1 for a layer without bytes."""
+    """Start of each layer's run among an adapter's pages; -1 for an empty layer."""
     assert node.layer_pages is not None
     starts = itertools.accumulate(node.layer_pages, initial=0)
     return tuple(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cache wants moved: orders that somebody else executes and confirms.  No tensors here."""
+"""Orders of the cache, executed and confirmed by its caller.  No tensors here."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Namespace = Hashable
 
 
 class Readiness(Enum):
-    """Whether an adapter is there for a request.  The cache knows nothing of HOST_COMPUTABLE."""
+    """Readiness of an adapter for a request.  The cache itself never returns HOST_COMPUTABLE."""
 
     READY = "ready"
     LOADING = "coming"
-    """Held; an order for its bytes is under way."""
+    """Held; its load is under way."""
     HOST_COMPUTABLE = "host_computable"
-    """As LOADING, and until it is there host workers compute its prompts' deltas."""
+    """As LOADING, with host workers for its prompts' deltas meanwhile."""
     NO_ROOM = "no_room"
-    """Not held: nothing more can be evicted now; ask again later."""
+    """Not held: no evictable pages now; ask again later."""
 
 
 class Copy(NamedTuple):
-    """Copy device_pages[i] <-> host_pages[i] for all i, towards the device or away from it.
+    """Copy device_pages[i] <-> host_pages[i] for all i, to the device or from it.
 
-    Of an adapter the pages come in layer order.  Until the order is confirmed by `UnifiedCache.copied`, the
-    cache reuses neither side.  namespace: whose bytes these are; is_adapter: its own, else its history KV.
+    An adapter's pages come in layer order.  Before `UnifiedCache.copied` the cache reuses neither side.
+    namespace: of the bytes; is_adapter: the adapter's own bytes, else its history KV.
     """
 
     copy_id: int
@@ -42,7 +42,7 @@ class Copy(NamedTuple):
 class LoadAdapter(NamedTuple):
     """Write an adapter from its packed files into the device arena.
 
-    layer_first_pages: where each layer's run of pages starts, -1 for a layer without bytes.
+    layer_first_pages: start of each layer's run of pages, -1 for an empty layer.
     """
 
     copy_id: int
@@ -58,10 +58,10 @@ Order = Copy | LoadAdapter
 
 @dataclass
 class CacheCounters:
-    """Totals.  A hit is counted once per `hold` or `match`; tokens are those of matched prompts.
+    """Totals.  A hit counts once per `hold` or `match`; tokens are of matched prompts.
 
-    kv_query_tokens = kv_device_hit_tokens + kv_host_hit_tokens + tokens that had to be computed.
-    pages_dropped: left the device without a copy although the host did not have them.
+    kv_query_tokens = kv_device_hit_tokens + kv_host_hit_tokens + computed tokens.
+    pages_dropped: left the device without a copy on the host.
     """
 
     adapter_hits: int = 0

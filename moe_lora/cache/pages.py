@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages of the arena are free.
+"""Free pages of an arena.
 
-Single pages (KV blocks) are taken from the top of the arena, contiguous runs (adapter extents) from the
-bottom, first fit: the two grow towards each other, so that runs stay easy to find.
+Single pages (KV blocks) come from the top of the arena, contiguous runs (adapter extents) from the bottom,
+first fit: runs stay easy to find.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PageAllocator:
-    """Hands out page numbers 0 .. num_pages - 1, num_free of them now; knows nothing of what they hold."""
+    """Hands out page numbers 0 .. num_pages - 1, with num_free free now."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -31,7 +31,7 @@ class PageAllocator:
         self._end = num_pages  # no free page from here on
 
     def alloc_pages(self, num_pages: int) -> list[int] | None:
-        """The highest free pages, or None (and none taken) if there are too few."""
+        """The highest free pages; None, and none taken, if too few."""
         if num_pages > self.num_free:
             return None
         taken, free, end = [], self._free, self._end
@@ -44,7 +44,7 @@ class PageAllocator:
         return taken
 
     def alloc_run(self, num_pages: int) -> int | None:
-        """First page of the lowest free run of `num_pages`, or None if there is none that long."""
+        """First page of the lowest free run of `num_pages`, or None."""
         if num_pages < 1:
             raise ValueError(f"num_pages={num_pages} must be 1 or more")
         edges = np.flatnonzero(np.diff(np.frombuffer(self._free, np.int8), prepend=0, append=0))
@@ -75,13 +75,13 @@ class PageAllocator:
 
 
 FREE, PRIVATE = -1, -2
-"""Owners that are no rows: nobody, and a sequence whose blocks are not in the tree."""
+"""Owners without a row: free, and a sequence with blocks outside the tree."""
 
 
 class Tier(PageAllocator):
-    """Takes pages for rows of `Columns` and gives them back.
+    """Pages of one tier with their owners, rows of `Columns`.
 
-    owner [num_pages] int64: row, `FREE` or `PRIVATE`.  num_kv, num_adapter: pages in use for each.
+    owner [num_pages] int64: row, `FREE` or `PRIVATE`.  num_kv, num_adapter: pages in use.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -91,7 +91,7 @@ class Tier(PageAllocator):
         self.num_kv = self.num_adapter = 0
 
     def take(self, num_pages: int, owner: int, *, is_adapter: bool = False) -> list[int] | None:
-        """Any pages, the highest ones first; None if there are too few."""
+        """Any pages, the highest first; None if too few."""
         pages = self.alloc_pages(num_pages)
         if pages is not None:
             self.hand_over(pages, owner)
@@ -99,9 +99,8 @@ class Tier(PageAllocator):
         return pages
 
     def take_runs(self, lengths: Sequence[int], owner: int) -> list[int] | None:
-        """An adapter's pages: contiguous runs of these lengths, each from the bottom; None if they don't fit.
-
-        All of them in one run where there is one, so that few gaps are searched and made.
+        """An adapter's pages: contiguous runs of these lengths from the bottom, preferably in a single run;
+        None if they don't fit.
         """
         total = sum(lengths)
         if total > self.num_free:
@@ -121,7 +120,7 @@ class Tier(PageAllocator):
         return pages
 
     def hand_over(self, pages: Sequence[int], owner: int) -> None:
-        """The pages are another owner's of the same kind now."""
+        """Change the pages' owner, within the same kind."""
         owners = self._owner
         for page in pages:
             owners[page] = owner
@@ -145,12 +144,12 @@ class Tier(PageAllocator):
 
 @dataclass(eq=False)
 class BlockTable:
-    """Device pages of a sequence: first those it shares with the tree, then its own.
+    """Device pages of a sequence: first those shared with the tree, then its own.
 
-    salt: it shares with those of the same salt only.  tenant: whom its nodes count for.
-    tail: the deepest tree node it uses, which it pins (and so all above it).  num_shared: pages that belong
-    to the tree.  num_matched: tokens found by `UnifiedCache.match`.  arriving: nodes that were still on their
-    way to the device when last asked.  owns_tail: the tail was made by this sequence, which may lengthen it.
+    salt: limits sharing to the same salt.  tenant: of its nodes.
+    tail: the deepest used tree node, pinned with its ancestors.  num_shared: pages of the tree.  num_matched:
+    tokens found by `UnifiedCache.match`.  arriving: nodes on their way to the device at the last check.
+    owns_tail: this sequence made the tail and may lengthen it.
     """
 
     namespace: Namespace
@@ -165,11 +164,11 @@ class BlockTable:
 
     @property
     def ready(self) -> bool:
-        """Whether everything matched is on the device: only then may the sequence compute."""
+        """True if all matched nodes are on the device: required to compute."""
         self.arriving = [node for node in self.arriving if not node.on_device]
         return not self.arriving
 
     @property
     def lost(self) -> bool:
-        """A copy that this table waited for failed: release it and match again."""
+        """An awaited copy failed: release the table and match again."""
         return any(node.lost for node in self.arriving)

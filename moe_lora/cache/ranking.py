@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which nodes a policy values least or most."""
+"""The least and most valued nodes by policy."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .node_mover import NodeMover
 BATCH = 256
 """Victims ranked at once."""
 CHUNK = 8192
-"""Rows valued at once: their columns and the policy's intermediates stay in the processor's cache."""
+"""Rows valued at once: columns and intermediates fit the processor's cache."""
 FRESH_S, HOST_FRESH_S = 0.1, 1.0
-"""Age above which a ranking of victims is made anew."""
+"""Age of a ranking of victims before a new one."""
 SOON_S_PER_NODE = 1e-5
-"""Age above which `Ranking.leaving_soon` looks at all nodes again, for each: it takes 2 % of that."""
+"""Age per node before `Ranking.leaving_soon` looks at all nodes again, at a cost of 2 % of the time."""
 LEAVING_SHARE = 0.2
-"""Part of the device whose history the host should have too, so that it can go at any moment."""
+"""Part of the device backed up on the host, for immediate eviction."""
 BATCH_WINDOW_S = 5.0
-"""Time over which the batch size is averaged (FastLibra, section 5.1)."""
+"""Averaging time of the batch size (FastLibra, section 5.1)."""
 
 
 class Kind(Enum):
-    """What has to give way."""
+    """Kind of victim."""
 
     ANY = "any"
     KV = "kv"
@@ -58,10 +58,9 @@ class Ranking:
         self._queues: dict[tuple[Kind, int], list[tuple[Node, float]]] = {}
         self._ranked_s: dict[tuple[Kind, int], float] = {}
         self._within: set[tuple[Kind, int]] = set()
-        """Whose victims are within shares: there were no others."""
+        """Victim kinds and tenants with victims within shares only."""
         self._num_loads = 0
         self._soon: tuple[NDArray[np.int64], Floats] = np.zeros(0, np.int64), np.zeros(0)
-        """What leaves soon, and when each was used last by then."""
         self._soon_asking, self._soon_until_s = -1, -np.inf
 
     def note_batch(self, now_s: float, batch_size: int) -> None:
@@ -84,7 +83,7 @@ class Ranking:
         )
 
     def values(self, rows: NDArray[np.int64], now_s: float, *, host: bool = False) -> Floats:
-        """What the policy says of these rows, nothing of dying ones; host: of their being on the host."""
+        """The policy's values of these rows, 0 for dying ones; host: values of the host copies."""
         ask = self.policy.host_values if host else self.policy.values
         load, values = self.load(now_s), np.empty(len(rows))
         for start in range(0, len(rows), CHUNK):
@@ -96,9 +95,8 @@ class Ranking:
     def eviction_order(
         self, rows: NDArray[np.int64], values: Floats, now_s: float, *, host: bool = False
     ) -> NDArray[np.int64]:
-        """[N]: in which order nodes of these values may give way, as `ArenaShares.eviction_order` by shares
-        of pages, and of places for adapters; the earlier of them.  BEYOND for what is dying, and for all
-        where there is one tenant.
+        """[N]: eviction order of nodes with these values, the earlier of `ArenaShares.eviction_order` by
+        pages and by adapter places.  BEYOND for dying nodes, and for all with a single tenant.
         """
         columns, shares = self.columns, self.shares
         if not (rows.size and shares.is_divided(now_s)):
@@ -129,19 +127,19 @@ class Ranking:
         return found
 
     def lowest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
-        """The first of the rows to give way, as many as have `num_pages` pages together (or all)."""
+        """The first of the rows to evict, up to `num_pages` pages together."""
         values = self.values(rows, now_s)
         ordered = first_to_go(rows, values, self.eviction_order(rows, values, now_s), num_pages)
         return self.nodes(self._enough(ordered, num_pages))
 
     def highest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
-        """The most valued, descending, likewise; those of no value are left out."""
+        """The most valued, descending, up to `num_pages` pages; without those of value 0."""
         values = self.values(rows, now_s)
         useful = values > 0
         return self.nodes(self._enough(ascending(rows[useful], -values[useful], num_pages), num_pages))
 
     def victim(self, kind: Kind, now_s: float) -> Node | None:
-        """The next node to give way, or None if there is none."""
+        """The next node to evict, or None."""
         if self._num_loads != (num_loads := self.mover.counters.adapter_loads):
             self._num_loads = num_loads
             for within in self._within:  # a tenant may be beyond its share now
@@ -165,7 +163,7 @@ class Ranking:
                 return None
 
     def has_victims(self, kind: Kind, num_pages: int) -> bool:
-        """Whether those ranked last have so many pages; if not, there may be others."""
+        """True if the last ranked victims have num_pages pages; otherwise more may exist."""
         for node, used_s in reversed(self._queues.get((kind, self.shares.asking), ())):
             if self._still(node, used_s, kind):
                 num_pages -= node.num_pages
@@ -174,7 +172,7 @@ class Ranking:
         return False
 
     def put_back(self, node: Node, kind: Kind) -> None:
-        """The node is the next victim."""
+        """Make the node the next victim."""
         queue = self._queues[kind, self.shares.asking]
         queue.append((node, float(self.columns.last_used_s[node.row])))
 
@@ -215,7 +213,7 @@ class Ranking:
     def leaving_soon(self, now_s: float) -> NDArray[np.int64]:
         """Rows of the least valued idle nodes of the device, `LEAVING_SHARE` of its pages.
 
-        Those found last, for `SOON_S_PER_NODE`, without what was used or is not idle any more.
+        Reuses the last result for `SOON_S_PER_NODE` per node, without nodes used or busy since.
         """
         columns, asking = self.columns, self.shares.asking
         if now_s >= self._soon_until_s or asking != self._soon_asking:
@@ -233,7 +231,6 @@ class Ranking:
         return [node for row in rows.tolist() if (node := self.columns.nodes[row])]
 
     def _enough(self, ordered: NDArray[np.int64], num_pages: int) -> NDArray[np.int64]:
-        """Rows up to so many pages; a node has a page at least."""
         enough = int(np.searchsorted(np.cumsum(self.columns.pages[ordered]), num_pages)) + 1
         return ordered[:enough]
 
@@ -241,7 +238,7 @@ class Ranking:
 def first_to_go(
     rows: NDArray[np.int64], values: Floats, order: NDArray[np.int64], count: int
 ) -> NDArray[np.int64]:
-    """As `ascending`, after all that are earlier in the eviction order."""
+    """As `ascending`, after all rows earlier in the eviction order."""
     if not order.any():
         return ascending(rows, values, count)
     found = rows[:0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages for what needs them now, at the cost of what the policy values least."""
+"""Pages for immediate needs, at the cost of the least valued nodes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Number = TypeVar("Number", np.int64, np.float64)
 
 
 class Room:
-    """Takes pages, evicting at once and without copies where too few are free.
+    """Takes pages, evicting at once and without copies if too few are free.
 
-    max_kv_pages, max_adapter_pages, max_adapters: upper bounds on the device: pages of KV (cached ones
-    included) and of adapters, adapters with pages.  Where the policy has parts, KV gives way to KV only.
-    A run of pages is found whenever some window of that length has no blocked page (`blocked_rows`).  KV in
-    a window that the host has not is copied there first, once per attempt, if the policy uses the host:
-    until that is done the answer is None, and the caller asks again.
+    max_kv_pages, max_adapter_pages, max_adapters: limits on the device: pages of KV (cached included), pages
+    of adapters, adapters with pages.  With a partitioned policy KV replaces KV only.
+    A run of pages exists if some window of that length has no blocked page (`blocked_rows`).  With host use,
+    KV in the window without a copy is saved first, once per attempt: the answer is None, and the caller asks
+    again.
     """
 
     def __init__(self, ranking: Ranking, max_kv_pages: int | None, max_adapters: int | None) -> None:
@@ -46,8 +46,8 @@ class Room:
     # -- what can leave
 
     def blocked_rows(self, *, moving: bool = True) -> NDArray[np.bool_]:
-        """[rows]: nodes that can't leave the device now: pinned ones, moving ones (unless told not to count
-        these), and all above them.
+        """[rows]: nodes that can't leave the device now: pinned and (by default) moving ones, and their
+        ancestors.
         """
         keeps_dependencies = self.mover.tree.keeps_dependencies
         blocked = np.zeros(len(self._columns), dtype=bool)
@@ -61,7 +61,6 @@ class Room:
         return blocked
 
     def _idle_pages(self, *, only_kv: bool = False) -> int:
-        """Device pages that evicting all that may leave would free, wherever they lie."""
         columns = self._columns
         rows = columns.where(HAS_DEVICE_PAGES)
         rows = rows[~self.blocked_rows()[rows]]
@@ -72,8 +71,8 @@ class Room:
     def _row_costs(
         self, blocked: NDArray[np.bool_], now_s: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """[rows]: the eviction order, and the value lost per page if the node leaves the device; an adapter
-        takes its KV along where dependencies are kept.  blocked: as `blocked_rows` has them.
+        """[rows]: eviction order, and value lost per page if the node leaves; an adapter includes its
+        dependent KV.  blocked: from `blocked_rows`.
         """
         columns = self._columns
         costs, order = np.zeros(len(columns)), np.zeros(len(columns), np.int64)
@@ -99,7 +98,6 @@ class Room:
         return order, costs
 
     def _evict(self, node: Node) -> None:
-        """Drop a node that is not blocked from the device, and what can't be there without it."""
         tree = self.mover.tree
         alone = node.is_adapter and not tree.keeps_dependencies
         for lower in [node] if alone else tree.bottom_up(node):
@@ -109,9 +107,7 @@ class Room:
     # -- pages of the host
 
     def take_host(self, node: Node, now_s: float) -> list[int] | None:
-        """Host pages for a node, at the cost of nodes that the device has too, then of the least valued; None
-        if that is not enough.
-        """
+        """Host pages for a node, from backed nodes first, then the least valued; None if too few."""
         if node.num_pages > self._host.num_pages:
             return None
         while self._host.num_free < node.num_pages:
@@ -136,7 +132,7 @@ class Room:
         return device.take(num_pages, owner)
 
     def take_adapter(self, node: Node, now_s: float) -> list[int] | None:
-        """Device pages for an adapter, a run per layer; None if that can't be had now."""
+        """Device pages for an adapter, a run per layer; None if not available now."""
         assert node.layer_pages is not None
         if not self._could_take_adapter(node):
             return None
@@ -146,19 +142,17 @@ class Room:
         return self._device.take_runs(node.layer_pages, node.row) or self._clear_runs(node, now_s)
 
     def take_free_runs(self, node: Node) -> list[int] | None:
-        """As `take_adapter`, evicting nothing."""
+        """As `take_adapter`, without evictions."""
         assert node.layer_pages is not None
         return None if self._is_over_limit(node) else self._device.take_runs(node.layer_pages, node.row)
 
     def _is_over_limit(self, adapter: Node) -> bool:
-        """Whether one adapter more would be too many."""
         return (
             self.mover.num_device_adapters >= self.max_adapters
             or self._device.num_adapter + adapter.num_pages > self.max_adapter_pages
         )
 
     def _can_reclaim(self, num_pages: int, kind: Kind) -> bool:
-        """Whether so many pages may leave; looks at all nodes only if the victims at hand are too few."""
         return (
             num_pages <= 0
             or self.ranking.has_victims(kind, num_pages)
@@ -166,7 +160,6 @@ class Room:
         )
 
     def _reclaim(self, num_pages: int, kind: Kind, now_s: float) -> None:
-        """Drop device leaves until so many pages are free; of the last one only the end, if it is KV."""
         while num_pages > 0:
             victim = self.ranking.victim(kind, now_s)
             assert victim is not None
@@ -177,7 +170,6 @@ class Room:
             self.mover.drop(victim)
 
     def _evict_adapter(self, now_s: float) -> bool:
-        """Evict the adapter of least value per page, with its KV where that can't be there without it."""
         columns = self._columns
         rows, blocked = columns.where(HAS_DEVICE_PAGES), self.blocked_rows()
         rows = rows[columns.is_adapter[rows] & (columns.pages[rows] > 0) & ~blocked[rows]]
@@ -191,7 +183,6 @@ class Room:
         return True
 
     def _could_take_adapter(self, node: Node) -> bool:
-        """Whether evicting all that may leave would do, wherever its pages lie; if not, nothing should."""
         columns = self._columns
         stay = columns.where(HAS_DEVICE_PAGES)
         stay = stay[columns.is_adapter[stay] & (columns.pages[stay] > 0) & self.blocked_rows()[stay]]
@@ -204,8 +195,8 @@ class Room:
     # -- runs of them where enough are free, but not side by side
 
     def _clear_runs(self, adapter: Node, now_s: float) -> list[int] | None:
-        """A run of device pages per layer: side by side if some window of them all can be cleared, else each
-        by itself; None if not (yet).
+        """A run of device pages per layer: in a single cleared window if possible, else separately; None
+        if not yet.
         """
         assert adapter.layer_pages is not None
         num_pages = adapter.num_pages
@@ -231,8 +222,8 @@ class Room:
         return not ((owner == PRIVATE).any() or self.blocked_rows()[owner[owner >= 0]].any())
 
     def _page_costs(self, now_s: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """[P]: what a page counts by its node's eviction order (one WITHIN more than any number of others,
-        nothing where all are alike), and the value lost with it.
+        """[P]: a page's cost by its node's eviction order (one WITHIN above any number of others; 0 if all
+        are alike), and the value lost.
         """
         owner, blocked = self._device.owner, self.blocked_rows()
         of_row, lost = self._row_costs(blocked, now_s)
@@ -248,9 +239,9 @@ class Room:
     def _cheapest_window(
         self, num_pages: int, page_costs: tuple[NDArray[np.int64], NDArray[np.float64]]
     ) -> int | None:
-        """First page of the run of `num_pages` pages without blocked ones that costs least to clear.
+        """First page of the cheapest run of `num_pages` pages without blocked ones.
 
-        page_costs: as `_page_costs` has them, or had before some were freed.
+        page_costs: from `_page_costs`, possibly before some evictions.
         """
         owner = self._device.owner
         if num_pages > len(owner):
@@ -266,7 +257,6 @@ class Room:
         return int(np.argmin(np.where(possible, costs, np.inf)))
 
     def _clear_window(self, first: int, num_pages: int) -> None:
-        """Evict at once what lies in these pages: of KV nodes the part from there on, and all below it."""
         for page in range(first, first + num_pages):
             row = int(self._device.owner[page])
             if row < 0:
@@ -281,7 +271,6 @@ class Room:
             self._evict(node)
 
     def _save(self, adapter: Node, first: int, now_s: float) -> bool:
-        """Order copies of what only the device has in the window, and below it; False if there are none."""
         self._saving = {node: saving for node, saving in self._saving.items() if not node.gone}
         tree, nodes = self.mover.tree, self._columns.nodes
         owner = self._device.owner[first : first + adapter.num_pages]
@@ -300,9 +289,9 @@ class Room:
         return bool(saved)
 
     def _clear_separate_runs(self, node: Node, now_s: float) -> list[int] | None:
-        """A run for each layer by itself, clearing a window for each that finds none.
+        """A separate run for each layer, clearing windows as needed.
 
-        They have no row for an owner until all are there, so that no window for a later one takes them.
+        Runs have no owner row until all are there, so no later window includes them.
         """
         assert node.layer_pages is not None
         pages: list[int] = []

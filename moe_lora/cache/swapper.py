@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves nodes between the tiers ahead of need, so that few evictions lose anything.
+"""Moves nodes between the tiers ahead of need, so that few evictions lose content.
 
 Source: FastLibra, section 5.3.
 """
@@ -22,9 +22,9 @@ from .room import Room
 
 
 class KnownValues:
-    """`Ranking.values` at one moment, each row's computed when first asked for.
+    """`Ranking.values` at one moment, computed per row on first use.
 
-    To be used for as long as no row gets another node, and where a value of a moment ago will do.
+    Valid while rows keep their nodes and slightly old values suffice.
     """
 
     def __init__(self, ranking: Ranking, now_s: float) -> None:
@@ -41,8 +41,8 @@ class KnownValues:
         return self._known[rows]
 
     def eviction_order(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[N]: of these rows, as `Ranking.eviction_order`; of several tenants' those that could not leave
-        when it was first asked for are WITHIN.
+        """[N]: as `Ranking.eviction_order`; with several tenants, rows not evictable at the first call are
+        WITHIN.
         """
         if self._order is None:
             ranking = self._ranking
@@ -54,23 +54,23 @@ class KnownValues:
 
 
 WORTH = 2.0
-"""How many times the value of what gives way a node must have: less, and the two would take turns."""
+"""Least ratio of an entering node's value to its victims', against alternation."""
 MAX_ENTERING = 8
-"""Nodes that a tick brings in for others: it holds up the engine's thread."""
+"""Most exchanged nodes per tick, which blocks the engine's thread."""
 MAX_MOVES = 256
-"""Nodes that a tick moves either way."""
+"""Most nodes moved per tick, each way."""
 MAX_ROUNDS = 8
-"""Times a tick looks at the candidates that its own choices brought up."""
+"""Most passes of a tick over candidates raised by its own choices."""
 BACK_UPS = 20
-"""Ticks that may copy all of the device to free pages of the host before their room is needed."""
+"""Ticks to copy the whole device in order to free host pages ahead of need."""
 
 
 class Swapper:
-    """Keeps the share of the device's pages in use between `lower` and `upper`.
+    """Keeps the used share of the device's pages between `lower` and `upper`.
 
-    Above, the least valued leaves go to the host; below, the most valued host roots come back.  Where the
-    policy says so, nodes of the host also take the place of less valued ones of a full device: only of those
-    that the host has too, so that nothing is lost and nothing is copied out.
+    Above, the least valued leaves go to the host; below, the most valued host roots come back.  With an
+    exchanging policy, host nodes also replace less valued, backed nodes of a full device, without loss and
+    copies out.
     """
 
     def __init__(self, room: Room, *, upper: float, lower: float) -> None:
@@ -87,11 +87,11 @@ class Swapper:
         self._is_short = False
 
     def note_shortage(self) -> None:
-        """A running request found no page: until the next tick is over, room that comes is its own."""
+        """A running request found no page: room until the end of the next tick is its own."""
         self._is_short = True
 
     def tick(self, now_s: float, batch_size: int) -> bool:
-        """One decision; whether there may be more to forget."""
+        """One decision; True if more is to be forgotten."""
         more = self._mover.sweep()
         self._ranking.note_batch(now_s, batch_size)
         if self._mover.host.num_pages:
@@ -110,7 +110,7 @@ class Swapper:
         return more
 
     def swap_out(self, node: Node, now_s: float) -> bool:
-        """Have an idle device leaf leave, to the host if it is not there; False if the host has no room."""
+        """Evict an idle device leaf, to the host if not backed; False if the host has no room."""
         if node.dying or node.host_pages is not None or (node.is_adapter and not self._mover.host.num_pages):
             self._mover.drop(node)
             return True
@@ -121,14 +121,14 @@ class Swapper:
         return True
 
     def want(self, needed: Iterable[list[Node]]) -> None:
-        """Nodes that queued requests need, a list each; replaces what was wanted before."""
+        """Set the nodes of queued requests, a list each."""
         wanted = self._columns.wanted
         wanted[:] = 0
         self._wanted = [node for nodes in needed for node in nodes]
         np.add.at(wanted, [node.row for node in self._wanted], 1)
 
     def candidates_out(self, *, is_adapter: bool | None) -> NDArray[np.int64]:
-        """Rows that may be swapped out: all, or only adapters, or only KV."""
+        """Rows of swap candidates: all, only adapters, or only KV."""
         columns = self._columns
         rows = columns.where(CAN_LEAVE)
         if is_adapter is not None:
@@ -138,7 +138,6 @@ class Swapper:
         return rows
 
     def _swap_out(self, now_s: float) -> None:
-        """Per part of the device if it is partitioned."""
         device = self._device
         leaving = [node for node in self._mover.moving.values() if node.leaves]
         num_leaving = sum(node.num_pages for node in leaving)
@@ -168,7 +167,6 @@ class Swapper:
             num_pages -= sum(moved)
 
     def _swap_in(self, share: float, now_s: float, *, only_wanted: bool = False) -> None:
-        """Bring host roots in while no more than that share of the device is used; nothing gives way."""
         columns, num_moved = self._columns, 0
         for _ in range(MAX_ROUNDS):
             room = self._room_below(share)
@@ -187,11 +185,9 @@ class Swapper:
                 return
 
     def _room_below(self, share: float) -> int:
-        """Pages until that share of the device is used."""
         return int(share * self._device.num_pages) - (self._device.num_pages - self._device.num_free)
 
     def _bring_in(self, node: Node) -> bool:
-        """Order a node into free pages, if its kind may have them."""
         if node.is_adapter:
             pages = self._room.take_free_runs(node)
         elif self._over_limit(node) > 0:
@@ -204,7 +200,6 @@ class Swapper:
         return True
 
     def _back_up(self, now_s: float) -> None:
-        """Copy what will leave the device soon and the host has not, the least valued first."""
         left, rows = self._back_up_pages, self._ranking.leaving_soon(now_s)
         for node in self._ranking.nodes(rows[self._columns.has(rows, CAN_BACK_UP)]):
             if left <= 0:
@@ -216,9 +211,10 @@ class Swapper:
             self._mover.send_out(node, pages, leaves=False)
 
     def _exchange(self, now_s: float) -> None:
-        """The most valued first, each for the least valued that make its room.  A kind that is at its limit,
-        and has nothing to give way, does not keep the other out.  Of pages on their way to the device, which
-        can't give way to a request, there are half as many at most as a tick may back up.
+        """Bring in the most valued first, each for the least valued victims.
+
+        A kind at its limit without victims does not block the other kind.  Pages on their way, unusable for
+        requests, are at most half of a tick's back-ups.
         """
         columns, left = self._columns, max(1, self._back_up_pages // 2)
         left -= sum(node.num_pages for node in self._mover.moving.values() if node.moving_in)
@@ -243,8 +239,8 @@ class Swapper:
                 return
 
     def _victims(self, entering: Node, value: float, known: KnownValues) -> list[Node] | None:
-        """What gives way: one of its kind where that has reached its limit, of what is within shares only its
-        own tenant's.  None if that would be worth too much.
+        """The victims: of the same kind if at its limit; within shares only its own tenant's.  None if too
+        valuable.
         """
         columns = self._columns
         kept_free = int((1 - self._upper) * self._device.num_pages)
@@ -274,7 +270,7 @@ class Swapper:
         return victims if missing <= 0 else None
 
     def _over_limit(self, entering: Node) -> int:
-        """Pages of its kind that must leave for it, however many are free: of adapters, those of any one."""
+        """Pages of its kind that must leave, regardless of free ones: for adapters, those of any one."""
         if entering.is_adapter:
             return int(self._mover.num_device_adapters >= self._room.max_adapters)
         return self._device.num_kv + entering.num_pages - self._room.max_kv_pages

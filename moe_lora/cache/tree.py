@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who needs whom: adapters below a virtual root, history KV below its adapter by token prefix.
+"""Dependencies: adapters below a virtual root, history KV below its adapter by token prefix.
 
-The tree is a networkx graph of `Node`s, radix-compressed: a node is a run of full blocks, cut at a block
-boundary where prefixes diverge.  A dict finds a node's child by the tokens of its first block.
+A radix-compressed networkx graph of `Node`s: a node is a run of full blocks, cut at a block boundary where
+prefixes diverge.  A dict finds a child by its first block's tokens.
 Source: FastLibra, section 4.
 """
 
@@ -20,9 +20,9 @@ _ROOT = "root"
 
 
 class DependencyTree:
-    """Structure, and which nodes may move; pages are the business of `NodeMover`.
+    """Structure, and the movable nodes; `NodeMover` handles pages.
 
-    keeps_dependencies: a KV node may be on the device only while its adapter is.
+    keeps_dependencies: a KV node may be on the device only with its adapter.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class DependencyTree:
         return node
 
     def walk(self, adapter: Node, tokens: Sequence[int]) -> tuple[list[Node], Node | None, int]:
-        """Nodes that the tokens but the last begin with, in order; and, if they end or diverge within the
-        next node, that node and how many of its blocks still agree.
+        """Nodes that match the tokens except the last, in order; and, for a partial match, the next node and
+        its number of matching blocks.
         """
         most = max(0, len(tokens) - 1) // self.block_size * self.block_size
         path: list[Node] = []
@@ -108,7 +108,7 @@ class DependencyTree:
         return path, None, 0
 
     def common(self, ours: bytes, theirs: bytes) -> int:
-        """Number of blocks that both begin with: one at least."""
+        """Number of common leading blocks, at least one."""
         size = self._block_bytes
         low, high = 1, min(len(ours), len(theirs)) // size
         while low < high:
@@ -124,9 +124,9 @@ class DependencyTree:
         return self._child.get((parent, tokens[: self._block_bytes]))
 
     def split(self, node: Node, num_blocks: int) -> Node:
-        """Cut a KV node after `num_blocks`; the new node, its first part.
+        """Cut a KV node after `num_blocks`; returns the new first part.
 
-        The second part stays the same object: those who pin it use the whole.
+        The second part stays the same object, so its pins hold for the whole.
         """
         assert not node.moving
         assert node.parent is not None
@@ -162,7 +162,7 @@ class DependencyTree:
         return head
 
     def lengthen(self, node: Node, tokens: bytes, pages: list[int], now_s: float) -> None:
-        """Add blocks to the end of a leaf that is on the device only."""
+        """Append blocks to a leaf that is on the device only."""
         assert node.device_pages is not None
         node.tokens += tokens
         node.device_pages += pages
@@ -174,11 +174,11 @@ class DependencyTree:
         return self.graph.successors(node)
 
     def bottom_up(self, node: Node) -> list[Node]:
-        """The node and all below it, children before parents."""
+        """The node and its subtree, children before parents."""
         return list(nx.dfs_postorder_nodes(self.graph, node))
 
     def hide(self, node: Node) -> None:
-        """The node is not found any more."""
+        """Make the node unfindable."""
         node.gone = True
         parent = node.parent
         if parent is not None and self._child.get(self._key(node)) is node:
@@ -187,7 +187,7 @@ class DependencyTree:
                 parent.heir = None
 
     def remove(self, node: Node) -> None:
-        """Take out a node without children and without pages."""
+        """Remove a node without children and pages."""
         assert node.num_children == 0
         assert node.device_pages is None or not node.num_pages
         assert node.host_pages is None
@@ -201,12 +201,12 @@ class DependencyTree:
         self.columns.give_back(node.row)
 
     def keep(self, node: Node) -> None:
-        """The node has its first pin: a quicker `refresh`."""
+        """The node has its first pin: a faster `refresh`."""
         flags, row = self.columns.flags, node.row
         flags[row] = flags.item(row) & ~ONLY_IDLE
 
     def refresh(self, node: Node) -> None:
-        """Note anew where the node may move."""
+        """Update the node's possible moves."""
         self.columns.flags[node.row] = flags_of(node, keeps_dependencies=self.keeps_dependencies)
 
     def _key(self, node: Node) -> tuple[Node, bytes]:

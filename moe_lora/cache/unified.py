@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One cache of adapters and history KV over two arenas of equal pages; decides, and has others copy."""
+"""One cache of adapters and history KV over two arenas of equal pages; decides, while others copy."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from .swapper import Swapper
 from .tree import DependencyTree
 
 SALT_SHIFT = 32
-"""Bits of a token id that a vocabulary may use."""
+"""Bits of a token id for a vocabulary."""
 
 
 class UnifiedCache:
     """Adapters and the KV of finished prefixes in one dependency tree (FastLibra, sections 4 and 5).
 
-    One thread only.  Time comes in as now_s, never decreasing.  Nothing waits: what needs bytes moved leaves
-    an order (`take_orders`) that the caller has executed and then confirms (`copied`, `failed`), from the
-    same thread.  counters: totals since the start.
+    For one thread.  now_s never decreases.  Nothing waits: moves are orders (`take_orders`) that the caller
+    executes and confirms (`copied`, `failed`) in the same thread.  counters: totals since the start.
     """
 
     def __init__(
@@ -45,9 +44,9 @@ class UnifiedCache:
         upper: float = 0.95,
         lower: float = 0.70,
     ) -> None:
-        """block_size: tokens per KV page.  max_kv_pages: upper bound on KV pages of the device, cached ones
-        included.  max_adapters: upper bound on adapters with pages on the device (slots).  upper, lower:
-        shares of the device above which `tick` swaps out and below which it swaps in.
+        """block_size: tokens per KV page.  max_kv_pages: limit of KV pages on the device, cached included.
+        max_adapters: limit of adapters with device pages (slots).  upper, lower: used shares of the device
+        above which `tick` swaps out and below which `tick` swaps in.
         """
         if not 0 <= lower <= upper <= 1:
             raise ValueError(f"lower={lower}, upper={upper} must be shares with lower <= upper <= 1")
@@ -76,8 +75,8 @@ class UnifiedCache:
         self._tree.refresh(self._base)
 
     def count_for(self, tenant: str, share: float, now_s: float) -> None:
-        """What is held and matched from now on is for requests of this tenant; share: its weight among those
-        that fill the arenas (`policies.caching.arena_shares`).
+        """Set the tenant of later holds and matches; share: its weight in the arenas
+        (`policies.caching.arena_shares`).
         """
         self.asker = Asker(tenant, share)
         self._tenant = self._shares.ask(tenant, share, now_s)
@@ -92,10 +91,11 @@ class UnifiedCache:
         *,
         inherits: Namespace | None = None,
     ) -> None:
-        """A new node on the second layer.  layer_pages: pages of each layer's extent; all zero (or none):
-        its bytes lie elsewhere, it is always ready.  inherits: the version that it replaces, with whose
-        visits it begins, lest it be the first to give way.  Raises CapacityError if it could never be held,
-        ValueError if the namespace is known, KeyError if the one it replaces is not.
+        """Add a node on the second layer.
+
+        layer_pages: pages of each layer's extent; all zero (or none): remote, always ready.  inherits: the
+        replaced version, whose visits it starts with.  Raises CapacityError if it can never be held,
+        ValueError for a known namespace, KeyError for an unknown replaced one.
         """
         if namespace in self._tree.adapters:
             raise ValueError(f"namespace {namespace!r} is known; give a new version a new uid")
@@ -114,8 +114,7 @@ class UnifiedCache:
         self._tree.refresh(node)
 
     def forget(self, namespace: Namespace) -> None:
-        """It will not be asked for again: its pages are free at once, its KV in slices from now on, what is
-        in use when its last user goes; what is not free yet gives way first.
+        """Remove the adapter: its pages are free at once, its KV in slices, used content with its last user.
 
         Raises KeyError for an unknown namespace, ValueError for None.
         """
@@ -124,10 +123,10 @@ class UnifiedCache:
         self._mover.let_die(self._tree.adapters[namespace])
 
     def hold(self, namespace: Namespace, now_s: float, *, again: bool = False) -> Readiness:
-        """Pin the adapter for one request and have it brought to the device if need be, evicting what the
-        policy values least.  NO_ROOM: not pinned, and nothing to evict, or history in its place is being
-        saved to the host first: ask again.  Counts as a visit, unless this request held it before, or it is
-        for no request (`again`).  The base is always READY.
+        """Pin the adapter for one request and load it if needed, evicting the least valued nodes.
+
+        NO_ROOM: not pinned, without evictable pages, or with history still being saved: ask again.  Counts as
+        a visit except with `again` (held before, or for no request).  The base is always READY.
         """
         node = self._tree.adapters[namespace]
         if node.device_pages is None:
@@ -144,7 +143,7 @@ class UnifiedCache:
         return self.readiness(namespace)
 
     def readiness(self, namespace: Namespace) -> Readiness:
-        """READY, LOADING, or NO_ROOM if it neither is on the device nor on its way; changes nothing."""
+        """READY, LOADING, or NO_ROOM if neither; changes nothing."""
         node = self._tree.adapters[namespace]
         if node.on_device:
             return Readiness.READY
@@ -159,7 +158,7 @@ class UnifiedCache:
         self._mover.sweep()
 
     def pin(self, namespace: Namespace) -> None:
-        """Keep the adapter from leaving the device (once it is there) until `unpin`, whoever uses it."""
+        """Keep the adapter on the device (once there) until `unpin`."""
         self._mover.pin(self._tree.adapters[namespace])
 
     def unpin(self, namespace: Namespace) -> None:
@@ -168,7 +167,7 @@ class UnifiedCache:
         self._mover.sweep()
 
     def layer_first_pages(self, namespace: Namespace) -> tuple[int, ...]:
-        """Where each layer's run starts on the device, -1 for empty ones.
+        """Start of each layer's run on the device, -1 for empty ones.
 
         Raises ValueError if the adapter is neither READY nor LOADING.
         """
@@ -178,7 +177,7 @@ class UnifiedCache:
         return first_pages(node, node.device_pages)
 
     def place(self, namespace: Namespace) -> Literal["device", "host", "disk"]:
-        """Where its bytes are: "device" (ready there), "host", or "disk" (in neither arena)."""
+        """Place of its bytes: "device" (ready there), "host", or "disk" (in neither arena)."""
         node = self._tree.adapters[namespace]
         if node.on_device:
             return "device"
@@ -187,7 +186,7 @@ class UnifiedCache:
     # -- KV
 
     def new_table(self, namespace: Namespace, salt: str = "") -> BlockTable:
-        """That of a sequence of which nothing is looked for."""
+        """The table of a sequence without a lookup."""
         return BlockTable(namespace, salt, self._tenant)
 
     def match(
@@ -199,12 +198,11 @@ class UnifiedCache:
         again: bool = False,
         salt: str = "",
     ) -> BlockTable:
-        """Pin the longest cached prefix of `tokens`; at least the last token is left to compute.
+        """Pin the longest cached prefix of `tokens`, except the last token.
 
-        The adapter must be held.  Parts on the host are ordered to the device if there is room (then the
-        table is not `ready` yet), else the match ends before them.
-        Counts as a visit of each node, unless this request was matched before (`again`).
-        salt: what tables of another salt left is not found.
+        The adapter must be held.  Host parts are ordered to the device within the room (the table is then not
+        `ready`), else the match ends before them.  Counts as a visit of each node, except with `again`.
+        salt: tables of another salt are not found.
         """
         adapter = self._tree.adapters[namespace]
         assert adapter.device_pages is not None or not self._tree.keeps_dependencies, "hold it first"
@@ -233,9 +231,9 @@ class UnifiedCache:
         return table
 
     def grow(self, table: BlockTable, num_tokens: int, now_s: float) -> bool:
-        """Make room for `num_tokens` in all; False (and nothing taken) if pages run out.
+        """Make room for `num_tokens` in all; False, and nothing taken, without pages.
 
-        Evicts at once, without copies: nodes that the host has too first, then the least valued.
+        Evicts at once, without copies: backed nodes first, then the least valued.
         """
         missing = -(-num_tokens // self._block_size) - len(table.pages)
         if missing > 0:
@@ -248,7 +246,7 @@ class UnifiedCache:
         return True
 
     def publish(self, table: BlockTable, tokens: Sequence[int], num_computed: int, now_s: float) -> None:
-        """Make the full blocks of the first `num_computed` tokens findable; equal blocks become one, so
+        """Make the full blocks of the first `num_computed` tokens findable; equal blocks merge, so
         `table.pages` may change.
         """
         size = self._block_size
@@ -289,63 +287,61 @@ class UnifiedCache:
     # -- moving
 
     def tick(self, now_s: float, batch_size: int) -> bool:
-        """Forget a little more, swap out above `upper`, in below `lower`, until balanced; to be called every
-        100 ms.  Returns whether there may be more to forget.
+        """Forget a slice, then swap out above `upper`, in below `lower`; call every 100 ms.
 
-        batch_size: requests running now (averaged over the last 5 s for equation 3).
+        Returns True if more is to be forgotten.  batch_size: running requests (averaged over 5 s for equation
+        3).
         """
         self._shares.make_room_for(NOBODY, now_s)
         return self._swapper.tick(now_s, batch_size)
 
     def look_ahead(self, queued: Iterable[tuple[Namespace, Sequence[int], str]]) -> None:
-        """Tell which adapters and prefixes (tokens and salt) the next queued requests need; replaces what was
-        told before."""
+        """Set the adapters and prefixes (tokens and salt) of the next queued requests."""
         if self._traits.looks_ahead:
             self._swapper.want(
                 self._find(namespace, self._salted(tokens, salt)) for namespace, tokens, salt in queued
             )
 
     def _salted(self, tokens: Sequence[int], salt: str) -> Sequence[int]:
-        """The beginning of a prompt as the tree knows it: with a salt its first token is one that no
-        vocabulary has, and so is every block's path."""
+        """A prompt's prefix in the tree: a salt changes its first token to one outside any vocabulary."""
         if not salt:
             return tokens
         number = self._salts.setdefault(salt, len(self._salts) + 1)
         return [tokens[0] + (number << SALT_SHIFT), *tokens[1:]]
 
     def note_remote(self, namespace: Namespace, ready: bool) -> None:
-        """Whether the LoRA Server holds an adapter that has no pages here."""
+        """Set the presence of a page-less adapter on the LoRA Server."""
         node = self._tree.adapters[namespace]
         node.reachable = ready
         self._tree.refresh(node)
 
     def watch(self, on_departure: Callable[[Namespace], None]) -> None:
-        """Call `on_departure` with a namespace at the moment its adapter's device pages are given up (also
-        where its load failed).
+        """Call `on_departure` with the namespace when an adapter's device pages are freed (also after a
+        failed load).
         """
         self._mover.on_departure = on_departure
 
     def watch_loads(self, on_end: Callable[[Namespace], None]) -> None:
-        """Call `on_end` with a namespace at the moment its adapter has come to the device, or failed to."""
+        """Call `on_end` with the namespace at the end of an adapter's load, or its failure."""
         self._mover.on_load_end = on_end
 
     def take_orders(self) -> list[Order]:
-        """Orders since the last call, to be executed in any order."""
+        """Orders since the last call, in any order of execution."""
         return self._mover.take_orders()
 
     def copied(self, copy_id: int) -> None:
-        """An order is done.  Unknown ids are refused (KeyError)."""
+        """An order is done.  Raises KeyError for an unknown id."""
         self._mover.copied(copy_id)
 
     def failed(self, copy_id: int) -> None:
-        """An order can't be done.  What waited for it is lost (`BlockTable.lost`, `readiness` NO_ROOM)."""
+        """An order failed.  Its waiters are lost (`BlockTable.lost`, `readiness` NO_ROOM)."""
         self._mover.failed(copy_id)
 
     # -- figures
 
     def usage(self) -> dict[str, int]:
         """Pages now: device_kv, device_adapters, device_free, host_kv, host_adapters, host_free,
-        device_kv_used (held by sequences), device_kv_invalid (KV whose adapter is not on the device).
+        device_kv_used (of sequences), device_kv_invalid (KV without its adapter on the device).
         """
         device, host, columns = self._mover.device, self._mover.host, self._tree.columns
         rows = columns.where(HAS_DEVICE_PAGES)
@@ -366,7 +362,6 @@ class UnifiedCache:
     # -- KV: how it is found and kept
 
     def _find(self, namespace: Namespace, tokens: Sequence[int]) -> list[Node]:
-        """Nodes that a request needs, its adapter first; changes nothing."""
         adapter = self._tree.adapters.get(namespace)
         if adapter is None or adapter.gone:
             return []
@@ -374,7 +369,6 @@ class UnifiedCache:
         return [adapter, *path, *([partial] if partial is not None else ())]
 
     def _bring_in(self, path: list[Node], now_s: float) -> bool:
-        """Order these nodes to the device, the first ones if there is no room for all; whether all."""
         pages = self._room.take_kv(sum(node.num_pages for node in path), PRIVATE, now_s) if path else []
         if pages is None:
             middle = len(path) // 2
@@ -390,7 +384,6 @@ class UnifiedCache:
         return True
 
     def _take(self, table: BlockTable, path: list[Node]) -> int:
-        """Let the table use these further nodes, as far as they have device pages; how many it uses."""
         depth = 0
         for node in path:
             if node.device_pages is None:
@@ -411,7 +404,6 @@ class UnifiedCache:
         table.tail, table.owns_tail = tail, owned
 
     def _insert(self, table: BlockTable, parent: Node, tokens: bytes, now_s: float) -> None:
-        """Give the sequence's own full blocks to the tree: at the end of its own tail, or as a new node."""
         end = table.num_shared + len(tokens) // (TOKEN_BYTES * self._block_size)
         pages = table.pages[table.num_shared : end]
         tail = table.tail if table.owns_tail else None
@@ -426,7 +418,6 @@ class UnifiedCache:
         table.num_shared = end
 
     def _adopt(self, table: BlockTable, twin: Node) -> bool:
-        """Share a node whose KV the sequence has computed too; False if it is still on its way."""
         start = table.num_shared
         own = table.pages[start : start + twin.num_pages]
         if twin.device_pages is None:

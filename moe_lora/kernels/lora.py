@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LoRA kernels of the device that the operands lie on: CPU library, Triton on CUDA, else the reference.
+"""The LoRA kernels of the operands' device: CPU library, Triton on CUDA, else the reference.
 
 Legend: T token rows, H input width, N output width, K experts per token.
 
-Three ways to walk a batch, named by `kernel`: "sgmv" (ours, the default: rows of one adapter together, true
-rank), and the papers' baselines "bgmv" (Punica: a row at a time, padded to the batch's largest rank) and
-"mbgmv" (S-LoRA: a row at a time, true rank); see `cpu.cpu` and `triton.triton_lora`.
+kernel: "sgmv" (ours, the default), or a paper's baseline, "bgmv" (Punica) or "mbgmv" (S-LoRA); see `cpu.cpu`
+and `triton.triton_lora`.
 """
 
 from __future__ import annotations
@@ -25,16 +24,14 @@ if TYPE_CHECKING:
     from moe_lora.kernels.triton.lora.triton_lora import Shrunk as GpuShrunk
 
 Shrunk = Union[cpu.CpuShrunk, "GpuShrunk", torch.Tensor]
-"""What `lora_shrink` leaves for `lora_expand`; a tensor is the whole delta."""
+"""Result of `lora_shrink` for `lora_expand`; a tensor is the whole delta."""
 _DENSE = -1
 
 
 class SharedSegments:
-    """Rows as `kernel` walks them, made once for the sites of a step that share them (CUDA only).
+    """Rows in the order of `kernel`, made once per step for its sites (CUDA only), and launch counters.
 
-    And what counters of the step's launches are taken from.
-    Dense sites of the same token_slots share one order; a layer's expert sites also that of their ids.  For
-    one kernel.
+    Dense sites with equal token_slots share an order; so do a layer's expert sites with equal ids.
     """
 
     def __init__(self) -> None:
@@ -47,7 +44,7 @@ class SharedSegments:
         return Zeros()
 
     def of(self, operands: LoraOperands, kernel: str, decode: bool = False) -> Segments:
-        """`triton.segments.rows_for` of these rows; tensors are kept: no others can be taken for them."""
+        """`triton.segments.rows_for` of these rows; keeps the tensors, so that identities stay unique."""
         from moe_lora.kernels.triton.lora.segments import rows_for
         from moe_lora.kernels.triton.lora.steps import tile_rows
 
@@ -60,7 +57,7 @@ class SharedSegments:
         return known[2]
 
     def to_sort(self, operands: LoraOperands, decode: bool) -> RowsToSort:
-        """What `of` gives from now on for "sgmv", which the caller has filled; operands: of experts."""
+        """Future result of `of` for "sgmv", filled by the caller; operands: of experts."""
         from moe_lora.kernels.triton.lora.segments import rows_to_sort
         from moe_lora.kernels.triton.lora.steps import tile_rows
 
@@ -79,10 +76,10 @@ def lora_shrink(
     shared: SharedSegments | None = None,
     batch_rank: int | None = None,
 ) -> Shrunk:
-    """h = x_row @ A.T of each row that has an adapter.
+    """h = x_row @ A.T of each row with an adapter.
 
-    decode: the phase, which on CUDA may choose tiles and grids, never another result.  batch_rank: the
-    largest rank in this batch, if known; see `triton.triton_lora`.
+    decode: the phase; on CUDA for tiles and grids, never for the result.  batch_rank: largest rank of this
+    batch, if known; see `triton.triton_lora`.
     Raises ValueError for operands that don't fit.
     """
     x = operands.x
@@ -104,8 +101,8 @@ def lora_shrink(
 def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
     """y[row] = round(y[row] + delta), or y[row] - delta.
 
-    y: [T, N] or [T*K, N] in the dtype of the shrink's x; or in fp32, for corrections that are summed before
-    they are rounded.  There kernels add the delta as it is, the reference rounded to the dtype of x.
+    y: [T, N] or [T*K, N] in the dtype of the shrink's x; or fp32, for sums of corrections: kernels add the
+    unrounded delta, the reference a delta rounded to x's dtype.
     """
     if isinstance(shrunk, cpu.CpuShrunk):
         cpu.lora_expand(shrunk, y, subtract=subtract)
@@ -128,13 +125,12 @@ def deltas_of(shrunk: Shrunk) -> Deltas | None:
 def lora_delta(
     operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv", max_lora_rank: int | None = None
 ) -> None:
-    """out = delta of each row, zero where it has no adapter; see `reference.lora_delta`.
+    """out = delta of each row, zero without an adapter; see `reference.lora_delta`.
 
-    max_lora_rank: of adapters that replays may meet where this is captured into a CUDA graph; None: of those
-    that the slots have now.
+    max_lora_rank: of adapters in replays of a captured CUDA graph; None: of the current slots.
 
-    out: [T, N] or [T*K, N] in x's dtype, overwritten.  Added to y, it gives the bits of a shrink and an
-    expand on the same device.
+    out: [T, N] or [T*K, N] in x's dtype, overwritten.  y + out has the bits of shrink and expand on this
+    device.
     """
     x = operands.x
     if x.is_cpu:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operations of one engine step need beside their operands.
+"""Layouts and step tables of the operations.
 
 Legend: T token rows, S sequences, B blocks per sequence, L layers, N slots, X offset-table entries per layer.
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KvLayout:
-    """How keys and values lie in the arena: one page holds `block_size` tokens of every layer.
+    """Layout of keys and values in the arena: a page holds `block_size` tokens of every layer.
 
     Byte address of K for (page, layer, kv head, token in block):
     page * page_bytes + layer * layer_bytes + ((head * block_size) + token) * head_dim * itemsize;
@@ -43,19 +43,18 @@ class KvLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, rounded up to 64 so that every page is aligned."""
+        """Bytes of one page, rounded up to 64 for alignment."""
         return -(-self.num_layers * self.layer_bytes // 64) * 64
 
 
 class SlotTable:
-    """Where each resident adapter's matrices lie in the arena, and at which rank.
+    """Offsets and ranks of each resident adapter's matrices in the arena.
 
     a_offset, b_offset: [N, L, X] int64, bytes from the start of the arena (A: `lora_rank` rows of d_in,
     B transposed: `lora_rank` rows of d_out, in the model's dtype).  lora_rank: [N, L, X] int32, 0 = no delta.
-    scale: [N, L, X] fp32.  All on the arena's device, checked when they are written and never read back.
-    ranks: [N, X] int32, on the host: the largest rank of each entry over the layers, also of those on their
-    way.  end_bytes: no matrix was ever written that ends behind it.  present: [N, L] bool, on the host: the
-    layer's bytes are there, kept by who copies them.
+    scale: [N, L, X] fp32.  All on the arena's device, checked on write, never read back.
+    ranks: [N, X] int32, on the host: largest rank over the layers, including loads in progress.  end_bytes:
+    end of the last matrix.  present: [N, L] bool, on the host: loaded layers, set by the copier.
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_entries: int, device: torch.device) -> None:
@@ -73,7 +72,7 @@ class SlotTable:
         return self.lora_rank.shape[0]
 
     def grown(self, num_slots: int) -> SlotTable:
-        """A copy with more slots, the new ones empty."""
+        """A copy with more slots, the new slots empty."""
         _, num_layers, num_entries = self.lora_rank.shape
         table = SlotTable(num_slots, num_layers, num_entries, self.lora_rank.device)
         for name in ("a_offset", "b_offset", "lora_rank", "scale"):
@@ -86,11 +85,11 @@ class SlotTable:
     def write_layer(
         self, slot: int, layer: int, table: torch.Tensor, scale: torch.Tensor, itemsize: int, where: range
     ) -> None:
-        """Point the slot's entries of one layer at matrices that lie in these bytes of the arena.
+        """Point the slot's entries of one layer at matrices in these bytes of the arena.
 
         table: [X, 3] int64 on the host (offset of A, offset of B, rank), offsets in elements of itemsize
-        bytes from the first byte.  scale: [X] fp32.  The matrices must be there: ranks are written last, and
-        a rank of 0 hides the rest.  Raises ValueError for offsets and ranks that can't be.
+        bytes from the first byte.  scale: [X] fp32.  The matrices must be loaded: ranks are written last, and
+        rank 0 hides the rest.  Raises ValueError for impossible offsets and ranks.
         """
         starts = table[:, :2] * itemsize + where.start
         ranks = table[:, 2].numpy()
@@ -116,7 +115,7 @@ class SlotTable:
         self.lora_rank[slot, layer].copy_(table[:, 2])
 
     def largest_rank(self, site: Site) -> int:
-        """Of any adapter at the site.  Raises ValueError for a site whose entries the table doesn't have."""
+        """Largest rank of any adapter at the site.  Raises ValueError for a site outside the table."""
         first, end = site.entry_base, site.entry(0, max(1, site.num_experts))
         if not 0 <= first <= end <= self.ranks.shape[1]:
             raise ValueError(
@@ -126,24 +125,24 @@ class SlotTable:
         return int(self.ranks[:, first:end].max(initial=0))
 
     def site_ranks(self, slots: np.ndarray, sites: Sequence[Site]) -> list[int]:
-        """The largest rank that one of these slots (-1: none) has at each site."""
+        """Largest rank over these slots (-1: no adapter) at each site."""
         ranks = self.ranks[sorted(set(slots.tolist()) - {-1})].max(0, initial=0)
         return [int(ranks[s.entry_base : s.entry_base + s.num_entries].max(initial=0)) for s in sites]
 
     def clear(self, slot: int) -> None:
-        """Make `slot` mean "no delta anywhere"."""
+        """Remove all deltas of `slot`."""
         self.present[slot] = False
         self.lora_rank[slot].zero_()
         self.ranks[slot] = 0
 
 
 class LoraOperands(NamedTuple):
-    """What the LoRA operations of one site work on.
+    """Operands of the LoRA operations of one site.
 
-    x: [T, H], or [T*K, H] at an expert site whose rows are already spread over the experts.
-    ids: [T, K] int32 (output row t*K + k belongs to expert ids[t, k], -1 = none), None at a dense site.
-    layer: row of the slot table.  token_slots: [T] int32 adapter slot of each token, -1 = none.
-    arena: flat uint8 with the matrices, of x's dtype, that `slots` points at.
+    x: [T, H], or [T*K, H] at an expert site with a row per expert.
+    ids: [T, K] int32 (output row t*K + k belongs to expert ids[t, k], -1 = no expert), None at a dense site.
+    layer: row of the slot table.  token_slots: [T] int32 adapter slot of each token, -1 = no adapter.
+    arena: flat uint8 with the matrices of `slots`, of x's dtype.
     """
 
     x: torch.Tensor
@@ -156,10 +155,10 @@ class LoraOperands(NamedTuple):
 
 
 class StepBounds(NamedTuple):
-    """What launches must know of a step's lengths on the host, where reading them costs nothing.
+    """Bounds of a step's lengths, on the host, for launches.
 
-    has_single, has_several: whether some sequence has one row, more than one.  longest_single: no sequence of
-    one row has more tokens.  single_tokens: they don't have more in all (None: each may be the longest).
+    has_single, has_several: some sequence has one row, more than one.  longest_single: most tokens of a
+    sequence with one row.  single_tokens: most tokens of these together (None: longest_single each).
     """
 
     has_single: bool
@@ -169,7 +168,7 @@ class StepBounds(NamedTuple):
 
     @classmethod
     def of(cls, query_start: torch.Tensor, seq_lens: torch.Tensor) -> StepBounds:
-        """Those of lengths that lie on the host.  Raises TypeError for lengths on a device."""
+        """The bounds of host lengths.  Raises TypeError for lengths on a device."""
         num_rows, lens = np.diff(query_start.numpy()), seq_lens.numpy()
         single = num_rows == 1
         longest, tokens = int(lens[single].max(initial=0)), int(lens[single].sum())
@@ -178,13 +177,13 @@ class StepBounds(NamedTuple):
 
 @dataclass(kw_only=True)
 class StepTables:
-    """One step's batch, all int32; operations want it on the arena's device.
+    """One step's batch, all int32, on the arena's device for operations.
 
     query_start: [S + 1] first row of each sequence; rows of a sequence are consecutive tokens.
     seq_lens: [S] tokens of the sequence including this step's rows; 0 marks a padding sequence.
     block_tables: [S, B] page of each block.
-    decode: every sequence computes one token; kernels may launch otherwise then, but add in the same order.
-    bounds: of lengths that lie on a device.
+    decode: one token per sequence; launches may differ, the order of sums may not.
+    bounds: of lengths on a device.
     """
 
     query_start: torch.Tensor
@@ -194,7 +193,7 @@ class StepTables:
     bounds: StepBounds | None = None
 
     def to(self, device: torch.device) -> StepTables:
-        """The same tables, which lie on the host, with every tensor on `device`."""
+        """These host tables with every tensor on `device`."""
         moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True)
             for field in fields(self)
@@ -204,7 +203,7 @@ class StepTables:
 
 
 class Rotation(NamedTuple):
-    """What becomes of q and k before attention: clamped, normed over head_dim, rotated (v is only clamped).
+    """Changes of q and k before attention: clamp, RMS norm over head_dim, rotation (v: clamp only).
 
     cos, sin: [T, head_dim / 2] fp32.  q_weight, k_weight: [head_dim] of RMS norms with this eps, or None.
     clip: to -clip .. clip, or None.
@@ -219,11 +218,11 @@ class Rotation(NamedTuple):
 
 
 class AttentionOperands(NamedTuple):
-    """What paged attention of one layer works on.
+    """Operands of paged attention of one layer.
 
     q: [T, heads, head_dim], k and v: [T, kv heads, head_dim] in the layout's dtype (head h reads kv head
-    h // (heads / kv heads)).  sinks: [heads] logits that join the softmax without a value (GPT-OSS), or None.
-    window: each row sees its last `window` tokens, itself included; 0 = all.  arena: where K and V lie.
+    h // (heads / kv heads)).  sinks: [heads] logits without a value in the softmax (GPT-OSS), or None.
+    window: each row sees its last `window` tokens, including itself; 0 = all.  arena: memory of K and V.
     """
 
     q: torch.Tensor

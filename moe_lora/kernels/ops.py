@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations a compiled step is made of, registered with torch.library.
+"""The operations of a compiled step, registered with torch.library.
 
-Operations that touch the arena or the LoRA tables take a channel: a small int64 tensor [handle, layer,
-address of a `StepCalls` or 0].  It is declared mutated, which keeps their executed order (begin < base GEMM <
-add_to, KV writes in place) under torch.compile, and the arena itself never enters a graph.  `begin` also
-declares x mutated, so that the base GEMM, which reads x, can't be moved before it.  `add_to` names x, which
-may be read only then: no other buffer takes its memory before.  On CPU one operation is all three
-(`lora_linear`): within it nothing can be moved, and it leaves x alone.  It and attention are tried in C++
-first (csrc/operations.cpp).
+Operations on the arena or the LoRA tables take a channel: int64 [handle, layer, address of a `StepCalls` or
+0].  A channel is declared mutated: torch.compile then keeps the order begin < base GEMM < add_to and KV
+writes, and the arena never enters a graph.  `begin` also declares x mutated, so the base GEMM stays behind.
+`add_to` names x to keep its memory until then.  On CPU one operation replaces the three (`lora_linear`); C++
+tries it and attention first (csrc/operations.cpp).
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ _next_handle = itertools.count(1)
 
 
 def open_channels(handler: Any, num_layers: int, calls: StepCalls | None = None) -> list[torch.Tensor]:
-    """One channel per layer for this handler; they stay valid as long as the handler lives.
+    """One channel per layer for this handler, valid during the handler's life.
 
-    handler: answers the operations of one engine that take a channel (see `engine.step.execution_context`).
-    calls: what it leaves to C++.
+    handler: runs the channel operations of one engine (see `engine.step.execution_context`).
+    calls: tables for C++.
     """
     handle = next(_next_handle)
     _handlers[handle] = handler
@@ -47,16 +45,15 @@ def open_channels(handler: Any, num_layers: int, calls: StepCalls | None = None)
 
 
 def _close_channels(channels: list[np.ndarray], calls: StepCalls | None) -> None:
-    """No one may follow the address once `calls`, held until here, is gone.
+    """Clear the address before `calls` goes.
 
-    Run whenever the handler ends, also while torch traces: so it calls no operation of torch.
+    Runs at the handler's end, possibly during a trace by torch: calls no torch operation.
     """
     for channel in channels:
         channel[2] = 0
 
 
 def _behind(channel: torch.Tensor) -> tuple[Any, int]:
-    """Handler and layer."""
     handle, layer, _ = channel.tolist()
     return _handlers[handle], layer
 
@@ -104,7 +101,7 @@ def rotary_attention(
 ) -> torch.Tensor:
     """`reference.paged_attention` of `reference.rotated_heads`: [T, heads, head_dim].
 
-    On CUDA one operation, which rotates as it writes K; elsewhere a compiler sees the rotation as it is.
+    On CUDA one operation, with the rotation in the write of K; elsewhere the compiler sees the rotation.
     """
     if qkv.is_cuda:
         return torch.ops.moe_lora.rotary_attention(
@@ -127,10 +124,9 @@ def _gather_logits(channel: torch.Tensor, logits: torch.Tensor, vocab_size: int)
 
 
 def fuses_sites(x: torch.Tensor) -> bool:
-    """Whether a LoRA site is one operation, `lora_linear`; else begin, the linear layer, and add_to.
+    """True if a LoRA site is one operation, `lora_linear`; else begin, the linear layer, and add_to.
 
-    On CPU, where what lies between kernels would cost as much as they do, and the compiler has nothing to
-    fuse with a linear layer.
+    On CPU the overhead between kernels equals their cost, and the compiler has nothing to fuse.
     """
     return x.is_cpu
 
@@ -160,7 +156,7 @@ def multiply(
     ids: torch.Tensor | None,
     num_out: int,
 ) -> torch.Tensor:
-    """The linear layer of a site, dense or (with ids) of experts, whichever way its weights are held."""
+    """The linear layer of a site, dense or (with ids) of experts, for plain or quantised weights."""
     if isinstance(weight, QuantisedOperand):
         return _multiply_quantised(x, weight, bias, ids, num_out)
     return _linear(x, weight, bias) if ids is None else _expert_linear(x, weight, bias, ids)
@@ -169,8 +165,8 @@ def multiply(
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x @ weight.T + bias; see `reference.linear`.
 
-    On CPU an operation of ours: a graph serves any number of rows, and that number decides whether our kernel
-    computes, whose sums don't depend on it, or torch.  Elsewhere torch's, which a compiler sees as it is.
+    On CPU our operation: it chooses by number of rows between our kernel, with stable sums, and torch.
+    Elsewhere torch's, visible to the compiler.
     """
     multiply = torch.ops.moe_lora.linear if x.is_cpu else reference.linear
     return multiply(x, weight, bias)
@@ -197,7 +193,6 @@ def _expert_linear(
 
 
 def _experts() -> Any:
-    """What a GPU computes experts with."""
     from moe_lora.kernels.triton.linear import experts
 
     return experts
@@ -214,7 +209,7 @@ def _choose_experts(
     num_held: int,
     site: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """site: whose rows of LoRA are sorted along with it, given the ids that this returns; -1: of none."""
+    """site: expert site to sort LoRA rows for, with these ids; -1: no site."""
     handle, layer, _ = channel.tolist()
     handler, held = _handlers[handle], range(first_expert, first_expert + num_held)
     to_sort = None if site < 0 else partial(handler.rows_to_sort, layer, site, logits)
@@ -234,7 +229,7 @@ def _gated_expert_linear(
     site: int,
     first_expert: int,
 ) -> torch.Tensor:
-    """first_expert: number in the whole model of ids' 0."""
+    """first_expert: model number of id 0."""
     (handler, layer), experts = _behind(channel), _experts()
     gate = experts.Gate(clamped, limit)
     deltas = handler.deltas_before(layer, site) if experts.adds_deltas(ids, len(weight)) else None
@@ -254,8 +249,7 @@ def _sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """out[t] = sum over k of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
 
-    Off the CPU in the order of k: a compiler sees the terms as they are, and adds them up in the kernel of
-    what comes after, the residual and its norm; elsewhere one kernel of ours.
+    Under a compiler, plain terms in the order of k, to fuse with the residual and norm; else our kernel.
     """
     if y.is_cpu:
         terms = y.view(*weights.shape, -1).float() * weights[..., None]
@@ -272,7 +266,7 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool) -> t
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool) -> torch.Tensor:
-    """`reference.norm`: a compiler sees it as it is; without one it is a kernel of ours on a GPU."""
+    """`reference.norm`: plain under a compiler, else our kernel on a GPU."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return reference.norm(x, weight, eps, centred)
     return torch.ops.moe_lora.norm(x, weight, eps, centred)
@@ -385,7 +379,6 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         ),
     ),
 }
-"""By schema: what the operation does, and its result's shape and dtype alone, for the compiler."""
 for _schema, (_does, _fake) in _OPS.items():
     _name = _schema.partition("(")[0]
     _library.define(_schema)

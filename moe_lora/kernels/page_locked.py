@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page-locked host memory, which a CUDA device copies from and to by itself, while others compute."""
+"""Page-locked host memory, for asynchronous copies by a CUDA device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import torch
 from .cpu.library import advise_huge_pages
 
 _PORTABLE = 1
-"""cudaHostRegisterPortable: for all of the process's contexts."""
 STAGE_BYTES = 4 << 20
 
 
 def page_lock(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
-    """Page-locks host memory as it is; what is returned undoes it.  Raises RuntimeError if it can't be."""
+    """Page-lock host memory in place; returns the undo.  Raises RuntimeError on failure."""
     cudart, start = torch.cuda.cudart(), memory.data_ptr()
     with torch.cuda.device(device):
         torch.cuda.check_error(cudart.cudaHostRegister(start, memory.nbytes, _PORTABLE))
@@ -32,23 +31,23 @@ def page_lock(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
 
 
 def page_locked(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """[num_bytes] uint8, page-locked until nobody holds it; raises RuntimeError, OSError as it can't be had.
+    """[num_bytes] uint8, page-locked during the tensor's life.  Raises RuntimeError or OSError on failure.
 
-    Memory of our own, because torch's allocator rounds up to a power of two: 20.4 GB would take 34.4.
+    Own memory: torch's allocator rounds up to a power of two.
     """
     owner = np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     memory = torch.from_numpy(owner)
     advise_huge_pages(memory)
-    # Before the bytes are given back, as they must be; at the process's end the driver does it.
+    # Unlock before the memory is freed; at process exit the driver does.
     weakref.finalize(owner, page_lock(memory, device)).atexit = False
     return memory
 
 
 class Staging:
-    """Copies from memory that is not page-locked, mapped files above all, to a device.
+    """Copies from memory without page lock, e.g. mapped files, to a device.
 
-    Through two page-locked buffers: one is filled while the device reads the other.  The device's part is on
-    the current stream.  One thread at a time copies.
+    Two page-locked buffers: one fills while the device reads the second, on the current stream.  For one
+    thread.
     """
 
     def __init__(self, num_bytes: int = STAGE_BYTES) -> None:
@@ -57,14 +56,13 @@ class Staging:
         self._turn = threading.Lock()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """target = source, both 1-D uint8; source may go as soon as this returns."""
+        """target = source, both 1-D uint8; source may be freed on return."""
         size = len(self._buffers[0])
         for number, start in enumerate(range(0, len(source), size)):
             part = source[start : start + size]
             buffer, read = self._buffers[number % 2][: len(part)], self._read[number % 2]
             with self._turn:
                 read.synchronize()
-                # numpy copies without Python's lock.
                 np.copyto(buffer.numpy(), part.numpy())
                 target[start : start + len(part)].copy_(buffer, non_blocking=True)
                 read.record()

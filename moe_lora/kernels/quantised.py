@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised weights: their formats, how torchao makes them, how they lie in memory, and what they mean.
+"""Quantised weights: formats, quantisation by torchao, memory layout, meaning.
 
 Legend: E experts, N output width, K input width, G groups of K.
 
-torchao is the quantiser. Its values and scales are kept as plain tensors, in the layout that the kernels of
-`cpu/csrc` read, so that compiled code sees tensors and integers only.
+Values and scales are plain tensors in the layout of the kernels in `cpu/csrc`: compiled code sees tensors and
+integers only.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch
 
 from moe_lora.core.weight_format import group_refusal
 
-_BLOCK = 64  # 4-bit values that share 32 bytes
-_BLOCK_OUT = 16  # outputs whose dynamic weights lie together
-_MAX_DYNAMIC_WIDTH = 1 << 16  # 255 * 128 times that is just below 2**31
+_BLOCK = 64  # 4-bit values per 32 bytes
+_BLOCK_OUT = 16  # outputs per block of dynamic weights
+_MAX_DYNAMIC_WIDTH = 1 << 16  # 255 * 128 times this is just below 2**31
 
 
 @dataclass(frozen=True)
 class Format:
-    """How weights are held.
+    """Format of weights.
 
-    name: int8, int4, fp8 (E4M3) or mxfp4; with -dynamic inputs are quantised too, row by row, to 8 bits.
-    group_size: inputs that share a scale, 0: all of an output's.  row_group: outputs that share it (fp8).
+    name: int8, int4, fp8 (E4M3) or mxfp4; "-dynamic" also quantises inputs to 8 bits, row by row.
+    group_size: inputs per scale, 0: all of an output.  row_group: outputs per scale (fp8).
     """
 
     name: str
@@ -39,21 +39,21 @@ class Format:
 
     @property
     def text(self) -> str:
-        """All of it, as operations take it; see `format_named`."""
+        """The format as an operation's argument; see `format_named`."""
         return f"{self.name}/{self.group_size}/{self.row_group}"
 
     @property
     def bits(self) -> int:
-        """Of a value."""
+        """Bits of a value."""
         return 4 if "4" in self.name else 8
 
     @property
     def dynamic(self) -> bool:
-        """Inputs are quantised too."""
+        """True if inputs are quantised too."""
         return self.name.endswith("-dynamic")
 
     def refusal(self, width: int) -> str | None:
-        """Why a matrix with this many inputs can't be held; None: it can."""
+        """The reason against a matrix of this input width, or None."""
         if self.group_size and self.name != "fp8" and (refusal := group_refusal(width, self.group_size)):
             return refusal
         if self.dynamic and width > _MAX_DYNAMIC_WIDTH:
@@ -61,11 +61,11 @@ class Format:
         return None
 
     def num_groups(self, width: int) -> int:
-        """Scales of an output."""
+        """Scales per output."""
         return -(-width // self.group_size) if self.group_size else 1
 
     def sizes(self, num_out: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of one matrix's values and scales as they are held."""
+        """Shapes of one matrix's values and scales in memory."""
         groups = self.num_groups(width)
         if self.dynamic:
             blocks = -(-num_out // _BLOCK_OUT)
@@ -79,7 +79,7 @@ class Format:
         return (num_out, -(-width // _BLOCK) * _BLOCK // 2), (num_out, groups)
 
     def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Of values and of scales, for a model of `dtype`."""
+        """Dtypes of values and of scales, for a model of `dtype`."""
         match self.name:
             case "fp8":
                 return torch.float8_e4m3fn, torch.float32
@@ -90,14 +90,14 @@ class Format:
 
 @functools.cache
 def format_named(text: str) -> Format:
-    """That of `Format.text`, which operations take."""
+    """Inverse of `Format.text`."""
     name, group_size, row_group = text.split("/")
     return format_of(name, int(group_size), int(row_group))
 
 
 @functools.cache
 def format_of(name: str, group_size: int = 0, row_group: int = 1) -> Format:
-    """The format of this name, one object of each."""
+    """The named format, a single object per format."""
     return Format(name, group_size, row_group)
 
 
@@ -105,10 +105,10 @@ Unpacked = tuple[torch.Tensor, torch.Tensor]
 
 
 class QuantisedOperand(NamedTuple):
-    """Weights as operations take them: values and scales of one matrix, or of E, as `put` writes them.
+    """Quantised weights of one matrix, or of E, in the layout of `put`: values and scales.
 
-    scale: of `Format.dtypes`, or fp32 where a checkpoint's would lose bits in the model's dtype.  zero: int8
-    [..., N, G], the value that stands for zero, where it is another than 0.
+    scale: of `Format.dtypes`, or fp32 if a checkpoint's would lose bits in the model's dtype.  zero: int8
+    [..., N, G], zero points other than 0.
     """
 
     form: Format
@@ -120,14 +120,14 @@ class QuantisedOperand(NamedTuple):
 def quantise(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
     """torchao's symmetric values and scales of a matrix [N, K]: [N, K], and [N / row_group, G].
 
-    Scales are fp32 for int8 and fp8, and of the weight's dtype for int4, as torchao has them.
+    Scales, as in torchao: fp32 for int8 and fp8, the weight's dtype for int4.
     """
     made: Any
     if form.name == "fp8":
         block = (form.row_group, form.group_size or weight.shape[1])
         if block == (1, weight.shape[1]):
             made = _torchao().Float8Tensor.from_hp(weight, granularity=_torchao().PerRow())
-        else:  # torchao takes whole blocks only
+        else:
             num_out, width = weight.shape
             whole = torch.nn.functional.pad(weight, (0, -width % block[1], 0, -num_out % block[0]))
             made = _torchao().Float8Tensor.from_hp(whole, granularity=_per_block(block))
@@ -147,8 +147,8 @@ def _per_block(block: tuple[int, int]) -> Any:
 def put(
     form: Format, q: torch.Tensor, scale: torch.Tensor, data: torch.Tensor, scales: torch.Tensor, first: int
 ) -> None:
-    """Write what `quantise` gives for some rows, [R, K] and [R / row_group, G], to a matrix held from row
-    `first` on.
+    """Write the result of `quantise` for some rows, [R, K] and [R / row_group, G], to a matrix from row
+    `first`.
 
     first: a multiple of row_group.  q of mxfp4: the codes, uint8.  data, scales: shapes as in `Format.sizes`;
     layouts: csrc/unpack.inl and csrc/dynamic.inl.
@@ -172,7 +172,6 @@ def put(
 
 
 def _fours(form: Format, q: torch.Tensor) -> torch.Tensor:
-    """[R, K] as groups of four bytes, [R, K / 4 or K / 8, 4]."""
     if form.bits == 8:
         return torch.nn.functional.pad(q, (0, -q.shape[1] % 4)).unflatten(1, (-1, 4))
     low, high = (q + 8).to(torch.uint8).unflatten(1, (-1, 2, 4)).unbind(2)
@@ -180,10 +179,10 @@ def _fours(form: Format, q: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(weight: QuantisedOperand, num_out: int, width: int) -> Unpacked:
-    """What `put` wrote: values [..., N, K] and scales [..., N, G], whose product is the weights.
+    """Inverse of `put`: values [..., N, K] and scales [..., N, G]; their product is the weights.
 
-    int8 values (less the zeros, int16, where there are any), float8 of fp8.  MXFP4: twice the values, beside
-    half the scales, so that they are integers.
+    int8 values (int16 after zero points), float8 of fp8.  MXFP4: integers, twice the values, with half the
+    scales.
     """
     form, data, scale, zero = weight
     if form.dynamic:
@@ -209,21 +208,19 @@ def unpack(weight: QuantisedOperand, num_out: int, width: int) -> Unpacked:
 
 E8M0_BIAS = 127
 _TWICE_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-"""Twice the values of the FP4 codes of OCP Microscaling Formats v1.0, E2M1: sign, two exponent bits, one of
-mantissa."""
+"""Twice the values of the FP4 codes of OCP Microscaling Formats v1.0, E2M1."""
 
 
 def _less(q: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """q - zero of its group, which 8 bits don't hold."""
     grouped = q.short().unflatten(-1, (zero.shape[-1], -1))
     return (grouped - zero[..., None]).flatten(-2)
 
 
 def dequantise(weight: QuantisedOperand, num_out: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """round(scale * q), [..., K] of dtype: what torchao's `dequantize` gives."""
+    """round(scale * q), [..., K] of dtype, equal to torchao's `dequantize`."""
     q, scales = unpack(weight, num_out, width)
     group_size = weight.form.group_size
-    if group_size and width % group_size:  # the last group of an output is a part
+    if group_size and width % group_size:
         scales = scales.repeat_interleave(group_size, -1)[..., :width]
         return (q.float() * scales.float()).to(dtype)
     grouped = q.unflatten(-1, (scales.shape[-1], -1)).float()
@@ -233,7 +230,7 @@ def dequantise(weight: QuantisedOperand, num_out: int, width: int, dtype: torch.
 def quantise_rows(x: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A dynamic format's inputs: values int8 [T, K], scales fp32 [T, 1] and zero points int8 [T, 1].
 
-    torchao's: symmetric beside int8 weights, asymmetric and with every step in x's dtype beside int4.
+    As torchao: symmetric beside int8 weights; asymmetric, in x's dtype, beside int4.
     """
     block, ao = (1, x.shape[1]), _torchao().quant_primitives
     if form.bits == 8:
@@ -248,7 +245,7 @@ def quantise_rows(x: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Te
 
 @functools.cache
 def _torchao() -> ModuleType:
-    """torchao.quantization with what we use; its import warns of CUDA extensions that we don't use."""
+    """torchao.quantization; suppresses its warnings of unused CUDA extensions."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meaning of every operation in plain torch: oracle of tests, and path of devices without kernels.
+"""The meaning of every operation in plain torch: oracle of tests, and fallback without kernels.
 
 Legend: T token rows, H input width, N output width, E experts, K experts per token, R LoRA rank, S sequences.
 """
@@ -24,8 +24,8 @@ def expert_linear(
 ) -> torch.Tensor:
     """out[t*K + k] = x_row @ weight[ids[t, k]].T + bias[ids[t, k]].
 
-    x: [T, H] (each row feeds its K outputs) or [T*K, H] (one row per output).  weight: [E, N, H].
-    bias: [E, N].  ids: [T, K] int32 expert of each output row, -1 for a padding row (its output is zero).
+    x: [T, H] (a row feeds K outputs) or [T*K, H] (a row per output).  weight: [E, N, H].
+    bias: [E, N].  ids: [T, K] int32 expert of each output row, -1 gives a zero row.
     Returns [T*K, N] in x's dtype.
     """
     flat_ids = ids.reshape(-1)
@@ -60,8 +60,7 @@ def quantised_linear(
 ) -> torch.Tensor:
     """`linear` (ids None) or `expert_linear` over the dequantised weights.
 
-    A dynamic format's inputs are the dequantised ones too, and all is computed in fp64, then rounded: the
-    exact value of what the CPU library rounds once or twice.
+    In fp64, then rounded; a dynamic format's inputs are dequantised too.
     """
     if not weight.form.dynamic:
         plain = quantised.dequantise(weight, num_out, x.shape[1], x.dtype)
@@ -76,7 +75,7 @@ def quantised_linear(
 
 
 def input_rows(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """For each of the T*K outputs, the row of x that feeds it: [T*K] int64."""
+    """Row of x for each of the T*K outputs: [T*K] int64."""
     rows = torch.arange(ids.numel(), device=ids.device)
     return rows if x.shape[0] == ids.numel() else rows // ids.shape[1]
 
@@ -90,13 +89,12 @@ def arena_rows(
 
 
 def lora_delta(operands: LoraOperands, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """delta[i, columns of module m] = round(scale * (x_i @ A.T) @ B), A and B those of row i's adapter.
+    """delta[i, columns of module m] = round(scale * (x_i @ A.T) @ B), with A and B of row i's adapter.
 
-    A delta is a value of the model's dtype: computed in fp32, then rounded to x's dtype. Adding it to a
-    site's output rounds once more, `y = round(y + delta)`, so that one computed elsewhere gives the same y.
-    dtype: rounded to this instead.
+    Computed in fp32, then rounded to dtype (default: x's).  y = round(y + delta) then has the same bits for a
+    delta from elsewhere.
 
-    Returns [T, sum(out_features)] or [T*K, sum(out_features)]; zero where a row has no adapter.
+    Returns [T, sum(out_features)] or [T*K, sum(out_features)]; zero for a row without an adapter.
     Source: Punica (arXiv 2310.18547), SGMV; a segment is all rows of one (slot, expert).
     """
     x, ids, site, layer, token_slots, slots, arena = operands
@@ -149,7 +147,7 @@ def heads_of(qkv: torch.Tensor, num_kv_heads: int, head_dim: int) -> tuple[torch
 
 
 def rotated_heads(qkv: torch.Tensor, num_kv_heads: int, rotation: Rotation) -> tuple[torch.Tensor, ...]:
-    """`heads_of`, as they go to attention: see `Rotation`."""
+    """`heads_of`, changed by `rotation`."""
     cos, sin, q_weight, k_weight, eps, clip = rotation
     if clip is not None:
         qkv = qkv.clamp(-clip, clip)

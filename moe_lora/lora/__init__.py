@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a LoRA delta is computed: the LoraBackend interface, row routing, the local backend."""
+"""The seam of LoRA deltas: the LoraBackend interface, row routing, the local backend."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface behind which every way of computing a LoRA delta stands, and the choice among them."""
+"""The interface of every LoRA delta computation, and the choice among backends."""
 
 from __future__ import annotations
 
@@ -20,64 +20,60 @@ if TYPE_CHECKING:
 
 AddTo: TypeAlias = Callable[[torch.Tensor], None]
 """Adds the deltas of one site to its output y: [T or T*K, sum of the site's out_features], in the model's
-dtype or in fp32; called once, unless its deltas are taken alone (`local.LocalDeltas`)."""
+dtype or in fp32; called once, except for `local.LocalDeltas`.
+"""
 
 
 class LoraBackend(Protocol):
-    """Computes y += delta for the rows of a step that are routed to it.
+    """Computes y += delta for its rows of a step.
 
-    Per site: `add_to = begin(...)`, base GEMM into y, `add_to(y)`; on CPU one call of the library instead,
-    where `rows_here` says what of.  Several sites may be begun before the first of them is added to.
-    A step may fail at any site: `abandon_step` then comes before the next `begin_step`.
+    Per site: `add_to = begin(...)`, base GEMM into y, `add_to(y)`; on CPU one call of the library, with
+    `rows_here`.  Several sites may start before the first `add_to`.  A failed step ends with `abandon_step`.
     """
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
-        """Announce the batch whose sites follow."""
+        """Announce the batch of the following sites."""
         ...
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
-        """Start the deltas of one site; None if there are none.
+        """Start the deltas of one site; None without deltas.
 
-        x: [T, d_in] (or [T*K, d_in] at an expert site whose rows are already spread over the experts).
-        ids: None at a dense site, else [T, K] int32 experts of each token row, numbered in the whole model,
-        -1 for padding and for experts that another rank holds.
-        x stays as it is until the deltas are added.
+        x: [T, d_in] (or [T*K, d_in] at an expert site with a row per expert); unchanged until `add_to`.
+        ids: None at a dense site, else [T, K] int32 experts of each token row, model numbers, -1 for padding
+        and for experts of another rank.
         """
         ...
 
     def rows_here(self, layer: int, site: int) -> LoraRows | None:
-        """What the CPU library needs to compute the site's deltas together with its base layer.
+        """The CPU library's operands for the site's deltas with its base layer.
 
-        None: they are computed otherwise; `begin` them.  Where a step's routing is the same in all layers,
-        the answer for layer 0 serves them all, until the next step begins.
+        None: use `begin`.  If a step's routing is equal in all layers, layer 0's answer holds for all.
         """
         ...
 
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> RowsToSort | None:
-        """What the launch that chooses experts sorts, so that `begin` with these ids need not (CUDA only).
+        """Rows to sort in the launch that chooses experts, before `begin` with these ids (CUDA only).
 
-        x: any of the site's dtype and device.  None: there is nothing to sort, or `begin` does it.
+        x: any of the site's dtype and device.  None: nothing to sort, or `begin` sorts.
         """
         ...
 
     def abandon_step(self) -> None:
         """Drop a step that failed between `begin_step` and its last `add_to`; harmless without a step.
 
-        The next step gets its own deltas, never an answer to a request of the dropped step.  A backend that
-        computes in the engine's thread has no requests under way: this default does nothing.
+        The next step gets its own deltas, never an answer to a request of the dropped step.  Default:
+        nothing, for backends in the engine's thread.
         """
         return
 
 
 class RoutedBackend:
-    """LoraBackend that leaves each row, at each site, to the backend of its source.
+    """LoraBackend that sends each row, at each site, to its source's backend.
 
-    backends: where several have rows of a site, they are begun in this order, so those that compute elsewhere
-    come first.  Under a negated source: what subtracts that source's terms.  At sites where some term is
-    subtracted, a row's terms are summed in fp32, and the sum is rounded once, as it is added.
-    present: [slots, layers] bool, true where a slot's layer is on this device; a row of source HOST is LOCAL
-    in the layers that are there when they begin (see `RowRouting.here`).  None: no source is HOST.
-    num_taken_over counts such rows, once a layer.
+    backends: in the order of `begin`, remote ones first.  Under a negated source: the backend that subtracts.
+    At sites with subtracted terms, a row's terms are summed in fp32 and rounded once.
+    present: [slots, layers] bool, layers on this device; a HOST row is LOCAL in these layers (see
+    `RowRouting.here`).  None: no HOST source.  num_taken_over: such rows, once per layer.
     """
 
     def __init__(self, backends: Mapping[int, LoraBackend], present: np.ndarray | None = None) -> None:
@@ -137,7 +133,6 @@ class RoutedBackend:
             backend.abandon_step()
 
     def _choose_sources(self, layer: int, loading: _LoadingRows) -> None:
-        """For all sites of a layer: what has come by now is computed here."""
         assert self._present is not None
         here = loading.routing.here
         routes = [
@@ -152,7 +147,7 @@ class RoutedBackend:
 
 
 class _LoadingRows:
-    """A step's rows whose adapters are on their way.  here: routes that were computed here in `layer`."""
+    """A step's rows with loading adapters.  here: routes computed here in `layer`."""
 
     def __init__(self, step: StepTables, routing: RowRouting) -> None:
         self.step = step
@@ -170,7 +165,7 @@ def _add_all(begun: Sequence[AddTo | None], y: torch.Tensor) -> None:
 
 
 def _add_sum(begun: Sequence[AddTo | None], y: torch.Tensor) -> None:
-    """All at once, so that what is subtracted is not rounded before the rest is added."""
+    """At once: subtracted terms must not be rounded first."""
     total = torch.zeros_like(y, dtype=torch.float32)
     _add_all(begun, total)
     y.add_(total)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coupled way: deltas computed unmerged, on the instance's own device, from its own arena."""
+"""The coupled backend: unmerged deltas from the instance's own arena and device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LocalDeltas:
-    """AddTo of deltas that this device computes; on CUDA a layer of experts may have them before it runs."""
+    """AddTo of deltas on this device; on CUDA an expert layer may take them before its launch."""
 
     def __init__(self, shrunk: Shrunk, subtract: bool) -> None:
         self._shrunk = shrunk
@@ -34,14 +34,14 @@ class LocalDeltas:
         lora_expand(self._shrunk, y, subtract=self._subtract)
 
     def alone(self) -> Deltas | None:
-        """The deltas for a base layer that adds them itself, in place of a call; None: it can't."""
+        """The deltas for a fused base layer, in place of a call; None if not possible."""
         return None if self._subtract else deltas_of(self._shrunk)
 
 
 class LocalBackend(LoraBackend):
-    """LoraBackend over adapters that lie in this device's arena (see `LoraBackend` for the contract).
+    """LoraBackend over adapters in this device's arena.
 
-    kernel: "sgmv", or a baseline (see `kernels.lora`).  source: whose terms it computes; negated: subtracts.
+    kernel: "sgmv", or a baseline (see `kernels.lora`).  source: of its terms; negated: subtracts.
     """
 
     def __init__(
@@ -112,7 +112,6 @@ class LocalBackend(LoraBackend):
         return lora_rows(self._sites[site], token_slots, self._slots, self._arena, self._kernel)
 
     def _slots_at(self, routing: RowRouting, group: int) -> tuple[torch.Tensor, list[int]]:
-        """At these sites, the slot of each row, and the largest rank of the batch at each site."""
         if group not in self._rows:
             self._rows[group] = self._copied_slots(routing, group)
         return self._rows[group]
@@ -125,21 +124,18 @@ class LocalBackend(LoraBackend):
         on_device = routing.on_device.get((self._source, group))
         if on_device is None:
             host = torch.from_numpy(slot)
-            # Only page-locked memory is copied without waiting.
+            # Only page-locked memory is copied without a wait.
             host = host.pin_memory() if self._arena.is_cuda else host
             on_device = host.to(self._arena.device, non_blocking=True)
         return on_device, list(site_ranks)
 
 
-# Placing a packed adapter into the arena and its offsets into the slot table.
-
-
 LayerPart = PackedLayer | LayerShard
-"""What of a layer lies in an arena: all of it, or some entries packed again without gaps."""
+"""A layer's part in an arena: whole, or some entries packed without gaps."""
 
 
 def part_bytes(layer: PackedLayer, part: LayerPart) -> torch.Tensor:
-    """1-D uint8: the bytes of `part`, which is `layer` itself or cut from it; a copy if it was cut."""
+    """1-D uint8: the bytes of `part`, equal to `layer` or cut from it; a copy if cut."""
     data = layer.data
     if isinstance(part, LayerShard):
         data = layer.data.new_empty(part.num_elements)
@@ -154,10 +150,10 @@ def point_slot(
     layer_offsets_bytes: Sequence[int],
     parts: Sequence[LayerPart] | None = None,
 ) -> None:
-    """Make `slot` mean the adapter whose layers' bytes lie from these offsets on.
+    """Point `slot` at the adapter whose layers start at these offsets.
 
-    layer_offsets_bytes: multiples of 64.  parts: what of each layer lies there, None = all of it.  Other
-    slots may be read meanwhile.
+    layer_offsets_bytes: multiples of 64.  parts: of each layer, None = whole.  Reads of other slots may go
+    on.
     """
     parts = parts or packed.layers
     open_slot(slots, slot, packed)
@@ -166,10 +162,9 @@ def point_slot(
 
 
 def open_slot(slots: SlotTable, slot: int, packed: PackedAdapter) -> None:
-    """Make `slot` this adapter's, of which no layer is there yet.
+    """Assign `slot` to this adapter, without layers yet.
 
-    Its ranks are those of the whole adapter, whatever of it comes here: what they decide, all ranks of an
-    instance decide alike.
+    Ranks are the whole adapter's, so that all ranks of an instance decide alike.
     """
     slots.clear(slot)
     ranks = torch.stack([layer.table[:, 2] for layer in packed.layers])
@@ -179,7 +174,7 @@ def open_slot(slots: SlotTable, slot: int, packed: PackedAdapter) -> None:
 def point_layer(
     slots: SlotTable, slot: int, number: int, layer: PackedLayer, part: LayerPart, offset_bytes: int
 ) -> None:
-    """The layer's bytes, which are `part`, lie from this offset on, a multiple of 64."""
+    """The layer's bytes, `part`, start at this offset, a multiple of 64."""
     assert offset_bytes % MATRIX_ALIGN_BYTES == 0
     itemsize = layer.data.element_size()
     num_bytes = part.num_elements * itemsize if isinstance(part, LayerShard) else layer.nbytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Emulation of another device: a LoraBackend that lets each stage of a step take the time of a profile."""
+"""Emulation of another device: a LoraBackend that stretches each stage to a profile's time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from .row_routing import RowRouting
 
 
 def share_of_layer(site: Site, shape: ModelShape) -> float:
-    """The part of a layer's expert work that this expert site is, counted in matrices; without experts of
-    the work of the layer's last two sites, its MLP."""
+    """This expert site's share of a layer's expert work, in matrices; without experts, of the MLP's two
+    sites.
+    """
     return len(site.modules) / sum(len(other.modules) for other in _mlp_sites(shape))
 
 
@@ -28,7 +29,7 @@ def _mlp_sites(shape: ModelShape) -> Sequence[Site]:
 
 
 def prefill_shares(shape: ModelShape) -> list[float]:
-    """The part of a layer's time for prompts that each site is, counted in multiply-adds of a token."""
+    """Each site's share of a layer's prompt time, in multiply-adds per token."""
     work = [
         site.in_features * site.total_out_features * (shape.num_experts_per_token if site.num_experts else 1)
         for site in shape.sites
@@ -37,14 +38,11 @@ def prefill_shares(shape: ModelShape) -> list[float]:
 
 
 class PacedBackend:
-    """LoraBackend around another one, which sleeps until a stage's time by `profile` has passed.
+    """LoraBackend around another that sleeps up to each stage's time by `profile`.
 
-    Only decode rows count, and where the profile has a time for them prompt rows, whose time is divided over
-    a layer's sites by their multiply-adds.  Stages end at due times
-    that follow from each other, so a stage that is late (its real work took longer, or the machine was busy)
-    takes the lateness out of the sleeps after it.  A site's deltas from host workers that come after its time
-    hold the device up: it would wait.
-    remote: the deltas come from a LoRA Server, which sleeps for its own part.
+    Decode rows count, and prompt rows if the profile has their time, divided over a layer's sites by
+    multiply-adds.  Due times follow from each other, so a late stage shortens later sleeps.  Late deltas of
+    host workers delay the device.  remote: a LoRA Server computes deltas and sleeps for its own part.
     """
 
     def __init__(
@@ -79,10 +77,10 @@ class PacedBackend:
         return partial(self._add_to, self._backend.begin(layer, site, x, ids), site, begun_s)
 
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        """`begin` does it."""
+        """`begin` sorts."""
 
     def rows_here(self, layer: int, site: int) -> None:
-        """A stage ends when its time has passed, not when it is computed."""
+        """A stage ends by its time, not by its computation."""
 
     def abandon_step(self) -> None:
         self._backend.abandon_step()
@@ -111,7 +109,6 @@ class PacedBackend:
             self._pass(arrived_s - self._due_s + base_s)
 
     def _pass(self, seconds: float) -> None:
-        """The emulated device is busy for so long from the last due time on."""
         self._due_s += seconds
         left_s = self._due_s - time.monotonic()
         if left_s > 0:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each row's LoRA deltas are computed in a step: one table for all backends.
+"""Routing of rows to sources of LoRA deltas in a step: one table for all backends.
 
 Legend: T token rows, L layers, N routes, G groups of sites, M terms.
 
-Rows of one adapter share a route, so the table has a row per adapter of the step, not per token: a token row
-costs one index.
+Rows of one adapter share a route: a token row costs one index.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class Source(IntEnum):
-    """Who computes a term."""
+    """Computes a term."""
 
     LOCAL = 1
     LEASED = 2
     HOST = 3
     HELD = 4
-    """This device, from memory beside the arena: the merged adapter at sites of the LoRA Server."""
+    """This device, outside the arena: the merged adapter at sites of the LoRA Server."""
     PUSHED = 5
-    """The LoRA Server, asked by puts of this device: what is LEASED, in steps that can be."""
+    """The LoRA Server by puts of this device: LEASED terms in eligible steps."""
 
 
 TERM = np.dtype(
@@ -40,25 +39,23 @@ TERM = np.dtype(
 )
 """One signed delta of a row.
 
-source: a `Source`, negated where the delta is subtracted; 0 = no term.  adapter: index into
-`RowRouting.adapters`, -1 where a slot is enough.  slot: of this device's slot table (LOCAL, and HOST, where
-the adapter is on its way to it; -1 = nothing of the adapter is there), or of the LoRA Server's (LEASED and
-PUSHED; -1 = there is no lease).  generation: of the lease; of a HOST term the number of the adapter's
-content.
+source: a `Source`, negated for a subtraction; 0 = no term.  adapter: index into `RowRouting.adapters`, -1 if
+a slot suffices.  slot: of this device's slot table (LOCAL and HOST; -1 = nothing loaded), or of the LoRA
+Server's (LEASED and PUSHED; -1 = no lease).  generation: of the lease; of a HOST term the content number.
 """
 NO_TERM = np.array((0, -1, -1, 0), TERM)
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Where the LoRA Server serves an adapter; the generation tells one content of the slot from the next."""
+    """An adapter's slot on the LoRA Server; the generation identifies the slot's content."""
 
     slot: int
     generation: int
 
 
 class RoutedAdapter(NamedTuple):
-    """An adapter as backends without slots know it.  targets: modules that it has deltas for."""
+    """An adapter for backends without slots.  targets: modules with deltas."""
 
     content_hash: str
     targets: tuple[str, ...]
@@ -68,17 +65,17 @@ _NUMBER_DIGITS = 15
 
 
 def content_number(content_hash: str) -> int:
-    """What a HOST term says of an adapter: the first 60 bits of its content's hash."""
+    """An adapter in a HOST term: the first 60 bits of its content hash."""
     return int(content_hash[:_NUMBER_DIGITS], 16)
 
 
 def content_prefix(number: int) -> str:
-    """How the hash of such a number begins."""
+    """Prefix of the hash with this number."""
     return f"{number:0{_NUMBER_DIGITS}x}"
 
 
 def no_terms(num_routes: int, num_groups: int, num_terms: int = 1) -> np.ndarray:
-    """[num_routes + 1, num_groups, num_terms] TERM without any term; the last route stays so."""
+    """[num_routes + 1, num_groups, num_terms] TERM without any term; the last route stays empty."""
     terms = np.zeros((num_routes + 1, num_groups, num_terms), TERM)
     terms["slot"] = terms["adapter"] = -1
     return terms
@@ -86,17 +83,15 @@ def no_terms(num_routes: int, num_groups: int, num_terms: int = 1) -> np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class RowRouting:
-    """Of each row and group of sites up to M signed terms; their sum is added to the sites' output.
+    """Up to M signed terms per row and group of sites; their sum is added to the sites' output.
 
     groups: [L][sites] group of each site of each layer.  row_route: [T] int32 route of each row, -1 = base
-    model.  terms: [N + 1, G, M] TERM; the last route has none.  M is 1 as long as nothing is merged.  Where
-    weights carry an adapter, M is 2: its own rows have no term, all others subtract it, those of the base
-    model by a route of their own.  adapters: may be empty where all sources are LOCAL.  here: [N, L] bool,
-    layers in which a route's HOST terms are computed on the device all the same, so that all ranks of an
-    instance choose alike; None: where they are there when they begin.  on_device: `slots_here` and
-    `frames_pushed` in the memory of the device that computes the step, as far as they were copied there with
-    the rest of its input.
-    site_ranks: largest rank at each site that this device's launches are made for; None: that of the rows.
+    model.  terms: [N + 1, G, M] TERM; the last route is empty.  M is 1 without merging, else 2: the merged
+    adapter's rows have no term, all others subtract it, base rows by their own route.  adapters: may be empty
+    if all sources are LOCAL.  here: [N, L] bool, layers with HOST terms computed on the device, equal on all
+    ranks of an instance; None: layers present at `begin`.  on_device: `slots_here` and `frames_pushed` on the
+    device, as copied with the step's input.  site_ranks: largest rank per site for this device's launches;
+    None: of the rows.
     """
 
     groups: Sequence[Sequence[int]]
@@ -114,31 +109,31 @@ class RowRouting:
 
     @cached_property
     def sources(self) -> list[set[int]]:
-        """Of each group, the `Source`s of its terms in this step, negated where they are subtracted."""
+        """The `Source`s of each group's terms, negated for subtractions."""
         codes = self.terms["source"]
         return [set(codes[:, group].ravel().tolist()) - {0} for group in range(codes.shape[1])]
 
     @property
     def loading(self) -> np.ndarray:
-        """[N + 1, G] bool, terms that host workers compute as long as the adapter is not on the device."""
+        """[N + 1, G] bool, terms of host workers during an adapter's load."""
         return self.terms["source"][:, :, 0] == Source.HOST
 
     @property
     def loading_slots(self) -> dict[int, int]:
-        """By route with such terms the slot that the adapter is on its way to; none where it has none."""
+        """Slot of the loading adapter, by route with such terms."""
         loading = self.loading[:-1]
         slots = np.where(loading, self.terms["slot"][:-1, :, 0], -1).max(1, initial=-1)
         return {route: int(slots[route]) for route in np.flatnonzero(slots >= 0).tolist()}
 
     def taken_over(self, routes: Sequence[int]) -> RowRouting:
-        """The same, with what hosts were to compute of these routes computed on this device."""
+        """The routing with these routes' HOST terms computed on this device."""
         terms = self.terms.copy()
         source = terms["source"]
         source[routes] = np.where(source[routes] == Source.HOST, Source.LOCAL, source[routes])
         return replace(self, terms=terms, on_device={})
 
     def slots_here(self) -> dict[tuple[int, int], np.ndarray]:
-        """[T] int32, by source and group: the slot of each row whose term this device computes, else -1."""
+        """[T] int32, by source and group: slot of each row with a term on this device, else -1."""
         return {
             place: np.ascontiguousarray(self.terms_from(*place)["slot"])
             for place in self._places()
@@ -146,8 +141,7 @@ class RowRouting:
         }
 
     def frames_pushed(self) -> dict[tuple[int, int], np.ndarray]:
-        """[1 + 2 T] int64, by source and group, of PUSHED terms: T, the slot of each row or -1, the
-        generations."""
+        """[1 + 2 T] int64, by source and group, of PUSHED terms: T, slot of each row or -1, generations."""
         found = {}
         for place in self._places():
             if place[0] == Source.PUSHED:
@@ -159,15 +153,15 @@ class RowRouting:
         return [(source, group) for group, sources in enumerate(self.sources) for source in sources]
 
     def pushed(self) -> RowRouting:
-        """The same, with what is LEASED asked by puts of this device."""
+        """The routing with LEASED terms as PUSHED."""
         terms = self.terms.copy()
         terms["source"][terms["source"] == Source.LEASED] = Source.PUSHED
         return replace(self, terms=terms, on_device={})
 
     def terms_from(self, source: int, group: int) -> np.ndarray:
-        """[T] TERM: of each row the term that this source computes; slot -1, adapter -1 where it has none.
+        """[T] TERM: each row's term of this source; slot -1, adapter -1 without.
 
-        source: negated for terms that are subtracted, which are second ones.
+        source: negated for subtracted terms, the second ones.
         """
         terms = self.terms[:, group, 0 if source > 0 else 1]
         if self.sources[group] != {source}:
@@ -182,12 +176,10 @@ def on_merged_weights(
     subtracted: np.ndarray,
     num_live: int,
 ) -> RowRouting:
-    """The same step on weights that carry an adapter at some sites: there its own rows have no term, and all
-    others subtract it.
+    """The routing on weights with a merged adapter: its rows have no term, all others subtract it.
 
-    groups: [L][sites], group g of `routing` where the site is as it was, g + G where it carries the adapter.
-    route: that of the adapter's rows, -1 if it has none in this step.  subtracted: [G] TERM, what the others
-    subtract.  num_live: rows from there on are padding.
+    groups: [L][sites], group g of `routing` for an unmerged site, g + G for a merged site.
+    route: of the adapter's rows, -1 without rows.  subtracted: [G] TERM.  num_live: padding rows start here.
     """
     (num_routes, num_groups), of_base = routing.terms.shape[:2], routing.row_route[:num_live] < 0
     num_routes += int(of_base.any()) - 1

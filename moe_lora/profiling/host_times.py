@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What host workers, the device and loads take on this machine, for `moe-lora profile-steps --host-worker`.
+"""Times of host workers, device and loads on this machine, for `moe-lora profile-steps --host-worker`.
 
 Legend: T tokens, K experts per token.
 """
@@ -32,11 +32,9 @@ from moe_lora.policies.admission.host_start import HostStart, HostTimes, PartTim
 from .step_times import StepClock, random_adapter
 
 TOKENS_BESIDE_PROMPT = 3
-"""Tokens that a timed request may gain."""
 _NAME = "rank{}"
 _LOOK_S = 1e-4
 Samples = dict[tuple[str, int, int], list[float]]
-"""Seconds by (what, tokens, LoRA rank)."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +54,10 @@ def measure_host(
 ) -> dict[str, Any]:
     """The `host` section of a performance model's file.
 
-    One worker on the last core that this process may use computes a layer's deltas site by site, as an engine
-    asks it to; an engine computes prompts of one request, and loads adapters; by turns, with prompts of 1 to
-    max_tokens tokens and adapters of the ranks.  quantile: of num_rounds samples of each, after one round
-    that is not counted.  Fits are by least squares of relative errors, without negative times.
+    In turn, with prompts of 1 to max_tokens tokens and adapters of the ranks: one worker, on the last
+    available core, computes a layer's deltas site by site; an engine computes prompts of one request, and
+    loads adapters.  quantile: of num_rounds samples each, after a warm-up round.  Fits: least squares of
+    relative errors, without negative times.
     """
     config = replace(
         config,
@@ -99,8 +97,6 @@ def measure_host(
 
 
 class _Worker:
-    """One host worker with an adapter of each rank."""
-
     def __init__(self, shape: ModelShape, dtype: torch.dtype, ranks: Sequence[int], max_tokens: int) -> None:
         self._shape = shape
         self._layout = FrameLayout(shape, dtype, max_tokens * max(1, shape.num_experts_per_token))
@@ -119,7 +115,7 @@ class _Worker:
         self._workers.close()
 
     def seconds(self, site: Site, num_tokens: int, lora_rank: int) -> float:
-        """From laying out a request for the deltas of a site until they are here; layers by turns."""
+        """From the layout of a site's request to its deltas; layers in turn."""
         shape = self._shape
         session = self._workers.links[0].session
         assert isinstance(session, ClientSession), "the worker ended"
@@ -129,7 +125,7 @@ class _Worker:
         ids = None
         if top_k:
             ids = np.arange(rows, dtype=np.int32).reshape(num_tokens, top_k) % site.num_experts
-            if site.name == "down":  # its input is a row for each expert of a token
+            if site.name == "down":
                 num_tokens, top_k, ids = rows, 1, ids.reshape(rows, 1)
         begin_s = time.perf_counter()
         request = lay_out_request(
@@ -144,7 +140,6 @@ class _Worker:
 
 
 def _with_own_layers(packed: PackedAdapter) -> PackedAdapter:
-    """The adapter with memory for each layer, as a file needs it."""
     layers = [
         replace(one, data=one.data.clone(), table=one.table.clone(), scale=one.scale.clone())
         for one in packed.layers
@@ -153,23 +148,23 @@ def _with_own_layers(packed: PackedAdapter) -> PackedAdapter:
 
 
 def _load_s(core: EngineCore, shape: ModelShape, dtype: torch.dtype, lora_rank: int) -> tuple[float, int]:
-    """Seconds from the order to bring an adapter until it serves, and its bytes."""
+    """Seconds from the load order to service, and the adapter's bytes."""
     name = f"load{lora_rank}"
     packed = random_adapter(shape, dtype, name, lora_rank, seed=lora_rank)
-    core.remove_adapter(_NAME.format(lora_rank))  # whose place it takes
+    core.remove_adapter(_NAME.format(lora_rank))
     core.add_adapter(packed, None)
     begin_s = time.perf_counter()
     core.pin_adapter(name, True)
     while name not in core.stats().resident_adapters:
         core.tend()
-        time.sleep(_LOOK_S)  # the copying thread needs the interpreter too
+        time.sleep(_LOOK_S)
     load_s = time.perf_counter() - begin_s
     core.remove_adapter(name)
     core.add_adapter(replace(packed, name=_NAME.format(lora_rank)), None)
     core.pin_adapter(_NAME.format(lora_rank), True)
     while _NAME.format(lora_rank) not in core.stats().resident_adapters:
         core.tend()
-        time.sleep(_LOOK_S)  # the copying thread needs the interpreter too
+        time.sleep(_LOOK_S)
     core.pin_adapter(_NAME.format(lora_rank), False)
     return load_s, packed.nbytes
 
@@ -181,7 +176,6 @@ def _fit(
     max_tokens: int,
     max_rank: int,
 ) -> tuple[HostTimes, dict[str, float]]:
-    """The times, and the mean relative error of each fit."""
     errors: dict[str, float] = {}
 
     def solve(what: str, features: Callable[[int, int], list[float]]) -> list[float]:
@@ -213,7 +207,7 @@ def _fit(
 
 
 def break_even_lines(times: HostTimes, ranks: Sequence[int], workers: Sequence[int]) -> list[str]:
-    """For each rank and number of workers: c, and from where on waiting for an adapter is quicker."""
+    """For each rank and number of workers: c, and the prompt length from which waiting is faster."""
     lines = []
     for rank in ranks:
         adapter, c = times.adapter(rank), times.tokens_per_worker(rank)

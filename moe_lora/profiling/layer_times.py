@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long one layer of a model takes on this machine: base model, deltas, transfers; for `moe-lora profile`.
+"""Times of one layer on this machine: base model, deltas, transfers; for `moe-lora profile`.
 
 Legend: B rows, D hidden size, F expert hidden size, K experts per row, E experts, x EP degree.
 """
@@ -45,10 +45,10 @@ class LayerTimes:
 
 
 class LayerClock:
-    """One layer of a model with experts, ready to be timed at any batch up to the largest.
+    """One layer of a model with experts, for timing at any batch up to the largest.
 
-    config: of the model.  lora_rank, num_adapters, zipf: of the adapters that rows draw from.
-    context_tokens: KV that each row attends to.  Raises ConfigError for a model without experts.
+    config: of the model.  lora_rank, num_adapters, zipf: of the rows' adapters.
+    context_tokens: KV per row.  Raises ConfigError for a model without experts.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class LayerClock:
         return attention, self._seconds(lambda: layer.mlp(layer.mlp_norm(x), channel, live))
 
     def _compute(self, batch: int, ep: int) -> float:
-        """Deltas of gate/up and down at a rank that holds the first E / x experts."""
+        """Deltas of gate/up and down at a rank with the first E / x experts."""
         ids, slots = self._ids[:batch], self._token_slots[:batch].int().to(self.device)
         held = torch.where(ids < self.shape.num_experts // ep, ids, -1).to(self.device)
         work = []
@@ -125,7 +125,7 @@ class LayerClock:
         return self._seconds(deltas)
 
     def _transfers(self, degrees: list[int]) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
-        """Puts of a layer's inputs, and of its deltas, of one rank's part through shared memory."""
+        """Puts of one rank's part of a layer's inputs, and of its deltas, through shared memory."""
         shape, itemsize = self.shape, self.dtype.itemsize
         routed = shape.num_experts_per_token
         per_row_in = {ep: shape.hidden_size + routed * shape.intermediate_size / ep for ep in degrees}
@@ -150,12 +150,11 @@ class LayerClock:
             return receive, {ep: times(per_row_out[ep]) for ep in degrees}
 
     def _load_rate(self) -> float:
-        """Bytes per second of copying a layer's adapters to the device."""
         host = torch.ones(self._adapters.numel(), dtype=torch.uint8)
         return host.numel() / self._seconds(lambda: self._adapters.copy_(host))
 
     def _random_adapters(self, lora_rank: int, num_adapters: int) -> tuple[SlotTable, torch.Tensor]:
-        """One layer of so many adapters on the expert sites, packed as a server rank holds them."""
+        """One layer of num_adapters adapters on the expert sites, packed as on a server rank."""
         adapter = random_adapter(self.shape, self.dtype, "", lora_rank, seed=0, targets=_EXPERT_SITES)
         layer = adapter.layers[_LAYER]
         arena = layer.data.repeat(num_adapters).to(self.device).view(torch.uint8)
@@ -181,7 +180,6 @@ class LayerClock:
         return (torch.randn(*size, generator=self._generator) * 0.02).to(self.device, self.dtype)
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """Median of a few calls, after one that is not counted."""
         found = []
         for _ in range(_REPEATS + 1):
             self._synchronize()

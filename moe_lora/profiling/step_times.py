@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long whole steps of an engine take, by what is in the batch; for `moe-lora profile-steps`."""
+"""Times of an engine's whole steps by batch; for `moe-lora profile-steps`.
+
+Legend: N copies of a matrix, R LoRA rank.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,6 @@ from moe_lora.engine.core import EngineCore
 from moe_lora.engine.ranks.rank import DTYPES, kv_layout, resolved
 from moe_lora.workload.replay_plan import PlannedRequest
 
-# Adapters of stated ranks with random values, for timing.
-#
-# Legend: N copies of a matrix, R LoRA rank.
-
-
 _STD = 0.02
 
 
@@ -38,7 +36,7 @@ def random_adapter(
     seed: int,
     targets: tuple[str, ...] = DEFAULT_TARGETS,
 ) -> PackedAdapter:
-    """An adapter on whole sites; its layers have the same values.  Raises ConfigError for a bad rank."""
+    """A random adapter on whole sites, with equal layers.  Raises ConfigError for a bad rank."""
     if lora_rank < 1:
         raise ConfigError(f"lora_rank={lora_rank} must be 1 or more")
     generator = torch.Generator().manual_seed(seed)
@@ -82,11 +80,11 @@ class TimedRow(Protocol):
 
 
 class StepClock:
-    """An engine with random adapters, all resident, whose steps are timed from outside.
+    """An engine with resident random adapters, for timing steps from outside.
 
-    adapters: name -> rank.  Adapters are on attention and MLP of every layer.  num_decode_steps: timed after
-    each prefill.  processor_time: seconds of this thread on a processor, instead of those that pass, which
-    other programs stretch; for one CPU thread.  Raises ConfigError for settings that can't work.
+    adapters: name -> rank, on attention and MLP of every layer.  num_decode_steps: timed after each prefill.
+    processor_time: this thread's CPU seconds instead of wall time; for one CPU thread.  Raises ConfigError
+    for impossible settings.
     """
 
     def __init__(
@@ -113,9 +111,9 @@ class StepClock:
         self._num_requests = 0
 
     def run(self, rows: Sequence[TimedRow]) -> tuple[float, list[float]]:
-        """Seconds of the prefill step with all rows, and of the decode steps after it.
+        """Seconds of the prefill step with all rows, and of the following decode steps.
 
-        Raises CapacityError if they don't fit into one step.
+        Raises CapacityError if the rows don't fit into one step.
         """
         requests = [self._request(row) for row in rows]
         for request in requests:
@@ -135,7 +133,6 @@ class StepClock:
         self.core.close()
 
     def _step(self) -> tuple[float, int]:
-        """Seconds of a step, and the requests that gained a token."""
         self._synchronize()
         start_s = self._now_s()
         outputs = self.core.step()
@@ -165,15 +162,15 @@ class StepClock:
 
 
 def engine_with_adapters(config: EngineConfig, adapters: Mapping[str, int]) -> EngineCore:
-    """An engine with these adapters (name -> rank), of random values, on its device, where they stay.
+    """An engine with these random adapters (name -> rank) resident on its device.
 
-    There is room for all of them below the share from which on the cache swaps out, and no history is kept.
+    Their memory stays below the cache's swap-out threshold; no history is kept.
     """
     hf_config = config.hf_config()
     dtype = DTYPES[resolved(config, hf_config).dtype]
     shape = replace(ModelShape.from_hf_config(hf_config), dtype_bytes=dtype.itemsize)
     slack = shape.num_layers * kv_layout(config, shape, dtype).page_bytes
-    least = shape.adapter_bytes(16) + slack  # the engine's own bound below
+    least = shape.adapter_bytes(16) + slack
     needed = max(least, sum(shape.adapter_bytes(rank) + slack for rank in adapters.values()))
     room_gb = math.ceil(needed / config.swap_out_above / 1e3) / 1e6
     core = build_engine(
@@ -192,7 +189,6 @@ def engine_with_adapters(config: EngineConfig, adapters: Mapping[str, int]) -> E
 
 
 def _bring_in(core: EngineCore, name: str) -> None:
-    """Answer one request of the adapter, as it is read beside the steps."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1)
     core.add_request(
         GenerateRequest(request_id=f"first-{name}", prompt_token_ids=(0,), sampling=sampling, adapter=name)
@@ -200,9 +196,6 @@ def _bring_in(core: EngineCore, name: str) -> None:
     while core.has_work:
         if not core.step():
             time.sleep(_LOAD_POLL_S)
-
-
-# Requests sent to an engine of this process at their times, whether earlier ones are done or not.
 
 
 _LONGEST_SLEEP_S = 0.01
@@ -219,7 +212,7 @@ class OpenRequest:
 
 
 class OverloadError(Exception):
-    """A request waited for its first token for too long; waited_s says how long."""
+    """A request waited too long for its first token: waited_s."""
 
     def __init__(self, waited_s: float) -> None:
         super().__init__(f"a request waited {waited_s:.3g} s for its first token")
@@ -234,11 +227,10 @@ def serve_open_loop(
     now_s: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[OpenRequest]:
-    """Serve the plan with an engine that has no other work; every answer has its full length.
+    """Serve the plan open-loop with an otherwise idle engine; every answer has its full length.
 
-    plan: by arrival.  Prompts are different from each other.  TTFT counts from the planned arrival, so a step
-    that holds up an arrival counts.  Raises OverloadError, with every request dropped, as soon as one waits
-    longer than longest_wait_s for its first token.
+    plan: by arrival.  Prompts differ.  TTFT counts from the planned arrival, including a step in progress.
+    Raises OverloadError, with every request dropped, after a wait of longest_wait_s for a first token.
     """
     start_s = now_s()
     requests = [OpenRequest(planned.arrival_s, planned.output_tokens) for planned in plan]
@@ -273,7 +265,6 @@ def _step(
     running: dict[str, OpenRequest],
     elapsed_s: Callable[[], float],
 ) -> None:
-    """One step; stamps first tokens and ends, and forgets requests that are done."""
     outputs = core.step()
     end_s = elapsed_s()
     for output in outputs:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much hardware a workload needs: cache capacity, LoRA Server ranks, instances.  No torch here."""
+"""Hardware for a workload: cache capacity, LoRA Server ranks, instances.  Imports no torch."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device does in which time: the facts that sizing rests on (fields: docs/reference/profiles.md).
+"""Device profiles: speed and memory of a device, the input of sizing (fields: docs/reference/profiles.md).
 
-A profile is a JSON file, shipped or a user's own: "tables" are measured times of one model at some batch
-sizes, a "roofline" has only rates and fixed latencies.
+A profile is a JSON file.  "tables" holds measured times of one model; "roofline" holds rates and latencies.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ from moe_lora.core.errors import ConfigError
 class Table:
     """seconds(b), piecewise linear through (batches[i], times_s[i]).
 
-    Beyond the last point the last line goes on.  Below the first one it is the first line, or the line
-    through the origin where that is higher, so that a steep table never gives a negative time.  Raises
-    ConfigError for batches that do not increase from 1 or more, and for times that are not positive or
-    decrease.
+    Extrapolates the last line above the last point.  Below the first point: the first line, or the line
+    through the origin if higher, to avoid negative times.  Raises ConfigError unless batches increase from 1
+    or more, and times are positive and do not decrease.
     """
 
     batches: tuple[float, ...]
@@ -51,7 +49,7 @@ class Table:
             )
 
     def seconds(self, batch: float) -> float:
-        """Time at this batch; 0 for an empty one."""
+        """Time at this batch; 0 for an empty batch."""
         if batch <= 0:
             return 0.0
         place = min(max(bisect_left(self.batches, batch), 1), len(self.batches) - 1)
@@ -66,17 +64,17 @@ class Table:
 
 
 class MissingRateError(ConfigError):
-    """A plan needs a rate that the profile does not have."""
+    """The profile lacks a rate for the plan."""
 
 
 MEANINGS = {"load_bytes_per_s": "copies from host to device", "net_bytes_per_s": "network between GPUs"}
 
 
 class Gpu(FileContent):
-    """One GPU (or, measured on CPUs, one rank).  Peak rates; None = not known.
+    """One GPU, or one rank on CPUs.  Peak rates; None: unknown.
 
-    instance_memory_share, server_memory_share: parts of the memory that weights, KV and adapters of an
-    instance, and adapters of a LoRA Server, may take.  load_bytes_per_s: host to device.
+    instance_memory_share: memory for weights, KV and adapters of an instance.  server_memory_share: memory
+    for adapters of a LoRA Server.  load_bytes_per_s: host to device.
     """
 
     memory_gib: Positive
@@ -88,7 +86,7 @@ class Gpu(FileContent):
     net_bytes_per_s: Positive | None = None
 
     def needed(self, rate: str, profile: str) -> float:
-        """The rate of that name.  Raises ConfigError where the profile does not have the rate."""
+        """The named rate.  Raises ConfigError if the profile lacks the rate."""
         found: float | None = getattr(self, rate)
         if found is None:
             raise MissingRateError(
@@ -99,21 +97,21 @@ class Gpu(FileContent):
 
     @property
     def memory_bytes(self) -> float:
-        """Of all of it."""
+        """Total."""
         return self.memory_gib * 2**30
 
 
 class RatedGpu(Gpu):
-    """One whose rates are known."""
+    """A GPU with known rates."""
 
     bytes_per_s: Positive
     flop_per_s: Positive
 
 
 class Sizes(FileContent):
-    """What of a model the stage times of one layer depend on; a dense MLP is one expert, chosen always.
+    """Sizes of a layer for stage times; a dense MLP is one expert, always chosen.
 
-    weights: name of the format that they are held in (`core.weight_format`).
+    weights: name of the weight format (`core.weight_format`).
     """
 
     model: str = ""
@@ -128,17 +126,17 @@ class Sizes(FileContent):
 
     @property
     def row_inputs(self) -> float:
-        """Values that go to the LoRA Server for a row: inputs of gate/up and of down per chosen expert."""
+        """Values per row to the LoRA Server: inputs of gate/up and of down per chosen expert."""
         return float(self.num_experts_per_token * (self.hidden_size + self.intermediate_size))
 
     @property
     def row_outputs(self) -> float:
-        """Values that come back for a row."""
+        """Values per row from the LoRA Server."""
         return float(self.num_experts_per_token * (self.hidden_size + 2 * self.intermediate_size))
 
     @property
     def row_pair_values(self) -> float:
-        """Adapter values of the experts that one row chooses: gate, up and down, A and B."""
+        """Adapter values of a row's experts: gate, up and down, A and B."""
         width = self.hidden_size + self.intermediate_size
         return 3.0 * self.num_experts_per_token * width * self.lora_rank
 
@@ -154,11 +152,10 @@ class Sizes(FileContent):
 
 
 Times = tuple[Annotated[float, Field(strict=True, allow_inf_nan=False)], ...]
-"""Microseconds, one a batch."""
 
 
 class ServerTimes(FileContent):
-    """Of a layer's deltas for one instance, by the instance's batch."""
+    """Times of a layer's deltas for one instance, by the instance's batch."""
 
     receive: Times
     compute: Times
@@ -166,14 +163,14 @@ class ServerTimes(FileContent):
 
 
 class BaseTimes(FileContent):
-    """Of the base GEMMs of a layer's experts, and of all the rest of it; None = derived from rates."""
+    """Times of the base GEMMs of a layer's experts, and of the rest of a layer; None: derived from rates."""
 
     experts: Times
     attention: Times | None = None
 
 
 class Efficiency(FileContent):
-    """Parts of the data sheet's rates that are reached."""
+    """Reached shares of the data sheet's rates."""
 
     memory: Share
     flop: Share
@@ -184,7 +181,7 @@ _Latency = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 
 
 class FixedTimes(FileContent):
-    """Microseconds that a stage takes however small the batch; sync_per_rank: for each further rank."""
+    """Microseconds of a stage at any batch; sync_per_rank: for each further rank."""
 
     receive: _Latency = 0.0
     compute: _Latency = 0.0
@@ -194,13 +191,11 @@ class FixedTimes(FileContent):
 
 
 Part = Literal["decode", "prefill", "chunks", "adapters", "loads", "prefixes", "several GPUs", "LoRA Server"]
-"""What of a plan may have run on a device."""
 
 
 class _Device(FileContent):
-    """about: whose numbers these are, in a sentence.  ran: parts of a plan that ran on this device with this
-    code, each with what ran.  models_run: models that did, with all their layers.  sources: where the
-    numbers come from.
+    """about: origin of the numbers, in a sentence.  ran: plan parts with a run on this device, and the run.
+    models_run: models with a run of all layers.  sources: origins of the numbers.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -212,7 +207,7 @@ class _Device(FileContent):
 
 
 class MeasuredProfile(_Device):
-    """Measurements of one model, taken at these batches.  server_us: by the EP degree x of the layout."""
+    """Measurements of one model at these batches.  server_us: by the EP degree x of the layout."""
 
     kind: Literal["tables"]
     gpu: Gpu
@@ -223,7 +218,7 @@ class MeasuredProfile(_Device):
 
     @cached_property
     def tables(self) -> dict[str, Table]:
-        """By their place in the file, such as "server_us.4.send"."""
+        """Tables by their place in the file, e.g. "server_us.4.send"."""
         listed = {f"server_us.{ep}": stages for ep, stages in self.server_us.items()}
         found = {}
         for place, stages in {**listed, "base_us": self.base_us}.items():
@@ -242,7 +237,7 @@ class MeasuredProfile(_Device):
 
 
 class RooflineProfile(_Device):
-    """Rates, and what is reached of them."""
+    """Rates, and reached shares of the rates."""
 
     kind: Literal["roofline"]
     gpu: RatedGpu
@@ -253,12 +248,12 @@ Profile = MeasuredProfile | RooflineProfile
 
 
 def shipped_profiles() -> tuple[str, ...]:
-    """Names of the profiles that come with the package."""
+    """Names of the profiles in the package."""
     return tuple(sorted(Path(file.name).stem for file in _shipped().iterdir() if file.name.endswith(".json")))
 
 
 def with_rates(profile: Profile, assumed: Mapping[str, float]) -> Profile:
-    """The profile with rates that it lacks.  Raises ConfigError for a rate that it has, or no such rate."""
+    """The profile with further rates.  Raises ConfigError for a known rate or an unknown name."""
     for name, value in assumed.items():
         if name not in MEANINGS:
             raise ConfigError(f"assumed rate {name!r} is unknown; choose one of {', '.join(MEANINGS)}")
@@ -279,9 +274,9 @@ def _shipped() -> Any:
 
 
 def read_profile(name_or_path: str | Path) -> Profile:
-    """The shipped profile of that name, or the one in that file.
+    """The shipped profile of this name, or the profile in this file.
 
-    Raises ConfigError, naming file and field, for anything that can't be right.
+    Raises ConfigError with file and field for impossible content.
     """
     path = name_or_path
     if str(path) in shipped_profiles():

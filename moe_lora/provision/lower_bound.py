@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fewest GPUs of a load on any cluster: its operations and bytes over peak rates.
+"""Lower bound of GPUs for a load on any cluster: operations and bytes over peak rates.
 
-No plan may be below this bound.  Nothing here is shared with the sizing (`provision.plan`): an error there
-must not hide here.
+Shares no code with the sizing (`provision.plan`): the bound must expose errors there.
 
 Legend: D hidden, F expert hidden, K experts per row, H query heads, G KV heads, d head size, l layers,
 R LoRA rank.
@@ -11,9 +10,8 @@ R LoRA rank.
     FLOP of a pair     4 l H d                          (a token and an attended token)
     bytes of a pair    KV of a token                    (decode reads the context of each row)
 
-The delta counts one A for gate and up, the least form.  Of GPT-OSS only every second layer attends to the
-whole context.  Left out: output head, embedding, gate, norms, weights read
-again in each step, network, loads, and every goal.
+The delta counts one A for gate and up.  In GPT-OSS every second layer attends to the whole context.  Left
+out: output head, embedding, gate, norms, repeated weight reads, network, loads, and every goal.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ from moe_lora.core.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Of a mean request.
+    """Work of a mean request.
 
-    computed_tokens: prompt tokens without prefix hits, and output tokens with a further step (all but
-    the last).  prompt_pairs, decode_pairs: pairs of a token and an attended token.
+    computed_tokens: prompt tokens without prefix hits, and output tokens except the last.  prompt_pairs,
+    decode_pairs: pairs of a token and an attended token.
     """
 
     computed_tokens: float
@@ -39,7 +37,7 @@ class Work:
 
 
 def work_of(lengths: Sequence[tuple[int, int, int]]) -> Work:
-    """lengths: (prompt, prefix hit, output) tokens of each request; one at least."""
+    """lengths: (prompt, prefix hit, output) tokens per request; at least one request."""
     computed = prompt_pairs = decode_pairs = 0
     for prompt, hit, output in lengths:
         own = prompt - hit
@@ -83,7 +81,7 @@ def lower_bound(
     weight_bytes: float,
     memory_bytes: float,
 ) -> LowerBound:
-    """rate_per_s: requests.  adapter_rank: mean LoRA rank over requests, 0 for the base model's.
+    """rate_per_s: requests.  adapter_rank: mean LoRA rank over requests; the base model counts as 0.
 
     flop_per_s, bytes_per_s, memory_bytes: peak, of one GPU.  weight_bytes: of the base model.
     """

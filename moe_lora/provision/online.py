@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The provisioning solver on what a running system sees."""
+"""The provisioning solver on a sliding window over the requests of a running system.
+
+Time comes from a clock; no threads, no waits.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,16 @@ from moe_lora.core.request import RequestTiming
 from moe_lora.provision.admission.admitted import rates_at, smallest_capacity_of
 from moe_lora.provision.admission.iar import expected_active
 
-# What a running system sees of its requests: a sliding window over them.
-#
-# Time comes in by a clock; nothing here has threads or waits.
-
-
 NUM_BUCKETS = 30
 AT_ONCE_S = 0.1
-"""A request that waits no longer than this for its adapter's place counts as admitted at once: the answer of
-a LoRA Server takes a round trip, and an engine looks for it between two steps."""
+"""Longest wait of an immediate admission: a LoRA Server's answer takes a round trip between two steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What a window saw.  counts: [adapters seen] requests of each.  global_batch: requests in service, mean
-    over the window: from admission, not arrival, to the end (the time up to the first token is added when
-    the request ends).  num_timed, num_at_once: requests that ended in the window and said when they were
-    admitted, and those of them admitted at once.
+    """Requests in a window.  counts: [seen adapters] requests of each.  global_batch: mean number of requests
+    in service, from admission to end; time to the first token counts at the request's end.
+    num_timed: ended requests with a known admission time.  num_at_once: of these, with immediate admission.
     """
 
     counts: np.ndarray
@@ -48,8 +44,6 @@ class Demand:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Arrivals and request seconds of a stretch of time."""
-
     number: int
     counts: Counter[str] = field(default_factory=Counter)
     busy_s: float = 0.0
@@ -58,7 +52,7 @@ class _Bucket:
 
 
 class VisitWindow(Protocol):
-    """What requests for adapters are noted in."""
+    """Records requests for adapters."""
 
     def begin(self, adapter: str) -> Visit: ...
 
@@ -70,9 +64,9 @@ class VisitWindow(Protocol):
 
 
 class Visit:
-    """One request in a window: it arrives, starts, and ends or turns out to be none.
+    """One request in a window: arrives, starts, then ends or is refused.
 
-    number: the window's, for its own use.
+    number: private to the window.
     """
 
     __slots__ = ("_window", "adapter", "number", "started")
@@ -84,25 +78,24 @@ class Visit:
         self.started = False
 
     def start(self) -> None:
-        """Its first token is there."""
+        """The first token is there."""
         assert not self.started
         self.started = True
         self._window.start(self)
 
     def refuse(self) -> None:
-        """It could not run, for a name that does not exist, say: it does not count."""
+        """The request could not run, e.g. for an unknown name, and does not count."""
         self._window.refuse(self)
 
     def end(self, timing: RequestTiming | None) -> None:
-        """It ends.  timing: the engine's account, None if there is none."""
+        """The request ends.  timing: from the engine, or None."""
         self._window.end(self, timing)
 
 
 class DemandWindow:
     """Counts requests for adapters over the last window_s, in a ring of buckets.
 
-    window_s: seconds.  Memory is bounded by the adapters requested within the window, times the buckets that
-    they are in.  Not thread-safe: fed and read from one thread.
+    window_s: seconds.  Memory grows with the adapters in the window, times their buckets.  Not thread-safe.
     """
 
     def __init__(self, clock: Clock, window_s: float, num_buckets: int = NUM_BUCKETS) -> None:
@@ -142,10 +135,9 @@ class DemandWindow:
             bucket.num_at_once += timing.adapter_wait_s <= AT_ONCE_S
 
     def demand(self) -> Demand:
-        """A copy of what the window holds now.
+        """A copy of the window's content.
 
-        Buckets leave the window whole, so it is up to a bucket shorter than window_s; before the first ones
-        leave it is as long as it has been fed.
+        Whole buckets leave, so the window is up to a bucket shorter than window_s.
         """
         self._advance()
         begin_s = max(self._start_s, self._start_s + self._buckets[0].number * self._bucket_s)
@@ -159,12 +151,10 @@ class DemandWindow:
         )
 
     def _advance(self) -> _Bucket:
-        """The bucket of now, the time up to now accounted for in those before."""
         now_s = self._clock.now_s()
         number = int((now_s - self._start_s) / self._bucket_s)
         while self._buckets[-1].number < number:
             last = self._buckets[-1]
-            # After a long silence only the buckets that are still in the window are made.
             following = max(last.number + 1, number - self._num_buckets + 1)
             end_s = self._start_s + following * self._bucket_s
             last.busy_s += self._num_started * max(0.0, end_s - self._seen_s)
@@ -190,15 +180,12 @@ SHRINK_ABOVE = 1.25
 
 
 def outlook(demand: Demand, capacity: int, target_iar: float, num_pools: int = 1) -> Outlook:
-    """Solve the provisioning model for what was seen.
+    """Solve the provisioning model for the observed demand.
 
-    Popularity is the share of the window's requests; an adapter that none asked for has none.  With n
-    requests in the window and a global batch of B, leaving those out makes the expected number of active
-    adapters too small by no more than a share of about B / 2n, little as long as the window is much longer
-    than a request.
-    num_pools: of `capacity` adapters each, which share the requests evenly and admit each for itself (engine
-    instances without a LoRA Server).
-    Without requests all are admitted, and one place is enough.
+    Popularity is the share of the window's requests.  Unseen adapters have none: with n requests and a global
+    batch B, expected_active is too small by at most a share of about B / 2n.
+    num_pools: pools of `capacity` adapters (instances without a LoRA Server); requests spread evenly.
+    Without requests IAR is 1 and one slot suffices.
     """
     batch = demand.global_batch / num_pools
     active, needed = 0.0, 1
@@ -223,11 +210,11 @@ def outlook(demand: Demand, capacity: int, target_iar: float, num_pools: int = 1
 
 
 def resized(found: Outlook, *, min_capacity: int, max_capacity: int) -> int:
-    """The capacity to have from now on, between the bounds.
+    """The next capacity, between the bounds.
 
-    It changes when the present one falls short of the needed one, or exceeds it by more than a quarter
-    (SHRINK_ABOVE); both lead to a tenth (MARGIN) more than needed, so that a need that moves a little
-    changes nothing.  Without requests nothing is known, and nothing changes.
+    Changes if the current capacity is below the needed capacity, or above by more than a quarter
+    (SHRINK_ABOVE).  The new capacity exceeds the need by a tenth (MARGIN), for stability.  Without requests
+    the capacity stays.
     """
     if not found.num_requests:
         return found.capacity

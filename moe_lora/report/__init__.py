@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured: the definitions of TTFT and TPOT, summaries, result files, tables and plots.
+"""Measurement reports: definitions of TTFT and TPOT, summaries, result files, tables and plots.
 
-The load client (`moe_lora.report.replay`) and the plots (`moe_lora.report.html`) are imported by name, as
-they pull in httpx and matplotlib.
+Import the load client (`moe_lora.report.replay`) and the plots (`moe_lora.report.html`) by name: they need
+httpx and matplotlib.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTML file, with all plots inside it, that shows one run or several side by side."""
+"""Reports as single HTML files with embedded plots: load tests, and provisioning plans."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from . import plots
 from .plots import GRAY, color, label, new_figure
 from .results import write_text
 from .tables import rows, shown
-
-# The templates. They refer to nothing outside themselves.
-
 
 BASE = """<!doctype html>
 <html lang="en">
@@ -159,8 +156,7 @@ def write_report(
 ) -> None:
     """Write the report of one or more run files' contents (`run_file.read_run`); opens without a network.
 
-    With several runs each gets a colour and a column.  notes: paragraphs to begin with.  Raises ValueError
-    without any run.
+    Each run gets a colour and a column.  notes: leading paragraphs.  Raises ValueError without any run.
     """
     if not runs:
         raise ValueError("a report needs at least one run")
@@ -190,7 +186,7 @@ def render(runs: Sequence[dict[str, Any]], title: str = "Load test", notes: Sequ
 
 
 def about(run: dict[str, Any]) -> str:
-    """What was served, how it was loaded, and on which machine, as far as the run file says so."""
+    """Server, load and machine, as far as stated in the run file."""
     config, env = run.get("config", {}), run.get("env", {})
     machine = [
         env.get("cpu_model") and f"{env['cpu_model']}, {env.get('cpu_cores')} cores",
@@ -225,9 +221,6 @@ def _details(run: dict[str, Any]) -> dict[str, str]:
     return {name: json.dumps(run.get(name, {}), indent=1, ensure_ascii=False) for name in ("config", "env")}
 
 
-# A provisioning plan as one HTML file, with its plots inside.
-
-
 Curves = Mapping[str, Sequence[tuple[int, float]]]
 
 _WORDS = (
@@ -246,7 +239,7 @@ _WORDS = (
 def write_plan_report(
     path: str | Path, plan: Mapping[str, Any], lines: Sequence[str], curves: Curves
 ) -> None:
-    """Write the page; it opens without a network.
+    """Write the page; opens without a network.
 
     plan: `Plan.to_json()`.  lines: the plan in words.  curves: (capacity, IAR) points by estimator.
     """
@@ -265,7 +258,7 @@ def write_plan_report(
 
 
 def iar_figure(plan: Mapping[str, Any], curves: Curves) -> Figure:
-    """IAR over capacity by each estimator, with the target, M* and what the server holds."""
+    """IAR over capacity by estimator, with the target, M* and the server's slots."""
     figure, axes = new_figure(3.9)
     axis = axes[0, 0]
     for index, (name, points) in enumerate(curves.items()):
@@ -283,7 +276,6 @@ def iar_figure(plan: Mapping[str, Any], curves: Curves) -> Figure:
 
 
 def _bars(plan: Mapping[str, Any]) -> tuple[str, Figure]:
-    """The plan's second figure: what asks for GPUs of a LoRA Server, or the plan beside its lower bound."""
     if plan["kind"] == "coupled":
         bound = {} if plan["lower_bound"] is None else {"lower bound": plan["lower_bound"]["gpus"]}
         bars = bound | {"this plan": plan["total_gpus"]}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where TTFT, TPOT, ITL, E2E and their kin are defined. Symbols: docs/reference/metrics.md.
+"""The definitions of TTFT, TPOT, ITL, E2E and the like.  Symbols: docs/reference/metrics.md.
 
-sent     the client begins to send the request
+sent     the client starts to send the request
 first    the first token arrives;  token_times_s[0]
-end      the last token, or the chunk that says why generation ended, arrives
+end      the last token, or the chunk with the finish reason, arrives
 n        num_output_tokens
 """
 
@@ -17,11 +17,11 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientTiming:
-    """When things happened to one finished request; times in seconds on one clock.
+    """Times of one finished request, in seconds on one clock.
 
-    token_times_s: arrival of each chunk that carried tokens, sorted, at least one.
-    decode_ttft_ms: queueing + adapter load + first decode step, prefill excluded; only the server knows it.
-    Raises ValueError if the times are out of order or num_output_tokens < 1.
+    token_times_s: arrival of each chunk with tokens, sorted, at least one.
+    decode_ttft_ms: queueing + adapter load + first decode step, without prefill, from the server.
+    Raises ValueError for times out of order or num_output_tokens < 1.
     """
 
     sent_s: float
@@ -39,7 +39,7 @@ class ClientTiming:
 
     @property
     def ttft_ms(self) -> float:
-        """first - sent: as the client sees it, prefill and network included."""
+        """first - sent: at the client, with prefill and network."""
         return (self.token_times_s[0] - self.sent_s) * 1e3
 
     @property
@@ -62,12 +62,12 @@ class ClientTiming:
 
     @property
     def tpt_ms(self) -> float:
-        """E2E / n, prefill included. Source: Toppings section 7.1."""
+        """E2E / n, prefill included.  Source: Toppings section 7.1."""
         return self.e2el_ms / self.num_output_tokens
 
 
 def avg_latency_ms(timings: Iterable[ClientTiming]) -> float | None:
-    """Sum of E2E / sum of n over all requests; None without any. Source: dLoRA section 7.1."""
+    """Sum of E2E / sum of n over all requests; None without any.  Source: dLoRA section 7.1."""
     e2el_ms, num_tokens = 0.0, 0
     for timing in timings:
         e2el_ms += timing.e2el_ms
@@ -77,7 +77,7 @@ def avg_latency_ms(timings: Iterable[ClientTiming]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloTargets:
-    """The latency objectives. Defaults: InfiniLoRA section 6.1."""
+    """The latency objectives.  Defaults: InfiniLoRA section 6.1."""
 
     ttft_s: float = 0.25
     tpot_s: float = 0.1
@@ -89,7 +89,7 @@ class SloTargets:
                 raise ValueError(f"slo {name}={value} is not allowed; choose a finite number of seconds > 0")
 
     def met_by(self, timing: ClientTiming) -> bool:
-        """TTFT and TPOT within target; a single token has no TPOT to miss."""
+        """TTFT and TPOT within target; a single token meets TPOT."""
         return self._met(timing.ttft_ms, timing.tpot_ms)
 
     def met_in_decode_by(self, timing: ClientTiming) -> bool:
@@ -100,16 +100,13 @@ class SloTargets:
         return ttft_ms <= self.ttft_s * 1e3 and (tpot_ms is None or tpot_ms <= self.tpot_s * 1e3)
 
 
-# What became of one request of a run.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request and its fate: finished (`timing`), failed (`error`), or, with neither, interrupted.
+    """One request: finished (`timing`), failed (`error`), or, with neither, interrupted.
 
     adapter: None for the base model.  arrival_s: planned, sent_s: actual, both after the run's start.
-    input_tokens: as the server counted them where it says so.  exact: whether the text is the known answer.
-    queue_ms, adapter_load_ms, kv_load_ms: the server's own account, where it gives one.
+    input_tokens: by the server if available.  exact: the text equals the known answer.
+    queue_ms, adapter_load_ms, kv_load_ms: from the server, if available.
     """
 
     adapter: str | None

@@ -13,12 +13,12 @@ import httpx
 
 
 class ServerError(ValueError):
-    """What the server answered instead of a completion, or that it could not be reached."""
+    """The server's error answer, or an unreachable server."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """What /v1/models lists: entries with a `parent` are adapters, the rest are base models."""
+    """Content of /v1/models: entries with a `parent` are adapters, the rest are base models."""
 
     base: tuple[str, ...]
     adapters: tuple[str, ...]
@@ -26,7 +26,7 @@ class ServedModels:
 
 @dataclass(slots=True)
 class StreamedCompletion:
-    """A completion as it came in; times from time.perf_counter()."""
+    """A received completion; times from time.perf_counter()."""
 
     sent_s: float
     token_times_s: list[float] = field(default_factory=list)
@@ -36,7 +36,7 @@ class StreamedCompletion:
     usage: dict[str, Any] = field(default_factory=dict)
 
     def take(self, chunk: dict[str, Any], now_s: float) -> None:
-        """Add one chunk. A chunk that only tells why generation ended moves `end_s`, but is no token."""
+        """Add one chunk.  A chunk with only a finish reason moves `end_s`, but is no token."""
         if "error" in chunk:
             raise ServerError(f"error in the stream: {error_message(chunk)}")
         usage, choices = chunk.get("usage") or self.usage, chunk.get("choices") or [None]
@@ -61,7 +61,7 @@ def base_url(url: str) -> str:
 
 
 def error_message(body: Any) -> str:
-    """The message of an OpenAI error body, in the forms that servers use."""
+    """The message of an OpenAI error body, in the servers' various forms."""
     error = body.get("error", body) if isinstance(body, dict) else body
     if isinstance(error, dict):
         return str(error.get("message") or error.get("detail") or error)
@@ -71,7 +71,7 @@ def error_message(body: Any) -> str:
 class CompletionClient:
     """Streams from `/v1/completions`; use as an async context manager.
 
-    timeout_s: for connecting and for silence between two chunks; the caller limits whole requests.
+    timeout_s: for connecting and for silence between chunks; callers limit whole requests.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class CompletionClient:
     ) -> None:
         self.url = base_url(url)
         limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
-        # No proxy from the environment: it would sit in the measured path.
+        # No proxy from the environment, in the measured path.
         self._http = httpx.AsyncClient(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, pool=None),
@@ -95,7 +95,7 @@ class CompletionClient:
         await self._http.aclose()
 
     async def models(self) -> ServedModels:
-        """Raises ServerError if the server can't be reached or its answer is no model list."""
+        """Raises ServerError for an unreachable server or an answer that is no model list."""
         try:
             response = await self._http.get("/v1/models", timeout=10.0)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -119,7 +119,7 @@ class CompletionClient:
     async def complete(self, body: dict[str, Any]) -> StreamedCompletion:
         """POST the body (with "stream": true) and read the stream to its end.
 
-        Raises ServerError for an HTTP error, an error in the stream, or a stream that breaks off.
+        Raises ServerError for an HTTP error, an error in the stream, or a broken stream.
         """
         completion = StreamedCompletion(sent_s=time.perf_counter())
         try:

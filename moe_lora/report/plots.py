@@ -18,10 +18,7 @@ from numpy.typing import NDArray
 
 from .run_file import ATTAINED_SHARE
 
-# What all figures of the report share: colours, axes, ticks and legends.
-
-
-# Okabe and Ito's colours, told apart also with colour-blind eyes.
+# Okabe and Ito's colours, safe for colour-blind eyes.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GRAY, LIGHT, FAILED = "#5f6770", "#dfe3e8", "#b00020"
 _WIDTH_IN = 9.0
@@ -52,7 +49,7 @@ def label(axis: Axes, title: str, x_label: str, y_label: str) -> None:
 
 
 def ms_text(value: float, _: object = None) -> str:
-    """Milliseconds as a tick shows them; whole seconds from 1000 on."""
+    """Milliseconds as a tick label; whole seconds from 1000 on."""
     return f"{value:g}" if value < 1e3 else f"{value / 1e3:g} s"
 
 
@@ -70,15 +67,12 @@ def log_ticks(axis: Axis, low: float, high: float) -> None:
 
 
 def run_legend(figure: Figure, runs: Sequence[dict[str, Any]]) -> None:
-    """Which colour is which run; nothing for a single one."""
+    """Colours of the runs; no legend for a single run."""
     if len(runs) > 1:
         handles = [
             Line2D([], [], color=color(i), linewidth=2, label=run["label"]) for i, run in enumerate(runs)
         ]
         figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False, fontsize=9.5)
-
-
-# From the arrays of a run file to the numbers that a plot shows.
 
 
 FloatArray = NDArray[np.float64]
@@ -90,7 +84,7 @@ def present(values: list[float | None]) -> FloatArray:
 
 
 def finished(run: dict[str, Any]) -> list[int]:
-    """Indices of the requests that have an end."""
+    """Indices of finished requests."""
     return [index for index, e2el in enumerate(run["e2els"]) if e2el is not None]
 
 
@@ -115,7 +109,7 @@ def cdf(values: FloatArray, max_points: int = 600) -> tuple[FloatArray, FloatArr
 
 
 def ends_s(run: dict[str, Any]) -> FloatArray:
-    """When each finished request ended, in seconds after the run's start."""
+    """End of each finished request, in seconds after the run's start."""
     return present([run["start_times"][index] + run["e2els"][index] for index in finished(run)])
 
 
@@ -126,7 +120,7 @@ def rate_per_s(times_s: FloatArray, edges_s: FloatArray) -> FloatArray:
 
 
 def token_times_s(run: dict[str, Any]) -> FloatArray:
-    """When each token chunk of the finished requests arrived."""
+    """Arrival of each token chunk of the finished requests."""
     parts = [
         run["start_times"][index] + run["ttfts"][index] + np.cumsum([0.0, *run["itls"][index]])
         for index in finished(run)
@@ -135,7 +129,7 @@ def token_times_s(run: dict[str, Any]) -> FloatArray:
 
 
 def in_flight(run: dict[str, Any], times_s: FloatArray) -> FloatArray:
-    """Finished requests under way at each time."""
+    """Finished requests in flight at each time."""
     starts = np.sort([run["start_times"][index] for index in finished(run)])
     started = np.searchsorted(starts, times_s, "right")
     ended = np.searchsorted(np.sort(ends_s(run)), times_s, "right")
@@ -143,7 +137,7 @@ def in_flight(run: dict[str, Any], times_s: FloatArray) -> FloatArray:
 
 
 def attainment(run: dict[str, Any]) -> list[tuple[str, int, float]]:
-    """(adapter, requests, share within the SLO), most asked for first; failed requests miss it."""
+    """(adapter, requests, share within the SLO), most popular first; failed requests miss the SLO."""
     ttft_s, tpot_limit_s = run["slo_ttft_s"], run["slo_tpot_s"]
     outcomes: dict[str, list[bool]] = defaultdict(list)
     for index, adapter in enumerate(run["adapters"]):
@@ -152,7 +146,7 @@ def attainment(run: dict[str, Any]) -> list[tuple[str, int, float]]:
             tpot = tpot_s(run, index)
             met = run["ttfts"][index] <= ttft_s and (tpot is None or tpot <= tpot_limit_s)
         elif not run["errors"][index]:
-            continue  # interrupted by the user
+            continue
         outcomes[adapter or BASE_NAME].append(met)
     found = [(adapter, len(mets), sum(mets) / len(mets)) for adapter, mets in outcomes.items()]
     return sorted(found, key=lambda row: (-row[1], row[0]))
@@ -187,13 +181,13 @@ def _finish_cdf(axis: Axes, slo_s: float, drawn: bool) -> None:
         return
     axis.set_xscale("log")
     low, high = axis.get_xlim()
-    low, high = min(low, slo_s * 400), max(high, slo_s * 2.5e3)  # never narrower than half a decade
+    low, high = min(low, slo_s * 400), max(high, slo_s * 2.5e3)
     axis.set_xlim(low, high)
     log_ticks(axis.xaxis, low, high)
 
 
 def latency_cdfs(runs: Sequence[Run]) -> Figure:
-    """CDFs of TTFT (dashed: decode TTFT, where the server reports it) and of TPOT, with the SLOs."""
+    """CDFs of TTFT (dashed: decode TTFT, if reported) and of TPOT, with the SLOs."""
     figure, axes = new_figure(3.9, num_columns=2)
     ttft, tpot = axes[0]
     drawn = _cdf(ttft, runs, lambda run: present(run["ttfts"]))
@@ -219,7 +213,7 @@ def _edges(runs: Sequence[Run]) -> FloatArray:
 
 
 def load_over_time(runs: Sequence[Run]) -> Figure:
-    """Arrivals and completions per second (a row a run), then requests in flight and output tokens/s."""
+    """Arrivals and completions per second (a row per run), then requests in flight and output tokens/s."""
     figure, axes = new_figure(1.9 * len(runs) + 3.8, num_rows=len(runs) + 2, sharex=True)
     edges = _edges(runs)
     for index, run in enumerate(runs):
@@ -231,7 +225,7 @@ def load_over_time(runs: Sequence[Run]) -> Figure:
         name = f": {run['label']}" if len(runs) > 1 else ""
         label(axis, f"Arrivals and completions{name}", "", "requests / s")
         axis.legend(frameon=False, fontsize=8.5, loc="upper right", ncols=2)
-        axis.set_ylim(top=1.3 * (max(arrivals.max(), ends.max()) or 1))  # room for the legend
+        axis.set_ylim(top=1.3 * (max(arrivals.max(), ends.max()) or 1))
     flight, tokens = axes[-2, 0], axes[-1, 0]
     times = np.linspace(0, edges[-1], 800)
     for index, run in enumerate(runs):
@@ -265,12 +259,10 @@ def latency_over_time(runs: Sequence[Run]) -> Figure:
 def _latency_dots(
     axis: Axes, runs: Sequence[Run], name: str, slo_s: float, value_s: Callable[[Run, int], float | None]
 ) -> None:
-    low_ms, high_ms = slo_s * 400, slo_s * 2500  # the SLO stays in sight
+    low_ms, high_ms = slo_s * 400, slo_s * 2500
     for index, run in enumerate(runs):
         found = [(run["arrival_times"][place], value_s(run, place)) for place in finished(run)]
-        dots = [
-            (time, value * 1e3) for time, value in found if value
-        ]  # no TPOT, or 0: no place on a log scale
+        dots = [(time, value * 1e3) for time, value in found if value]
         times, values = np.reshape(dots, (-1, 2)).T
         axis.scatter(times, values, s=11, alpha=0.55, color=color(index), linewidths=0)
         low_ms = min([low_ms, *(value * 0.8 for _, value in dots)])
@@ -283,7 +275,7 @@ def _latency_dots(
 
 
 def attainment_bars(runs: Sequence[Run]) -> Figure:
-    """Share of each adapter's requests within both SLOs, most asked for first; pale: not above 90 %."""
+    """Share of each adapter's requests within both SLOs, most popular first; pale: up to 90 %."""
     figure, axes = new_figure(2.9 * len(runs), num_rows=len(runs))
     for index, run in enumerate(runs):
         axis = axes[index, 0]
@@ -294,9 +286,7 @@ def attainment_bars(runs: Sequence[Run]) -> Figure:
         fills = [to_rgba(color(index), alpha) for alpha in strength]
         axis.bar(range(len(bars)), shares, color=fills, width=0.78)
         none = [place for place, share in enumerate(shares) if share == 0]
-        axis.scatter(
-            none, [0.03] * len(none), marker="x", s=22, color=FAILED
-        )  # a bar of height 0 shows nothing
+        axis.scatter(none, [0.03] * len(none), marker="x", s=22, color=FAILED)
         axis.axhline(ATTAINED_SHARE, **SLO_LINE)
         axis.set_ylim(0, 1.02)
         axis.set_xlim(-0.6, max(len(bars), 8) - 0.4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay a plan against a server: every request is sent at its time, whether earlier ones are done or not."""
+"""Open-loop replay of a plan against a server: requests leave at their times."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from moe_lora.workload.replay_plan import PlannedRequest
 
 from .latency import ClientTiming, RequestRecord
 from .load_client import CompletionClient, ServedModels, ServerError, StreamedCompletion
-
-# One request of a replay: the body that is sent, and the record of what came back.
 
 
 def request_body(planned: PlannedRequest, options: ReplayOptions) -> dict[str, Any]:
@@ -48,7 +46,7 @@ def request_body(planned: PlannedRequest, options: ReplayOptions) -> dict[str, A
 
 
 def finished_record(planned: PlannedRequest, completion: StreamedCompletion, start_s: float) -> RequestRecord:
-    """The record of a completion: the server's token counts, and its own timing where usage.timing has it."""
+    """The record of a completion: the server's token counts, and its timing from usage.timing if present."""
     usage, text = completion.usage, "".join(completion.texts)
     timing = ClientTiming(
         sent_s=completion.sent_s - start_s,
@@ -79,7 +77,6 @@ def _count(usage: dict[str, Any], key: str) -> int:
 
 
 def _server_ms(usage: dict[str, Any], key: str) -> float | None:
-    """A field of this project's extension `usage.timing`; None where the server has none."""
     timing = usage.get("timing")
     value = timing.get(key) if isinstance(timing, dict) else None
     if value is not None and not isinstance(value, (int, float)):
@@ -92,7 +89,7 @@ _PROGRESS_PERIOD_S = 0.5
 
 @dataclass(slots=True)
 class ReplayState:
-    """How far a run is; `elapsed_s` counts from its start."""
+    """Progress of a run; `elapsed_s` counts from its start."""
 
     total: int
     sent: int = 0
@@ -104,7 +101,7 @@ class ReplayState:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """Records of the requests that were sent, in plan order; interrupted: stopped before the plan's end."""
+    """Records of sent requests, in plan order; interrupted: stopped before the plan's end."""
 
     records: list[RequestRecord]
     duration_s: float
@@ -112,7 +109,7 @@ class ReplayOutcome:
 
 
 class Completions(Protocol):
-    """What answers the requests: an HTTP server, or engines reached without one."""
+    """Answers requests: an HTTP server, or engines without HTTP."""
 
     async def complete(self, body: dict[str, Any]) -> StreamedCompletion:
         """The answer to the body of a /v1/completions call.  Raises ServerError."""
@@ -120,7 +117,7 @@ class Completions(Protocol):
 
 
 def served_models(url: str, api_key: str | None = None) -> ServedModels:
-    """What the server offers. Raises ServerError (a ValueError) if it can't be reached."""
+    """The server's models.  Raises ServerError (a ValueError) for an unreachable server."""
 
     async def ask() -> ServedModels:
         async with CompletionClient(url, timeout_s=10.0, max_connections=1, api_key=api_key) as client:
@@ -135,10 +132,10 @@ def replay(
     on_progress: Callable[[ReplayState], None] | None = None,
     connect: Callable[[], AbstractAsyncContextManager[Completions]] | None = None,
 ) -> ReplayOutcome:
-    """Send the plan and wait for all answers; SIGINT or SIGTERM stops early and keeps what there is.
+    """Send the plan and wait for all answers; SIGINT or SIGTERM stops early and keeps the records so far.
 
-    A second signal has its usual effect.  on_progress is called about twice a second.  connect: what to send
-    to, called in the run's event loop; None: the server at `options.url`.
+    A second signal has its usual effect.  on_progress: called about twice a second.  connect: makes the
+    target, in the run's event loop; None: the server at `options.url`.
     """
     _raise_open_file_limit(min(options.max_connections, len(plan)))
     if connect is None:
@@ -153,8 +150,6 @@ def replay(
 
 
 class _Run:
-    """One replay under way."""
-
     def __init__(
         self,
         plan: Sequence[PlannedRequest],
@@ -172,7 +167,7 @@ class _Run:
 
     async def run(self) -> ReplayOutcome:
         async with self._connect() as client:
-            self._start_s = time.perf_counter()  # after the client is set up, which takes tens of ms
+            self._start_s = time.perf_counter()
             ticker = asyncio.create_task(self._tick())
             try:
                 with _signals_set(self._stop):
@@ -195,18 +190,17 @@ class _Run:
         await asyncio.wait([stopped, finished], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         for task in tasks:
-            task.cancel()  # those still under way, when the run was stopped
+            task.cancel()
         records = []
         for found in await finished:
             if isinstance(found, RequestRecord):
                 records.append(found)
-            elif not isinstance(found, asyncio.CancelledError):  # cancelled before it began: never sent
+            elif not isinstance(found, asyncio.CancelledError):
                 raise found
         return records
 
     async def _stopped_before(self, arrival_s: float) -> bool:
         """Sleep until the arrival; True at once if the run is stopped."""
-        # The wait also lets other tasks run where arrivals are already late.
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._stop.wait(), max(0.0, arrival_s - self._now_s()))
         return self._stop.is_set()
@@ -225,7 +219,7 @@ class _Run:
         except ServerError as problem:
             error = str(problem)
         except asyncio.CancelledError:
-            # Only `_send_all` cancels, when the user stops the run: the record then stays without an end.
+            # Only `_send_all` cancels, at a stop by the user: the record stays without an end.
             error = None
         self._state.failed += error is not None
         return RequestRecord(
@@ -273,7 +267,7 @@ def _signals_set(stop: asyncio.Event) -> Iterator[None]:
 
 def _raise_open_file_limit(num_connections: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_connections + 128  # besides connections: libraries, result files, the event loop
+    wanted = num_connections + 128
     if soft != resource.RLIM_INFINITY and soft < wanted:
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Result files: JSON written whole or not at all, and JSON lines {config, result, env, kind}."""
+"""Result files: JSON written atomically, and JSON lines {config, result, env, kind}."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ KINDS = ("measured", "simulated", "emulated")
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write the value as JSON: the file holds all of it or what it held before. NaN raises ValueError."""
+    """Write the value as JSON, atomically.  NaN raises ValueError."""
     write_text(path, json.dumps(value, allow_nan=False) + "\n")
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file. Raises ValueError naming the file if it can't be read or is no JSON."""
+    """The value in a JSON file.  Raises ValueError with the file for unreadable content."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give a readable JSON file") from error
-    except ValueError as error:  # no JSON, or no UTF-8
+    except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
 
 
 def check_targets(**paths: str | Path | None) -> None:
-    """Raise ValueError, naming the option, if these can't all be written: before work is put into them.
+    """Raises ValueError with the option if these files can't all be written; call before the work.
 
-    Each in a folder that exists, none a folder, and no two the same file.  None: not asked for.
+    Each needs an existing folder, is no folder, and differs from the rest.  None: not requested.
     """
     names: dict[Path, str] = {}
     for name, given in paths.items():
@@ -54,9 +54,9 @@ def check_targets(**paths: str | Path | None) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write the file whole or leave it as it was; missing folders are made.
+    """Write the file atomically; makes missing folders.
 
-    Through a link the file that it names is replaced; a device or pipe is written to.
+    Follows a link to its file; writes to a device or pipe directly.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -80,10 +80,10 @@ def write_text(path: str | Path, text: str) -> None:
 def append_result(
     path: str | Path, *, config: dict[str, Any], result: dict[str, Any], env: dict[str, Any], kind: str
 ) -> None:
-    """Append one record as a line; a reader sees the old file or the new, and two writers lose nothing.
+    """Append one record as a line, atomically, also with two writers.
 
-    kind: "measured", "simulated" (no engine ran) or "emulated" (engines ran, paced to another device's
-    times).  Raises ValueError for another kind and for NaN.
+    kind: "measured", "simulated" (no engine ran) or "emulated" (engines paced to another device).  Raises
+    ValueError for another kind and for NaN.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is unknown; choose one of {', '.join(KINDS)}")
@@ -97,7 +97,7 @@ def append_result(
 
 
 def read_results(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file. Raises ValueError naming the line that is none."""
+    """The records of a JSON-lines file.  Raises ValueError with a bad line."""
     records = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
@@ -118,16 +118,16 @@ def _umask() -> int:
     return mask
 
 
-# The machine and software a number was measured on. Nothing that names the machine or its user.
-
-
 _PACKAGES = ("moe-lora", "torch", "triton", "transformers", "peft", "numpy", "httpx")
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
 
 
 def environment() -> dict[str, Any]:
-    """CPU, cores, memory, GPUs, versions of Python and packages, git commit; null where unknown."""
+    """CPU, cores, memory, GPUs, versions of Python and packages, git commit; null if unknown.
+
+    Nothing identifies the machine or its user.
+    """
     fields = cpu_info()
     features = (fields.get("flags") or fields.get("Features") or "").split()
     return {
@@ -158,7 +158,7 @@ def _memory_bytes() -> int | None:
 
 
 def _gpus() -> list[str]:
-    # The driver's own files, as asking torch would import it.
+    # The driver's own files: torch would be imported otherwise.
     found = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -175,9 +175,9 @@ def _version(package: str) -> str | None:
 
 
 def git_state(folder: Path, *, without: Path | None = None) -> dict[str, Any]:
-    """git_commit and whether tracked files differ from it (git_dirty); both None outside a repository.
+    """git_commit, and git_dirty: tracked files differ; both None outside a repository.
 
-    without: a folder below `folder` whose files don't count.
+    without: an ignored folder below `folder`.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     paths = () if without is None else ("--", ".", f":(exclude){without.relative_to(folder)}")
@@ -186,7 +186,7 @@ def git_state(folder: Path, *, without: Path | None = None) -> dict[str, Any]:
 
 
 def is_commit(folder: Path, name: str) -> bool:
-    """Whether the folder's repository, if any, has this commit."""
+    """True if the folder's repository has this commit."""
     return _git(folder, "cat-file", "-e", f"{name}^{{commit}}") is not None
 
 

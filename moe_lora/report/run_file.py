@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file that one replay leaves: a summary, and arrays with one entry a request in plan order."""
+"""The file of one replay: a summary, and arrays with one entry per request in plan order."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ import numpy as np
 from .latency import ClientTiming, RequestRecord, SloTargets, avg_latency_ms
 from .results import read_json
 
-# Many request records to one flat dictionary, with the keys of `vllm bench serve` and a few more.
-
-
 PERCENTILES = (50, 90, 95, 99)
-ATTAINED_SHARE = 0.9  # an adapter attains its SLO if more than this share of its requests meets it
+ATTAINED_SHARE = 0.9  # an adapter attains its SLO above this share of its requests
 
 
 def summarize(records: Sequence[RequestRecord], duration_s: float, slo: SloTargets) -> dict[str, Any]:
-    """Counts, rates per second, latencies in ms, SLO attainment; null where nothing was there to measure.
+    """Counts, rates per second, latencies in ms, SLO attainment, with the keys of `vllm bench serve` and
+    more.
 
-    duration_s: from the run's start to the end of its last request.  Failed requests miss the SLO;
-    interrupted ones are counted in `interrupted` and nowhere else.
+    Null without data.  duration_s: from the run's start to the end of its last request.  Failed requests miss
+    the SLO; interrupted requests count in `interrupted` only.
     """
     done = [record for record in records if record.timing is not None]
     timings = [record.timing for record in done if record.timing is not None]
@@ -86,7 +84,7 @@ def _present(values: Iterable[float | None]) -> list[float]:
 
 
 def max_concurrent(timings: Sequence[ClientTiming]) -> int:
-    """The most requests under way at one moment."""
+    """Most requests in flight at one moment."""
     events = [(timing.sent_s, 1) for timing in timings] + [(timing.end_s, -1) for timing in timings]
     under_way = most = 0
     for _, step in sorted(events):
@@ -98,7 +96,7 @@ def max_concurrent(timings: Sequence[ClientTiming]) -> int:
 def attainment_by_adapter(
     records: Iterable[RequestRecord], met: Callable[[ClientTiming], bool]
 ) -> dict[str, float]:
-    """Share of each adapter's requests that met the SLO; requests to the base model are left out."""
+    """Share of each adapter's requests within the SLO, without the base model."""
     outcomes: dict[str, list[bool]] = defaultdict(list)
     for record in records:
         if record.adapter is not None and not record.interrupted:
@@ -161,10 +159,10 @@ def run_result(
     kind: str = "measured",
     stopped_early: bool = False,
 ) -> dict[str, Any]:
-    """What `--save-result` writes: `summarize`'s keys, label, date, kind, config, env and ARRAYS.
+    """Content of `--save-result`: `summarize`'s keys, label, date, kind, config, env and ARRAYS.
 
-    kind: one of `results.KINDS`.  stopped_early: the user ended the run before its plan did.
-    Arrays in seconds, as vLLM's client has them, null for a request without the value.
+    kind: one of `results.KINDS`.  stopped_early: the user ended the run early.
+    Arrays in seconds, as vLLM's client has them, null for a missing value.
     """
     errors = Counter(record.error for record in records if record.error is not None)
     return {
@@ -198,12 +196,12 @@ def _arrays(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
 
 
 def without_arrays(run: dict[str, Any]) -> dict[str, Any]:
-    """The summary alone, for JSON lines: no arrays, no config and env (they stand beside it there)."""
+    """The summary alone, for JSON lines: without arrays, config and env."""
     return {key: value for key, value in run.items() if key not in (*ARRAYS, "config", "env", "kind")}
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
-    """A file written by `moe-lora replay --save-result`. Raises ValueError if it is something else."""
+    """A file of `moe-lora replay --save-result`.  Raises ValueError for other content."""
     run = read_json(path)
     missing = [key for key in ("label", "duration", *ARRAYS) if not isinstance(run, dict) or key not in run]
     if missing:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines of a result that a person reads first, as a rich table; the HTML report shows the same ones."""
+"""The main lines of a result, as a rich table and in the HTML report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-# (heading, key of the result, how to show it)
+# (heading, key of the result, format)
 METRICS: tuple[tuple[str, str, str], ...] = (
     ("Requests completed", "completed", "{:.0f}"),
     ("Requests failed", "failed", "{:.0f}"),
@@ -37,13 +37,13 @@ _ALWAYS_SHOWN = frozenset({"completed", "failed", "slo_attainment_adapters"})
 
 
 def shown(result: dict[str, Any], key: str, form: str) -> str:
-    """The value as text; a dash where there is none."""
+    """The value as text; a dash without a value."""
     value = result.get(key)
     return "–" if value is None else form.format(value)
 
 
 def rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """(heading, one text a result) for each metric that at least one result has."""
+    """(heading, a text per result) for each metric with at least one value."""
     found = []
     for heading, key, form in METRICS:
         absent = all(result.get(key) is None for result in results)
@@ -56,7 +56,7 @@ def rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
 
 
 def summary_table(results: Sequence[dict[str, Any]]) -> Table:
-    """One column a result, headed by its `label`."""
+    """One column per result, headed by its `label`."""
     from rich.table import Table
 
     goals = {f"TTFT {one['slo_ttft_s']:g} s, TPOT {one['slo_tpot_s']:g} s" for one in results}

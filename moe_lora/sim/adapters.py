@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of a simulated instance with the real cache, as its scheduler sees them."""
+"""Adapters of a simulated instance with the real cache, for its scheduler."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moe_lora.policies.admission.host_start import ColdAdapter, HostLoads
 class CachedAdapters:
     """`scheduling.views.Adapters` by name, in the cache alone: no versions, no leases.
 
-    num_pages: of each adapter.  host_loads: host workers compute prompts of loading adapters when it says
-    so; None: there are none.  cold: what it has to know of an adapter.
+    num_pages: of each adapter.  host_loads: decides for host workers during loads; None: no workers.  cold:
+    its facts of an adapter.
     """
 
     waits_for_others = False
@@ -39,18 +39,19 @@ class CachedAdapters:
             cache.watch_loads(lambda uid: host_loads.end(uid, clock.now_s()))
 
     def enqueue(self, adapter: str) -> None:
-        """Nobody asks how many wait."""
+        """Waiting requests are not counted."""
 
     def dequeue(self, adapter: str) -> None:
-        """Nor here."""
+        """Waiting requests are not counted."""
 
     def begin_round(self) -> None:
-        """Look for room anew."""
+        """Forget failed searches for room."""
         self._refused_pages = math.inf
 
     def acquire(self, adapter: str, *, again: bool = False, num_tokens: int = 1) -> Readiness:
-        """Pin it for one request, of so many tokens, and have it brought if need be.  Within a round, what
-        found no room for few pages is not searched for more, as in the engine.
+        """Pin the adapter for one request of num_tokens tokens, and start its load if needed.
+
+        Within a round, a failed search for few pages is not repeated for more, as in the engine.
         """
         num_pages = self._num_pages[adapter]
         if num_pages >= self._refused_pages and self.readiness(adapter) is Readiness.NO_ROOM:
@@ -69,14 +70,14 @@ class CachedAdapters:
         return False
 
     def readiness(self, adapter: str) -> Readiness:
-        """Whether its pages are there, or prompts can be computed without."""
+        """Readiness of its pages, or for prompts without them."""
         found = self._cache.readiness(adapter)
         if self.host_loads is None:
             return found
         return Readiness.HOST_COMPUTABLE if found is Readiness.LOADING else found
 
     def pays_on_host(self, adapter: str, num_tokens: int, on_host: int) -> bool:
-        """Whether host workers are to compute so many prompt tokens."""
+        """True if host workers should compute these prompt tokens."""
         now_s = self._clock.now_s()
         return self.host_loads is None or self.host_loads.pays(adapter, num_tokens, on_host, now_s)
 

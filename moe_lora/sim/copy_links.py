@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The links between a simulated instance's host and its device, as a cache's orders use them."""
+"""Links between a simulated instance's host and device, for a cache's orders."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .events import EventQueue
 
 
 class CopyLinks:
-    """One link towards the device, one away from it; each carries out one order at a time.
+    """One link to the device, one from the device; each carries out one order at a time.
 
-    Orders that a request waits for overtake those that were made ahead of need.  Adapters' files lie in main
-    memory, so that loading one takes as long as copying it from the host arena.
+    Orders with a waiting request overtake prefetches.  Adapter files are in main memory, so a load takes as
+    long as a copy from the host arena.
 
-    load_pages: pages of an adapter's order.  on_done: called with the copy id when its bytes are there.
+    load_pages: pages of an adapter's order.  on_done: called with the copy id at the end of a copy.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class CopyLinks:
         self.busy_s = [0.0, 0.0]
 
     def submit(self, orders: list[Order], *, urgent: bool) -> None:
-        """Carry the orders out.  urgent: before those that are not."""
+        """Queue the orders.  urgent: before the rest."""
         for order in orders:
             (self._urgent if urgent else self._ahead)[_direction(order)].append(order)
         for direction in (0, 1):
             self._begin(direction)
 
     def hurry(self, namespace: Namespace) -> None:
-        """A request waits for what is on its way of this adapter: let it overtake the rest."""
+        """A request waits for this adapter: its orders overtake the rest."""
         ahead = self._ahead[0]
         needed = [order for order in ahead if order.namespace == namespace]
         for order in needed:
@@ -75,5 +75,5 @@ class CopyLinks:
 
 
 def _direction(order: Order) -> int:
-    """0: towards the device, 1: away from it."""
+    """0: to the device, 1: from the device."""
     return 0 if isinstance(order, LoadAdapter) or (isinstance(order, Copy) and order.to_device) else 1

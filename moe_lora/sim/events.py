@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The event queue, which is also the clock: time is that of the event being carried out."""
+"""The event queue and virtual clock: the time is the current event's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class EventQueue:
-    """Calls by time; those of one moment in the order in which they were asked for.  A `core.clock.Clock`."""
+    """Calls by time, ties in order of insertion.  A `core.clock.Clock`."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -22,18 +22,18 @@ class EventQueue:
         return self._now_s
 
     def at(self, time_s: float, call: Callable[[], None]) -> None:
-        """Call when the clock shows time_s.  Raises ValueError for a time that is past, or none."""
+        """Schedule a call at time_s.  Raises ValueError for a past or invalid time."""
         if not self._now_s <= time_s < math.inf:
             raise ValueError(f"time_s={time_s} is not from now ({self._now_s}) on")
         self._num_asked += 1
         heapq.heappush(self._heap, (time_s, self._num_asked, call))
 
     def stop(self) -> None:
-        """Carry out nothing after the event under way."""
+        """Stop after the current event."""
         self._stopped = True
 
     def run(self, until_s: float = math.inf) -> None:
-        """Carry out all events up to until_s, and those that they ask for."""
+        """Run all events up to until_s, including new ones."""
         while self._heap and not self._stopped and self._heap[0][0] <= until_s:
             self._now_s, _, call = heapq.heappop(self._heap)
             self.num_events += 1

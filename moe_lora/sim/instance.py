@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated instance whose pages, adapters and history are kept by the real cache (`cache.unified`)."""
+"""A simulated instance with the real cache (`cache.unified`) for pages, adapters and history."""
 
 from __future__ import annotations
 
@@ -30,12 +30,10 @@ from .merged_weights import LoraWork, SimMergedWeights, SimMerging
 from .requests import PARTS, CachedRequest
 
 STUCK_S = 60.0
-"""Time after which a request that nothing else is in the way of will never have room."""
+"""Wait without any obstacle after which a request never finds room."""
 SAMPLE_S = 1.0
-"""Time between two looks at what the arenas hold."""
 
 Plan = list[Scheduled[CachedRequest]]
-"""The work of one step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +41,9 @@ class CachedConfig:
     """One instance.
 
     adapter_pages: of each adapter, one extent.  block_size: tokens of a page.  link_bytes_per_s: between host
-    and device, each way.  merging: None: all steps are
-    unmerged.  tick_s: time between two decisions of the cache ahead of need.  upper, lower: its thresholds
-    (`UnifiedCache`).  host: host workers compute prompts of loading adapters where that pays, so many in a
-    step beside others and taking as much longer as it says; None: there are none.  lora_ranks: of adapters;
-    1 of others.
+    and device, each way.  merging: None: unmerged steps.  tick_s: period of the cache's prefetch decisions.
+    upper, lower: its thresholds (`UnifiedCache`).  host: host workers for prompts of loading adapters, with
+    their batch and time; None: no workers.  lora_ranks: of adapters; 1 by default.
     """
 
     time: TransformerTime
@@ -71,7 +67,7 @@ class CachedConfig:
         return self.block_size * self.time.kv_token_bytes
 
     def costs(self) -> CacheCosts:
-        """What the policies are told."""
+        """Costs for the policies."""
         return CacheCosts(
             page_bytes=self.page_bytes,
             transfer_bytes_per_s=self.link_bytes_per_s,
@@ -83,13 +79,12 @@ class CachedConfig:
 
 
 class CachedInstance:
-    """Continuous batching in steps; a request whose bytes are on their way waits alone.
+    """Continuous batching in steps; a request with loading bytes waits alone.
 
-    A `policies.routing.routing.InstanceView`.  requests: that come to it by themselves; others by `add`.
-    is_over: whether no more come and all are done; None: when all `requests` are.  on_done: called with each
-    request that has its last token.
-    done: finished requests.  samples: `UnifiedCache.usage` every second.  aborted: more requests waited than
-    allowed.
+    A `policies.routing.routing.InstanceView`.  requests: with their own arrivals; more by `add`.
+    is_over: True at the end of the run; None: once all `requests` are done.  on_done: called with each
+    finished request.  done: finished requests.  samples: `UnifiedCache.usage` every second.  aborted: too
+    many requests waited.
     """
 
     def __init__(
@@ -158,7 +153,7 @@ class CachedInstance:
 
     @property
     def unfinished(self) -> list[CachedRequest]:
-        """In FCFS order: those that run, load, wait."""
+        """In FCFS order: running, loading, waiting."""
         scheduler = self.scheduler
         return [*scheduler.running, *scheduler.loading, *scheduler.waiting]
 
@@ -167,14 +162,14 @@ class CachedInstance:
         return sum(request.num_uncomputed + request.num_left for request in self.unfinished)
 
     def add(self, request: CachedRequest) -> None:
-        """Queue a request, or one that has moved here with its tokens so far."""
+        """Queue a request, new or moved here with its tokens."""
         self.load.add(request.adapter, request.num_uncomputed)
         self.scheduler.add(request)
         self.aborted |= len(self.scheduler.waiting) > self._max_waiting
         self._step()
 
     def take(self, request: CachedRequest, on_taken: Callable[[CachedRequest], None]) -> None:
-        """Let go of a request before its next step, unless it is done by then; then call on_taken."""
+        """Release a request before its next step unless done; then call on_taken."""
         if request in self._computing:
             self._leaving[request] = on_taken
             return
@@ -226,7 +221,6 @@ class CachedInstance:
         self._step()
 
     def _step(self) -> None:
-        """Begin a step unless one is under way or there is nothing to compute."""
         if self._computing or self._over:
             return
         plan = self.scheduler.schedule(self._may_compute())
@@ -244,7 +238,6 @@ class CachedInstance:
             self.events.at(now_s + step_s, lambda: self._end(plan))
 
     def _may_compute(self) -> frozenset[Hashable] | None:
-        """Adapters whose requests may; None: all."""
         requests = self.unfinished
         if self.weights is None or not requests:
             return None
@@ -281,9 +274,7 @@ class CachedInstance:
         return step_s + self._host_extra_s(plan)
 
     def _host_extra_s(self, plan: Plan) -> float:
-        """What the prompts of loading adapters add to a step: the longest that one of them takes beside the
-        others.
-        """
+        """Extra time of a step for host-computed prompts: the longest of them."""
         cold = [item for item in plan if item.sequence.cold_tokens]
         if self._host_loads is None or not cold:
             return 0.0
@@ -319,10 +310,10 @@ class CachedInstance:
         self._step()
 
     def summary(self, since_s: float = 0.0) -> dict[str, Any]:
-        """Means over the requests that arrived at since_s or later (ms), shares over the whole run.
+        """Means over the requests with arrival >= since_s (ms), shares over the whole run.
 
-        ttft = queue + adapter_cold + history_cold + prefill.  invalid_kv_share: of the device's KV, whose
-        adapter is not there; each look weighs alike.  *_usage: shares of the arenas.
+        ttft = queue + adapter_cold + history_cold + prefill.  invalid_kv_share: device KV without its
+        adapter, mean over samples.  *_usage: shares of the arenas.
         """
         judged = [request for request in self.done if request.arrival_s >= since_s]
         ttft_ms = _milliseconds(judged, "ttft_s")
@@ -355,11 +346,10 @@ class CachedInstance:
 def simulate_cached(
     config: CachedConfig, policy: CachingPolicy, requests: Sequence[TurnRequest], *, max_waiting: int = 10**9
 ) -> CachedInstance:
-    """The instance after every request's last token.  Nothing is drawn: equal arguments, equal results.
+    """The instance after every request's last token.  Deterministic.
 
-    requests: by arrival; each answer has a token at least.  max_waiting: stop when more wait for room than
-    that (far above saturation the rest tells nothing).  Raises CapacityError for a request that never finds
-    room.
+    requests: by arrival; each answer has at least one token.  max_waiting: stop at more waiting requests (far
+    above saturation).  Raises CapacityError for a request that never finds room.
     """
     instance = CachedInstance(config, policy, requests, max_waiting)
     instance.events.run()
@@ -367,7 +357,7 @@ def simulate_cached(
 
 
 def _milliseconds(requests: Sequence[CachedRequest], name: str) -> NDArray[np.float64]:
-    """An attribute in seconds of all that have it."""
+    """An attribute in seconds of all requests with a value, in ms."""
     values = np.array([getattr(request, name) for request in requests], dtype=np.float64)
     return values[~np.isnan(values)] * 1e3
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapter a simulated instance's weights carry: the engine's policies on the virtual clock."""
+"""The merged adapter of a simulated instance: the engine's policies on the virtual clock."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .requests import CachedRequest
 
 @dataclass(frozen=True, kw_only=True)
 class SimMerging:
-    """policy: makes an instance's.  merge_s: to fold a whole adapter into the weights, or to take it out.
-    swap_steps: over how many steps that is spread where the policy does not want it at once.
+    """policy: makes an instance's policy.  merge_s: of a whole adapter, in or out.
+    swap_steps: number of steps for a swap that is not urgent.
     """
 
     policy: Callable[[], MergingPolicy]
@@ -29,10 +29,10 @@ class SimMerging:
 
 @dataclass(frozen=True, slots=True)
 class LoraWork:
-    """What LoRA computes and reads in a step.
+    """LoRA work of a step.
 
-    rows: rows times the share of the layers in which each has a delta; a row with two counts twice.
-    adapters: those whose matrices are read, each with the share of its layers.
+    rows: rows times the share of layers with their delta; a row with two deltas counts twice.
+    adapters: with read matrices, each with its share of layers.
     """
 
     rows: float
@@ -40,9 +40,9 @@ class LoraWork:
 
 
 class SimMergedWeights:
-    """Carries a policy's decisions out; a layer that does not carry the adapter yet is computed unmerged.
+    """Carries out a policy's decisions; a layer without the merged adapter is computed unmerged.
 
-    num_steps: by mode.  num_merges: adapters whose folding in began.  swap_s: seconds of all swaps.
+    num_steps: by mode.  num_merges: started merges.  swap_s: seconds of all swaps.
     """
 
     def __init__(self, config: SimMerging, adapters: Adapters[str], max_num_seqs: int, clock: Clock) -> None:
@@ -60,10 +60,10 @@ class SimMergedWeights:
         self._step_swap_s = 0.0
 
     def decide(self, requests: Sequence[CachedRequest], *, held_back: bool) -> frozenset[Uid] | None:
-        """Ask the policy and change the weights; whose requests compute in this step, None: everybody's.
+        """Call the policy and change the weights; adapters allowed to compute in this step, None: all.
 
-        held_back: some wait for an adapter's place.  One without a request then leaves the weights, and its
-        own.
+        held_back: requests wait for an adapter slot.  A merged adapter without requests then leaves weights
+        and slot.
         """
         view = MergingView(
             requests=requests,
@@ -82,7 +82,7 @@ class SimMergedWeights:
         return self._batching.only
 
     def lora_work(self, rows: Mapping[str | None, float]) -> LoraWork:
-        """Of a step with so many rows of each adapter, each by what its deltas cost."""
+        """LoRA work of a step with these rows per adapter, weighted by delta cost."""
         carried, share = self._carried, self._share
         others = {name: 1.0 for name in rows if name not in (carried, None)}
         num_others = sum(rows[name] for name in others)
@@ -93,7 +93,7 @@ class SimMergedWeights:
         return LoraWork(own * (1 - share) + num_others * (1 + share) + base * share, others | {carried: read})
 
     def took(self, rows: Mapping[str | None, int], seconds: float) -> float:
-        """The step takes `seconds`, and what changing weights since the last one adds: returned."""
+        """Record a step of `seconds`; returns the extra time of weight changes since the last step."""
         mode: Mode = "unmerged"
         if self._carried is not None:
             mode = "merged" if self._share == 1 and set(rows) == {self._carried} else "mixed"
@@ -104,7 +104,7 @@ class SimMergedWeights:
         return swap_s
 
     def keep_apart(self, requests: Iterable[CachedRequest]) -> None:
-        """What these compute on weights that carry another's adapter is not for the prefix cache."""
+        """Keep these requests' KV on weights with another adapter out of the prefix cache."""
         if self._carried is not None:
             for request in requests:
                 request.unshared |= request.adapter != self._carried
@@ -113,7 +113,6 @@ class SimMergedWeights:
         return isinstance(uid, str) and self._adapters.readiness(uid) is Readiness.READY
 
     def _move(self, target: str | None, at_once: bool) -> float:
-        """Change weights towards the target for one step; seconds that it takes."""
         part = 1.0 if at_once else 1.0 / self._config.swap_steps
         moved = 0.0
         if self._carried is not None and self._carried != target:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several simulated instances with caches: a router before them, adapters preloaded, requests that move."""
+"""Simulated instances with caches: a router, preloaded adapters, and moves of requests."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ from .requests import CachedRequest
 
 @dataclass(frozen=True, kw_only=True)
 class SimMigration:
-    """Moves as the running system's.  settings: those of its front end; planner: that of their
-    migration_solver if None.
+    """Moves as in the running system.  settings: of its front end; planner: default: by migration_solver.
 
-    check_s: between two looks at the thresholds.  plan_s: how long the planner takes: nothing moves before.
-    mean_answer_tokens: as long are answers expected to be before any has ended.
+    check_s: period of threshold checks.  plan_s: planning time.  mean_answer_tokens: expected length before
+    any answer.
     """
 
     settings: MigrationConfig = field(default_factory=lambda: MigrationConfig(migration="dlora"))
@@ -55,9 +54,8 @@ class SimMigration:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasConfig:
-    """instance: each replica's.  caching, router: make a run's.  preloaded: adapters of each replica that are
-    on its device before the first request, as far as there is room.  migration: None, or whose settings have
-    it off: requests stay.
+    """instance: of each replica.  caching, router: make a run's.  preloaded: adapters per replica on its
+    device at the start, within the room.  migration: None, or off by its settings: requests stay.
     """
 
     num_replicas: int
@@ -77,11 +75,10 @@ class ReplicasConfig:
 
 
 class Replicas:
-    """The replicas after every request's last token: `done`, by the order in which they ended.
+    """The replicas after every request's last token: `done`, in order of finish.
 
-    num_moves: requests that went to another replica, by kind: those that waited, by their tokens, by their
-    KV.  policy: None without migration.
-    Nothing is drawn: equal arguments, equal results.  Raises CapacityError as `simulate_cached` does.
+    num_moves: moved requests by kind: waiting, by tokens, by KV.  policy: None without migration.
+    Deterministic.  Raises CapacityError as `simulate_cached`.
     """
 
     def __init__(self, config: ReplicasConfig, requests: Sequence[TurnRequest]) -> None:
@@ -127,7 +124,7 @@ class Replicas:
 
     @property
     def busy_s(self) -> list[float]:
-        """Of each replica, computing."""
+        """Compute time of each replica."""
         return [instance.busy_s for instance in self.instances]
 
     def _preload(self, instance: CachedInstance, names: Iterable[str]) -> None:
@@ -157,7 +154,6 @@ class Replicas:
             self._lengths.note(request.adapter, len(request.planned.answer))
 
     def _look(self, migration: SimMigration, policy: DLoraMigration) -> None:
-        """Ask for a plan unless moves are under way, and carry it out when it is there."""
         if len(self.done) == self._num_expected:
             return
         now_s = self.events.now_s()
@@ -199,7 +195,7 @@ class Replicas:
     def _view(
         self, request: CachedRequest, index: int, token_s: float, migration: SimMigration
     ) -> RequestView:
-        """token_s: of the instance, per token of one of its requests."""
+        """token_s: of the instance, per token of one request."""
         num_prompt, num_tokens = len(request.planned.prompt), len(request.tokens)
         left = self._lengths.left(request.adapter, num_tokens - num_prompt, len(request.planned.answer))
         exec_s = token_s * left + request.num_uncomputed / self._config.instance.time.prefill_tokens_per_s
@@ -209,7 +205,6 @@ class Replicas:
         return RequestView(request.planned.index, request.adapter, index, num_bytes, exec_s, factor)
 
     def _cost(self, request: CachedRequest, migration: SimMigration) -> MoveCost | None:
-        """Of a move; None for one that waits, which has computed nothing."""
         if not request.num_computed:
             return None
         num_bytes = request.num_computed * self._config.instance.time.kv_token_bytes
@@ -217,7 +212,6 @@ class Replicas:
         return cheaper_move(row, num_bytes, self._steps, migration.settings.migration_bytes_per_s)
 
     def _move(self, plan: MigrationPlan, migration: SimMigration) -> None:
-        """As the plan says, as far as things are still so."""
         where = {
             (request.planned.index, instance.index): request
             for instance in self.instances
@@ -233,13 +227,12 @@ class Replicas:
             self._moving.add(request)
             cost = self._cost(request, migration)
             kind = "waiting" if cost is None else cost.kind
-            # The source decodes on while KV is copied.
+            # The source decodes on during a KV copy.
             copy_s = cost.seconds if cost is not None and cost.kind == "kv" else 0.0
             take = partial(self._take, request, source, target, kind)
             self.events.at(self.events.now_s() + copy_s, take)
 
     def _take(self, request: CachedRequest, source: int, target: int, kind: str) -> None:
-        """The source lets go of it, if it is not done by then."""
         num_computed = request.num_computed if kind == "kv" else 0
 
         def arrive(request: CachedRequest) -> None:
@@ -255,8 +248,6 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class _Routed:
-    """`policies.routing.routing.RoutedView` of a planned request."""
-
     planned: TurnRequest
 
     @property

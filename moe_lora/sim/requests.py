@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request on its way through an instance that has a cache, and where its time to the first token went."""
+"""A request through an instance with a cache, and the parts of its TTFT."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from moe_lora.scheduling.views import Waits
 from moe_lora.workload.conversations import TurnRequest
 
 PARTS = ("queue", "adapter_cold", "history_cold", "prefill")
-"""Of a TTFT, in their order."""
+"""Parts of a TTFT, in order."""
 
 
 @dataclass(slots=True, eq=False)
 class CachedRequest:
-    """A `scheduling.views.Schedulable`; the parts of its TTFT are those of the engine's `RequestTiming`.
+    """A `scheduling.views.Schedulable`; parts of TTFT as in the engine's `RequestTiming`.
 
-    tokens: of prompt and answer so far, of which num_computed have KV in `table`; num_left are to come.
-    num_cached: tokens of its prompt whose KV it found.  has_started: it gained a token where it is now;
-    load_tokens: that it came there with.  num_brought: tokens whose KV came with it, so that they take a
-    step's budget but no time.  Stamps in seconds; NaN: not yet.
+    tokens: of prompt and answer so far, num_computed of them with KV in `table`; num_left: to come.
+    num_cached: prompt tokens with found KV.  has_started: gained a token here; load_tokens: at arrival here.
+    num_brought: tokens with KV from a move: in a step's budget but without time.  Stamps in seconds; NaN: not
+    yet.
     """
 
     planned: TurnRequest
@@ -83,14 +83,14 @@ class CachedRequest:
         return len(self.tokens) - self.num_computed
 
     def start_over(self) -> None:
-        """It holds nothing any more: elsewhere its tokens so far are computed again, as a prompt."""
+        """Drop all state: elsewhere the tokens so far are computed again, as a prompt."""
         self.num_computed = self.cold_tokens = self.num_brought = 0
         self.matched = self.has_started = False
         self.table = BlockTable(self.planned.adapter)
         self.load_tokens = len(self.tokens)
 
     def append(self, now_s: float) -> bool:
-        """Take the answer's next token; whether it is the last."""
+        """Take the answer's next token; True for the last."""
         answer = self.planned.answer
         if self.num_left == len(answer):
             self.first_token_s = now_s
@@ -107,17 +107,17 @@ class CachedRequest:
 
     @property
     def queue_s(self) -> float:
-        """Waited for the step under way, and for room."""
+        """Wait for the current step, and for room."""
         return self.waits.queue_s(self.arrival_s, self._admitted_s)
 
     @property
     def adapter_cold_s(self) -> float:
-        """Waited for its adapter's bytes, to the next step's begin."""
+        """Wait for its adapter's bytes, to the next step's start."""
         return self.waits.adapter_load_s
 
     @property
     def history_cold_s(self) -> float:
-        """Waited for its history's bytes, the adapter being there, to the next step's begin."""
+        """Wait for its history's bytes after its adapter, to the next step's start."""
         return self.waits.kv_load_s
 
     @property

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests start at once when a cache has fewer slots than there are adapters: a simulation.
+"""Simulation of immediate starts with fewer cache slots than adapters.
 
-Requests arrive as a Poisson process of rate `global_batch` and each is in service for an exponential time of
-mean 1, so that `global_batch` of them are in service on average.  An adapter holds a slot while at least one
-of its requests is in service.  A request starts at once if its adapter holds a slot or a slot is free, else
-it waits; when a slot frees, waiting requests are scanned first come first served and each that can does so.
+Requests arrive as a Poisson process of rate `global_batch`; service times are exponential with mean 1.  An
+adapter holds a slot while a request of it is in service.  A request starts at once if its adapter holds a
+slot or a slot is free, else it waits; a freed slot scans waiting requests, first come first served.
 """
 
 from __future__ import annotations
@@ -28,21 +27,17 @@ DRAWS_AT_ONCE = 1 << 16
 
 
 class SlotQueue:
-    """Adapters in slots, requests in service, and the requests that wait for a slot.
+    """Adapters in slots, requests in service, and waiting requests.
 
-    While a request waits no slot is free, so slots free one at a time; the scan then starts the requests of
-    one adapter, the one whose first waiting request came first.  Hence a queue of adapters is enough.
+    With a waiting request no slot is free, so slots free one at a time, and the scan starts the requests of
+    the first waiting adapter: a queue of adapters suffices.
     """
 
     def __init__(self, num_adapters: int, capacity: int) -> None:
         self.in_service: list[int] = []
-        """Adapter of each request in service, in no order."""
         self.num_active = 0
-        """Adapters that hold a slot."""
         self.num_waiting = 0
-        """Requests that wait."""
         self.queue: deque[int] = deque()
-        """Adapters that wait for a slot, first come first."""
         self._free = capacity
         self._running = [0] * num_adapters
         self._waiting = [0] * num_adapters
@@ -65,7 +60,7 @@ class SlotQueue:
         return True
 
     def finish(self, index: int) -> None:
-        """The request `in_service[index]` ends; if its adapter's slot frees, waiting requests start."""
+        """The request `in_service[index]` ends; a freed slot starts waiting requests."""
         adapter = self.in_service[index]
         last = self.in_service.pop()
         if index < len(self.in_service):
@@ -87,20 +82,17 @@ class SlotQueue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmissionResult:
-    """What the counted arrivals met; means are over time, times in mean service times."""
+    """Statistics of the counted arrivals; means over time, times in mean service times."""
 
     num_arrivals: int
     immediate_admissibility_rate: float
-    """Share of the requests that start at once."""
     standard_error: float
     """Of that share, from 20 batches of successive arrivals."""
     mean_active: float
-    """Adapters that hold a slot."""
     mean_waiting: float
-    """Requests that wait."""
     mean_in_service: float
     mean_wait: float
-    """Wait of a request, those that start at once included: mean_waiting / global_batch (Little's law)."""
+    """Wait of a request, including immediate starts: mean_waiting / global_batch (Little's law)."""
 
 
 def simulate_admission(
@@ -112,11 +104,11 @@ def simulate_admission(
     seed: int,
     warm_up: float = 50.0,
 ) -> AdmissionResult:
-    """Run the process from empty, let `warm_up` mean service times pass, then count `num_arrivals` arrivals.
+    """Run the process from empty for `warm_up` mean service times, then count `num_arrivals` arrivals.
 
-    All times are exponential, so the next event is an arrival with probability
-    global_batch / (global_batch + requests in service) and else the end of any request in service: no clock
-    is needed, and means over time weight each state with its mean duration.
+    With exponential times the next event is an arrival with probability
+    global_batch / (global_batch + requests in service), else the end of any request in service; means over
+    time weight each state with its mean duration.
 
     popularity: [N] probability of each adapter, sum 1.  Raises ValueError for bad input: see
     `moe_lora.workload.popularity.popularity`; num_arrivals is at least 20, warm_up at least 0.
@@ -150,8 +142,8 @@ def simulate_admission(
 def _run(
     slots: SlotQueue, draws: Iterator[tuple[float, int]], global_batch: float, num_arrivals: int
 ) -> tuple[float, ...]:
-    """Let events happen until so many requests came: those that started at once, the time, and integrals over
-    it of active adapters, waiting requests and requests in service.
+    """Run until num_arrivals requests came; immediate starts, time, and integrals over time of active
+    adapters, waiting requests and requests in service.
     """
     num_started = 0
     duration = active = waiting = in_service = 0.0
@@ -173,7 +165,6 @@ def _run(
 
 
 def _draws(probabilities: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[float, int]]:
-    """For each event a uniform number, which chooses the event, and the adapter if a request comes."""
     while True:
         uniforms = rng.random(DRAWS_AT_ONCE).tolist()
         adapters = rng.choice(len(probabilities), size=DRAWS_AT_ONCE, p=probabilities).tolist()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long things take: steps, stages, host workers, merges."""
+"""Time models: steps, stages, host workers, merges."""

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long an answer is expected to be, from the answers before it."""
+"""Expected lengths of answers, from earlier answers."""
 
 from __future__ import annotations
 
 FIRST_TOKENS = 128.0
-"""Of an answer, before any answer was seen."""
 
 
 class AnswerLengths:
-    """Running mean of each adapter's answers: how long a request is expected to run.
+    """Running mean of each adapter's answers.
 
     expected = (PRIOR · prior_tokens + tokens of the adapter's answers) / (PRIOR + number of these answers).
     Source: L_i of dLoRA table 1, the mean of the adapter's requests.
     """
 
     PRIOR = 8.0
-    """Answers that the prior counts as."""
 
     def __init__(self, prior_tokens: float = FIRST_TOKENS) -> None:
         self._prior_tokens = prior_tokens
@@ -28,7 +26,7 @@ class AnswerLengths:
         self._num[adapter] = self._num.get(adapter, 0) + 1
 
     def forget(self, adapter: str) -> None:
-        """The adapter is gone; its name may come again with other content."""
+        """The adapter is gone; its name may return with other content."""
         self._tokens.pop(adapter, None)
         self._num.pop(adapter, None)
 
@@ -38,5 +36,5 @@ class AnswerLengths:
         return (prior + self._tokens.get(adapter, 0)) / (self.PRIOR + self._num.get(adapter, 0))
 
     def left(self, adapter: str | None, num_so_far: int, num_most: int) -> float:
-        """Tokens that an answer of so many is expected to gain; 1 at least, and none over its limit."""
+        """Expected remaining tokens of an answer; at least 1, within its limit."""
         return max(1.0, min(self.expected(adapter), num_most) - num_so_far)

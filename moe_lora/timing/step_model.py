@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Performance models: how long a step takes, as a linear function of which adapters are in it."""
+"""Performance models: a step's time as a linear function of its adapters.
+
+Legend: S the requests of a step; t_i tokens and r_i rank of request i (rank 0: the base model); T = sum
+t_i; R_a rank and T_a tokens of distinct adapter a; p = experts per token / experts.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +16,25 @@ from typing import TypeVar
 from moe_lora.config import LORA_KERNELS, PERFORMANCE_FORMS
 from moe_lora.core.errors import ConfigError
 
-# What of a batch the time of its step depends on.
-#
-# Legend: S the requests of a step; t_i tokens and r_i rank of request i (rank 0: the base model); T = sum
-# t_i; R_a rank and T_a tokens of distinct adapter a; p = experts per token / experts.
-
-
 FEATURES = ("step", "tokens", "experts", "padded_ranks", "ranks", "adapter_ranks", "expert_ranks")
-"""What times are linear in:
+"""Terms of a step's time:
 
-step            1: what every step costs
+step            1: constant
 tokens          T
-experts         1 - (1 - p)^T: share of the experts that the tokens choose, so of the base weights read
-padded_ranks    T max r_i: rank rows that a padding kernel reads (Toppings equation 2, BGMV)
+experts         1 - (1 - p)^T: share of chosen experts, so of base weights read
+padded_ranks    T max r_i: rank rows of a padding kernel (Toppings equation 2, BGMV)
 ranks           sum t_i r_i: rank rows at true rank (Toppings equation 2, MBGMV)
-adapter_ranks   sum R_a over distinct adapters: rows of dense adapter weights, each read once
-expert_ranks    sum R_a (1 - (1 - p)^T_a): likewise of the experts that the adapter's tokens choose
+adapter_ranks   sum R_a over distinct adapters: rows of dense adapter weights, read once
+expert_ranks    sum R_a (1 - (1 - p)^T_a): rows of the chosen experts' adapter weights
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A request in a step, or several of one adapter in one: only their tokens count.
+    """A request in a step, or several of one adapter: only their tokens count.
 
-    lora_rank 0 and adapter None: the base model.  num_tokens: that the step computes: 1 in decode, the
-    prompt's in prefill.
+    lora_rank 0 and adapter None: the base model.  num_tokens: computed in the step: 1 in decode, the prompt's
+    in prefill.
     """
 
     adapter: str | None
@@ -45,7 +43,9 @@ class Row:
 
 
 class StepWork:
-    """The rows of a step; one more or less takes constant time.  expert_share: p, 1 of a dense model."""
+    """The rows of a step; adding and removing a row takes constant time.  expert_share: p, 1 of a dense
+    model.
+    """
 
     def __init__(self, expert_share: float, rows: Iterable[Row] = ()) -> None:
         self.num_tokens = 0
@@ -62,11 +62,11 @@ class StepWork:
         self._change(row, row.num_tokens)
 
     def take(self, row: Row) -> None:
-        """A row like one that was added leaves."""
+        """Remove a row equal to an added row."""
         self._change(row, -row.num_tokens)
 
     def features(self, more: Row | None = None) -> dict[str, float]:
-        """All of `FEATURES`; more: as if this row were there as well."""
+        """All of `FEATURES`; more: with this extra row."""
         largest = max(self._tokens_of_rank, default=0)
         num_tokens, ranks = self.num_tokens, self._ranks
         adapter_ranks, expert_ranks = self._adapter_ranks, self._expert_ranks
@@ -97,10 +97,9 @@ class StepWork:
         if row.adapter is not None:
             change_count(self._tokens_of, row.adapter, num_tokens)
         if not self.num_tokens:
-            self._expert_ranks = 0.0  # what rounding left
+            self._expert_ranks = 0.0
 
     def _gain(self, row: Row, num_tokens: int) -> tuple[int, float]:
-        """By how much so many tokens of the row's adapter more (or less) change its ranks, and experts'."""
         if row.adapter is None:
             return 0, 0.0
         before = self._tokens_of.get(row.adapter, 0)
@@ -119,10 +118,10 @@ _OF_RANKS = {"sgmv": "ranks", "mbgmv": "ranks", "bgmv": "padded_ranks"}
 
 
 def feature_names(kernel: str, form: str, phase: str) -> tuple[str, ...]:
-    """The features that a model of this kernel uses.
+    """The features of a kernel's model.
 
     form "toppings": equation 2, alpha x + beta, and a term per token in prefill; x is `padded_ranks` of
-    "bgmv", else `ranks` (the paper has no kernel like "sgmv").  form "full": all terms that the kernel has.
+    "bgmv", else `ranks` (the paper has no kernel like "sgmv").  form "full": all terms of the kernel.
     phase: "decode" or "prefill".  Raises ConfigError for unknown names.
     """
     for name, value, allowed in (
@@ -142,9 +141,9 @@ def feature_names(kernel: str, form: str, phase: str) -> tuple[str, ...]:
 class StepModel:
     """A performance model: times of decode and prefill steps of one base model, machine and LoRA kernel.
 
-    decode_s, prefill_s: seconds per unit of each feature.  Routers, the simulator and the search for
-    operating points all ask this one.  Raises ConfigError for unknown features and for coefficients that are
-    negative or no numbers.  Source: Toppings, section 5 and equation 2.
+    decode_s, prefill_s: seconds per unit of each feature.  For routers, simulators and operating points.
+    Raises ConfigError for unknown features and for coefficients that are negative or no numbers.  Source:
+    Toppings, section 5 and equation 2.
     """
 
     kernel: str
@@ -170,11 +169,11 @@ class StepModel:
                     raise ConfigError(f"{phase}_s[{name!r}]={value!r} must be a number of seconds >= 0")
 
     def work(self, rows: Iterable[Row] = ()) -> StepWork:
-        """A batch, to ask `seconds` about."""
+        """A batch for `seconds`."""
         return StepWork(self.expert_share, rows)
 
     def seconds(self, phase: str, work: StepWork, more: Row | None = None) -> float:
-        """Of a step of this phase over the batch, and one row more if given; 0 without any."""
+        """Seconds of a step of this phase over the batch, plus an optional row; 0 without rows."""
         if more is None and not work.num_tokens:
             return 0.0
         found = work.features(more)
@@ -182,11 +181,11 @@ class StepModel:
         return math.fsum([value * found[name] for name, value in coefficients.items()])
 
     def decode_step_s(self, rows: Iterable[Row]) -> float:
-        """DecPerf of Toppings Algorithm 1: seconds of a step with one token of each request; 0 for none."""
+        """DecPerf of Toppings Algorithm 1: seconds of a step with one token of each request; 0 without."""
         return self.seconds("decode", self.work(Row(row.adapter, row.lora_rank) for row in rows))
 
     def prefill_step_s(self, rows: Iterable[Row]) -> float:
-        """PrePerf of Toppings Algorithm 1: seconds of a step with all these prompts; 0 for none."""
+        """PrePerf of Toppings Algorithm 1: seconds of a step with all these prompts; 0 without."""
         return self.seconds("prefill", self.work(rows))
 
 
@@ -194,7 +193,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def change_count(counts: Counter[Key], key: Key, change: int) -> None:
-    """Count so many more (or less); what is at 0 is not there."""
+    """Change a count; counts of 0 are removed."""
     counts[key] += change
     if not counts[key]:
         del counts[key]

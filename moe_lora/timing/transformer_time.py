@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step of a dense transformer takes, from its shape and the device's rates."""
+"""Step times of a dense transformer, from its shape and the device's rates."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moe_lora.timing.step_model import StepModel
 class TransformerTime:
     """step = fixed_s + max(FLOPs / flops_per_s, bytes / bytes_per_s) (roofline) + delta_row_s per delta.
 
-    FLOPs: 2 num_params per token, and 4 num_layers hidden_size per token and token that it attends to.
-    Bytes: weights once, the KV that decode rows attend to, the adapters in use once each.
-    dtype_bytes: of a weight, the mean where some are quantised (`core.weight_format`).
-    flops_per_s, bytes_per_s: what is reached, not the peak; of all devices of the instance together.
-    delta_row_s: a decode row's deltas in all layers; prompt_delta: a prompt row's, in times that.
+    FLOPs: 2 num_params per token, and 4 num_layers hidden_size per token and attended token.
+    Bytes: weights once, attended KV of decode rows, each used adapter once.
+    dtype_bytes: of a weight, mean of mixed formats (`core.weight_format`).
+    flops_per_s, bytes_per_s: reached, not peak; of all devices of the instance.
+    delta_row_s: a decode row's deltas in all layers; prompt_delta: factor for a prompt row.
     """
 
     num_params: float
@@ -38,7 +38,7 @@ class TransformerTime:
         adapter_bytes: float,
         num_deltas: float = 0.0,
     ) -> float:
-        """num_tokens: rows of the step.  attended: pairs of a row and a token that it attends to.
+        """num_tokens: rows of the step.  attended: pairs of a row and an attended token.
         decode_context: tokens of all decode rows' contexts.  num_deltas: of all rows, through all layers.
         """
         if not num_tokens:
@@ -48,7 +48,7 @@ class TransformerTime:
         return self.fixed_s + max(compute_s, read / self.bytes_per_s) + num_deltas * self.delta_row_s
 
     def step_model(self, lora_ranks: float, adapter_bytes: float) -> StepModel:
-        """The same as a performance model of decode steps, without what contexts add.
+        """As a performance model of decode steps, without context terms.
 
         lora_ranks, adapter_bytes: of one adapter, all of equal rank.
         """
@@ -66,7 +66,7 @@ class TransformerTime:
 
     @property
     def attention_flops(self) -> float:
-        """Per pair of a token and one that it attends to."""
+        """Per pair of a token and an attended token."""
         return 4.0 * self.num_layers * self.hidden_size
 
     @property

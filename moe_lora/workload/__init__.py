@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a server: traces, arrivals, adapter popularity, and the plan made of them."""
+"""Workloads: traces, arrivals, adapter popularity, and replay plans."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrival times: as recorded, scaled, or drawn from a Poisson or Gamma process. All in seconds, sorted."""
+"""Arrival times: recorded, scaled, or drawn from a Poisson or Gamma process.  Seconds, sorted."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FloatArray = NDArray[np.float64]
 
 
 def positive(name: str, value: float) -> float:
-    """The value.  Raises ValueError unless it is finite and > 0."""
+    """The value.  Raises ValueError unless finite and > 0."""
     need(0 < value < math.inf, name, value, "a finite number > 0")
     return float(value)
 
 
 def original_arrivals(arrivals_s: Sequence[float], request_rate_per_s: float | None = None) -> FloatArray:
-    """Recorded times from 0 on; with a rate, stretched so that (n - 1) / last time is that rate.
+    """Recorded times from 0 on; with a rate, stretched to (n - 1) / last time = rate.
 
-    Raises ValueError if a rate is asked for and all requests arrive at one moment.
+    Raises ValueError for a rate with all requests at one moment.
     """
     times = np.asarray(arrivals_s, dtype=np.float64)
     times = times - times[0]
@@ -40,9 +40,9 @@ def original_arrivals(arrivals_s: Sequence[float], request_rate_per_s: float | N
 def gamma_arrivals(
     num_requests: int, request_rate_per_s: float, burstiness: float, rng: np.random.Generator
 ) -> FloatArray:
-    """Cumulated Gamma(shape=burstiness, mean=1/rate) gaps; 1.0 is Poisson, less is burstier, more is evener.
+    """Cumulated Gamma(shape=burstiness, mean=1/rate) gaps; 1.0 is Poisson, less is burstier.
 
-    Same meaning of `burstiness` as in vLLM's benchmark client; the gaps' variation is 1 / sqrt(burstiness).
+    `burstiness` as in vLLM's benchmark client; the gaps' variation is 1 / sqrt(burstiness).
     """
     rate = positive("request_rate", request_rate_per_s)
     shape = positive("burstiness", burstiness)
@@ -52,7 +52,7 @@ def gamma_arrivals(
 def gamma_arrivals_until(
     duration_s: float, request_rate_per_s: float, burstiness: float, rng: np.random.Generator
 ) -> FloatArray:
-    """As `gamma_arrivals`, as many as fall before duration_s (none, if the first comes later)."""
+    """As `gamma_arrivals`, before duration_s; possibly empty."""
     block = math.ceil(positive("duration_s", duration_s) * positive("request_rate", request_rate_per_s)) + 16
     times = gamma_arrivals(block, request_rate_per_s, burstiness, rng)
     while times[-1] < duration_s:
@@ -68,7 +68,7 @@ def cut_duration(arrivals_s: FloatArray, duration_s: float) -> FloatArray:
 
 
 def busiest_stretch(arrivals_s: Sequence[float], duration_s: float) -> slice:
-    """Indices of the most arrivals that fall within duration_s of each other; the first such stretch."""
+    """Indices of the most arrivals within duration_s; ties: the first."""
     times = np.asarray(arrivals_s, dtype=np.float64)
     ends = np.searchsorted(times, times + positive("duration_s", duration_s), side="left")
     first = int(np.argmax(ends - np.arange(len(times))))

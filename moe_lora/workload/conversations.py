@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that share prefixes, with their tokens: dialogues of several turns, and prompts below one prefix.
-
-What a cache of history KV can find is decided by which tokens are equal, so these plans name them.
-"""
+"""Requests with shared prefixes and their tokens: dialogues of several turns, and prompts with one prefix."""
 
 from __future__ import annotations
 
@@ -19,16 +16,15 @@ from moe_lora.workload.traces.records import Trace
 from .arrivals import gamma_arrivals_until
 
 MOONCAKE_BLOCK = 512
-"""Tokens that one of Mooncake's hash ids stands for."""
 PILOT_DIALOGUES = 1000
-"""Drawn to learn how many turns a dialogue has that ends when it is too long."""
+"""Draws that estimate the turns of a dialogue under max_tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """One request: answer `prompt` with as many tokens as `answer` has; both are token ids.
+    """One request: answer `prompt` with len(answer) tokens; both are token ids.
 
-    tenant, share, priority: as `policies.admission.fairness` sees it.
+    tenant, share, priority: as in `policies.admission.fairness`.
     """
 
     index: int
@@ -45,10 +41,10 @@ class TurnRequest:
 class DialogueShape:
     """Dialogues of one application.  Lengths in tokens.
 
-    prefix_tokens: what all prompts of an adapter begin with (instructions, descriptions of tools).
-    turns: mean number, geometric.  question_tokens, answer_tokens: means of log-normal lengths of deviation
-    `spread` (of the logarithm).  think_s: mean from one turn's arrival to the next one's, exponential, at
-    least half of it.  max_tokens: of prompt and answer; a dialogue ends before it would be longer.
+    prefix_tokens: common start of an adapter's prompts.  turns: mean number, geometric.  question_tokens,
+    answer_tokens: means of log-normal lengths of deviation `spread` (of the logarithm).  think_s: mean time
+    between turns' arrivals, exponential, at least half the mean.  max_tokens: of prompt and answer; ends a
+    dialogue.
     """
 
     prefix_tokens: int
@@ -69,11 +65,10 @@ class DialogueShape:
 def dialogues(
     shape: DialogueShape, adapters: Popularity, *, rate_per_s: float, duration_s: float, seed: int = 0
 ) -> list[TurnRequest]:
-    """Requests by arrival: a dialogue begins at random (Poisson), asks one adapter, and each turn's prompt is
-    all that was said before and a new question.  Equal arguments give equal requests.
+    """Requests by arrival: Poisson dialogues of one adapter each; a turn's prompt is the dialogue so far and
+    a new question.  Deterministic.
 
-    rate_per_s: of requests, on average (dialogues begin at rate / turns had; think times are not scaled),
-    once the first dialogues have ended: before that there are fewer.
+    rate_per_s: mean rate of requests, after a start-up phase (dialogues start at rate / mean turns).
     """
     rng = np.random.default_rng(seed)
     num_turns = float(np.mean([len(_lengths(shape, rng)) for _ in range(PILOT_DIALOGUES)]))
@@ -91,7 +86,6 @@ def dialogues(
 
 
 def _lengths(shape: DialogueShape, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """Tokens of question and answer of each turn of a dialogue; at least one turn."""
     num_turns = int(rng.geometric(1 / shape.turns))
     drawn = [
         np.maximum(1, np.round(rng.lognormal(math.log(mean) - shape.spread**2 / 2, shape.spread, num_turns)))
@@ -128,10 +122,9 @@ def mooncake_chats(
 ) -> list[TurnRequest]:
     """Mooncake's conversations at another model's lengths: one adapter each, times stretched to the rate.
 
-    Every hash id becomes block_tokens tokens, so that prompts are 512 / block_tokens times shorter and share
-    what they shared; what is then still above max_prompt_tokens is cut off at its end.  A conversation: all
-    requests whose first block is the same.  Answers keep their length up to max_answer_tokens; the trace
-    does not tell them, so no later prompt contains one.
+    A hash id becomes block_tokens tokens, so prompts are 512 / block_tokens times shorter with the same
+    sharing, and are cut at max_prompt_tokens.  A conversation: all requests with the same first block.
+    Answers keep their length up to max_answer_tokens; no later prompt contains them.
     Raises ValueError if the trace has no hash ids.
     """
     rows = trace.requests

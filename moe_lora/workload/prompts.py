@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the prompts say: random token ids, a trace's texts, or rows of a data set."""
+"""Prompt contents: random token ids, a trace's texts, or rows of a data set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HASH_BLOCK_TOKENS = 512  # Mooncake: one hash id per 512-token block of the prom
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt for an adapter (None: the base model), with the exact answer where one is known."""
+    """A prompt for an adapter (None: the base model), with the exact answer if known."""
 
     adapter: str | None
     prompt: str
@@ -32,10 +32,9 @@ class PromptRow:
 def random_token_ids(
     index: int, prompt_tokens: int, vocab_size: int, seed: int, hash_ids: Sequence[int] = ()
 ) -> list[int]:
-    """prompt_tokens ids below vocab_size, the same for the same arguments.
+    """prompt_tokens ids below vocab_size.  Deterministic.
 
-    With hash_ids, each 512-token block depends on its id alone, so that prompts which share blocks in the
-    trace share prefixes here too.
+    With hash_ids, each 512-token block depends on its id alone: shared blocks of the trace stay shared.
     """
     if not hash_ids:
         return np.random.default_rng((seed, 2, index)).integers(0, vocab_size, prompt_tokens).tolist()
@@ -60,7 +59,7 @@ def cut_text(text: str, max_tokens: int, estimated_tokens: int) -> str:
 def read_prompts(path: str | Path) -> list[PromptRow]:
     """Rows {"adapter": name or null, "prompt": text[, "answer": text]} of a JSON-lines file.
 
-    Further keys are ignored. Raises ValueError naming file, line and key.
+    Ignores further keys.  Raises ValueError with file, line and key.
     """
     reader = RowReader(str(path))
     with open_text(path, "prompts") as file:
@@ -82,7 +81,7 @@ def choose_rows(wanted: Sequence[tuple[str | None, int]], rows: Sequence[PromptR
     """For each (adapter, prompt length) a row of that adapter, matched by rank of length.
 
     Of an adapter's m requests the one with the i-th shortest prompt gets row floor((i + 0.5) * n / m) of the
-    adapter's n rows sorted by length: the trace decides who is long and who is short, the rows what is long.
+    adapter's n rows sorted by length.
     Raises ValueError if an adapter has no rows.
     """
     by_adapter: dict[str | None, list[PromptRow]] = defaultdict(list)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a trace and options to the list of requests to send: when, to which adapter, how long."""
+"""Replay plans: times, adapters and lengths of requests, from a trace and options."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from .prompts import PromptRow, choose_rows, cut_text
 class PlannedRequest:
     """One request to send.
 
-    arrival_s: seconds after the start.  adapter: None asks the base model.
-    prompt_tokens: length of the random prompt that is sent where `prompt` is None, else an estimate.
-    output_tokens: most tokens to generate.  answer: exact text expected, where one is known.
+    arrival_s: seconds after the start.  adapter: None: the base model.  prompt_tokens: length of a random
+    prompt, or an estimate for `prompt`.  output_tokens: most tokens to generate.  answer: exact expected
+    text, if known.
     """
 
     index: int
@@ -48,11 +48,11 @@ def make_plan(
     popularity: Popularity | None = None,
     rows: Sequence[PromptRow] | None = None,
 ) -> list[PlannedRequest]:
-    """The requests to send, sorted by arrival; equal arguments give equal plans.
+    """The requests to send, sorted by arrival.  Deterministic.
 
-    popularity: for requests whose adapter the trace does not name; None: they ask the base model.
-    rows: a data set of prompts to send instead (`prompts.choose_rows`).
-    Raises ValueError if the trace has no times and no rate is given, or nothing falls within the duration.
+    popularity: for requests without an adapter in the trace; None: the base model.  rows: a data set of
+    prompts to send instead (`prompts.choose_rows`).
+    Raises ValueError for a trace without times and no rate, or an empty plan.
     """
     if options.busiest and options.duration_s is not None and trace.has_arrival_times:
         stretch = busiest_stretch([request.arrival_s for request in trace.requests], options.duration_s)
@@ -76,7 +76,7 @@ def _arrivals(trace: Trace, options: WorkloadOptions, rng: np.random.Generator) 
         recorded = [request.arrival_s for request in trace.requests[: options.num_requests]]
         times = original_arrivals(recorded, options.request_rate_per_s)
         return times if options.duration_s is None else cut_duration(times, options.duration_s)
-    assert options.request_rate_per_s is not None  # checked by WorkloadOptions
+    assert options.request_rate_per_s is not None
     if options.duration_s is not None:
         times = gamma_arrivals_until(options.duration_s, options.request_rate_per_s, options.burstiness, rng)
         return times[: options.num_requests]
@@ -85,7 +85,6 @@ def _arrivals(trace: Trace, options: WorkloadOptions, rng: np.random.Generator) 
 
 
 def _shares(arrivals: FloatArray) -> FloatArray:
-    """Arrivals as shares of the last one's time; 0 where all come at once."""
     return arrivals / arrivals[-1] if arrivals[-1] > 0 else np.zeros_like(arrivals)
 
 
@@ -115,7 +114,7 @@ def _with_rows(
     for request, row in zip(plan, chosen, strict=True):
         output_tokens = request.output_tokens
         if row.answer is not None:
-            # Room for the whole answer (a token is at least one byte): the model ends it, not the trace.
+            # Room for the whole answer (a token is at least one byte): the model ends the answer.
             output_tokens = options.max_output_tokens or len(row.answer.encode()) + 16
         planned.append(
             replace(

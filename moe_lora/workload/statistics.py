@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sizing needs to know of a trace, in one pass and in memory that does not grow with its length."""
+"""Statistics of a trace for sizing, in one pass and bounded memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXACT_BITS = 16  # lengths below 2**16 are counted exactly, longer ones to 1 pa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthStatistics:
-    """Token counts of the requests; p50 and p95 are the smallest length that so many percent don't exceed."""
+    """Token counts of the requests; p50 and p95 are smallest lengths with that percentage at or below."""
 
     mean: float
     p50: int
@@ -37,10 +37,10 @@ class TraceStatistics:
     """A trace in numbers.
 
     duration_s: from the first to the last request.
-    mean_rate_per_s: (num_requests - 1) / duration_s; None without times, or if all arrive at one moment.
-    peak_rate_per_s: most requests within window_s, by window_s; never below the mean rate.
-    adapter_counts: requests by adapter, where the trace names one; the others ask the base model.
-    dropped: rows left out, by reason.
+    mean_rate_per_s: (num_requests - 1) / duration_s; None without times, or with one moment.
+    peak_rate_per_s: most requests within window_s, over window_s; never below the mean rate.
+    adapter_counts: requests by adapter, without the base model.
+    dropped: skipped rows, by reason.
     """
 
     path: str
@@ -56,14 +56,12 @@ class TraceStatistics:
     dropped: dict[str, int] = field(default_factory=dict)
 
     def popularity(self) -> Popularity | None:
-        """In proportion to adapter_counts, most asked for first; None where the trace names no adapter."""
+        """In proportion to adapter_counts, most popular first; None without adapters."""
         ranked = sorted(self.adapter_counts.items(), key=lambda item: (-item[1], item[0]))
         return from_weights([name for name, _ in ranked], [count for _, count in ranked]) if ranked else None
 
 
 class _Lengths:
-    """A histogram of token counts; its size is bounded whatever the lengths are."""
-
     def __init__(self) -> None:
         self.total = 0
         self.max = 0
@@ -95,7 +93,7 @@ class _Window:
 
     def __init__(self, window_s: float) -> None:
         self._step_s = window_s / _STEPS_PER_WINDOW
-        self._steps: deque[list[int]] = deque()  # [step, arrivals in it], the last window's worth
+        self._steps: deque[list[int]] = deque()  # [step, arrivals], the last window's worth
         self._inside = 0
         self.most = 0
 
@@ -115,8 +113,8 @@ def trace_statistics(
 ) -> TraceStatistics:
     """Read the trace once, as a stream; memory grows with the number of adapters only.
 
-    window_s: length of the window of the peak rate.
-    Raises ValueError as `iter_trace` does: for an empty trace, a bad value, times that go backwards.
+    window_s: length of the peak rate's window.
+    Raises ValueError as `iter_trace`: for an empty trace, a bad value, decreasing times.
     """
     positive("window_s", window_s)
     name = format or detect_format(path)
@@ -147,10 +145,10 @@ def trace_statistics(
 
 
 def percentile(values: NDArray[np.float64], percent: float) -> float | None:
-    """Linear between the two nearest values, as in `report.run_file`; None of no values."""
+    """Linear between the two nearest values, as in `report.run_file`; None without values."""
     return float(np.percentile(values, percent)) if len(values) else None
 
 
 def mean(values: Sequence[float] | NDArray[np.float64]) -> float | None:
-    """None of no values."""
+    """None without values."""
     return float(np.mean(values)) if len(values) else None

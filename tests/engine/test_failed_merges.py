@@ -12,8 +12,8 @@ from moe_lora import LLM
 from moe_lora.engine.merging.merged_weights import MergedWeights, RoundingErrors
 from moe_lora.models.weight_merge import WeightMerge
 from moe_lora.policies.merging.merging import MergedOnly
+from tests.engine.merging.test_merging import GREEDY, EveryMode, ask, expected_of, start, use
 from tests.engine.test_host_assisted import lora_server
-from tests.engine.test_merging import GREEDY, EveryMode, ask, expected_of, start, use
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 
 FIRST, SECOND = 0, 1

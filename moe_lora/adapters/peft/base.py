@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base model that an adapter's config names: held against the one served where its files lie here."""
+"""The base model named by an adapter's config, compared with the served model if present locally."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _QUANTISED_NAME = re.compile(
 
 
 def read_base(config: AdapterConfig, root: str | None) -> dict[str, Any] | None:
-    """What the config.json of the base model holds; None where none lies here, or in `root` if that is given.
+    """config.json of the base model; None if not present here, or outside `root`.
 
-    Raises AdapterError where it can't be read, is too large, or no JSON object.
+    Raises AdapterError for an unreadable or too large file, or no JSON object.
     """
     path = os.path.join(config.base_model, "config.json")
     if not config.base_model or not confined(path, root) or not os.path.isfile(path):
@@ -49,13 +49,13 @@ def read_base(config: AdapterConfig, root: str | None) -> dict[str, Any] | None:
             raise ValueError(f"config.json must be a JSON object, found {type(found).__name__}")
     except (ValueError, OSError, RecursionError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            raise  # no fault of the adapter's
+            raise
         raise _not_comparable(config, error) from error
     return found
 
 
 def check_base(config: AdapterConfig, base: Mapping[str, Any] | None, shape: ModelShape) -> None:
-    """Raises AdapterError for an adapter whose base model has other sizes.  base: as of `read_base`."""
+    """Raises AdapterError for a base model of other sizes.  base: from `read_base`."""
     if base is None:
         return
     try:
@@ -71,7 +71,7 @@ def check_base(config: AdapterConfig, base: Mapping[str, Any] | None, shape: Mod
 
 
 def quantised_base(config: AdapterConfig, base: Mapping[str, Any] | None) -> Iterator[str]:
-    """What is said of an adapter whose base has the name of quantised weights, or lies here and is."""
+    """Warnings for a base with quantised weights, by its name or its config."""
     named = _QUANTISED_NAME.search(os.path.basename(config.base_model.rstrip("/")))
     kind = named and named[0]
     section = (base or {}).get("quantization_config")

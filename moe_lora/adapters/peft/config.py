@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""adapter_config.json as PEFT writes it: which modules are targeted, with which rank and scale.
+"""adapter_config.json as PEFT writes it: targets, ranks and scales; refusal of all but plain LoRA.
 
-Source: the semantics of peft's LoraConfig (suffix match of target names, patterns at the path's end).
+Source: peft's LoraConfig (suffix match of target names, patterns at the path's end).
 """
 
 from __future__ import annotations
@@ -30,26 +30,21 @@ from .patterns import (
     expanded_chars,
 )
 
-# The order of columns in the lora_B of a 3-D expert parameter: PEFT's, or the one Unsloth wrote for a while.
-#
-# Legend: O out_features, R LoRA rank, E experts.  PEFT writes lora_B [O, R·E] ("rank_major", column r·E + e).
-# Unsloth's own expert code, from 2026-02-05 to 2026.9.5, trained and saved [O, E·R] ("grouped_by_expert",
-# column e·R + r) and left no word of it in the file; trained with UNSLOTH_MOE_LORA_MERGED=1 it was
-# rank-major. From 2026.9.6 on it writes PEFT's order and says so.  Both orders have one shape, so only the
-# config can tell.
-# Source: unsloth_zoo, temporary_patches/moe_utils.py (read at 2026.10.9).
-
-
 FLAT_KEY, DETAIL_KEY = "lora_B_layout", "unsloth_fused_expert_lora"
 RANK_MAJOR, GROUPED_BY_EXPERT = "rank_major", "grouped_by_expert"
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """What an adapter_config.json says of the order of its experts' lora_B columns.
+    """The column order of the experts' lora_B, from adapter_config.json.
 
-    fields: the JSON object; PEFT may have moved Unsloth's keys into `auto_mapping`.  Read when an expert
-    tensor asks for it only: a file without such tensors may say anything.
+    PEFT writes lora_B [O, R·E] ("rank_major", column r·E + e).  Unsloth, from 2026-02-05 to 2026.9.5, saved
+    [O, E·R] ("grouped_by_expert", column e·R + r) without a mark, or rank-major with
+    UNSLOTH_MOE_LORA_MERGED=1; from 2026.9.6 on PEFT's order with a mark.  Shapes are equal, so only the
+    config can tell.
+    Source: unsloth_zoo, temporary_patches/moe_utils.py (read at 2026.10.9).
+
+    fields: the JSON object; PEFT may move Unsloth's keys into `auto_mapping`.  Read only for expert tensors.
     """
 
     fields: Mapping[str, Any]
@@ -58,8 +53,7 @@ class ExpertLayout:
     def is_grouped(self, parameter: str, key: str) -> bool:
         """True if the lora_B of this parameter (`key` in the weights) is grouped by expert.
 
-        Raises AdapterError if the config names no layout though Unsloth wrote it, names one that is
-        not known, or two.
+        Raises AdapterError for an Unsloth config without a layout, an unknown layout, or two layouts.
         """
         auto_mapping = self.fields.get("auto_mapping")
         sources = [self.fields, auto_mapping] if isinstance(auto_mapping, Mapping) else [self.fields]
@@ -90,7 +84,6 @@ class ExpertLayout:
         return GROUPED_BY_EXPERT in layouts
 
     def _in_details(self, details: Sequence[Any], parameter: str) -> list[Any]:
-        """Layouts that the detailed records name for this parameter."""
         found = []
         for detail in details:
             parameters = detail.get("parameters") if isinstance(detail, Mapping) else None
@@ -112,13 +105,7 @@ class ExpertLayout:
         return found
 
 
-# Typed reading of adapter_config.json, and the refusal of what is not plain LoRA.
-#
-# A key that is not known here is an error, because it could change what the adapter computes, unless its
-# value is null: then it asks for nothing.
-
-
-# Keys that never change what a trained adapter computes at inference.
+# Keys without effect on inference of a trained adapter.
 _WITHOUT_EFFECT = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
@@ -133,7 +120,7 @@ _READ = frozenset(
         *("target_parameters", "use_rslora", FLAT_KEY, DETAIL_KEY),
     )
 )
-# Keys of LoraConfig that are served at their defaults only (falsy: null, false, empty), and the way out.
+# Keys of LoraConfig served at falsy defaults only (null, false, empty), and the way out.
 # Source: peft 0.1 to 0.21.2, tuners/lora/config.py.
 _MUST_BE_UNSET = {
     "use_dora": "DoRA is not supported: merge the adapter into a base model, or train with use_dora=false",
@@ -152,13 +139,13 @@ _MUST_BE_UNSET = {
     "enable_lora": "LoRA on parts of a fused layer is not supported: save the adapter with peft 0.4 or later",
     "merge_weights": "a delta merged into the base is not supported: save the adapter with peft 0.4 or later",
 }
-# Other initialisations also change the base weights, so the delta alone is not the adapter.
+# Other initialisations also change the base weights.
 _ADDITIVE_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 _MAX_NUMBER = 1e6
 _MAX_LORA_RANK = 1_000_000
 _NAME_LISTS = ("target_modules", "target_parameters", "exclude_modules")
 _PATTERN_KEYS = ("rank_pattern", "alpha_pattern", "layers_pattern")
-# A list that names each module of Qwen3-235B's experts has 36 096 names.
+# Qwen3-235B's experts have 36 096 modules.
 _MOST_ITEMS = {
     **dict.fromkeys(_NAME_LISTS, (50_000, "names", "name modules by the last part of their paths")),
     **dict.fromkeys(_PATTERN_KEYS, (1000, "patterns", "join those of equal value in one regular expression")),
@@ -166,12 +153,12 @@ _MOST_ITEMS = {
 }
 _MAX_SHOWN_CHARS = 100
 MAX_REASON_CHARS = 300
-"""Of another library's error, or a path, in one of ours."""
+"""Of a foreign error or a path in our errors."""
 _DUMMY_TARGET = "dummy-target-modules"
 
 
 def refuse_unsupported(fields: dict[str, Any], where: str) -> None:
-    """Raise AdapterError if the config asks for more than plain LoRA or has a key that is not known."""
+    """Raises AdapterError for more than plain LoRA, or an unknown key with a value other than null."""
     if fields.get("peft_type") != "LORA":
         raise AdapterError(
             f"{where}: peft_type={shown(fields.get('peft_type'))} is not supported; only 'LORA' adapters are"
@@ -200,7 +187,7 @@ def refuse_unsupported(fields: dict[str, Any], where: str) -> None:
 
 
 def shown(value: Any, max_chars: int = _MAX_SHOWN_CHARS) -> str:
-    """repr for an error's text, cut where it is long."""
+    """repr for an error's text, cut to max_chars."""
     try:
         return cut(repr(value), max_chars)
     except ValueError:  # an integer of thousands of digits
@@ -208,7 +195,7 @@ def shown(value: Any, max_chars: int = _MAX_SHOWN_CHARS) -> str:
 
 
 def cut(text: str, max_chars: int = _MAX_SHOWN_CHARS) -> str:
-    """A text for an error or the log: cut where it is long, escaped where it would break the line."""
+    """A text for an error or the log: cut to max_chars, line breaks escaped."""
     text = text if len(text) <= max_chars else f"{text[:max_chars]}…"
     return text if text.isprintable() else repr(text)[1:-1]
 
@@ -240,7 +227,7 @@ class AdapterConfig(
     dict=True,
     rename={"lora_rank": "r", "base_model": "base_model_name_or_path"},
 ):
-    """The part of a PEFT LoRA config that decides what is computed. `where` is named in errors."""
+    """The computing part of a PEFT LoRA config.  `where`: place named in errors."""
 
     lora_rank: _Rank
     lora_alpha: _Number
@@ -260,8 +247,8 @@ class AdapterConfig(
     def parse(cls, fields: Any, where: str) -> AdapterConfig:
         """Read the JSON object of an adapter_config.json.
 
-        Raises AdapterError naming `where` and the key for anything that is not plain LoRA, not known,
-        or of the wrong type.
+        Raises AdapterError with `where` and the key for anything but plain LoRA, unknown keys and wrong
+        types.
         """
         if not isinstance(fields, dict):
             raise AdapterError(f"{where}: expected a JSON object, found {type(fields).__name__}")
@@ -305,7 +292,6 @@ class AdapterConfig(
         return config
 
     def _expressions(self) -> dict[str, Sequence[str]]:
-        """The regular expressions under each key."""
         modules = {
             key: [given]
             for key in ("target_modules", "exclude_modules")
@@ -389,13 +375,12 @@ def _has_suffix(path: str, names: frozenset[str]) -> bool:
 
 
 def suffixes(path: str) -> Iterator[str]:
-    """The names under which a list may target this path: "a.b.c", "b.c", "c"."""
+    """Names of this path in a list of targets: "a.b.c", "b.c", "c"."""
     parts = path.split(".")
     return (".".join(parts[i:]) for i in range(len(parts)))
 
 
 def _check_lengths(fields: Mapping[str, Any], where: str) -> None:
-    """Raises AdapterError for lists and objects of more items than are read."""
     for key, (limit, what, way_out) in _MOST_ITEMS.items():
         value = fields.get(key)
         if isinstance(value, (list, tuple, dict)) and len(value) > limit:
@@ -403,7 +388,7 @@ def _check_lengths(fields: Mapping[str, Any], where: str) -> None:
 
 
 def _sorted(names: tuple[str, ...] | str) -> Any:
-    """Names in order, or a regular expression, without what PEFT writes where none is targeted."""
+    """Sorted names, or a regular expression, without PEFT's marker of no target."""
     if isinstance(names, str):
         return () if names == _DUMMY_TARGET else names
     return tuple(sorted(name for name in names if name != _DUMMY_TARGET))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an adapter's files fit a base model, told without torch and, unless asked, without its values."""
+"""Check of an adapter's files against a base model, without torch and, by default, without values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .places import STRANGERS, max_tensors
 _HEADER_BYTES_PER_TENSOR = 512
 _HEADER_BYTES_BESIDE = 1 << 20
 _CHUNK_BYTES = 1 << 24
-# The bits of the exponent, all set in NaN and infinity, of a float as an unsigned integer.
+# Exponent bits of a float as an unsigned integer: all set in NaN and infinity.
 _EXPONENTS = {"F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7), "F16": ("<u2", 0x1F << 10)} | {
     "F64": ("<u8", 0x7FF << 52)
 }
@@ -48,10 +48,10 @@ def check_adapter(
     root: str | None = None,
     max_lora_rank: int | None = None,
 ) -> None:
-    """Raises AdapterError if `read_adapter` would refuse the PEFT folder, for the same reason.
+    """Raises AdapterError if `read_adapter` would refuse the PEFT folder, with the same reason.
 
-    values: look for NaN and infinity too, which reads the whole file.  What overflows in the model's dtype
-    only `read_adapter` finds.
+    values: also look for NaN and infinity, in the whole file.  Only `read_adapter` finds overflow in the
+    model's dtype.
     """
     with opened(folder, shape, root=root, max_lora_rank=max_lora_rank) as found:
         if values:
@@ -60,9 +60,9 @@ def check_adapter(
 
 @dataclass(frozen=True)
 class OpenAdapter:
-    """A PEFT folder whose config and tensors fit a model; no value is read.
+    """A PEFT folder with a config and tensors that fit a model; values unread.
 
-    weights: the file of the tensors, open.  where: what errors call it.
+    weights: the open tensor file.  where: its name in errors.
     """
 
     weights: BinaryIO
@@ -79,19 +79,18 @@ def opened(
     root: str | None = None,
     max_lora_rank: int | None = None,
 ) -> Iterator[OpenAdapter]:
-    """The adapter in a folder, held against the model by its config and its header alone.
+    """The adapter in a folder, checked against the model by config and header.
 
-    called: what errors call a file of the folder begins with; None: its path.  root: the folder that all of
-    it must lie in.  max_lora_rank: see `check_rank`.  Raises AdapterError for what does not fit or can't be
-    read, and at the end if the files changed meanwhile; StorageError where this process may open no more
-    files.
+    called: prefix of file names in errors; None: the path.  root: folder that must contain every file.
+    max_lora_rank: see `check_rank`.  Raises AdapterError for bad files, and at the end for files changed
+    meanwhile; StorageError without free file handles.
     """
     shown = f"{folder}{os.sep}" if called is None else called
     name = shown.rstrip(f": {os.sep}")
     if not confined(folder, root):
         raise AdapterError(f"{name}: no such folder in the folder of adapters; copy the adapter there")
     try:
-        # Once: a link that is set anew between the two files would join one adapter's to another's.
+        # Resolved once: a link changed between two reads would mix adapters.
         real = Path(os.path.realpath(folder))
         before = _stamps(real)
         config = AdapterConfig.parse(read_json(real, shown, root), f"{shown}{CONFIG_FILE}")
@@ -119,15 +118,14 @@ def opened(
 
 
 def _stamps(folder: Path) -> list[tuple[int, int, int, int]]:
-    """What changes when a file does."""
+    """Values that change with a file."""
     facts = [os.stat(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).exists()]
     return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in facts]
 
 
 def _check_header_size(weights: BinaryIO, shape: ModelShape, where: str) -> None:
-    """Raises AdapterError for a safetensors header longer than that of an adapter of this model.
-
-    The header is not read, so that a file of no use costs no time: one of 500 000 tensors took 22 s.
+    """Raises AdapterError for a safetensors header longer than an adapter of this model needs, before
+    parsing.
     """
     limit = (max_tensors(shape) + STRANGERS) * _HEADER_BYTES_PER_TENSOR + _HEADER_BYTES_BESIDE
     num_bytes = int.from_bytes(weights.read(8), "little")
@@ -148,7 +146,7 @@ def bad_adapters(
     root: str | None = None,
     max_lora_rank: int | None = None,
 ) -> dict[str, str]:
-    """Of (name, folder) pairs those that can't be served, with the reason."""
+    """(name, folder) pairs that can't be served: name -> reason."""
     found = {}
     for name, folder in adapters:
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two files of a PEFT adapter folder, as far as they can be read without torch.
+"""The two files of a PEFT adapter folder, read without torch.
 
-They may come from anyone: sizes, names and offsets are held against each other before anything is allocated,
-and what errors call the folder is the caller's choice.
+Files are untrusted: sizes, names and offsets are checked before any allocation.  Callers choose the folder's
+name in errors.
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ from .config import MAX_REASON_CHARS, AdapterConfig, cut, shown
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 4 << 20
-"""Of adapter_config.json; one that names each expert of a large model has 1 MB."""
+"""Largest adapter_config.json; naming each expert of a large model takes 1 MB."""
 _INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _SHARDS = ("adapter_model-*.safetensors", "model-*-of-*.safetensors", "pytorch_model-*.safetensors")
 _MAX_HEADER_BYTES = 100_000_000
-"""That of the safetensors library."""
 _MAX_DIMS = 8
 _MAX_PATH_CHARS = 4096
-"""A longer path leads nowhere (Linux: PATH_MAX), and following its links takes the square of its length."""
+"""Linux PATH_MAX; resolving links takes quadratic time."""
 _MAX_KEY_CHARS = 500
-"""Of a tensor's name, which errors name whole."""
-# As torch calls them, and their bytes.
+"""Longest tensor name, shown whole in errors."""
 _DTYPES = {
     **{"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2), "F64": ("float64", 8)},
     **{
@@ -58,7 +56,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """A tensor in a safetensors header; the offsets count from the header's end."""
+    """A tensor in a safetensors header; offsets count from the header's end."""
 
     dtype: str
     shape: Annotated[list[_Size], msgspec.Meta(max_length=_MAX_DIMS)]
@@ -66,8 +64,6 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Index(msgspec.Struct):
-    """An index of shards."""
-
     weight_map: dict[str, str]
 
 
@@ -76,9 +72,9 @@ _DECODE_ENTRY = msgspec.json.Decoder(_Entry).decode
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a safetensors header says of a tensor.
+    """A tensor in a safetensors header.
 
-    dtype: as torch calls it.  code: as the header does.  span: the offsets of its bytes in the file.
+    dtype: torch's name.  code: the header's.  span: byte offsets in the file.
     """
 
     dtype: str
@@ -88,7 +84,7 @@ class TensorEntry:
 
 
 def confined(path: str | Path, root: str | None) -> bool:
-    """Whether `path`, its links and `..` followed, lies in the folder `root`; None: anything does."""
+    """True if `path`, with links and `..` resolved, lies in the folder `root`; None: any path."""
     if root is None:
         return True
     if len(str(path)) > _MAX_PATH_CHARS:
@@ -103,12 +99,12 @@ def confined(path: str | Path, root: str | None) -> bool:
 def open_file(path: Path, called: str, root: str | None = None) -> BinaryIO:
     """A regular file, open to read.
 
-    called: what errors call it.  root: the folder that it must lie in, whatever links lead to it.  Raises
-    AdapterError for anything else, such as a pipe, which nobody waits for, and OSError.
+    called: its name in errors.  root: folder that must contain the resolved file.  Raises AdapterError for
+    anything else (a pipe is not opened), and OSError.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(handle, "rb")
-    # Of what was opened: the path may lead elsewhere by now.
+    # The opened file: the path may have changed.
     opened = Path(f"/proc/self/fd/{handle}")
     if stat.S_ISREG(os.fstat(handle).st_mode) and confined(opened if opened.exists() else path, root):
         return file
@@ -117,16 +113,16 @@ def open_file(path: Path, called: str, root: str | None = None) -> BinaryIO:
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    """The folder's adapter_config.json.  Raises AdapterError naming the file and the key."""
+    """The folder's adapter_config.json.  Raises AdapterError with the file and the key."""
     path = folder / CONFIG_FILE
     return AdapterConfig.parse(read_json(folder), str(path))
 
 
 def adapter_folder(path: str, name: str) -> str:
-    """Where an adapter lies: `path`, or a folder below, where PEFT saves one that is not called "default".
+    """An adapter's folder: `path`, or the subfolder of a PEFT adapter not called "default".
 
-    Below, the folder of the adapter's own name goes before an only other one; where neither is, `path` itself
-    is returned.  Raises AdapterError if there are several others, or a folder of another tool.
+    A subfolder of the adapter's name comes before a single other subfolder; else `path` itself.  Raises
+    AdapterError for several subfolders, or another tool's folder.
     """
     if os.path.isfile(os.path.join(path, CONFIG_FILE)):
         return path
@@ -149,9 +145,9 @@ def adapter_folder(path: str, name: str) -> str:
 
 
 def weights_file(folder: Path, called: str | None = None) -> Path:
-    """Where the folder's tensors lie.  Raises AdapterError if they are absent, divided or pickled.
+    """Path of the folder's tensors.  Raises AdapterError if absent, divided or pickled.
 
-    called: what errors call a file of the folder begins with; None: its path.
+    called: prefix of file names in errors; None: the path.
     """
     called = f"{folder}{os.sep}" if called is None else called
     weights = folder / WEIGHTS_FILE
@@ -175,7 +171,6 @@ def weights_file(folder: Path, called: str | None = None) -> Path:
 
 
 def _check_not_divided(folder: Path, called: str) -> None:
-    """Raises AdapterError for weights in several files, with the names of the files and of absent ones."""
     shards = sorted({found.name for pattern in _SHARDS for found in folder.glob(pattern)})
     indexed = _indexed_files(folder / _INDEX_FILE)
     if not shards and not indexed:
@@ -195,7 +190,7 @@ def _check_not_divided(folder: Path, called: str) -> None:
 
 
 def _indexed_files(index: Path) -> list[str]:
-    """Names of the files that an index of shards names; none if there is no index that can be read."""
+    """File names in an index of shards; empty without a readable index."""
     if not index.is_file():
         return []
     try:
@@ -206,7 +201,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def read_header(weights: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file; no value is read.  Raises AdapterError as `header_entries` does."""
+    """The tensors of a safetensors file, values unread.  Raises AdapterError as `header_entries`."""
     try:
         with open_file(weights, str(weights)) as file:
             return header_entries(file, str(weights))
@@ -215,10 +210,10 @@ def read_header(weights: Path) -> dict[str, TensorEntry]:
 
 
 def header_entries(file: BinaryIO, where: str) -> dict[str, TensorEntry]:
-    """The tensors of an open safetensors file; no value is read.
+    """The tensors of an open safetensors file, values unread.
 
-    Raises AdapterError naming `where` unless each tensor is named once, has the bytes that its shape and
-    dtype need, and these lie one after the other, from the header's end to that of the file.
+    Raises AdapterError with `where` unless names are unique, bytes match shapes and dtypes, and data are
+    contiguous from the header's end to the file's end.
     """
     try:
         length = _header_length(file)
@@ -244,7 +239,6 @@ def header_entries(file: BinaryIO, where: str) -> dict[str, TensorEntry]:
 
 
 def _check_spans(entries: dict[str, _Entry], num_bytes: int) -> None:
-    """Raises ValueError for sizes and offsets that do not fit each other, or the bytes behind the header."""
     end = 0
     for key, one in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         first, last = one.data_offsets
@@ -266,7 +260,7 @@ def _check_spans(entries: dict[str, _Entry], num_bytes: int) -> None:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object.  Raises ValueError for a name that it has twice: readers differ in which they take."""
+    """A JSON object.  Raises ValueError for a doubled name, as readers differ there."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -276,7 +270,6 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _header_length(file: BinaryIO) -> int:
-    """Raises ValueError for a header that can't be."""
     length, num_bytes = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
     if not 0 < length <= min(_MAX_HEADER_BYTES, num_bytes - 8):
         raise ValueError(f"its header is cut short: {length} bytes are announced, the file has {num_bytes}")
@@ -284,9 +277,9 @@ def _header_length(file: BinaryIO) -> int:
 
 
 def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file without its free text, and where the data begin.
+    """The header of a safetensors file without free text, and the offset of the data.
 
-    Raises ValueError if there is none, with the kind of the file where it is known.
+    Raises ValueError without a header, with the kind of the file if known.
     """
     try:
         length = _header_length(file)
@@ -299,14 +292,14 @@ def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def _other_content(file: BinaryIO) -> Content | None:
-    """Kind of an open file that is not safetensors; None for a damaged safetensors file."""
+    """Kind of an open file that is not safetensors; None for damaged safetensors."""
     file.seek(0)
     head = file.read(HEAD_BYTES)
     return None if head[8:9] == b"{" else content_of(head)
 
 
 def not_readable(where: Path | str, error: Exception, file: BinaryIO | None = None) -> AdapterError:
-    """What to raise for a file that is none of safetensors.  file: the file, open, if it was opened."""
+    """The error for a file that is not safetensors.  file: the open file, if opened."""
     content = None if file is None or isinstance(error, OSError) else _other_content(file)
     if content is not None:
         return AdapterError(f"{where}: not a readable safetensors file ({content.kind}); {content.way_out}")
@@ -315,22 +308,22 @@ def not_readable(where: Path | str, error: Exception, file: BinaryIO | None = No
 
 
 def max_rank(config: AdapterConfig) -> int:
-    """The largest LoRA rank that the config gives any module."""
+    """The largest LoRA rank in the config."""
     return max(config.lora_rank, *config.rank_pattern.values(), 0)
 
 
 def target_names(config: AdapterConfig) -> tuple[str, ...]:
-    """Targeted modules and parameters as the config names them, sorted; a regular expression as it is."""
+    """Targeted modules and parameters in the config, sorted; a regular expression unchanged."""
     modules = config.target_modules
     names = (modules,) if isinstance(modules, str) else modules
     return tuple(sorted({*filter(None, names), *config.target_parameters}))
 
 
 def read_json(folder: Path, called: str | None = None, root: str | None = None) -> Any:
-    """What the folder's adapter_config.json holds.
+    """Content of the folder's adapter_config.json.
 
-    called, root: as in `weights_file` and `open_file`.  Raises AdapterError if there is none, it is too
-    large, or no JSON.
+    called, root: as in `weights_file` and `open_file`.  Raises AdapterError for an absent or too large file,
+    or no JSON.
     """
     shown = str(folder) if called is None else called.removesuffix(": ")
     called = f"{folder}{os.sep}" if called is None else called
@@ -349,7 +342,7 @@ def read_json(folder: Path, called: str | None = None, root: str | None = None) 
         raise AdapterError(f"{called}{CONFIG_FILE}: larger than {MAX_CONFIG_BYTES} bytes; save it again")
     try:
         found = json.loads(text.decode(), object_pairs_hook=_without_twins)
-        if b"\\ud" in text.lower():  # half a character, which no other file, log or database takes
+        if b"\\ud" in text.lower():  # half a surrogate pair, refused by files, logs and databases
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         content = content_of(text[:HEAD_BYTES], is_text=True)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matching the tensors of a PEFT file with its config and the model: nothing left over, nothing missing."""
+"""Matches the tensors of a PEFT file with its config and the model: no tensor left over, no tensor
+missing.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,7 @@ _MAX_SHOWN_NAMES = 10
 
 @dataclass(frozen=True)
 class Match:
-    """layers: per layer the LoRA pairs of the file.  swapped: see `is_swapped`.  warnings: what of the config
-    has no effect, and why."""
+    """layers: LoRA pairs per layer.  swapped: see `is_swapped`.  warnings: config fields without effect."""
 
     layers: list[list[PairSource]]
     swapped: bool
@@ -49,10 +50,9 @@ def match(
 ) -> Match:
     """The tensors of the file and their places in the model.
 
-    base: what the config.json of the base model that the config names holds (see `read_base`).  A target name
-    that matches nothing in the model is a warning, as in PEFT.  Raises AdapterError naming `where` and the
-    key if a tensor has no place in the model or is not targeted by the config, has another shape than its
-    place or is no float, if a targeted module has no tensors, or an A has no B.
+    base: config.json of the base model (see `read_base`).  A target name without a match is a warning, as in
+    PEFT.  Raises AdapterError with `where` and the key for a tensor without a place, outside the targets, of
+    wrong shape or not float; for a targeted module without tensors; for an A without a B.
     """
     check_base(config, base, shape)
     if len(tensors) > max_tensors(shape) + STRANGERS:
@@ -93,7 +93,7 @@ def match(
 
 
 def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
-    """Raise AdapterError if a LoRA pair has a rank above `max_lora_rank`.  None: no limit."""
+    """Raises AdapterError for a LoRA pair of rank above `max_lora_rank`.  None: no limit."""
     if max_lora_rank is None:
         return
     largest = max((source.lora_rank for layer in found.layers for source in layer), default=0)
@@ -102,7 +102,6 @@ def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
 
 
 def _check_gathered(tensors: Mapping[str, Shaped], where: str) -> None:
-    """Raises AdapterError for no tensors, or tensors without elements."""
     gather = (
         "save again with the parts of all processes gathered: under DeepSpeed ZeRO-3 with "
         "stage3_gather_16bit_weights_on_model_save=true or zero_to_fp32.py, under FSDP from a full state dict"
@@ -124,9 +123,8 @@ def _check_gathered(tensors: Mapping[str, Shaped], where: str) -> None:
 def _expected(
     config: AdapterConfig, places: PlaceMap, present: set[str], names: Names
 ) -> dict[str, list[Place]]:
-    """Module path → places that the config targets, in order of definition."""
-    # A newer transformers keeps experts and gate as parameters, which target_modules does not reach.  The
-    # file tells: one from an older transformers has modules of single experts.
+    # Newer transformers keep experts and gate as parameters, beyond target_modules.  Modules of single
+    # experts in the file show an older transformers.
     firsts = [places.by_path[path][1][0] for path in present if path in places.by_path]
     has_experts = any(place.expert is not None for place in firsts)
     has_gate = has_experts or any(place.site == "router" for place in firsts)
@@ -186,13 +184,12 @@ def _check_known(
 
 
 def _ends_as_a_module(path: str, places: PlaceMap) -> bool:
-    """Whether the path's end, from a layer's number on, is that of a module of the model."""
     inside = re.search(r"(?:^|\.)(?:layers|blocks)(\.\d+\..+)", path)
     return inside is not None and f"{places.layer_prefix}{inside[1]}" in places.by_path
 
 
 def _check_one_form(layer: list[PairSource], where: str) -> None:
-    """An expert's delta in both forms at once would have to be added up; PEFT never writes that."""
+    """Refuses an expert's delta in both forms at once, which PEFT never writes."""
     fused = {source.place.site: source.key_a for source in layer if source.place.form == "fused"}
     for source in layer:
         if source.place.expert is not None and source.place.site in fused:
@@ -203,7 +200,6 @@ def _check_one_form(layer: list[PairSource], where: str) -> None:
 
 
 def _unmatched_names(config: AdapterConfig, expected: dict[str, list[Place]], names: Names) -> Iterable[str]:
-    """A text for each list of targets of which some match nothing."""
     modules = [(one, places) for path, places in expected.items() for one in names.readings(path)]
     parameters = [f"{path}.{place.parameter}" for path, places in modules for place in places]
     lists: list[tuple[str, tuple[str, ...], Iterable[str]]] = [
@@ -242,7 +238,7 @@ def _source(
             "trained for another base model; save it again, or remove the target if it was never trained"
         )
     lora_rank, scale = _rank_and_scale(path, place, config, names)
-    # With rank 1 both orders of a fused parameter's columns are the same.
+    # With rank 1 both column orders are equal.
     has_order = place.form == "fused" and lora_rank > 1
     return PairSource(
         place=place,
@@ -255,12 +251,12 @@ def _source(
 
 
 def _rank_and_scale(path: str, place: Place, config: AdapterConfig, names: Names) -> tuple[int, float]:
-    """Of a pair, by the patterns of the config.
+    """Rank and scale of a pair, by the config's patterns.
 
-    Raises AdapterError where a pattern gives another value for the name with its wrappers.
+    Raises AdapterError for a pattern with a different value for the wrapped name.
     """
     readings = names.readings(path)
-    # A linear layer reached as a parameter has its pattern matched against the parameter's name.
+    # A linear layer reached as a parameter matches patterns by the parameter's name.
     is_parameter = place.form != "matrix" or not (
         config.all_linear or any(config.targets_module(one) for one in readings)
     )

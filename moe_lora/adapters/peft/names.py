@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of tensors in an adapter's file: prefixes of known wrappers are removed, others are refused by name.
+"""Tensor names in an adapter's file: known wrapper prefixes are removed, unknown prefixes are refused.
 
-A wrapper around a model adds a segment to the names: torch.compile `_orig_mod.`, DataParallel `module.`.
-The segment changes no computation.  PEFT matched the config's rules against names with or without the
-segment, so both readings of a name are kept.
+Wrappers add a segment without effect: torch.compile `_orig_mod.`, DataParallel `module.`.  PEFT matched the
+config against names with or without the segment, so both readings are kept.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ WRAPPERS = {
     "_checkpoint_wrapped_module": "activation checkpointing",
     "_forward_module": "Lightning Fabric",
 }
-"""Segments of names without a meaning, and their wrappers."""
+"""Segments without a meaning, and their wrappers."""
 _LANGUAGE_PARTS = frozenset(("language_model", "text_model", "language_tower", "thinker", "llm"))
-"""Segments under which a multimodal model keeps the layers of its language model."""
 _PEFT_PREFIX = "base_model.model."
 _KEY = re.compile(
     rf"(?P<peft>(?:{re.escape(_PEFT_PREFIX)})*)(?P<path>.+?)(?P<nested>(?:\.base_layer)*)"
@@ -70,7 +68,7 @@ class TensorName:
     """A LoRA tensor's key in parts.
 
     path: of the module, by the served model's names.  depth: nesting of the module's wrapper in PEFT.  part:
-    "A" or "B".  adapter: the adapter's name in the key, or None.  front: the prefix of the layers, without
+    "A" or "B".  adapter: the adapter's name in the key, or None.  front: prefix of the layers, without
     wrappers.  read_as: the path with all wrappers, below PEFT's outermost prefix.
     """
 
@@ -96,7 +94,7 @@ class Names:
     _read_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def readings(self, path: str) -> tuple[str, ...]:
-        """Paths under which the config may name the module: the served model's first."""
+        """Paths of the module in the config: the served model's first."""
         if not self._fronts:
             return (path,)
         rest = path.removeprefix(self._layer_prefix)
@@ -105,10 +103,10 @@ class Names:
 
 
 def read_names(keys: Iterable[str], layer_prefix: str, where: str) -> Names:
-    """The keys of a file in parts.  layer_prefix: `model.layers`, or what the served family calls it.
+    """The keys of a file in parts.  layer_prefix: e.g.  `model.layers`, by the served family.
 
-    Raises AdapterError naming `where` and the key for a name of no LoRA tensor, for tensors of two adapters,
-    and for tensors below two prefixes.
+    Raises AdapterError with `where` and the key for a name of no LoRA tensor, and for tensors of two adapters
+    or below two prefixes.
     """
     by_key = {key: _read_name(key, layer_prefix, where) for key in sorted(keys)}
     _check_one_adapter(by_key, where)
@@ -196,7 +194,6 @@ def _read_name(key: str, layer_prefix: str, where: str) -> TensorName:
 
 
 def _is_known_front(front: str, layer_prefix: str) -> bool:
-    """True for prefixes of the layers of a language model."""
     own = layer_prefix.rpartition(".")[0]
     parts = front.split(".")[:-1]
     if parts and parts[-1] == own and set(parts[:-1]) <= {"model"}:
@@ -209,7 +206,6 @@ def _in_model(path: str, layer_prefix: str) -> bool:
 
 
 def _check_one_adapter(by_key: Mapping[str, TensorName], where: str) -> None:
-    """Raises AdapterError for keys with the names of two adapters."""
     if len({name.adapter for name in by_key.values()}) < 2:
         return
     second, other = list({name.adapter: (key, name) for key, name in by_key.items()}.values())[-1]
@@ -224,7 +220,6 @@ def _check_one_adapter(by_key: Mapping[str, TensorName], where: str) -> None:
 
 
 def _check_one_front(by_key: Mapping[str, TensorName], layer_prefix: str, where: str) -> None:
-    """Raises AdapterError for tensors of the model below two prefixes, as two models have them."""
     firsts: dict[str, str] = {}
     for key, name in by_key.items():
         if _in_model(name.path, layer_prefix):
@@ -238,7 +233,6 @@ def _check_one_front(by_key: Mapping[str, TensorName], layer_prefix: str, where:
 
 
 def _notes(by_key: Mapping[str, TensorName], layer_prefix: str, where: str) -> Iterable[str]:
-    """A warning for each kind of removed prefix."""
     parts = {part for key in by_key for part in key.split(".")} & WRAPPERS.keys()
     for part in sorted(parts):
         yield (f"{where}: names of tensors carry {part}. (from {WRAPPERS[part]}); it is removed")

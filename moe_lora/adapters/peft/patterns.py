@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regular expressions of an adapter's config, which come from anyone: compiled and matched within bounds."""
+"""Untrusted regular expressions of an adapter's config, compiled and matched within bounds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import regex
 from moe_lora.core.errors import AdapterError
 
 MAX_MATCH_S = 1.0
-"""All matching of one config's expressions; for 40 000 modules it takes a tenth."""
+"""Time for all matches of one config; 40 000 modules take a tenth."""
 MAX_PATTERN_CHARS = 10_000
 MAX_EXPANDED_CHARS = 100_000
-"""All of one config's expressions, each counted repeat written out, as the library does."""
+"""Limit for one config's expressions, with counted repeats expanded as in the library."""
 _COUNTS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
 
 def expanded_chars(pattern: str) -> int:
-    """At least as many as the expression has with each counted repeat written out, or too many."""
+    """Upper bound of the expression's length with counted repeats expanded."""
     num = len(pattern)
     for found in _COUNTS.finditer(pattern[:MAX_PATTERN_CHARS]):
         if num > MAX_EXPANDED_CHARS:
@@ -32,15 +32,15 @@ def expanded_chars(pattern: str) -> int:
 
 
 def compiles(pattern: str, form: Callable[[str], str]) -> bool:
-    """True if this is a regular expression of bounded length, alone and in the form in which it is matched.
+    """True for a regular expression of bounded length, alone and in its matched form.
 
-    It may take as long as `expanded_chars` says: look at that first.
+    Time grows with `expanded_chars`: check that first.
     """
     if len(pattern) > MAX_PATTERN_CHARS:
         return False
     try:
         for text in (pattern, form(pattern)):
-            re.compile(text)  # PEFT's own: what only the other library takes is refused
+            re.compile(text)  # PEFT's library must accept the pattern too
             compiled(text)
     except (re.error, regex.error, OverflowError, RecursionError, ValueError):
         return False
@@ -49,17 +49,17 @@ def compiles(pattern: str, form: Callable[[str], str]) -> bool:
 
 @lru_cache(maxsize=64)
 def compiled(pattern: str) -> regex.Pattern[str]:
-    """By a library whose matches can be given up, unlike those of `re`."""
+    """By a library with a match timeout, unlike `re`."""
     return regex.compile(pattern)
 
 
 def as_end(pattern: str) -> str:
-    """The expression that a path matches whose end matches `pattern`."""
+    """The expression for paths whose end matches `pattern`."""
     return rf"(.*\.)?({pattern})$"
 
 
 def as_layer(pattern: str) -> str:
-    """The expression that paths of layers in a module called `pattern` match; its last group is the layer."""
+    """The expression for paths of layers in a module called `pattern`; the last group is the layer."""
     return rf"(?:^|.*?\.){pattern}\.(\d+)\."
 
 
@@ -77,7 +77,7 @@ class Rules:
         self._by_leaf: dict[str, list[tuple[regex.Pattern[str], float]]] = {}
 
     def of(self, path: str) -> list[tuple[regex.Pattern[str], float]]:
-        """Those that could match the path's end, in order: a plain name ends as the path does."""
+        """Candidate patterns for the path, in order: a plain name must end the path."""
         leaf = path.rpartition(".")[2]
         if leaf not in self._by_leaf:
             self._by_leaf[leaf] = [rule for end, rule in self._all if leaf.endswith(end)]
@@ -85,9 +85,9 @@ class Rules:
 
 
 class Matching:
-    """Matches of one config's expressions, which could take for ever, within one time.
+    """Matches of one config's expressions, within one time limit.
 
-    where: what errors call the config.
+    where: the config's name in errors.
     """
 
     def __init__(self, where: str) -> None:
@@ -97,7 +97,7 @@ class Matching:
     def run(self, method: Callable[..., Any], path: str) -> Any:
         """method(path), a method of a compiled expression.
 
-        Raises AdapterError where all of them take longer than `MAX_MATCH_S`.
+        Raises AdapterError after a total of `MAX_MATCH_S`.
         """
         begun_s = time.thread_time()
         try:
@@ -111,7 +111,7 @@ class Matching:
         return found
 
     def first(self, rules: Rules, path: str, default: float) -> float:
-        """The value of the first rule that the path's end matches."""
+        """The value of the first rule that matches the path's end."""
         for pattern, value in rules.of(path):
             if self.run(pattern.match, path):
                 return value

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where LoRA may sit in each family: PEFT module paths and expert parameters mapped to sites.
+"""Places of LoRA in each family: PEFT module paths and expert parameters mapped to sites.
 
-Torch-free. A place is one LoRA pair (lora_A, lora_B) of the file. Several parameters of one module
-(the experts of a layer) are nested by PEFT: the last one defined has the bare key, each earlier one
-one `.base_layer` more; so the order of the places of a path is the order of their definition.
+Torch-free.  A place is one LoRA pair (lora_A, lora_B) of the file.  PEFT nests several parameters of one
+module: the last has the bare key, each earlier has one `.base_layer` more; so places are in order of
+definition.
+
+Legend: E experts, R LoRA rank, I in_features, O out_features of the whole parameter, F expert width.
+
+PEFT flattens a 3-D parameter: A's rows are expert-major [E·R, I], B's columns rank-major [O, R·E].  Versions
+that took a stored [E, O, I] weight for [E, I, O] wrote A [E·R, O] and B [I, R·E] instead ("swapped"): the
+same delta with A and B exchanged.
 """
 
 from __future__ import annotations
@@ -28,11 +34,11 @@ Form = Literal["matrix", "fused", "rows"]
 class Place:
     """One LoRA pair.
 
-    parameter: name below the module. modules: indices in the site that the pair feeds.
-    expert: which one, None if dense or all at once. form: "matrix" (one linear layer), "fused" (3-D
+    parameter: name below the module.  modules: indices in the site fed by the pair.
+    expert: number, None if dense or all at once.  form: "matrix" (one linear layer), "fused" (3-D
     parameter of all experts), "rows" (2-D parameter with the experts stacked in its rows).
-    optional_linear: a linear layer in older transformers only.  is_split: True in Unsloth's GPT-OSS alone,
-    with a linear layer for each expert; False in the other GPT-OSS alone; None in both.
+    optional_linear: a linear layer in older transformers only.  is_split: True only in Unsloth's GPT-OSS (a
+    linear layer per expert); False only in plain GPT-OSS; None in both.
     """
 
     site: str
@@ -55,7 +61,7 @@ class PlaceMap:
 
 @lru_cache(maxsize=8)
 def place_map(shape: ModelShape, old_mixtral_names: bool = False) -> PlaceMap:
-    """Places of every layer. old_mixtral_names: `block_sparse_moe` instead of `mlp`."""
+    """Places of every layer.  old_mixtral_names: `block_sparse_moe` instead of `mlp`."""
     layer_prefix = "transformer.blocks" if shape.family == "dbrx" else "model.layers"
     in_layer = _dbrx_layer() if shape.family == "dbrx" else _layer(shape, old_mixtral_names)
     by_path = {
@@ -67,12 +73,12 @@ def place_map(shape: ModelShape, old_mixtral_names: bool = False) -> PlaceMap:
 
 
 STRANGERS = 1000
-"""Of tensors beyond what an adapter can have, so that a few strangers are refused by name."""
+"""Allowance of foreign tensors, so that a few are refused by name."""
 
 
 @lru_cache(maxsize=8)
 def max_tensors(shape: ModelShape) -> int:
-    """The most tensors an adapter of this model can have: an A and a B for each place."""
+    """Most tensors of an adapter of this model: an A and a B per place."""
     return 2 * sum(len(places) for _, places in place_map(shape).by_path.values())
 
 
@@ -150,21 +156,11 @@ def _dbrx_layer() -> dict[str, tuple[Place, ...]]:
     }
 
 
-# From a PEFT tensor pair to the matrices that multiply the input and make the output.
-#
-# Legend: E experts, R LoRA rank, I in_features, O out_features of the whole parameter, F expert width.
-#
-# PEFT flattens a 3-D parameter asymmetrically: A's rows are expert-major [E·R, I], B's columns
-# rank-major [O, R·E]. Versions that took a stored [E, O, I] weight for [E, I, O] wrote A [E·R, O] and
-# B [I, R·E] instead ("swapped"); the same delta with the roles of A and B exchanged.  Unsloth grouped
-# B's columns by expert for a while (`config.ExpertLayout`).
-
-
 _FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
 
 
 class Shaped(Protocol):
-    """A tensor, or what a file's header says of one."""
+    """A tensor, or its entry in a file's header."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -175,7 +171,7 @@ class Shaped(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PairSource:
-    """Where one pair lies in the file, and what the config says of it.
+    """One pair in the file, with its config.
 
     grouped: the columns of a fused lora_B are grouped by expert (see `config.ExpertLayout`).
     """
@@ -191,7 +187,7 @@ class PairSource:
 def make_pair(
     source: PairSource, tensors: Mapping[str, torch.Tensor], shape: ModelShape, swapped: bool
 ) -> Pair:
-    """Views [N, R, D] of the pair's tensors, which `check_pair` has seen; no copy."""
+    """Views [N, R, D] of the pair's tensors, after `check_pair`; no copy."""
     from moe_lora.adapters.packed import Pair
 
     place, site = source.place, shape.site(source.place.site)
@@ -214,7 +210,7 @@ def make_pair(
 def check_pair(
     source: PairSource, tensors: Mapping[str, Shaped], shape: ModelShape, where: str, swapped: bool
 ) -> None:
-    """Raises AdapterError naming `where` and the key for a wrong shape or a dtype that is not a float."""
+    """Raises AdapterError with `where` and the key for a wrong shape or a non-float dtype."""
     keys = (source.key_a, source.key_b)
     for key in keys:
         if str(tensors[key].dtype) not in _FLOATS:
@@ -229,7 +225,7 @@ def check_pair(
 def expected_shapes(
     source: PairSource, shape: ModelShape, swapped: bool
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Shapes that lora_A and lora_B of this pair must have."""
+    """Required shapes of lora_A and lora_B of this pair."""
     place, site, rank = source.place, shape.site(source.place.site), source.lora_rank
     inputs = site.in_features
     outputs = sum(site.out_features[module] for module in place.modules)
@@ -245,8 +241,7 @@ def expected_shapes(
 def is_swapped(sources: list[PairSource], tensors: Mapping[str, Shaped], shape: ModelShape) -> bool:
     """True if the fused pairs fit only the layout with A and B exchanged.
 
-    One file has one layout; a parameter with equal input and output width fits both, so the others
-    decide, and the present layout if none does.
+    One file has one layout; square parameters fit both, so the rest decides, by default the present layout.
     """
     fused = [source for source in sources if source.place.form == "fused"]
     fits = {
@@ -297,7 +292,7 @@ def _views(
 
 
 def _split(expand: torch.Tensor, place: Place) -> tuple[torch.Tensor, ...]:
-    """One view per module: gate and up lie one after the other, or alternate (GPT-OSS)."""
+    """One view per module: gate and up in sequence, or alternating (GPT-OSS)."""
     if len(place.modules) == 1:
         return (expand,)
     if place.interleaved:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading PEFT adapters: a directory, or a state dict out of a training loop."""
+"""Reads PEFT adapters: a directory, or a state dict of a training loop."""
 
 from __future__ import annotations
 
@@ -39,12 +39,10 @@ def read_adapter(
 ) -> PackedAdapter:
     """Pack the PEFT directory at `path` for a base model of this shape, in the model's dtype.
 
-    name: the adapter's name, by default the folder's. What config and header say is checked first, then the
-    values are read once, whole, into this process's memory: at the peak that takes the file beside the packed
-    adapter. Raises AdapterError, which names the file (called: by what; see `opened`) and the key, unless
-    every tensor is used and everything the config targets is there. If base_model_name_or_path is a local
-    checkpoint it must have the sizes of the base; another name alone is no error, since names move. log:
-    write what `PackedAdapter.warnings` says to the log.  max_lora_rank: see `check_rank`.
+    name: by default the folder's.  Checks config and header, then reads all values once into memory: the peak
+    is file plus packed adapter.  Raises AdapterError with the file (called: see `opened`) and the key unless
+    every tensor is used and every target is present.  A local checkpoint in base_model_name_or_path must have
+    the base's sizes.  log: log `PackedAdapter.warnings`.  max_lora_rank: see `check_rank`.
     """
     folder = Path(path)
     with opened(folder, shape, called, root, max_lora_rank) as found:
@@ -55,11 +53,10 @@ def read_adapter(
 
 
 def _read_tensors(found: OpenAdapter, needed: int) -> dict[str, torch.Tensor]:
-    """The file's tensors, in memory of this process: a mapped file that somebody writes to ends the process
-    that looks at it.
+    """The file's tensors in memory: a truncated mapped file would kill the process.
 
-    needed: bytes of the packed adapter, which comes to stand beside them.  Raises AdapterError where there
-    is no memory for both, or if the file is cut meanwhile.
+    needed: bytes of the packed adapter, held at the same time.  Raises AdapterError without memory for both,
+    or for a file cut meanwhile.
     """
     first = min(entry.span[0] for entry in found.entries.values())
     num_bytes = max(entry.span[1] for entry in found.entries.values()) - first
@@ -86,7 +83,6 @@ def _dtype(entry: TensorEntry) -> torch.dtype:
 
 
 def _aligned(data: torch.Tensor) -> torch.Tensor:
-    """The bytes, where a tensor of any dtype may begin."""
     return data if data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0 else data.clone()
 
 
@@ -97,9 +93,9 @@ def adapter_layer_bytes(
     root: str | None = None,
     max_lora_rank: int | None = None,
 ) -> list[int]:
-    """Bytes that each layer of the PEFT directory would take packed; no value is read.
+    """Packed bytes per layer of the PEFT directory; values unread.
 
-    Raises AdapterError as `read_adapter` does, but for values that are not finite.
+    Raises AdapterError as `read_adapter`, except for values that are not finite.
     """
     with opened(Path(path), shape, root=root, max_lora_rank=max_lora_rank) as found:
         return _layer_bytes(found, shape, dtype)
@@ -126,9 +122,9 @@ def pack_state_dict(
     """Pack LoRA tensors by their PEFT keys.
 
     config: the fields of adapter_config.json, or PEFT's LoraConfig.  Keys may lack the prefix
-    `base_model.model.` and may carry the adapter's name, as in `lora_A.default.weight`; the base's weights
-    in the state dict of a whole PEFT model are left out. Tensors are copied, so that training may go on.
-    Raises AdapterError as `read_adapter` does.
+    `base_model.model.` and may carry the adapter's name, as in `lora_A.default.weight`; base weights are left
+    out.  Copies tensors, so training may go on.
+    Raises AdapterError as `read_adapter`.
     """
     where = f"adapter {name!r}"
     parsed = AdapterConfig.parse(config_fields(config, f"{where} config"), f"{where} config")
@@ -141,7 +137,7 @@ def pack_state_dict(
 def tensors_of(
     state_dict: Mapping[str, torch.Tensor], shape: ModelShape, where: str
 ) -> dict[str, torch.Tensor]:
-    """The LoRA tensors of a state dict, on the CPU.  Raises AdapterError as `lora_tensors` does."""
+    """The LoRA tensors of a state dict, on the CPU.  Raises AdapterError as `lora_tensors`."""
     for key, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
             raise AdapterError(f"{where}: {key}: expected a tensor, found {type(value).__name__}")

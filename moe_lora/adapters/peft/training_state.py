@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training loop has at hand (PEFT objects, a whole model's state dict), as an adapter's files hold it.
+"""Converts a training loop's PEFT objects and state dicts to the form of an adapter's files.
 
 Imports neither torch nor peft.
 """
@@ -26,10 +26,10 @@ Tensor = TypeVar("Tensor", bound=Shaped)
 
 
 def config_fields(config: Any, where: str) -> dict[str, Any]:
-    """The fields of adapter_config.json of what describes an adapter.
+    """The fields of adapter_config.json.
 
     config: these fields, PEFT's LoraConfig, or the `peft_config` of a PEFT model with one adapter.  Raises
-    AdapterError naming `where` for anything else.
+    AdapterError with `where` for anything else.
     """
     if isinstance(config, Mapping) and config and all(map(_is_peft_config, config.values())):
         if len(config) > 1:
@@ -49,10 +49,10 @@ def config_fields(config: Any, where: str) -> dict[str, Any]:
 
 
 def lora_tensors(state_dict: Mapping[str, Tensor], shape: ModelShape, where: str) -> dict[str, Tensor]:
-    """The adapter's tensors of a state dict, which may be that of the whole PEFT model.
+    """The adapter's tensors of a state dict, possibly of the whole PEFT model.
 
-    The base's weights in it are left out, as PEFT's own saving does: what trains them too is named by the
-    config, which is refused.  Raises AdapterError for embeddings that are not of the base's size.
+    Leaves out base weights, as PEFT's saving does; the config names trained base weights and is refused.
+    Raises AdapterError for embeddings of another size than the base's.
     """
     wrapped = any(
         ".base_layer." in key and not _EMBEDDING.fullmatch(key) and not _is_trained(key) for key in state_dict
@@ -70,10 +70,9 @@ def lora_tensors(state_dict: Mapping[str, Tensor], shape: ModelShape, where: str
 
 
 def check_embeddings(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -> None:
-    """Raises AdapterError for embeddings of the base among an adapter's tensors, saying how they came there.
+    """Raises AdapterError for base embeddings among an adapter's tensors, with the cause.
 
-    PEFT saves them whole after a change of vocabulary, or if asked.  Those beside LoRA on embeddings are left
-    to `match`, which refuses that.
+    PEFT saves them after a change of vocabulary, or on request.  `match` refuses LoRA on embeddings.
     """
     copies = sorted(key for key in tensors if _EMBEDDING.fullmatch(key))
     if not copies or any(_LORA_ON_EMBEDDING.search(key) for key in tensors):
@@ -105,7 +104,6 @@ def _is_peft_config(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON would hold it."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (set, frozenset)):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry: adapters' versions and files, kept safe in SQLite and by content."""
+"""The registry: adapters' versions in SQLite, and files by content."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which base model lies in a folder, told without reading its gigabytes."""
+"""Identity of the base model in a folder, without reading all its bytes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 def base_model_hash(model_dir: str | Path) -> str:
     """sha256 over config.json and, of each *.safetensors file by name, its header and samples of its data.
 
-    config.json counts by content, without the name of its folder and the version that wrote it; a header
-    without its free text.  Of the data 64 evenly spaced blocks of 4 KiB count, so that a further trained
-    model of the same sizes has another hash.  Raises ConfigError if anything can't be read.
+    config.json counts without folder name and transformers version; headers without free text.  64 evenly
+    spaced 4 KiB blocks of data tell a further trained model.  Raises ConfigError for unreadable files.
     """
     folder = Path(model_dir)
     digest = hashlib.sha256()
@@ -65,7 +64,7 @@ def _config_content(path: Path) -> bytes:
 
 
 def _add_tensors(digest: Any, file: BinaryIO, path: Path) -> None:
-    """Header (8 bytes of length, then JSON) and samples of the data behind it."""
+    """Header (8 bytes of length, then JSON) and samples of the data."""
     try:
         header, first = header_of(file)
     except ValueError as error:
@@ -85,6 +84,6 @@ def _canonical(value: Any) -> bytes:
 
 
 def _add(digest: Any, part: bytes) -> None:
-    """Parts are told apart by their lengths."""
+    """Adds the length too, to separate parts."""
     digest.update(struct.pack("<Q", len(part)))
     digest.update(part)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter files under the hash of their content: written once, whole or not at all, checked when used."""
+"""Adapter files by content hash: written once, atomically, checked on use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HASH = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """Files that are whole and on disk, but not under their hash yet.  num_bytes: of the adapter's files."""
+    """Whole files on disk, without a hash name yet.  num_bytes: of the adapter's files."""
 
     folder: Path
     content_hash: str
@@ -36,9 +36,8 @@ class Staged:
 class ContentStore:
     """`folder`/HASH/ holds an adapter's two files, or links to them, and their manifest.
 
-    The manifest has sha256 and bytes of each file, and HASH is the manifest's sha256.  A folder gets its
-    name by one rename after everything in it was synced, so a crash leaves no part of an adapter under a
-    hash.  Whoever calls `place`, `delete` and `sweep` keeps others from calling them meanwhile.
+    The manifest has sha256 and bytes of each file; HASH is the manifest's sha256.  A rename after sync names
+    a folder, so a crash leaves no partial content.  Callers serialise `place`, `delete` and `sweep`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,14 +46,14 @@ class ContentStore:
         self._sweep_unfinished()
 
     def path(self, content_hash: str) -> Path:
-        """Where content of this hash lies, or would lie."""
+        """Path of the content of this hash, present or not."""
         return self.folder / content_hash
 
     @contextmanager
     def staged(self, source: Path, *, link: bool, root: str | None = None) -> Iterator[Staged]:
-        """A copy of a PEFT folder's files (link: symbolic links to them), to be placed.
+        """A copy of a PEFT folder's files (link: symbolic links), for `place`.
 
-        root: the folder that they must lie in.  Raises OSError, AdapterError.
+        root: folder that must contain the files.  Raises OSError, AdapterError.
         """
         with self._lock(fcntl.LOCK_SH):
             folder = Path(tempfile.mkdtemp(dir=self.folder, prefix=".staged-"))
@@ -80,11 +79,11 @@ class ContentStore:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def place(self, staged: Staged) -> None:
-        """Give the files their name.  What is there already is repaired; copies never become links."""
+        """Name the files.  Repairs existing content; copies never become links."""
         place = self.path(staged.content_hash)
         try:
             os.rename(staged.folder, place)
-        except OSError:  # it is there
+        except OSError:
             if not staged.linked or self.problem(staged.content_hash) is not None:
                 for file in sorted(staged.folder.iterdir()):
                     os.replace(file, place / file.name)
@@ -92,7 +91,7 @@ class ContentStore:
         _sync_folder(self.folder)
 
     def problem(self, content_hash: str) -> str | None:
-        """What is wrong with the content, naming the file; None: it is what was stored.  Reads all of it."""
+        """The fault of the content with the file's name; None if intact.  Reads everything."""
         path = self.path(content_hash) / MANIFEST_FILE
         try:
             manifest = path.read_bytes()
@@ -111,16 +110,16 @@ class ContentStore:
         return None
 
     def delete(self, content_hash: str) -> None:
-        """Forget content; what a crash leaves of it is no longer under its hash."""
+        """Delete content; after a crash nothing partial remains under the hash."""
         dying = tempfile.mkdtemp(dir=self.folder, prefix=".deleted-")
         with suppress(FileNotFoundError):
             os.rename(self.path(content_hash), dying)
         shutil.rmtree(dying, ignore_errors=True)
 
     def sweep(self, kept: Collection[str]) -> list[str]:
-        """Delete what crashes left: content that is not in `kept`, and staged files if no one stages now.
+        """Delete remains of crashes: content outside `kept`, and staged files without an active stager.
 
-        Returns the names of what was deleted.
+        Returns the deleted names.
         """
         swept = []
         for place in sorted(self.folder.iterdir()):
@@ -130,7 +129,6 @@ class ContentStore:
         return swept + self._sweep_unfinished()
 
     def _sweep_unfinished(self) -> list[str]:
-        """Delete what crashes left unfinished, if no one stages now."""
         swept = []
         with suppress(OSError), self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
             for place in sorted(self.folder.glob(".*-*")):
@@ -140,14 +138,14 @@ class ContentStore:
 
     @contextmanager
     def _lock(self, kind: int) -> Iterator[None]:
-        """Shared by those who stage, so that their unfinished folders are told from a dead writer's."""
+        """Shared by stagers, to tell their folders from a dead writer's."""
         with (self.folder / ".lock").open("a") as file:
             fcntl.flock(file, kind)
             yield
 
 
 def _take(source: Path, target: Path, link: bool, root: str | None) -> dict[str, str | int]:
-    """Copy or link one file; its entry in the manifest, which for a copy is of what was written."""
+    """Copy or link one file; returns its manifest entry (of the written bytes, for a copy)."""
     if link:
         target.symlink_to(source.resolve())
         return {"sha256": _sha256(source, root=root), "bytes": source.stat().st_size}
@@ -159,7 +157,7 @@ def _take(source: Path, target: Path, link: bool, root: str | None) -> dict[str,
 
 
 def _sha256(path: Path, copy: BinaryIO | None = None, root: str | None = None) -> str:
-    """Of a file's content, as it is also written to `copy`."""
+    """sha256 of a file's content, also written to `copy`."""
     digest = hashlib.sha256()
     with open_file(path, path.name, root) as file:
         while block := file.read(_BLOCK_BYTES):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry's table: SQLite in WAL mode, one writer at a time, a schema version that is checked."""
+"""The registry's table: SQLite in WAL mode, one writer at a time, a checked schema version."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ CREATE TABLE adapters (
 
 
 class RegistryDatabase:
-    """The database in a folder, for all threads of a process; several processes may have it open.
+    """The database in a folder, for all threads and several processes.
 
-    create: make the folder if it is absent.  An empty folder becomes a registry.  Raises RegistryError for a
-    folder that holds something else, and for a database of another program or schema version.
+    create: make an absent folder.  An empty folder becomes a registry.  Raises RegistryError for a folder
+    with other content, and for a database of another program or schema version.
     """
 
     def __init__(self, folder: Path, *, create: bool) -> None:
@@ -53,7 +53,7 @@ class RegistryDatabase:
                 f"there is no registry at {folder}; moe-lora adapters add --registry {folder} makes one"
             )
         self._mutex = threading.RLock()
-        # One process at a time opens the database, so that one makes its table.
+        # One process at a time opens the database and creates its table.
         with folder_locked(folder), self._explained():
             if not self.path.exists() and any(folder.iterdir()):
                 raise RegistryError(
@@ -74,13 +74,13 @@ class RegistryDatabase:
             self._connection.close()
 
     def read(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """All rows of a query, as of one moment.  Raises RegistryError."""
+        """All rows of a query, from one snapshot.  Raises RegistryError."""
         with self._mutex, self._explained():
             return self._connection.execute(query, values).fetchall()
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that no other writer overlaps; undone if the block raises.  Raises RegistryError."""
+        """An exclusive write transaction, rolled back on an exception.  Raises RegistryError."""
         with self._mutex, self._explained():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -92,7 +92,6 @@ class RegistryDatabase:
                 raise
 
     def _prepare(self) -> None:
-        """Check the version, or make the table in an empty database."""
         [[found]] = self._connection.execute("PRAGMA user_version")
         [[application]] = self._connection.execute("PRAGMA application_id")
         [[num_tables]] = self._connection.execute("SELECT count(*) FROM sqlite_master")

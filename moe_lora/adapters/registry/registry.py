@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry: which adapters there are, in which version, for which base model, and their files."""
+"""The registry: adapters, their versions, base models and files."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ INSERT = f"INSERT INTO adapters ({', '.join(COLUMNS)}) VALUES (:{', :'.join(COLU
 LIVE = f"state != '{REMOVED}'"
 CURRENT = f"""{LIVE} AND NOT EXISTS (
     SELECT 1 FROM adapters AS b WHERE b.name = a.name AND b.version > a.version AND b.{LIVE})"""
-"""Of the versions of a name, the last that is not removed."""
+"""The last version of a name that is not removed."""
 MAX_OWNER_CHARS = 256
 
 
 class Registry:
     """Adapters of a folder, shared by threads and processes.
 
-    A change is either whole and on disk when its method returns, or has not happened, also if the process
-    is killed.  The folder must be on a local file system, since SQLite's WAL needs shared memory.
+    Changes are atomic and durable at a method's return, also under kill.  The folder must be on a local file
+    system, for SQLite's WAL.
 
-    create: make the folder if it is absent.  Raises RegistryError if it can't be opened, as every method
-    does when the database fails.
+    create: make an absent folder.  Raises RegistryError on open, and in every method if the database fails.
     """
 
     def __init__(self, folder: str | Path, *, create: bool = False) -> None:
@@ -75,11 +74,10 @@ class Registry:
     ) -> RegisteredAdapter:
         """Register the PEFT folder `source` as the next version of `name`, and store its files.
 
-        The content of the current version again makes no new version; it repairs that version's files.
-        link: the store refers to the files where they are instead of copying them.  root: the folder that
-        the files must lie in, whatever links lead there; None: any.  max_lora_rank: the largest rank of a
-        config; None: any.  Raises AdapterError for an unfit name, owner or folder, AdapterExistsError if the
-        name is another base model's.
+        The current version's content makes no new version, but repairs its files.  link: refer to the files
+        instead of a copy.  root: folder that must contain the resolved files; None: any.  max_lora_rank:
+        limit of the config's ranks; None: no limit.  Raises AdapterError for a bad name, owner or folder,
+        AdapterExistsError for another base model's name.
         """
         if problem := name_problem(name):
             raise AdapterError(f"the name {name[:50]!r} {problem}")
@@ -89,7 +87,7 @@ class Registry:
         read_config(source)
         read_header(weights_file(source))
         with self._staged(source, link, root) as staged, self._database.writing() as connection:
-            # Of what is stored: the source may have been another one when it was looked at.
+            # Of the stored files: the source may have changed.
             config = read_config(staged.folder)
             if max_lora_rank is not None and max_rank(config) > max_lora_rank:
                 raise AdapterError(f"adapter {name!r}: {rank_problem(max_rank(config), max_lora_rank)}")
@@ -110,7 +108,7 @@ class Registry:
             return self.get(name)
 
     def get(self, name: str, version: int | None = None) -> RegisteredAdapter:
-        """A version of `name`, by default the current one: the last that is not removed.
+        """A version of `name`, by default the current: the last that is not removed.
 
         Raises AdapterNotFoundError.
         """
@@ -125,7 +123,7 @@ class Registry:
         raise AdapterNotFoundError(f"{name!r} has no version {version} in the registry")
 
     def versions(self, name: str) -> list[RegisteredAdapter]:
-        """All versions of `name`, removed ones too, in order.  Raises AdapterNotFoundError."""
+        """All versions of `name` in order, including removed.  Raises AdapterNotFoundError."""
         found = self._named(name, "name = ? ORDER BY version")
         if not found:
             raise _unknown(name)
@@ -139,9 +137,9 @@ class Registry:
         after: str = "",
         limit: int | None = None,
     ) -> list[RegisteredAdapter]:
-        """Current versions by name, at most `limit` of those that come after the name `after`.
+        """Current versions by name, at most `limit`, after the name `after`.
 
-        base_hash and state leave out the others.
+        base_hash, state: filters.
         """
         query, values = f"{SELECT} WHERE {CURRENT} AND name > ?", [after]
         for column, wanted in (("base_hash", base_hash), ("state", state)):
@@ -152,10 +150,10 @@ class Registry:
         return [self._from_row(row) for row in rows]
 
     def resolve(self, name: str, base_hash: str, version: int | None = None) -> RegisteredAdapter:
-        """A version whose files were just checked, for serving with this base.  Reads all of them.
+        """A version for this base with files checked now.  Reads all files.
 
-        Raises AdapterNotFoundError, or AdapterError if it is removed, for another base model, or a file is
-        lost or altered.
+        Raises AdapterNotFoundError, or AdapterError for a removed version, another base model, or a lost or
+        altered file.
         """
         found = self.get(name, version)
         where = f"adapter {name!r} version {found.version}"
@@ -171,9 +169,9 @@ class Registry:
         return found
 
     def remove(self, name: str, version: int | None = None) -> list[RegisteredAdapter]:
-        """Mark a version of `name` removed, by default all, and delete files that no version needs any more.
+        """Mark a version of `name` removed, by default all, and delete unneeded files.
 
-        Returns what was removed.  Numbers of versions are not used again.  Raises AdapterNotFoundError.
+        Returns the removed versions.  Version numbers are not reused.  Raises AdapterNotFoundError.
         """
         with self._database.writing() as connection:
             live = [one for one in self.versions(name) if one.state != REMOVED]
@@ -185,7 +183,7 @@ class Registry:
                 f"UPDATE adapters SET state = '{REMOVED}' WHERE name = ? AND version = ?",
                 [(name, one.version) for one in removed],
             )
-        # Only now: a crash may leave files without a version, never a version without its files.
+        # Last: a crash may leave files without a version, never a version without files.
         with self._database.writing():
             for content_hash in {one.content_hash for one in removed}:
                 if not self._is_needed(content_hash):
@@ -193,9 +191,9 @@ class Registry:
         return removed
 
     def check(self) -> list[tuple[RegisteredAdapter, str | None]]:
-        """Every version that is not removed, with what is wrong with its files or None; states follow.
+        """Every version that is not removed, with its fault or None; updates states.
 
-        Also deletes what writers that were killed left behind.  Reads all files.
+        Also deletes remains of dead writers.  Reads all files.
         """
         query = f"{SELECT} WHERE {LIVE} ORDER BY name, version"
         found = [(one, self._settle(one)) for one in map(self._from_row, self._database.read(query))]
@@ -236,22 +234,20 @@ class Registry:
         return next(iter(self._named(name, f"{CURRENT} AND name = ?")), None)
 
     def _named(self, name: str, condition: str) -> list[RegisteredAdapter]:
-        """Versions of a name; no name that can't be one reaches the database."""
         if name_problem(name):
             return []
         return [self._from_row(row) for row in self._database.read(f"{SELECT} WHERE {condition}", (name,))]
 
     def _is_needed(self, content_hash: str) -> bool:
-        """Whether some version needs this content."""
         query = f"SELECT 1 FROM adapters WHERE content_hash = ? AND {LIVE} LIMIT 1"
         return bool(self._database.read(query, (content_hash,)))
 
     def _settle(self, one: RegisteredAdapter) -> str | None:
-        """Check the files of a version and have its state say what was found: the problem, or None."""
+        """Check a version's files and update its state; returns the fault or None."""
         problem = self._store.problem(one.content_hash)
         if (problem is None) != (one.state == READY):
             with self._database.writing() as connection:
-                # Again, now that nobody repairs or deletes them.
+                # Again, under the lock against repair and deletion.
                 problem = self._store.problem(one.content_hash)
                 connection.execute(
                     f"UPDATE adapters SET state = ? WHERE content_hash = ? AND {LIVE}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instances that wait for leases, and whose turn comes first."""
+"""The queue of instances for leases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .residency import ServedAdapter
 
 @dataclass(frozen=True, eq=False)
 class Waiter:
-    """An instance that waits for an adapter since arrival_s, for a tenant's request."""
+    """An instance in the queue for an adapter since arrival_s, for a tenant's request."""
 
     instance: str
     adapter: ServedAdapter
@@ -37,11 +37,11 @@ class Waiter:
 
 
 class LeaseQueue:
-    """First come first served over all instances; one whose adapter finds no place is passed over until it
-    has waited longer than starvation_s, from when on it stops younger ones.
+    """First come first served over all instances; adapters without a place are passed over.  After
+    starvation_s a waiter stops younger ones.
 
-    Of several tenants it does not stop those whose adapter is in use already, and those come first that stay
-    within their shares (`Standing.turn`).  standing: None where there is one tenant.
+    With several tenants, adapters in use are not stopped, and tenants within their shares come first
+    (`Standing.turn`).  standing: None for a single tenant.
     """
 
     def __init__(self, starvation_s: float) -> None:
@@ -52,14 +52,13 @@ class LeaseQueue:
         return len(self._waiters)
 
     def __iter__(self) -> Iterator[Waiter]:
-        """In the order in which they came."""
         return iter(self._waiters.values())
 
     def get(self, instance: str, adapter_id: str) -> Waiter | None:
         return self._waiters.get((instance, adapter_id))
 
     def put(self, waiter: Waiter) -> None:
-        """At the end, or in the place of who waits for that instance's lease of the adapter already."""
+        """Append, or replace the instance's waiter for the same adapter."""
         key = waiter.instance, waiter.adapter.adapter_id
         if key not in self._waiters:
             waiter.adapter.num_waiting += 1
@@ -75,7 +74,7 @@ class LeaseQueue:
         standing: Standing[ServedAdapter] | None,
         now_s: float,
     ) -> Iterator[Waiter]:
-        """Those that may have a lease, in their order; see `policies.admission.admission.admissible`."""
+        """Waiters that may get a lease, in order; see `policies.admission.admission.admissible`."""
         queue = list(self)
         if standing is not None:
             queue.sort(key=partial(Waiter.turn, standing=standing))
@@ -83,7 +82,7 @@ class LeaseQueue:
         return admissible(queue, can_be_resident, now_s, self._starvation_s, keeps)
 
     def stops(self, waiter: Waiter, standing: Standing[ServedAdapter] | None, now_s: float) -> bool:
-        """Whether a starving one stops the youngest."""
+        """True if a starving waiter stops the youngest."""
         for older in self:
             if now_s - older.arrival_s <= self._starvation_s:
                 return False

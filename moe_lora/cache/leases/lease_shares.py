@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose adapters give way at the LoRA Server where several tenants use it, and whose lease comes first."""
+"""Order of evictions and leases at a LoRA Server with several tenants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_OWNER = -1
 
 
 class ServedView(ResidentView, Protocol):
-    """A resident adapter.  owner: the number of the tenant whom it counts for.  room [K]: see `Standing`."""
+    """A resident adapter.  owner: number of its tenant.  room [K]: see `Standing`."""
 
     @property
     def owner(self) -> int: ...
@@ -31,14 +31,12 @@ Served = TypeVar("Served", bound=ServedView)
 
 
 class Standing(Generic[Served]):
-    """What tenants hold at one moment, and so which adapters may leave for whom.
+    """Tenants' holdings at one moment, and the evictable adapters for each tenant.
 
-    An idle adapter of a tenant within its share leaves for another tenant's only if that one stays within
-    its own share with what it gets, or has no adapter in use (so that a share smaller than an adapter shuts
-    nobody out), and only when no idle adapter is left that is beyond a share.
+    An idle adapter of a tenant within its share leaves only for a tenant within its own share, or without any
+    adapter in use, and only after all idle adapters beyond shares.
 
-    residents [N]: all that are resident.  totals [K]: of each kind of room how much there is: places, then
-    pages of each rank.
+    residents [N]: all residents.  totals [K]: amount of each kind of room: places, then pages of each rank.
     """
 
     def __init__(
@@ -64,8 +62,8 @@ class Standing(Generic[Served]):
         self._leaving: dict[tuple[int, bool], list[Served]] = {}
 
     def turn(self, tenant: int, room: tuple[int, ...]) -> float:
-        """In which order waiting leases are looked at, lower ones first: 1 for a tenant that stays within its
-        share with what it then uses, else as many times its share as it then uses.
+        """Rank in the queue, lower first: 1 within the share after the grant, else the factor beyond the
+        share.
         """
         key = tenant, room
         if key not in self._turns:
@@ -77,7 +75,7 @@ class Standing(Generic[Served]):
         return self._turns[key]
 
     def may_leave(self, tenant: int, room: tuple[int, ...]) -> list[Served]:
-        """Residents that may leave for so much room of this tenant's, the first to go first."""
+        """Evictable residents for this room of the tenant's, in order."""
         only_beyond = self._used_by[0][tenant] > 0 and self._is_beyond(tenant, room)
         key = (tenant if tenant in self._idle_owners else _NO_OWNER), only_beyond
         if key not in self._leaving:
@@ -101,11 +99,9 @@ class Standing(Generic[Served]):
 
     @cached_property
     def _order(self) -> NDArray[np.int64]:
-        """Of all that are idle, whoever asks: an asker's own ones alone give way otherwise."""
         return self._eviction_order(NOBODY, np.arange(len(self._leavers)))
 
     def _eviction_order(self, tenant: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As `ArenaShares.eviction_order` of these idle ones, the earliest of all kinds of room."""
         self._shares.make_room_for(tenant, self._now_s)
         found = np.full(len(self._leavers), WITHIN)
         for kind, total in enumerate(self._totals):

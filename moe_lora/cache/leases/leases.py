@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instances may use which adapters of the LoRA Server.
+"""Leases of the LoRA Server's adapters for instances.
 
-The leader keeps one `LeaseTable` for all instances.  It decides only: what is to be done comes out as events
-(`take_events`), and times come in as arguments.  A put of an instance whose lease has ended is told apart by
-the generation of the adapter's slot (`residency.Residency`).
+The leader keeps one `LeaseTable` for all instances.  It only decides: actions are events (`take_events`),
+times are arguments.  The slot's generation (`residency.Residency`) identifies puts after a lease's end.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from .server_pages import ShardPages
 
 @dataclass(frozen=True)
 class Grant:
-    """The instance holds a lease: its puts for this adapter carry slot and generation from now on.
+    """The instance holds a lease: its puts for this adapter carry slot and generation.
 
-    The adapter's Load was issued before, perhaps just now: a put may have to wait for its layer.
+    The adapter's Load precedes, possibly just before: a put may wait for its layer.
     """
 
     instance: str
@@ -44,12 +43,12 @@ Event: TypeAlias = Load | Evict | Grant
 class LeaseTable:
     """Shares `capacity` slots and the ranks' pages among all instances.
 
-    Who waits gets its lease by the rules of `LeaseQueue`, what leaves for it by those of `Residency`.  What
-    falls free goes to those that wait when the caller says so (`grant_due`): once for all that it heard of
-    together.
+    `LeaseQueue` orders waiting instances, `Residency` evictions.  Freed room is granted on the caller's
+    `grant_due`, once for all changes.
 
-    capacity: adapters resident at once.  pages_per_rank: pages of each server rank's arena.  page_bytes:
-    bytes of a page.  Raises ConfigError for a capacity below 1.
+    capacity: resident adapters.  pages_per_rank: pages of each server rank's arena.  page_bytes: bytes of a
+    page.
+    Raises ConfigError for a capacity below 1.
     """
 
     def __init__(
@@ -66,11 +65,10 @@ class LeaseTable:
         self._queue = LeaseQueue(starvation_s)
         self._shares = ArenaShares()
         self._portions = self._shares.portions(0.0)
-        """By which those that wait were looked at, or are due to be."""
         self.is_due = False
-        """Whether something happened since those that wait were looked at that may give one a lease."""
+        """True after a change that may allow a waiting lease."""
         self._is_promised = False
-        """Whether it is theirs: newcomers wait for that look, too."""
+        """True if freed room belongs to waiters: newcomers wait for the look too."""
         self._uids = itertools.count(1)
         self._adapters: dict[str, ServedAdapter] = {}
         self._leases: dict[str, dict[str, Grant]] = {}
@@ -81,17 +79,16 @@ class LeaseTable:
         return self._residency.capacity
 
     def take_events(self) -> list[Event]:
-        """The events since the last call, to be carried out in this order."""
+        """The events since the last call, in order."""
         events = self._events.copy()
         self._events.clear()
         return events
 
     def register(self, adapter_id: str, shard_pages: ShardPages) -> None:
-        """Make the adapter (content hash) known; once more changes nothing.
+        """Make the adapter (content hash) known; idempotent.
 
-        shard_pages: pages per server rank and layer; layers of no pages may be left out.
-        Raises ConfigError if a rank could never hold its shard, ValueError if the adapter is known with
-        other shards.
+        shard_pages: pages per server rank and layer; empty layers may be left out.
+        Raises ConfigError if a rank can never hold its shard, ValueError for other shards of a known adapter.
         """
         wanted = {
             rank: {layer: num_pages for layer, num_pages in layers.items() if num_pages}
@@ -112,7 +109,7 @@ class LeaseTable:
             known.retired = False
 
     def unregister(self, adapter_id: str) -> None:
-        """Refuse new acquires; instances that hold a lease or wait for one are served to the end.
+        """Refuse new acquires; current leases and waits are served to the end.
 
         Raises AdapterNotFoundError.
         """
@@ -122,14 +119,10 @@ class LeaseTable:
         self._promise()
 
     def acquire(self, instance: str, adapter_id: str, now_s: float, asker: Asker = ANYBODY) -> Grant | None:
-        """The instance's lease, if it can have one now; else it waits and a Grant comes later, perhaps with
-        what is due.
+        """The instance's lease if available; else None, and a Grant event follows.
 
-        asker: whose request needs it.
-
-        A lease given by this call is among the events too.  An instance that already holds the lease gets
-        the same one back and no event; one that already waits keeps its place, for whichever asker's turn is
-        first now.
+        asker: the requester.  A lease of this call is among the events too.  A held lease is returned again
+        without an event; a waiting instance keeps its place, for the asker of earliest turn.
         Raises AdapterNotFoundError.
         """
         lease = self._leases.get(instance, {}).get(adapter_id)
@@ -149,7 +142,7 @@ class LeaseTable:
         return lease
 
     def release(self, instance: str, adapter_id: str, now_s: float) -> bool:
-        """End the instance's lease; False if it holds none."""
+        """End the instance's lease; False without a lease."""
         if adapter_id not in self._leases.get(instance, {}):
             return False
         self._end_lease(instance, adapter_id, now_s)
@@ -158,7 +151,7 @@ class LeaseTable:
     def cancel(self, instance: str, adapter_id: str) -> bool:
         """Stop waiting; False if the instance does not wait.
 
-        A lease that was granted meanwhile stands: the instance releases it when the Grant reaches it.
+        A lease granted meanwhile stands: the instance releases it after the Grant.
         """
         waiter = self._queue.get(instance, adapter_id)
         if waiter is None:
@@ -168,7 +161,7 @@ class LeaseTable:
         return True
 
     def prefetch(self, adapter_id: str, now_s: float) -> bool:
-        """Make the adapter resident without a lease; False if evicting idle adapters would not do.
+        """Make the adapter resident without a lease; False if evicting idle adapters does not suffice.
 
         Raises AdapterNotFoundError.
         """
@@ -179,7 +172,7 @@ class LeaseTable:
         return True
 
     def drop_instance(self, instance: str, now_s: float) -> None:
-        """End all leases and waits of an instance that is gone."""
+        """End all leases and waits of a lost instance."""
         for waiter in [waiter for waiter in self._queue if waiter.instance == instance]:
             self._end_wait(waiter)
         for adapter_id in list(self._leases.get(instance, {})):
@@ -188,15 +181,15 @@ class LeaseTable:
         self._promise()
 
     def is_resident(self, adapter_id: str, generation: int) -> bool:
-        """Whether the adapter is resident in this generation of its slot."""
+        """True if the adapter is resident in this generation of its slot."""
         adapter = self._adapters.get(adapter_id)
         return adapter is not None and adapter.slot is not None and adapter.generation == generation
 
     def fail(self, adapter_id: str, now_s: float) -> set[str]:
         """End all leases and waits of a failed adapter, and forget the adapter.
 
-        Its slot and pages are free at once, since puts of its generation are stale.  A later `register` makes
-        the adapter known again.  Returns the instances with a lease or a wait.
+        Its slot and pages are free at once: puts of its generation are stale.  A later `register` makes the
+        adapter known again.  Returns the instances with a lease or a wait.
         """
         adapter = self._adapters.get(adapter_id)
         if adapter is None:
@@ -214,12 +207,12 @@ class LeaseTable:
         return {*holders, *(waiter.instance for waiter in waiters)}
 
     def grant_due(self, now_s: float) -> None:
-        """`grant_waiting` if it `is_due`."""
+        """`grant_waiting` if `is_due`."""
         if self.is_due:
             self.grant_waiting(now_s)
 
     def grant_waiting(self, now_s: float) -> None:
-        """Give what can be had now to those that wait: what fell free, what absent tenants no longer keep."""
+        """Grant available leases to waiting instances."""
         while self._residency.is_over and self._residency.evict_idle(self._stand(now_s)):
             pass
         found = set() if self._residency.is_over else {waiter.adapter for waiter in self._queue}
@@ -231,9 +224,9 @@ class LeaseTable:
         self.is_due = self._is_promised = False
 
     def resize(self, capacity: int) -> None:
-        """Change the number of adapters resident at once.
+        """Change the number of resident adapters.
 
-        Shrinking evicts idle adapters; while leases keep more than `capacity` resident, none is given.
+        Shrinking evicts idle adapters; no leases are granted above the capacity.
         Raises ConfigError below 1.
         """
         if capacity < 1:
@@ -244,14 +237,12 @@ class LeaseTable:
         self._promise()
 
     def max_capacity(self) -> int | None:
-        """The number of adapters that every rank's pages hold, as `ServerPages.num_fitting` says of
-        those that are registered; None if none is.
-        """
+        """Adapters per rank by `ServerPages.num_fitting` of the registered ones; None without any."""
         known = [adapter.shard_pages for adapter in self._adapters.values() if not adapter.retired]
         return self._residency.pages.num_fitting(known) if known else None
 
     def residents(self) -> Iterable[ServedAdapter]:
-        """The resident adapters, to be read only."""
+        """The resident adapters, read-only."""
         return self._residency.adapters.values()
 
     @property
@@ -272,21 +263,18 @@ class LeaseTable:
         )
 
     def _wait_for(self, waiter: Waiter, tenant: int, now_s: float) -> None:
-        """Wait for this tenant from now on, if its turn is an earlier one."""
         standing, other = self._stand(now_s), replace(waiter, tenant=tenant)
         if standing is not None and other.turn(standing) < waiter.turn(standing):
             self._queue.put(other)
             self._promise()
 
     def _registered(self, adapter_id: str) -> ServedAdapter:
-        """The adapter that new acquires for this id get.  Raises AdapterNotFoundError."""
         adapter = self._adapters.get(adapter_id)
         if adapter is None or adapter.retired:
             raise AdapterNotFoundError(f"adapter {adapter_id!r} is not registered with the LoRA Server")
         return adapter
 
     def _grant_youngest(self, waiter: Waiter, now_s: float) -> Grant | None:
-        """The lease of an acquire just queued, whose coming has changed nothing for older ones."""
         if not self._residency.could_have_room(waiter.adapter):
             return None
         standing = self._stand(now_s)
@@ -299,7 +287,6 @@ class LeaseTable:
         return lease
 
     def _grant_first(self, among: set[ServedAdapter], now_s: float) -> bool:
-        """Grant a lease of these, or of one tenant all that can be; False if none can be."""
         standing = self._stand(now_s)
 
         def can_be_resident(waiter: Waiter) -> bool:
@@ -340,19 +327,16 @@ class LeaseTable:
             self._promise()
 
     def _promise(self) -> None:
-        """What fell free, or can be had now, is due to those that wait."""
         if self._queue or self._residency.is_over:
             self.is_due = self._is_promised = True
 
     def _settle(self, adapter: ServedAdapter) -> None:
-        """Forget a retired adapter that nobody holds or waits for."""
         if adapter.retired and adapter.num_running == 0 and adapter.num_waiting == 0:
             if adapter.slot is not None:
                 self._residency.evict(adapter)
             del self._adapters[adapter.adapter_id]
 
     def _stand(self, now_s: float) -> Standing[ServedAdapter] | None:
-        """What tenants hold now; None where there is one."""
         if self._shares.num_tenants < 2:
             return None
         residents = list(self.residents())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapters are resident on the LoRA Server: their slots, and their pages on its ranks."""
+"""Resident adapters of the LoRA Server: their slots, and their pages on its ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .server_pages import Runs, ServerPages, ShardPages
 
 @dataclass(frozen=True)
 class Load:
-    """Bring the adapter's shards into these pages, layer by layer, and serve them as (slot, generation)."""
+    """Load the adapter's shards into these pages, layer by layer, and serve them as (slot, generation)."""
 
     adapter_id: str
     slot: int
@@ -27,7 +27,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Evict:
-    """Stop serving (slot, generation): its pages belong to whatever is loaded next."""
+    """Stop serving (slot, generation): its pages belong to later loads."""
 
     adapter_id: str
     slot: int
@@ -36,11 +36,10 @@ class Evict:
 
 @dataclass(eq=False)
 class ServedAdapter:
-    """A registered adapter: what it takes, where it lies (slot None: nowhere), who uses it.
+    """A registered adapter: size, place (slot None: not resident), users.
 
-    num_running: instances that hold a lease.  num_waiting: instances that wait for one.  retired: no
-    longer registered, but still held or waited for.  room: places and pages of each rank that it takes.
-    owner: the tenant that was given a lease of it last.
+    num_running: instances with a lease.  num_waiting: instances that wait.  retired: unregistered, but still
+    in use.  room: its places and pages of each rank.  owner: tenant of its last lease.
     """
 
     uid: int
@@ -63,25 +62,24 @@ class ServedAdapter:
 
 
 class Residency:
-    """Gives adapters slots and pages, and evicts idle ones for them.
+    """Assigns slots and pages to adapters, and evicts idle ones.
 
-    An adapter is served in one slot; the slot's generation grows with every new content.  Idle adapters stay
-    until their place is needed and leave least recently used first; of several tenants, as a `Standing` says.
+    A slot's generation grows with every new content.  Idle adapters stay until their place is needed and
+    leave least recently used first; with several tenants, by a `Standing`.
 
-    on_event: called with what is to be done, in this order.
+    on_event: called with each action, in order.
     """
 
     def __init__(self, pages_per_rank: Sequence[int], on_event: Callable[[Load | Evict], None]) -> None:
         self.capacity = 0
         self.pages = ServerPages(pages_per_rank)
         self.adapters: dict[int, ServedAdapter] = {}
-        """The resident ones, by uid."""
         self.num_loads = self.num_evictions = self.num_pages_loaded = 0
         self._on_event = on_event
         self._generations: list[int] = []
         self._free_slots: list[int] = []
         self._used = [0] * (1 + len(pages_per_rank))
-        """Places, and pages of each rank, of the adapters with a lease."""
+        """Places, and pages of each rank, of leased adapters."""
 
     @property
     def totals(self) -> tuple[int, ...]:
@@ -90,44 +88,44 @@ class Residency:
 
     @property
     def is_over(self) -> bool:
-        """Whether more are resident than should be, since the capacity was lowered."""
+        """True above a lowered capacity."""
         return len(self.adapters) > self.capacity
 
     def room(self, shard_pages: Mapping[int, Mapping[int, int]]) -> tuple[int, ...]:
-        """What an adapter of these shards takes of `totals`."""
+        """An adapter's share of `totals`."""
         ranks = range(len(self.pages.pages_per_rank))
         return 1, *(sum(shard_pages.get(rank, {}).values()) for rank in ranks)
 
     def resize(self, capacity: int) -> None:
-        """Slot numbers stay below the largest capacity there ever was."""
+        """Slot numbers stay below the largest capacity so far."""
         for slot in range(len(self._generations), capacity):
             self._generations.append(0)
             heapq.heappush(self._free_slots, slot)
         self.capacity = capacity
 
     def hold(self, adapter: ServedAdapter) -> None:
-        """One more instance has a lease of it: it stays."""
+        """One more instance has a lease: the adapter stays."""
         if adapter.num_running == 0:
             self._used = [used + taken for used, taken in zip(self._used, adapter.room, strict=True)]
         adapter.num_running += 1
 
     def let_go(self, adapter: ServedAdapter) -> None:
-        """One instance less."""
+        """One lease less."""
         adapter.num_running -= 1
         if adapter.num_running == 0:
             self._used = [used - taken for used, taken in zip(self._used, adapter.room, strict=True)]
 
     def could_have_room(self, adapter: ServedAdapter) -> bool:
-        """Whether it has, or might have were all idle adapters gone and all free pages in one piece."""
+        """True if resident, or possibly placeable without all idle adapters and fragmentation."""
         return adapter.slot is not None or all(
             used + asked <= total
             for used, asked, total in zip(self._used, adapter.room, self.totals, strict=True)
         )
 
     def bring_in(self, adapter: ServedAdapter, tenant: int, standing: Standing[ServedAdapter] | None) -> bool:
-        """Make the adapter resident for a tenant, evicting idle ones; if that can't be, nothing is evicted.
+        """Make the adapter resident for a tenant, evicting idle ones; evicts none on failure.
 
-        standing: what tenants hold now; None where there is one.  False too where `is_over`.
+        standing: tenants' current holdings; None for a single tenant.  Returns False while `is_over`.
         """
         if self.is_over:
             return False
@@ -154,7 +152,7 @@ class Residency:
         return True
 
     def evict_idle(self, standing: Standing[ServedAdapter] | None) -> bool:
-        """Evict the first adapter without a lease; False if there is none."""
+        """Evict the first adapter without a lease; False if all are leased."""
         leaving = self._may_leave((0,) * len(self.totals), NOBODY, standing)
         if leaving:
             self.evict(leaving[0])
@@ -183,7 +181,6 @@ class Residency:
     def _may_leave(
         self, room: tuple[int, ...], tenant: int, standing: Standing[ServedAdapter] | None
     ) -> Sequence[ServedAdapter]:
-        """Idle adapters that may leave for so much room of this tenant's, the first to go first."""
         if standing is None:
             return by_recency(self.adapters.values())
         return standing.may_leave(tenant, room)

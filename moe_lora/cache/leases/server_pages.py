@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page arenas of all server ranks, kept by the leader so that a load names its pages."""
+"""The leader's page arenas of all server ranks; loads name their pages."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from moe_lora.core.errors import ConfigError
 Run: TypeAlias = tuple[int, int]
 """(first page, number of pages) in the arena of one server rank."""
 Runs: TypeAlias = Mapping[int, Mapping[int, Run]]
-"""server rank -> layer -> run.  Ranks and layers of which the adapter has nothing are left out."""
+"""server rank -> layer -> run, without empty ranks and layers."""
 ShardPages: TypeAlias = Mapping[int, Mapping[int, int]]
-"""server rank -> layer -> pages that the adapter's shard takes there."""
+"""server rank -> layer -> pages of the adapter's shard."""
 
 
 class ServerPages:
-    """One page allocator per server rank; an adapter takes one run of pages per rank and layer."""
+    """One page allocator per server rank; an adapter has one run of pages per rank and layer."""
 
     def __init__(self, pages_per_rank: Sequence[int]) -> None:
         self.pages_per_rank = tuple(pages_per_rank)
@@ -32,7 +32,7 @@ class ServerPages:
         return tuple(pages.num_free for pages in self._ranks)
 
     def alloc(self, shard_pages: ShardPages) -> Runs | None:
-        """A run for every layer on every rank, or None, and nothing taken, if one finds no place."""
+        """A run for every layer on every rank; None, without effect, if some run has no place."""
         for rank, layers in shard_pages.items():
             if sum(layers.values()) > self._ranks[rank].num_free:
                 return None
@@ -47,13 +47,13 @@ class ServerPages:
         return runs
 
     def free(self, runs: Runs) -> None:
-        """Give back what `alloc` gave."""
+        """Free the runs of `alloc`."""
         for rank, layers in runs.items():
             for first, num_pages in layers.values():
                 self._ranks[rank].free(first, num_pages)
 
     def could_alloc(self, shard_pages: ShardPages, pinned: Sequence[Runs]) -> bool:
-        """Whether `alloc` would succeed if all but the `pinned` runs were given back."""
+        """True if `alloc` would succeed with only the `pinned` runs in use."""
         return all(
             fits(
                 self.pages_per_rank[rank],
@@ -64,7 +64,7 @@ class ServerPages:
         )
 
     def check_fits(self, adapter_id: str, shard_pages: ShardPages, page_bytes: int) -> None:
-        """Raises ConfigError if a rank could never hold its shard, for the rank with the largest shard."""
+        """Raises ConfigError if a rank can never hold its shard, for the rank with the largest shard."""
         shards = sorted(((sum(layers.values()), rank) for rank, layers in shard_pages.items()), reverse=True)
         for needed, rank in shards:
             given = self.pages_per_rank[rank]
@@ -77,10 +77,7 @@ class ServerPages:
                 )
 
     def num_fitting(self, known: Sequence[ShardPages]) -> int:
-        """How many adapters of the known ones' mean size every rank holds.
-
-        Pages that lie between others and fit no run are not considered.
-        """
+        """Adapters of the known ones' mean size that fit every rank, ignoring fragmentation."""
         return min(
             _num_fitting(num_pages, [sum(shards.get(rank, {}).values()) for shards in known])
             for rank, num_pages in enumerate(self.pages_per_rank)
@@ -88,7 +85,7 @@ class ServerPages:
 
 
 def fits(num_pages: int, taken: Iterable[Run], wanted: Iterable[int]) -> bool:
-    """Whether runs of the wanted lengths find a place beside the taken ones, first fit in this order."""
+    """True if runs of the wanted lengths fit beside the taken ones, first fit in this order."""
     gaps = []
     end = 0
     for first, length in sorted(taken):
@@ -104,10 +101,11 @@ def fits(num_pages: int, taken: Iterable[Run], wanted: Iterable[int]) -> bool:
 
 
 def _num_fitting(num_pages: int, sizes: Sequence[int]) -> int:
-    """Number of adapters of the mean size in the pages, at least 1."""
     return max(1, num_pages * len(sizes) // sum(sizes)) if any(sizes) else MAX_COUNT
 
 
 def enough_gb(num_bytes: int) -> float:
-    """The budget for an adapter of these bytes.  Larger pages of a larger budget cost less than 0.1 %."""
+    """Sufficient budget for an adapter of these bytes.  Larger pages of a larger budget cost less than 0.1
+    %.
+    """
     return math.ceil(num_bytes * 1.001 / 1e3) / 1e6

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CUDA device's current stream, as host workers are asked over (`stream_backend.Stream`)."""
+"""A CUDA device's current stream as a `stream_backend.Stream`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from moe_lora.kernels.triton.configs import kernels
 
 
 class CudaStream:
-    """torch queues by itself; signals are kernels of `kernels.triton.signals`, compiled here, for words and
-    counters at multiples of 16 bytes as `StreamSession` has them.
+    """Queues torch operations; signals are kernels of `kernels.triton.signals`, compiled here for words and
+    counters at multiples of 16 bytes, as in `StreamSession`.
 
     Raises ImportError without Triton.
     """
@@ -30,7 +30,7 @@ class CudaStream:
         self.synchronize()
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """Over pinned memory that torch keeps until it is read."""
+        """Through pinned memory that torch keeps until the copy ends."""
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
     def queue(self, operation: Callable[[], object]) -> None:
@@ -45,7 +45,7 @@ class CudaStream:
         self._signals.launch_wait(counter, word)
 
     def register(self, memory: torch.Tensor) -> Callable[[], None]:
-        """Page-locks it: copies from and to it are then asynchronous.  Raises ConfigError."""
+        """Page-lock the memory, for asynchronous copies.  Raises ConfigError."""
         try:
             return page_lock(memory, self.device)
         except RuntimeError as error:

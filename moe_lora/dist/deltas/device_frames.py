@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How requests and answers lie in memory that devices put to (see `transport.device_puts`).
+"""Layout of requests and answers in memory for device puts (see `transport.device_puts`).
 
-Members of the group are the server's ranks, in their order, and then the instances.  Every member has the
-same window:
+Members of the group are the server's ranks in order, then the instances.  Every member has the same window:
 
     for each instance
         requests: the step's frame, then for each served site: ids (expert sites), x
         answers: for each served site the deltas
-        for each server rank and served site: how many rows of the answer are missing
+        for each server rank and served site: number of missing rows of the answer
 
-A request is laid out in the instance's copy and put to the same place of a server rank's; an answer is
-computed in the rank's copy and put to the instance's.  A place is used again only by the next step or layer,
-whose request an instance sends after it has added the answers of this one: so one place a site is enough,
-and which one it is no message has to say.
+A put copies a request or answer to the same place of the peer.  An instance sends the next request for a
+place only after it has added the last answers, so one place per site suffices.
 
 Legend: T token rows of a step, K experts per token, C instances, S served sites.
 """
@@ -33,7 +30,7 @@ _ALIGN = 256
 
 
 def has_row_per_expert(site: Site) -> bool:
-    """Whether x has a row for each token and expert, because it is what the experts' first half left."""
+    """True if x has a row per token and expert: the output of the experts' first half."""
     return site.num_experts > 0 and site.name == "down"
 
 
@@ -49,7 +46,7 @@ class DeviceFrames:
 
     @cached_property
     def sites(self) -> tuple[int, ...]:
-        """Served sites, in the order in which a layer reaches them."""
+        """Served sites, in a layer's order."""
         return tuple(i for i in range(len(self.shape.sites)) if self.partition.serves(i))
 
     @property
@@ -62,11 +59,11 @@ class DeviceFrames:
         return self.num_ranks + self.num_clients
 
     def member(self, client: int) -> int:
-        """That an instance is."""
+        """Member number of an instance."""
         return self.num_ranks + client
 
     def frame_at(self, client: int) -> int:
-        """Bytes to an instance's step frame, int64 [1 + 2 T]: T, slots (-1 = none), generations."""
+        """Offset of an instance's step frame, int64 [1 + 2 T]: T, slots (-1 = no slot), generations."""
         return client * self._client_bytes
 
     @property
@@ -74,27 +71,25 @@ class DeviceFrames:
         return 8 * (1 + 2 * self.max_rows)
 
     def ids_at(self, client: int, site: int) -> int:
-        """Bytes to the experts of an instance's rows, int32 [T, K]."""
+        """Offset of the experts of an instance's rows, int32 [T, K]."""
         return self.frame_at(client) + self._places[site].ids
 
     def x_at(self, client: int, site: int) -> int:
-        """Bytes to an instance's inputs of a site, [T or T*K, in_features]."""
+        """Offset of an instance's inputs of a site, [T or T*K, in_features]."""
         return self.frame_at(client) + self._places[site].x
 
     def answer_at(self, client: int, site: int) -> int:
-        """Bytes to the deltas of a site, [T or T*K, out_features]; each server rank puts its rows."""
+        """Offset of the deltas of a site, [T or T*K, out_features]; each server rank puts its rows."""
         return self.frame_at(client) + self._places[site].answer
 
     def status_at(self, client: int, server_rank: int, site: int) -> int:
-        """Bytes to what a server rank says of its answer: PUT_BLOCKS counts of missing rows."""
+        """Offset of a server rank's answer status: PUT_BLOCKS counts of missing rows."""
         number = server_rank * len(self.sites) + self.sites.index(site)
         return self.frame_at(client) + self._statuses + number * PUT_BLOCKS * STATUS_BYTES
 
     @property
     def num_bytes(self) -> int:
         return self.num_clients * self._client_bytes
-
-    # Signals
 
     def asked(self, client: int, site: int | None = None) -> int:
         """Signal, at a server rank, of an instance's step frame, or of its request at a site."""
@@ -117,8 +112,6 @@ class DeviceFrames:
     def _num_requests(self) -> int:
         return self.num_clients * (1 + len(self.sites))
 
-    # Sizes
-
     def outputs(self, site: int) -> int:
         """Rows of y of max_rows tokens."""
         experts = self.shape.sites[site].num_experts
@@ -130,7 +123,6 @@ class DeviceFrames:
 
     @cached_property
     def _places(self) -> dict[int, _Places]:
-        """In an instance's part, by site."""
         at, found = _aligned(self.frame_bytes), {}
         for number in self.sites:
             site = self.shape.sites[number]
@@ -151,8 +143,6 @@ class DeviceFrames:
 
 
 class _Places(NamedTuple):
-    """Bytes to the places of a site."""
-
     ids: int
     x: int
     answer: int

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames between a device's stream and a host worker: slots that are used again, each counted for itself.
+"""Frames between a device's stream and a host worker, in reused slots.
 
-The k-th use of a slot is asked for when its request word is k, and answered when its answer word is k.  Words
-only rise, so an answer that comes late changes nothing.  What is asked for and not answered is all that there
-is to know: who serves keeps nothing, and another may go on where it ended.  A worker that can't compute a use
-raises the slot's refusal word to k, and the engine answers.
-The words are memory that the device reads and writes itself, in the order of its stream; it rings no bell, so
-who serves looks again and again.
+The k-th use of a slot is requested by request word k, answered by answer word k, and refused by refusal word
+k; the engine answers refused uses.  Words only rise, so late answers change nothing, and a new server can
+continue without further state.  The device writes words in the order of its stream without a doorbell, so
+servers poll.
 """
 
 from __future__ import annotations
@@ -22,16 +20,16 @@ from moe_lora.dist.transport.shm_library import SignalWaiter, SignalWords, lines
 from .session import DONE, DeltaRequest, FrameLayout, answer_rows, read_request
 
 SPIN_S, FIRST_SLEEP_S, LONGEST_SLEEP_S = 1e-3, 50e-6, 1e-3
-"""A worker spins for about a layer's time, then sleeps between looks, longer and longer."""
+"""A worker spins for about a layer's time, then sleeps for growing intervals."""
 
 Compute = Callable[[DeltaRequest, torch.Tensor], int]
-"""Fills the deltas [R, N] of a request; the answer's state."""
+"""Fills the deltas [R, N] of a request; returns the answer's state."""
 
 
 class FrameSlots:
-    """The slots of one worker, as the engine or the worker has them mapped.
+    """The slots of one worker, mapped in the engine or the worker.
 
-    requests: `depth` frames and as many words.  answers: `depth` frames, as many words, as many refusals.
+    requests: `depth` frames and words.  answers: `depth` frames, words and refusal words.
     """
 
     def __init__(
@@ -53,27 +51,27 @@ class FrameSlots:
         self._spinning, self._sleeping = SignalWaiter(bell, SPIN_S), SignalWaiter(bell, 0.0)
 
     def pending(self) -> int | None:
-        """A slot with a use that was neither answered nor refused; those come first that were not served."""
+        """A slot with a use neither answered nor refused; unserved slots first."""
         return self._first_with(lambda slot: max(self._answered(slot), self._refused(slot)), self._asked)
 
     def unanswered(self) -> int | None:
-        """The same, refused or not."""
+        """A slot with an unanswered use, refused or not."""
         return self._first_with(self._answered, self._asked)
 
     def refused(self) -> int | None:
-        """A slot whose worker has refused a use that is not answered."""
+        """A slot with a refused, unanswered use."""
         return self._first_with(self._answered, self._refused)
 
     def uses(self) -> list[int]:
-        """Of each slot the use that is not answered, 0 where there is none."""
+        """The unanswered use of each slot, 0 without."""
         return [
             self._asked(slot) if self._asked(slot) > self._answered(slot) else 0 for slot in range(self.depth)
         ]
 
     def serve(self, slot: int, compute: Compute) -> None:
-        """Answer the slot's pending use, or refuse it if `compute` can't.
+        """Answer the slot's pending use, or refuse after an error of `compute`.
 
-        One thread of one process at a time serves: the frame of the answer is written in place.
+        A single thread of a single process serves at a time: the answer's frame is written in place.
         """
         use = self._asked(slot)
         request = read_request(self.request_frames[slot], self.layout)
@@ -83,7 +81,7 @@ class FrameSlots:
         self._first = (slot + 1) % self.depth
 
     def wait(self) -> int:
-        """A pending slot, as soon as there is one."""
+        """Wait for a pending slot."""
         sleep_s = 0.0
         while True:
             asked_again = [(self._requests, slot, self._asked(slot) + 1) for slot in range(self.depth)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deltas of one request, wherever they are computed: on a server rank, or on the instance when it must.
+"""The deltas of one request, on a server rank or as the instance's fallback.
 
 Legend: T token rows, K experts per token, R rows of the answer, N output width.
 """
@@ -24,10 +24,9 @@ from moe_lora.lora.row_routing import RoutedAdapter
 from .session import DeltaRequest
 
 _MAX_MAPPED = 64
-"""Adapters that an instance keeps mapped for computing deltas itself; those used last stay."""
+"""Most adapters mapped by an instance for its own computation, least recently used out first."""
 
 _MAX_LOGGED = 256
-"""Adapter contents whose failures are remembered as logged."""
 
 
 def request_deltas(
@@ -42,10 +41,10 @@ def request_deltas(
     kernel: str = "sgmv",
     max_lora_rank: int | None = None,
 ) -> None:
-    """out [R, N] = the deltas of the request's rows; rows whose slot is -1 become zero.
+    """out [R, N] = the deltas of the request's rows; zero for slot -1.
 
-    layer: row of the slot table (the request's own layer, or 0 where the table holds one layer).  kernel,
-    max_lora_rank: as in `kernels.lora`.
+    layer: row of the slot table (the request's layer, or 0 in a table of one layer).  kernel, max_lora_rank:
+    as in `kernels.lora`.
     """
 
     def delta(ids: torch.Tensor | None, target: torch.Tensor) -> None:
@@ -69,7 +68,6 @@ def request_deltas(
 
 
 def _into(compute: Callable[[torch.Tensor], object], out: torch.Tensor, device: torch.device) -> None:
-    """Run `compute(target)` on out itself, or on device memory that is then copied there."""
     if out.device == device:
         compute(out)
         return
@@ -99,10 +97,9 @@ class FailureLog:
 
 
 class HostDeltas:
-    """Deltas straight from adapters in host memory, by the CPU library, one adapter after another.
+    """Deltas from adapters in host memory, by the CPU library, one adapter after another.
 
-    The same bits as those of a server that computes on CPU, whichever kernel it uses; close to, but not the
-    bits of, one that computes on CUDA.
+    Equal in bits to a server on CPU with any kernel; close to a server on CUDA.
     """
 
     def __init__(self, shape: ModelShape, store: HostStore) -> None:
@@ -134,7 +131,6 @@ class HostDeltas:
             torch.index_select(deltas, 0, some.nonzero()[:, 0], out=out)
 
     def _map(self, content_hash: str) -> tuple[PackedAdapter, dict[int, SlotTable]]:
-        """The adapter's file, mapped, and its slot tables by layer as far as they were needed."""
         return self._store.get(content_hash, content_hash), {}
 
     def _layer(self, content_hash: str, number: int) -> tuple[torch.Tensor, SlotTable]:

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LoraBackend whose rows a device puts to the LoRA Server itself: no host between two layers.
+"""The LoraBackend with device puts to the LoRA Server: no host work between layers.
 
-A step's slots and generations go to all server ranks when it begins.  Each site is a put to the ranks that
-compute it, the base GEMM, a wait for their signals, and an addition: operations of the stream, which a CUDA
-graph captures with the rest of the step.
+A step's slots and generations go to all server ranks at its start.  A site is a put to its ranks, the base
+GEMM, a wait for signals, and an addition: stream operations, captured in the step's CUDA graph.
 
-Waits end after a bound, answers say whether rows are missing, and both are noted on the device: `settled`
-reads it after the step, whose result counts only then.  What can't be had so is asked of the LoRA Server the
-other way (`remote_backend`), which makes up for everything.
+Bounded waits and missing rows are recorded on the device; `settled` reads the record after the step.  A
+failed step is repeated over `remote_backend`.
 
 Source: InfiniLoRA sections 3 and 5.1.
 """
@@ -31,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class PushedBackend:
-    """Of one instance, which is a single process.
+    """The backend of a single-process instance.
 
-    group, frames: see `DeviceFrames`.  client: the instance's number in them.  num_steps: that were begun;
-    num_redone: whose answers were not there.  lost: an answer did not come in time, so nothing more is asked
-    this way: puts may still be under way, and nobody can join the group again.
+    group, frames: see `DeviceFrames`.  client: the instance's number.  num_steps: started; num_redone:
+    without full answers.  lost: an answer was late; the backend is off for good, as puts may still be under
+    way and no member can rejoin.
     """
 
     def __init__(self, group: DevicePuts, frames: DeviceFrames, client: int, answer_timeout_s: float) -> None:
@@ -50,22 +48,22 @@ class PushedBackend:
         self._is_under_way = False
         self.lost = False
         self.num_steps = self.num_redone = 0
-        group.meet()  # the server's ranks come when they have compiled what answers
+        group.meet()
 
     def takes(self, routing: RowRouting, num_rows: int, *, decode: bool) -> bool:
-        """Whether the leased rows of this step can be asked for so."""
+        """True if this step's leased rows can use puts."""
         leased = [sources for sources in routing.sources if Source.LEASED in sources]
         return (
             decode
             and not self.lost
             and num_rows <= self._frames.max_rows
             and len(leased) == 1
-            and routing.terms.shape[2] == 1  # no weights carry an adapter
+            and routing.terms.shape[2] == 1
             and not routing.loading.any()
         )
 
     def settled(self) -> bool:
-        """Whether the step before was answered in full; waits for it.  Logs why not."""
+        """True if the last step was answered in full; waits for the step.  Logs the cause otherwise."""
         self._is_under_way = False
         self.num_steps += 1
         state = int(self._state.item())
@@ -86,7 +84,7 @@ class PushedBackend:
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         pushed = (one for (source, _), one in routing.on_device.items() if source == Source.PUSHED)
         self._frame = next(pushed, None)
-        if self._frame is None:  # without a step buffer, on CPU
+        if self._frame is None:
             (frame,) = routing.frames_pushed().values()
             self._frame = torch.from_numpy(frame).to(self._group.device)
         self._is_under_way = True
@@ -105,16 +103,15 @@ class PushedBackend:
             )
 
     def _laid(self, offset_bytes: int, values: torch.Tensor) -> tuple[int, int]:
-        """Values copied to a place of the own window, which the network reads; the place."""
         there = self._window.bytes[offset_bytes : offset_bytes + values.nbytes]
         there.view(values.dtype).view(values.shape).copy_(values)
         return offset_bytes, values.nbytes
 
     def rows_here(self, layer: int, site: int) -> None:
-        """They are elsewhere."""
+        """The rows are elsewhere."""
 
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        """They are elsewhere."""
+        """The rows are elsewhere."""
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         frames, client = self._frames, self._client
@@ -140,7 +137,6 @@ class PushedBackend:
         exchange.launch_add_rows(y, self._answers[site][: len(y)], frame, ids)
 
     def _answer(self, site: int) -> torch.Tensor:
-        """Where the deltas of a site come, [rows of y, N]."""
         frames, width = self._frames, self._frames.shape.sites[site].total_out_features
         start_bytes = frames.answer_at(self._client, site)
         return self._window.rows(start_bytes, frames.outputs(site), width, frames.dtype)

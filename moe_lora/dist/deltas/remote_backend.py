@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The remote LoraBackend: rows go to the server ranks that own their layer and experts, deltas come back.
+"""The remote LoraBackend: rows go to the server ranks of their layer and experts, deltas come back.
 
 Legend: T token rows of the step, K experts per token, R rows of an answer.
 """
@@ -25,16 +25,12 @@ from moe_lora.lora.row_routing import RowRouting, Source
 from .host_deltas import HostDeltas
 from .session import ClientSession, DeltaRequest, FrameLayout, Sent, SessionLostError, lay_out_request
 
-# Which rows of a step belong to which leased adapter.
-#
-# Legend: T token rows of the step, A adapters in use.
-
 
 class RemoteRows:
-    """One step's rows at one group of sites as the remote backend asks for them.
+    """One step's rows at one group of sites.
 
-    adapter: [T] index into `RowRouting.adapters`, -1 = not leased.  slot: [T] int32 server slot, -1 where the
-    row is not leased or its lease was lost.  generation: [T] int64.
+    adapter: [T] index into `RowRouting.adapters`, -1 = not leased.  slot: [T] int32 server slot, -1 without a
+    valid lease.  generation: [T] int64.
     """
 
     def __init__(self, routing: RowRouting, source: Source, group: int, shape: ModelShape) -> None:
@@ -45,7 +41,7 @@ class RemoteRows:
         self._tokens: dict[int, np.ndarray] = {}
 
     def tokens_at(self, site: int) -> np.ndarray:
-        """Token rows whose adapter has deltas at this site, ascending."""
+        """Token rows with deltas at this site, ascending."""
         known = self._tokens.get(site)
         if known is None:
             modules = set(self._sites[site].modules)
@@ -60,10 +56,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Part:
-    """One request for deltas and the rows of y that they belong to.
+    """One request for deltas, and its rows of y.
 
-    row_adapter: index into the step's adapters of each of its rows of x.  sent: where it was sent, if it was;
-    else delta has been computed here.
+    row_adapter: index into the step's adapters per row of x.  sent: the request under way; None: delta was
+    computed here.
     """
 
     rows: torch.Tensor
@@ -73,21 +69,21 @@ class _Part:
 
 
 class Division(Protocol):
-    """Which server computes which rows."""
+    """Division of rows among servers."""
 
     def shares(
         self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray
     ) -> Sequence[tuple[int, np.ndarray]]:
-        """Servers of the site, with the token rows each may have rows of; slot: [T] of all rows."""
+        """Servers of the site, with their candidate token rows; slot: [T] of all rows."""
         ...
 
     def experts_of(self, server: int) -> range:
-        """Experts whose deltas that server computes."""
+        """Experts of a server."""
         ...
 
 
 class ServerPartition:
-    """Rows go to the ranks of a LoRA Server that own their layer and experts (a `Division`)."""
+    """Division of rows among a LoRA Server's ranks, by layer and experts."""
 
     def __init__(self, partition: Partition, client_rank: int) -> None:
         self._partition = partition
@@ -97,7 +93,7 @@ class ServerPartition:
     def shares(
         self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray
     ) -> Sequence[tuple[int, np.ndarray]]:
-        """A rank gets all tokens, or where ranks are copies of each other those of its slots."""
+        """A rank gets all tokens, or, among replicas, the tokens of its slots."""
         servers = self._partition.servers_of_client(self.client_rank, layer, site)
         dp = self._partition.layout.dp
         if dp == 1:
@@ -106,17 +102,17 @@ class ServerPartition:
 
 
 class SessionLink(Protocol):
-    """A standing connection to one server.  session: None while there is none."""
+    """A standing connection to one server.  session: None while disconnected."""
 
     session: ClientSession | None
 
 
 class RemoteBackend:
-    """LoraBackend whose deltas come from other processes: a LoRA Server's ranks, or host workers.
+    """LoraBackend over a LoRA Server's ranks, or over host workers.
 
-    A request that can't be sent, or is not answered, is computed here from the host store (`HostDeltas`).
-    `num_requests` counts answers, `num_fallback_rows` rows of those that had none, `num_host_rows` rows of
-    answers that host workers of a LoRA Server computed.
+    Requests that are not sent or answered are computed here from the host store (`HostDeltas`).
+    `num_requests`: answers; `num_fallback_rows`: rows computed here; `num_host_rows`: answered rows from a
+    LoRA Server's host workers.
     Source: InfiniLoRA sections 3 and 5.1.
     """
 
@@ -152,10 +148,10 @@ class RemoteBackend:
                 session.abandon()
 
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        """They are elsewhere."""
+        """The rows are elsewhere."""
 
     def rows_here(self, layer: int, site: int) -> None:
-        """They are elsewhere."""
+        """The rows are elsewhere."""
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         routing = self._routing
@@ -193,7 +189,6 @@ class RemoteBackend:
     def _send_experts(
         self, rows: RemoteRows, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor, tokens: np.ndarray
     ) -> list[_Part]:
-        """Each server rank gets the rows that chose one of its experts."""
         top_k = ids.shape[1]
         all_ids = ids.cpu().numpy()
         per_output = x.shape[0] != ids.shape[0]
@@ -280,7 +275,6 @@ class RemoteBackend:
 
 
 def _gather(x: torch.Tensor, rows: np.ndarray, out: torch.Tensor) -> None:
-    """out = x[rows], on the host."""
     if len(rows) == x.shape[0]:
         out.copy_(x)
     elif x.is_cpu:
@@ -290,5 +284,4 @@ def _gather(x: torch.Tensor, rows: np.ndarray, out: torch.Tensor) -> None:
 
 
 def _chunks(array: np.ndarray, size: int) -> list[np.ndarray]:
-    """Consecutive pieces of at most `size`."""
     return [array[i : i + size] for i in range(0, len(array), size)]

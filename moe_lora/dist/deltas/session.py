@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client rank and one server rank: a ring of request frames there, a ring of answer frames here.
+"""A session of a client rank and a server rank: a ring of request frames there, a ring of answer frames here.
 
-Request n lies in frame n mod depth and is announced by signal value n + 1; so is its answer.  A frame is used
-again only when its answer was taken, so an answer also gives the frame back and no other credit is needed.
+Request n and its answer use frame n mod depth and signal value n + 1.  A taken answer frees the frame: no
+further credits.
+
+Legend: T token rows, K experts per token, R rows of the answer, D input width, N output width.
+
+A request: header, slot [T] int32, generation [T] int64, ids [T, K] int32 (only where K > 0), x [T, D].
+An answer: header, delta [R, N]; row r belongs to the r-th id that is not -1 (or to token r where K = 0).
+Every array starts at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -17,21 +23,12 @@ from moe_lora.core.errors import ConfigError, PeerGoneError, SignalTimeoutError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 
-# How a request for deltas, and its answer, lie in a buffer that the other side writes.
-#
-# Legend: T token rows, K experts per token, R rows of the answer, D input width, N output width.
-#
-# A request: header, slot [T] int32, generation [T] int64, ids [T, K] int32 (only where K > 0), x [T, D].
-# An answer: header, delta [R, N]; row r belongs to the r-th id that is not -1 (or to token r where K = 0).
-# Every array starts at a multiple of 64 bytes.
-
-
 PROTOCOL_VERSION = 6
 HEADER_BYTES = 64
 _ALIGN = 64
 
 DONE, STALE = 1, 2
-"""States of an answer: deltas follow; or a row's slot no longer holds the content of its generation."""
+"""States of an answer: with deltas; or some slot has lost its generation's content."""
 
 
 def aligned(num_bytes: int) -> int:
@@ -40,9 +37,9 @@ def aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class FrameLayout:
-    """Sizes of the frames of one model: at most `max_rows` rows of x, and of the answer, in one frame.
+    """Sizes of the frames of one model: at most `max_rows` rows of x, and of the answer, per frame.
 
-    Raises ConfigError if not even one token's rows fit.
+    Raises ConfigError if one token's rows do not fit.
     """
 
     shape: ModelShape
@@ -95,7 +92,7 @@ def lay_out_request(
     top_k: int,
     num_rows: int,
 ) -> DeltaRequest:
-    """Write the header and give the request's arrays as views of `frame`, to be filled.
+    """Write the header; returns the request's arrays as views of `frame`, to be filled.
 
     top_k 0: a row of x per row of the answer and no ids (dense sites).
     """
@@ -104,9 +101,9 @@ def lay_out_request(
 
 
 def read_request(frame: torch.Tensor, layout: FrameLayout) -> DeltaRequest:
-    """The request that lies in `frame` (uint8).  Raises ValueError if its header can't be one.
+    """The request in `frame` (uint8).  Raises ValueError for an impossible header.
 
-    What the arrays hold is not looked at (see `check_ids`).
+    Does not check the arrays (see `check_ids`).
     """
     raw = frame.numpy()
     layer, site, num_tokens, top_k, num_rows = raw[:HEADER_BYTES].view(np.int64)[:5].tolist()
@@ -136,7 +133,7 @@ def request_at(
     top_k: int,
     num_rows: int,
 ) -> DeltaRequest:
-    """The request of these sizes in `frame`, whatever the header says."""
+    """The request of these sizes in `frame`; ignores the header."""
     raw = frame.numpy()
     at = HEADER_BYTES
     slot = raw[at : at + 4 * num_tokens].view(np.int32)
@@ -154,7 +151,7 @@ def request_at(
 
 
 def check_ids(request: DeltaRequest, layout: FrameLayout) -> None:
-    """Raises ValueError unless each answer row belongs to a token, or to an expert that exists."""
+    """Raises ValueError unless each answer row belongs to a token, or to an existing expert."""
     if request.ids is None:
         fits = request.num_rows == len(request.slot)
     else:
@@ -172,7 +169,7 @@ def write_answer_header(
     frame: torch.Tensor, state: int, started_ns: int, finished_ns: int, num_host_rows: int = 0
 ) -> None:
     """started_ns, finished_ns: monotonic clock of the server's host around the computation.  num_host_rows:
-    rows of the answer that host workers computed.
+    rows of the answer from host workers.
     """
     frame.numpy()[:HEADER_BYTES].view(np.int64)[:4] = (state, started_ns, finished_ns, num_host_rows)
 
@@ -196,7 +193,7 @@ def answer_rows(frame: torch.Tensor, layout: FrameLayout, site: int, num_rows: i
 
 
 class PeerFrames:
-    """A ring of frames in a window of the other side: written in place where the medium maps it here."""
+    """A ring of frames in the peer's window, written in place if mapped here."""
 
     def __init__(self, transport: Transport, window: RemoteWindow, frame_bytes: int, depth: int) -> None:
         self.window = window
@@ -208,11 +205,11 @@ class PeerFrames:
         self._frames = mapped or list(torch.empty(depth, frame_bytes, dtype=torch.uint8))
 
     def frame(self, number: int) -> torch.Tensor:
-        """Where the frame of this number is to be laid out, uint8."""
+        """Memory for the frame of this number, uint8."""
         return self._frames[number % len(self._frames)]
 
     def send(self, number: int, num_bytes: int) -> None:
-        """Put what was laid out in the frame's first bytes, and announce it.  Raises PeerGoneError."""
+        """Put the frame's first bytes and announce the frame.  Raises PeerGoneError."""
         if self._in_place:
             self.window.signal(0, number + 1)
             return
@@ -222,19 +219,17 @@ class PeerFrames:
 
 
 _SLICE_S = 0.05
-"""How long a wait for an answer sleeps before it looks whether the server is still there."""
 
 
 class SessionLostError(Exception):
-    """The other side is gone, or answered that it can't: the deltas have to be computed elsewhere."""
+    """The peer is gone or refused: compute the deltas elsewhere."""
 
 
 @dataclass(frozen=True)
 class ExchangeTimes:
-    """When things happened to one request, on the monotonic clock (of one host).
+    """Times of one request, on the monotonic clock (of one host).
 
-    sent to taken: under way.  started to finished: computed by the server.  asked: from when on the engine
-    waited for it.
+    sent to taken: under way.  started to finished: on the server.  asked: start of the engine's wait.
     """
 
     layer: int
@@ -250,9 +245,8 @@ class ExchangeTimes:
 class Sent:
     """A request under way.
 
-    request: in its frame, or a copy once the frame was needed again.  delta: its answer, if it was taken
-    because the frame was needed.  refused: the answer was that the deltas can't be had there.
-    num_host_rows: of the answer, once it is there.
+    request: in its frame, or a copy after the frame's reuse.  delta: its answer, if taken for the reuse.
+    refused: the server can't compute the deltas.  num_host_rows: of the answer.
     """
 
     number: int
@@ -266,7 +260,7 @@ class Sent:
 class ClientSession:
     """The client's half.  One thread sends and takes answers; any thread may `break_off`.
 
-    observed: set to a list, it gets an `ExchangeTimes` of every answer, for measurements.
+    observed: a list that collects an `ExchangeTimes` per answer, for measurements.
     """
 
     def __init__(
@@ -287,7 +281,7 @@ class ClientSession:
         self._under_way: dict[int, Sent] = {}
         self._next = 0
         self._first_kept = 0
-        """Nobody takes the answers of requests before this number."""
+        """Answers of earlier requests are abandoned."""
         self._broken = False
         self._answer_frames = list(answers.bytes.view(depth, layout.answer_bytes))
         self.observed: list[ExchangeTimes] | None = None
@@ -297,7 +291,7 @@ class ClientSession:
         return self._broken
 
     def break_off(self) -> None:
-        """Nothing more is sent, and waits end with SessionLostError."""
+        """Stop sending, and end waits with SessionLostError."""
         self._broken = True
 
     def abandon(self) -> None:
@@ -305,7 +299,7 @@ class ClientSession:
         self._first_kept = self._next
 
     def frame(self) -> torch.Tensor:
-        """Where the next request is to be laid out.  Raises SessionLostError."""
+        """Memory for the next request.  Raises SessionLostError."""
         oldest = self._under_way.get(self._next - self._depth)
         if oldest is not None:
             self._clear_frame(oldest)
@@ -314,7 +308,6 @@ class ClientSession:
         return self._requests.frame(self._next)
 
     def _clear_frame(self, sent: Sent) -> None:
-        """Keep elsewhere what is still needed of a request and its answer."""
         if sent.number < self._first_kept:
             self._wait(sent.number + 1)
             del self._under_way[sent.number]
@@ -327,7 +320,7 @@ class ClientSession:
         sent.request = read_request(frame[: sent.request.frame_bytes].clone(), self._layout)
 
     def send(self, request: DeltaRequest) -> Sent:
-        """Put the request that was laid out in `frame()`.  Raises SessionLostError."""
+        """Put the request in `frame()`.  Raises SessionLostError."""
         number = self._next
         sent_ns = time.monotonic_ns()
         try:
@@ -342,7 +335,7 @@ class ClientSession:
     def take(self, sent: Sent) -> torch.Tensor:
         """The deltas [R, N] of a request; valid until the next `frame()`.
 
-        Raises SessionLostError: `sent.request` still has what is needed to compute them elsewhere.
+        Raises SessionLostError; `sent.request` stays usable for a computation elsewhere.
         """
         delta = sent.delta
         if delta is None and not sent.refused:
@@ -352,7 +345,6 @@ class ClientSession:
         return delta
 
     def _answer(self, sent: Sent) -> torch.Tensor | None:
-        """Wait for it; None if the server refused.  Raises SessionLostError."""
         asked_ns = time.monotonic_ns()
         self._wait(sent.number + 1)
         del self._under_way[sent.number]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host backend of a device with streams: what it asks of workers is queued, and nobody waits for it.
+"""The host backend of a device with streams: calls of workers are queued, without waits of the host.
 
-Rows are copied to a worker's frame, its signal is raised, the answer is waited for and added by operations of
-the device's stream, so the engine's thread goes on to the next layer at once.
+Stream operations copy rows to a worker's frame, raise its signal, wait for the answer and add the deltas; the
+engine's thread continues at once.
 Source: Toppings section 4.2, "Sync-free CPU LoRA invocation".
 
 Legend: T token rows of the step, P rows of a piece, K experts per token, R rows of an answer.
@@ -29,10 +29,7 @@ from .session import HEADER_BYTES, DeltaRequest, answer_rows, request_at
 
 
 class Stream(Protocol):
-    """A device's operations, each of which begins when those queued before it have ended.
-
-    The caller never waits but in `synchronize`.
-    """
+    """A device's operations, in order.  Only `synchronize` blocks the caller."""
 
     device: torch.device
 
@@ -41,34 +38,34 @@ class Stream(Protocol):
         ...
 
     def queue(self, operation: Callable[[], object]) -> None:
-        """`operation` calls torch on tensors of the device and on frames, without waiting."""
+        """Queue calls of torch on device tensors and frames, without waits."""
         ...
 
     def ask(
         self, header: torch.Tensor, facts: Sequence[int], word: torch.Tensor, counter: torch.Tensor
     ) -> None:
-        """header[:5] = facts; counter += 1; then word = counter, so that who sees it sees what was written
-        before.  header, word: int64, of host memory.  counter: int64 [1], of the device, so that a captured
-        graph counts on."""
+        """header[:5] = facts; counter += 1; then word = counter, with release order.
+
+        header, word: int64, of host memory.  counter: int64 [1], of the device, for captured graphs.
+        """
         ...
 
     def wait(self, word: torch.Tensor, counter: torch.Tensor) -> None:
-        """What is queued next begins once word >= counter."""
+        """Later operations start once word >= counter."""
         ...
 
     def register(self, memory: torch.Tensor) -> Callable[[], None]:
-        """Let the device read and write this host memory; undone by what is returned.  Raises
-        ConfigError."""
+        """Give the device access to this host memory; returns the undo.  Raises ConfigError."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until all that was queued has ended."""
+        """Wait until all queued operations have ended."""
         ...
 
 
 @dataclass(eq=False)
 class SlotUse:
-    """A use of a slot.  delta: [R, N] on the device, once it was taken from the frame."""
+    """A use of a slot.  delta: [R, N] on the device, once copied from the frame."""
 
     slot: int
     site: int
@@ -80,14 +77,13 @@ class SlotUse:
 class StreamSession:
     """The engine's half of one worker's slots, used in turn by one thread.
 
-    Any number may be asked for before the first is taken: where a slot is needed again, the stream takes its
-    answer before.
+    Any number of requests may precede the first `take`: before a slot's reuse the stream takes its answer.
     """
 
     def __init__(self, slots: FrameSlots, stream: Stream) -> None:
         self._slots = slots
         self._stream = stream
-        # 16 bytes apart: Triton compiles once more for pointers that are less aligned.
+        # 16 bytes apart: Triton compiles again for less aligned pointers.
         counters = torch.zeros(slots.depth, 2, dtype=torch.int64, device=stream.device)
         self._counters = counters[:, :1]
         self._asked: list[SlotUse | None] = [None] * slots.depth
@@ -112,7 +108,7 @@ class StreamSession:
         return asked
 
     def take(self, asked: SlotUse) -> None:
-        """Have the stream wait for the answer and copy it to `asked.delta`, unless it is told to already."""
+        """Queue the wait for the answer and its copy to `asked.delta`, once."""
         if asked.taken:
             return
         asked.taken = True
@@ -139,10 +135,10 @@ class StreamSession:
 
 
 class StreamLink(Protocol):
-    """A standing session with one worker; its uses are answered whether the worker lives or not.
+    """A standing session with one worker; every use is answered, also after the worker's death.
 
-    num_fallback_rows: rows that the engine answered for it.  problems: errors of rows that nobody could
-    compute, by the `content_number` of their adapters.
+    num_fallback_rows: rows answered by the engine.  problems: errors by adapter `content_number`, of rows
+    that could not be computed.
     """
 
     stream_session: StreamSession
@@ -160,10 +156,10 @@ class _Piece:
 
 
 class StreamBackend:
-    """LoraBackend whose deltas come from host workers, over a device's stream.
+    """LoraBackend over host workers and a device's stream.
 
-    Which experts a row has chosen is known to the device alone: a worker gets all of a row's, and answers
-    with a row for each, zeros where there is none.  `num_requests` counts what was asked.
+    Only the device knows the chosen experts: a worker gets all of a row's ids and answers with a row for
+    each, zero without an adapter.  `num_requests`: requests so far.
     """
 
     def __init__(
@@ -184,7 +180,7 @@ class StreamBackend:
 
     @property
     def num_fallback_rows(self) -> int:
-        """Rows of deltas that the engine computed because a worker did not."""
+        """Rows computed by the engine in place of a worker."""
         return sum(link.num_fallback_rows for link in self._links.values())
 
     def failures(self) -> dict[int, Exception]:
@@ -210,10 +206,10 @@ class StreamBackend:
         self.failures()
 
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        """They are elsewhere."""
+        """The rows are elsewhere."""
 
     def rows_here(self, layer: int, site: int) -> None:
-        """They are elsewhere."""
+        """The rows are elsewhere."""
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         pieces = self._pieces_at(layer, site)
@@ -223,7 +219,6 @@ class StreamBackend:
         return partial(self._add_to, asked)
 
     def _pieces_at(self, layer: int, site: int) -> list[_Piece]:
-        """Of this step, copied to the device once."""
         routing = self._routing
         assert routing is not None, "begin_step comes first"
         group = routing.groups[layer][site]
@@ -242,7 +237,6 @@ class StreamBackend:
     def _ask(
         self, piece: _Piece, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None
     ) -> tuple[StreamSession, SlotUse, torch.Tensor]:
-        """The session, the request, and the rows of y that it is for."""
         session = self._links[piece.worker].stream_session
         self.num_requests += 1
         x_rows = y_rows = piece.rows

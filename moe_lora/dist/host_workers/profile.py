@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one machine's host workers, device and loads take, as a part of a performance model's file."""
+"""Measured times of host workers, device and loads, as the `host` section of a performance model's file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def host_section(
     mean_errors: Mapping[str, float],
     samples: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What stands as `host` in the file.  mean_errors: of what was fitted, relative; samples: as measured."""
+    """The file's `host` section.  mean_errors: relative, of the fits; samples: as measured."""
     return {
         "version": VERSION,
         "machine": dict(machine),
@@ -62,8 +62,8 @@ def read_host_times(
 ) -> HostTimes:
     """The times in a file of `moe-lora profile-steps --host-worker`.
 
-    machine, model: those that it must have been measured with (`machine_of`, `model_of`); None: any.  Raises
-    ConfigError naming the file and what is wrong with it.
+    machine, model: required origin (`machine_of`, `model_of`); None: any.  Raises ConfigError with the file
+    and the fault.
     """
     section = _read(path)
     if section is None:
@@ -94,7 +94,7 @@ def _read(path: str | Path) -> _Section | None:
 
 
 def emulated(times: HostTimes, emulation: EmulationConfig) -> HostTimes:
-    """The times with those of the device, the links and the workers that are emulated."""
+    """The times with emulated device, links and workers."""
     if emulation.step_profile is not None:
         prefill = emulation.step_profile.prefill
         times = replace(times, device=PartTime(fixed_s=prefill.fixed_s, per_token_s=prefill.per_row_s))
@@ -108,10 +108,9 @@ def emulated(times: HostTimes, emulation: EmulationConfig) -> HostTimes:
 
 
 def host_start(config: EngineConfig, times: HostTimes) -> HostStart | None:
-    """When prompts begin on the workers that the settings ask for, "auto" and c chosen by the times; None:
-    there are no workers.  c is that of the largest LoRA rank measured.
+    """Start of prompts on workers by the settings, with "auto" and c from the times; None without workers.
 
-    "auto" counts the cores of the host that asks: each rank of an engine keeps one.
+    c is that of the largest measured LoRA rank.  "auto" counts this host's cores: each engine rank keeps one.
     """
     c = config.host_tokens_per_worker or times.tokens_per_worker(times.max_rank)
     if config.host_workers == AUTO:
@@ -133,10 +132,9 @@ def host_start(config: EngineConfig, times: HostTimes) -> HostStart | None:
 
 
 def routed_host_start(config: EngineConfig, path: str | Path) -> HostStart | None:
-    """`host_start` for who routes to instances with these settings and sees neither their device nor their
-    model: the file is taken to be theirs; where it is not they refuse it.
+    """`host_start` for routers, without access to the instances' device and model; the file must match.
 
-    None also for "auto" where the file is of a CPU device or has no times.  Raises ConfigError.
+    None also for "auto" with a file of a CPU device or without times.  Raises ConfigError.
     """
     if not config.host_workers:
         return None

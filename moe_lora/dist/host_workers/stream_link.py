@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One host worker as a device's stream has it: what was asked is answered, whatever becomes of the worker.
+"""A host worker of a device's stream, with guaranteed answers.
 
-A wait of a stream has no time limit.  So the thread that keeps the worker looks after what it owes: where the
-worker has ended, refuses or is late, and also while the engine ends, the thread answers.
+A stream's wait has no time limit.  So the link's thread answers for a dead, late or refusing worker, and
+during the engine's end.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _LOOK_S, _SERVING_LOOK_S = 0.02, 10 * FIRST_SLEEP_S
 
 
 class StreamWorkerLink(WorkerLink):
-    """Keeps one worker process and the slots that a stream asks it by; the slots stay when processes change.
+    """Keeps one worker process and its slots for a stream; the slots outlive processes.
 
-    One serves at a time: the worker from when it is told to until it has ended, and this thread otherwise.
-    serving: the worker does.  num_fallback_rows, problems: see `stream_backend.StreamLink`.
+    Either the worker serves, until its end, or this thread.  serving: the worker serves.  num_fallback_rows,
+    problems: see `stream_backend.StreamLink`.
     """
 
     _end_s = 0.0
@@ -64,7 +64,7 @@ class StreamWorkerLink(WorkerLink):
         super().__init__(number, transport, layout, store, *options)
 
     def end(self) -> None:
-        """The stream has ended: nothing is owed any more."""
+        """The stream has ended: no answers are owed."""
         self._ended.set()
 
     def run(self) -> None:
@@ -82,7 +82,6 @@ class StreamWorkerLink(WorkerLink):
         """The slots stay."""
 
     def _live(self, held: contextlib.ExitStack) -> None:
-        """Start a process and stay with it until it ends or is late."""
         with self._process() as (process, connection):
             connection.send(self._set_up(self.name, self._answers.descriptor(), self._requests.descriptor()))
             until_s = time.monotonic() + START_TIMEOUT_S
@@ -102,7 +101,7 @@ class StreamWorkerLink(WorkerLink):
                     break
 
     def _is_late(self, asked: list[tuple[int, float]]) -> bool:
-        """asked: of each slot the use that is owed, and since when; brought up to date."""
+        """asked: by slot, the owed use and its start time; updated."""
         now_s = time.monotonic()
         for slot, use in enumerate(self._slots.uses()):
             if asked[slot][0] != use:
@@ -115,14 +114,13 @@ class StreamWorkerLink(WorkerLink):
                 time.sleep(_SERVING_LOOK_S)
 
     def _serve(self, owed: Callable[[], int | None]) -> bool:
-        """Answer a slot, if one is owed."""
         slot = owed()
         if slot is not None:
             self._slots.serve(slot, self._compute)
         return slot is not None
 
     def _compute(self, request: DeltaRequest, out: torch.Tensor) -> int:
-        """Always an answer, for the stream must go on; the engine's thread reads the problems."""
+        """Always answers, for the stream; the engine's thread reads the problems."""
         self.num_fallback_rows += request.num_rows
         try:
             self._deltas.fill(request, out)
@@ -131,7 +129,7 @@ class StreamWorkerLink(WorkerLink):
         return DONE
 
     def _compute_apart(self, request: DeltaRequest, out: torch.Tensor, error: Exception) -> None:
-        """As `_compute`, adapter by adapter; zeros for all where memory lacks even for that."""
+        """As `_compute`, adapter by adapter; zeros for all without memory."""
         try:
             self.problems |= self._deltas.fill_apart(request, out)
         except Exception:

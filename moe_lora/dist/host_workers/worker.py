@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A host worker: a process with a core of its own that computes deltas from adapters in host memory.
+"""A host worker: a process on its own core that computes deltas from adapters in host memory.
 
-Run as `python -m moe_lora.dist.host_workers.worker FD`.  It serves one session of frames over shared memory,
-the LoRA Server's (`dist.deltas.session`) or slots that a device's stream asks by (`slots`), and
-ends with the engine.
+Run as `python -m moe_lora.dist.host_workers.worker FD`.  Serves one session over shared memory,
+`dist.deltas.session` or a device stream's `frame_slots`, and ends with the engine.
 Source: Toppings section 4.2.
 """
 
@@ -44,7 +43,8 @@ logger = logging.getLogger(__name__)
 class WorkerSetUp:
     """A worker's first message.  answers: descriptor of the engine's window.  core: to run on; None: any.
     owned: the store goes with the engine.  slowdown: see `HostWorkers`.  requests: descriptor of the engine's
-    other window where it asks by `FrameSlots`; None: the worker makes it, for a `ServerSession`."""
+    window for `FrameSlots`; None: the worker makes a window for a `ServerSession`.
+    """
 
     name: str
     shape: ModelShape
@@ -61,7 +61,7 @@ class WorkerSetUp:
 
 
 class StoreDeltas:
-    """Answers requests from the adapters in a store, whose rows name them by `content_number`."""
+    """Answers requests from the adapters in a store, named by `content_number`."""
 
     def __init__(self, shape: ModelShape, store: HostStore) -> None:
         self._store = store
@@ -79,7 +79,7 @@ class StoreDeltas:
         return DONE
 
     def fill(self, request: DeltaRequest, out: torch.Tensor) -> None:
-        """out [R, N] = the deltas of the request.  Raises AdapterError where an adapter is not there."""
+        """out [R, N] = the deltas of the request.  Raises AdapterError for a missing adapter."""
         numbers, row_adapter = np.unique(request.generation, return_inverse=True)
         adapters = [RoutedAdapter(self._hash_of(number), ()) for number in numbers.tolist()]
         self._deltas.compute(request, adapters, row_adapter, out)
@@ -101,7 +101,6 @@ class StoreDeltas:
         return failed
 
     def _hash_of(self, number: int) -> str:
-        """Raises AdapterError."""
         known = self._hashes.get(number)
         if known is None:
             known = self._hashes[number] = self._store.find(content_prefix(number))
@@ -135,7 +134,6 @@ def serve(connection: Connection) -> None:
 
 
 def _serve_slots(connection: Connection, setup: WorkerSetUp, requests: bytes) -> NoReturn:
-    """The same for an engine that asks by `FrameSlots`; it serves them itself until it says that we may."""
     layout = FrameLayout(setup.shape, setup.dtype, setup.max_rows)
     transport = ShmTransport(name=setup.name)
     slots = FrameSlots(transport.attach(requests), transport.attach(setup.answers), layout, setup.depth)
@@ -155,7 +153,7 @@ def _serve_slots(connection: Connection, setup: WorkerSetUp, requests: bytes) ->
 
 
 def slow_down(started_ns: int, factor: float) -> None:
-    """Return when so many times as long has passed since then (it keeps the core: a sleep would be late)."""
+    """Return after `factor` times the time since started_ns (spins: a sleep would be late)."""
     due_ns = started_ns + factor * (time.monotonic_ns() - started_ns)
     while time.monotonic_ns() < due_ns:
         pass
@@ -163,13 +161,13 @@ def slow_down(started_ns: int, factor: float) -> None:
 
 def _end_with_engine(fd: int, setup: WorkerSetUp) -> None:
     wait_for_hang_up(fd)
-    if setup.owned and os.getppid() != setup.engine_pid:  # it was killed: nobody else removes the store
+    if setup.owned and os.getppid() != setup.engine_pid:  # the engine was killed: remove its store
         shutil.rmtree(setup.store_dir, ignore_errors=True)
     os._exit(0)
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when its workers end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine ends its workers
     quick_teardown()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One host worker as the engine has it: its process, started and started again, and the session with it."""
+"""The engine's link to one host worker: its process, with restarts, and the session."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 DEPTH = 4
-"""Frames of a session: sites of a layer that are begun before the first is added, and one to spare."""
+"""Frames of a session: sites of a layer in flight, and one to spare."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S, _LONG_LIFE_S = 0.5, 5.0, 30.0
 _LOOK_S, _GRACE_S = 0.05, 0.5
 
 
 class WorkerLink(threading.Thread):
-    """Keeps one worker process and a `ClientSession` with it.
+    """Keeps one worker process and a `ClientSession`.
 
-    session: None while there is none; deltas are then computed by the engine itself.
+    session: None while disconnected; the engine then computes deltas.
     """
 
     session: ClientSession | None = None
@@ -70,14 +70,14 @@ class WorkerLink(threading.Thread):
             raise EngineDeadError(f"{self.name} did not start within {START_TIMEOUT_S:g} s; see the log")
 
     def close(self) -> None:
-        """End the process; `join` waits for it."""
+        """End the process; `join` waits for its end."""
         self._closing.set()
         session = self.session
         if session is not None:
             session.break_off()
 
     def end(self) -> None:
-        """Nobody waits for it any more."""
+        """The stream no longer waits."""
 
     def run(self) -> None:
         pause_s = 0.0
@@ -88,7 +88,7 @@ class WorkerLink(threading.Thread):
                     self._live(held)
                 except (OSError, EOFError, PeerUnreachableError) as error:
                     logger.warning("%s can't be started: %s", self.name, error)
-                except Exception:  # without this thread no worker comes back, and a stream waits for ever
+                except Exception:  # without this thread no worker restarts, and a stream waits for ever
                     logger.exception("%s can't be started", self.name)
                 if not self._closing.is_set():
                     logger.warning("%s ended; the engine computes its rows until it is back", self.name)
@@ -97,18 +97,15 @@ class WorkerLink(threading.Thread):
                 self._let_go()
 
     def _pause(self, seconds: float) -> bool:
-        """Whether the link is closing, after that long at most."""
         return self._closing.wait(seconds)
 
     def _let_go(self) -> None:
-        """Of what belonged to the process that has ended."""
         session, self.session = self.session, None
         if session is not None:
             session.break_off()
-        self._closing.wait(_GRACE_S)  # the engine's thread may still wait on the buffers
+        self._closing.wait(_GRACE_S)
 
     def _live(self, held: contextlib.ExitStack) -> None:
-        """Start a process and stay with it until it ends; `held` lets go of its buffers."""
         label = f"{self.name}-{next(self._starts)}"
         answers = self._transport.alloc(label, DEPTH * self._layout.answer_bytes, 1)
         held.callback(answers.free)
@@ -133,7 +130,6 @@ class WorkerLink(threading.Thread):
 
     @contextlib.contextmanager
     def _process(self) -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
-        """A worker that has just been started; it has ended, and writes nothing, when this is left."""
         process, connection = start_child("moe_lora.dist.host_workers.worker", num_threads=1)
         self.pid = process.pid
         try:

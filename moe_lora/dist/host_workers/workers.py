@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host workers of an engine: started, started again when they end, and who of them gets which rows."""
+"""The host workers of an engine: start, restart, and division of rows."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _NO_STEP = StepTables(query_start=_NOTHING, seq_lens=_NOTHING, block_tables=_NOT
 def check_cores(
     num_workers: int, num_ranks: int, cores: Sequence[int], *, setting: str = "host_workers"
 ) -> None:
-    """Raises ConfigError for more workers than cores, and for cores that it may not give them.
+    """Raises ConfigError for more workers than cores, and for unavailable cores.
 
-    num_ranks: of all instances of this host, or of its LoRA Server.  setting: what the number is called.
+    num_ranks: of all instances of this host, or of its LoRA Server.  setting: name of the number in errors.
     """
     allowed = allowed_core_numbers()
     unknown = [core for core in cores if core not in allowed]
@@ -51,14 +51,13 @@ def check_cores(
 
 
 class HostWorkers:
-    """The host workers of one engine process, and the LoraBackend over them.
+    """The host workers of one engine process, and their LoraBackend.
 
-    store: has the adapters; None: one is made, in a folder that goes with the engine.
-    num_tokens: what all workers compute in time.  tokens_per_worker: see `RowShares`.  cores: one for each
-    worker to run on; empty: any.  answer_timeout_s: a worker that takes longer is given up, and its rows are
-    computed by the engine.  slowdown: it takes so many times as long (an emulation of less than a core).
-    stream: of the device whose rows they compute; None: the engine's thread asks and waits.
-    Raises EngineDeadError if one does not start, ConfigError if the device can't use their frames.
+    store: of adapters; None: a new one in a folder of the engine.  num_tokens: tokens per step within time,
+    over all workers.  tokens_per_worker: see `RowShares`.  cores: one per worker; empty: any.
+    answer_timeout_s: limit, after which the engine computes a worker's rows.  slowdown: factor that emulates
+    less than a core.  stream: of the device; None: the engine's thread waits.
+    Raises EngineDeadError if a worker does not start, ConfigError if the device can't use the frames.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class HostWorkers:
         row_adapter: np.ndarray,
         out: torch.Tensor,
     ) -> None:
-        """As `HostDeltas.compute`, divided over the workers; a row whose adapter is -1 becomes zero."""
+        """As `HostDeltas.compute`, divided over the workers; a row with adapter -1 becomes zero."""
         terms = no_terms(len(adapters), 1)
         for number, adapter in enumerate(adapters):
             terms[number, 0, 0] = (Source.HOST, number, number, content_number(adapter.content_hash))
@@ -131,24 +130,24 @@ class HostWorkers:
 
     @property
     def pids(self) -> list[int | None]:
-        """Of the processes, None while one is being started."""
+        """Process ids, None during a start."""
         return [link.pid for link in self.links.values()]
 
     def failures(self) -> dict[int, Exception]:
         """Return errors by `content_number` since the last call.
 
-        No worker and not the engine computed rows of these adapters: the rows of the step are wrong.  Without
-        a stream the step raises instead.  Call this after the device has ended the step.
+        Neither a worker nor the engine computed rows of these adapters: the step's rows are wrong.  Without a
+        stream the step raises instead.  Call this after the device has ended the step.
         """
         return self.backend.failures() if isinstance(self.backend, StreamBackend) else {}
 
     def settle(self) -> None:
-        """Return once no request is under way, so that files of adapters may go."""
+        """Wait until no request is under way, e.g. before adapter files go."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def close(self) -> None:
-        """End all workers; may be called again."""
+        """End all workers; idempotent."""
         for link in self.links.values():
             link.close()
         try:
@@ -164,7 +163,6 @@ class HostWorkers:
 
 
 def _own_folder() -> OwnFolder:
-    """For temporary files.  Raises ConfigError."""
     try:
         return OwnFolder()
     except OSError as error:
@@ -177,9 +175,9 @@ def _own_folder() -> OwnFolder:
 class RowShares:
     """Divides a site's rows over the workers (a `Division`).
 
-    Pieces of c rows at most go to one worker after the other, so that L rows occupy ⌈L / c⌉ of them.
+    Pieces of at most c rows go to workers in turn, so L rows occupy ⌈L / c⌉ workers.
 
-    tokens_per_worker: c, what one core computes in time.  Source: Toppings section 4.2.
+    tokens_per_worker: c, one core's tokens in time.  Source: Toppings section 4.2.
     """
 
     def __init__(self, num_workers: int, tokens_per_worker: int, num_experts: int) -> None:
@@ -190,7 +188,7 @@ class RowShares:
     def shares(
         self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray
     ) -> Sequence[tuple[int, np.ndarray]]:
-        """(worker, token rows) of those that get some."""
+        """(worker, token rows) of workers with rows."""
         num_pieces = -(-len(tokens) // self._tokens_per_worker)
         pieces = np.array_split(tokens, num_pieces)
         return [(number % self._num_workers, piece) for number, piece in enumerate(pieces)]

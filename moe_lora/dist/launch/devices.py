@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices of the roles of a host: counts them, assigns them, and hides foreign devices from a role's process.
+"""Devices of a host's roles: counts and assigns them, and hides foreign devices from a process.
 
 `python -m moe_lora.dist.launch.devices` prints the number of CUDA devices.  The process keeper imports no
-torch, so a child process counts by torch: the same library and CUDA_VISIBLE_DEVICES as in the roles.
-A host without the CUDA driver has 0 devices and starts no child process.
+torch, so a child counts, with the roles' library and CUDA_VISIBLE_DEVICES; without a CUDA driver 0 and no
+child.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def placed(cluster: ClusterConfig) -> ClusterConfig:
         return cluster
     num_devices = count_devices()
     if not num_devices and not cluster.devices:
-        return cluster  # device auto is the CPU here; each process refuses device cuda
+        return cluster
     num_server_ranks = 0
     if server is not None:
         from moe_lora.core.partition import Layout
@@ -97,9 +97,9 @@ def log_devices(cluster: ClusterConfig) -> None:
 
 
 def use_devices(shares: tuple[DeviceShare, ...]) -> None:
-    """Limit this process to these devices, before CUDA starts.  Rank r then has cuda:r.
+    """Limit this process to these devices, before CUDA starts.  Rank r then has cuda:r, and foreign GPUs stay
+    untouched.
 
-    No thread and no library of this process can take memory on a foreign GPU 0.
     Raises ConfigError for a device beyond CUDA_VISIBLE_DEVICES.
     """
     if shares:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of this host: started together, each started again whenever it ends, ended together."""
+"""Processes of this host: start, restart and stop."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ logger = logging.getLogger(__name__)
 FRONT_END, CONTROLLER, INSTANCE = "front-end", "controller", "instance"
 _OF_SETTINGS = (ConfigError, AdapterError, RegistryError)
 START_TRIES = 3
-"""Starts of a process that may end without a word before who awaits all is told: what ends them may pass, as
-a lack of memory does."""
+"""Starts of a process that dies silently, before `ready` fails: the cause, e.g. lack of memory, may pass."""
 STOP_S = 20.0
-"""From SIGTERM to SIGKILL, beside the time that a front end drains: an instance finishes its step."""
+"""From SIGTERM to SIGKILL, beside a front end's drain time: an instance finishes its step."""
 STOPPED_DEATHS = 2.0
-"""A process that is stopped so many times as long as one may be silent is ended: until then it may wake."""
+"""Kill a stopped process after this multiple of dead_s."""
 _LOOK_S = 0.5
 
 
 class Started(Message, frozen=True):
-    """What a process says once over its status descriptor.  error: what keeps it from its part."""
+    """First message over a process's status descriptor.  error: cause of a failed start."""
 
     error: Exception | None = None
 
@@ -50,11 +49,11 @@ _DECODE = Decoder(Started)
 
 
 class _Died(EngineDeadError):
-    """A role's process ended without a word."""
+    """A role's process ended silently."""
 
 
 def say_started(status: int | None, error: Exception | None = None) -> None:
-    """Tell who started this process that it does its part, or why it can't.  status: a descriptor, closed."""
+    """Report the start, or its error.  status: a descriptor, closed."""
     if status is not None:
         with suppress(OSError), open(status, "wb") as pipe:
             pipe.write(encode(Started(error)))
@@ -62,7 +61,7 @@ def say_started(status: int | None, error: Exception | None = None) -> None:
 
 @contextmanager
 def failure_told(status: int | None) -> Iterator[None]:
-    """Tell who started this process what ends it."""
+    """Report the exception that ends this process."""
     try:
         yield
     except Exception as error:
@@ -72,15 +71,16 @@ def failure_told(status: int | None) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """A process that ends within `quick_s` of its start died quickly; after several such deaths in a row it
-    waits before each start, so that it takes no cores from those that work."""
+    """A process that ends within `quick_s` of its start died quickly; repeated quick deaths delay the next
+    start, to spare the cores.
+    """
 
     quick_s: float = 30.0
     first_pause_s: float = 0.5
     longest_pause_s: float = 5.0
 
     def pause_s(self, num_deaths: int) -> float:
-        """Seconds to wait after so many quick deaths in a row, 0 after the first."""
+        """Seconds before the next start after num_deaths quick deaths in a row; 0 after the first."""
         if num_deaths <= 1:
             return 0.0
         return min(self.longest_pause_s, self.first_pause_s * 2 ** (num_deaths - 2))
@@ -90,8 +90,8 @@ class RestartPolicy:
 class Role:
     """A process to keep running.
 
-    kind: roles of one kind stand in for each other.  words: of its command, after the interpreter; it gets
-    `--status-fd` and `--starts`, how often it was started before, beside them.  fds: that it inherits.
+    kind: roles of one kind can replace each other.  words: command after the interpreter, plus `--status-fd`
+    and `--starts` (number of earlier starts).  fds: inherited.
     """
 
     name: str
@@ -104,10 +104,10 @@ class Role:
 class HostRoles:
     """Keeps roles running; belongs to one event loop.
 
-    Everything is started again, for ever, unless a setting keeps its first process from its part.  drain_s:
-    how long a front end may take to end what it serves.  at_once: when it is set, `stop` waits for nobody.
-    dead_s: one that is stopped (SIGSTOP) for STOPPED_DEATHS of this is killed.
-    spare: of the roles of kind INSTANCE.  failed: what kept all of a kind from their part.
+    Restarts for ever, unless a setting breaks the first start.  drain_s: time for a front end's requests.
+    at_once: once set, `stop` waits for no process.  dead_s: a stopped process (SIGSTOP) is killed after
+    STOPPED_DEATHS times this.  spare: for roles of kind INSTANCE.  failed: cause that stops every role of a
+    kind.
     """
 
     def __init__(
@@ -137,21 +137,20 @@ class HostRoles:
         self._tasks.append(asyncio.create_task(self._end_stopped()))
 
     async def ready(self) -> None:
-        """Return when each role has said that it does its part.
+        """Wait until each role has started.
 
-        Raises what one says that keeps it from that, or how it ended if it does so `START_TRIES` times.
+        Raises a role's start error, or its end after `START_TRIES` silent deaths.
         """
         await asyncio.gather(*self._ready.values())
 
     def kill(self, name: str) -> None:
-        """End a process that does nothing any more, be it stopped or stuck; it is started again."""
+        """Kill a stopped or stuck process, for a restart."""
         found = self._running.get(name)
         if found is not None:
             with suppress(ProcessLookupError):
                 found[1].kill()
 
     async def _end_stopped(self) -> None:
-        """Kill those that are stopped for too long, as somebody who looks into one may forget to wake it."""
         since_s: dict[int, float] = {}
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -164,16 +163,16 @@ class HostRoles:
                     self.kill(name)
 
     def hang_up(self) -> None:
-        """Have all read again what they can of their settings.
+        """Send SIGHUP to all, to read settings again.
 
-        One that does not listen for the signal yet ends by it, and reads them when it is started again.
+        A process without a handler yet ends, and reads the settings on restart.
         """
         for _, process in self._running.values():
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGHUP)
 
     async def stop(self) -> None:
-        """End all, those first that others work for; return when they have ended."""
+        """Stop all, dependents first; return after their end."""
         self._stopping = True
         if self._spare is not None:
             await self._spare.stop()
@@ -206,9 +205,9 @@ class HostRoles:
             await asyncio.sleep(self._policy.pause_s(num_deaths))
 
     async def _live(self, role: Role, num_starts: int) -> Exception:
-        """Start a role's process and wait for its end; what it said was wrong, or how it ended.
+        """Run a role's process to its end; returns its error or exit.
 
-        _Died also for what fails here, for want of handles, memory or threads: perhaps not the next time.
+        _Died also for failures here, e.g. lack of handles, memory or threads: the next try may work.
         """
         try:
             return await self._run(role, num_starts)
@@ -216,7 +215,6 @@ class HostRoles:
             return _Died(f"it can't be kept running: {error!r}")
 
     async def _run(self, role: Role, num_starts: int) -> Exception:
-        """As `_live`; raises what fails here, after it has ended what it started."""
         spare = self._spare if role.kind == INSTANCE else None
         starts = ("--starts", str(num_starts))
         process, pipe = (spare and spare.acquire(role.name, num_starts)) or await start_process(
@@ -226,7 +224,7 @@ class HostRoles:
             self._running[role.name] = role, process
             try:
                 logger.info("%s started (process %d)", role.name, process.pid)
-                if self._stopping:  # it came too late for `stop`
+                if self._stopping:
                     await _end([process], STOP_S, self._at_once)
                 said = await _all_of(pipe)
                 started: Started | None = _DECODE(said) if said else None
@@ -261,10 +259,10 @@ async def start_process(
     fds: Sequence[int],
     environment: Mapping[str, str] | None = None,
 ) -> tuple[asyncio.subprocess.Process, BinaryIO]:
-    """A Python process of these words, `--status-fd` and options; the pipe of its status."""
+    """A Python process with these words, `--status-fd` and options; and its status pipe."""
     status, theirs = os.pipe()
     try:
-        # A session of its own: a Ctrl-C in the terminal reaches the process that ends all others.
+        # A session of its own: Ctrl-C in the terminal reaches only the keeper.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, *words, "--status-fd", str(theirs), *options),
             pass_fds=(*fds, theirs),
@@ -280,7 +278,6 @@ async def start_process(
 
 
 async def _all_of(pipe: BinaryIO) -> bytes:
-    """What is written to a pipe before its end."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
@@ -300,7 +297,6 @@ async def _end(
 
 
 async def _ended(process: asyncio.subprocess.Process, limit_s: float, at_once: asyncio.Event) -> None:
-    """Return when it has; it is killed after `limit_s`, or `at_once`."""
     ended, told = asyncio.create_task(process.wait()), asyncio.create_task(at_once.wait())
     await asyncio.wait((ended, told), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
     if not ended.done():
@@ -319,10 +315,10 @@ async def run_roles(
     dead_s: float = FrontEndConfig.heartbeat_dead_s,
     spare: Spare | None = None,
 ) -> bool:
-    """Keep the roles running until SIGINT or SIGTERM; whether all did their part up to then.
+    """Keep the roles running until SIGINT or SIGTERM; True if all started.
 
-    drain_s, dead_s, spare: see `HostRoles`.  reload: what SIGHUP does.  at_once: set by a second signal, also
-    when this has returned.
+    drain_s, dead_s, spare: see `HostRoles`.  reload: SIGHUP handler.  at_once: set by a second signal, also
+    after the return.
     """
     over, at_once = asyncio.Event(), at_once or asyncio.Event()
     kept = HostRoles(roles, drain_s=drain_s, at_once=at_once, dead_s=dead_s, spare=spare)
@@ -351,14 +347,11 @@ async def run_roles(
     return not kept.failed.done()
 
 
-# A whole cluster on this host: its file, and its roles as processes (`host_roles` keeps them running).
-
-
 @contextmanager
 def cluster_file(cluster: ClusterConfig) -> Iterator[int]:
     """A descriptor of the cluster's file.
 
-    The file has no name: nothing stays of it however the processes end that have it open.
+    The file is unnamed: no process's end leaves a file.
     """
     with TemporaryFile() as file:
         write_cluster(file.fileno(), cluster)
@@ -366,9 +359,9 @@ def cluster_file(cluster: ClusterConfig) -> Iterator[int]:
 
 
 def write_cluster(file: int, cluster: ClusterConfig) -> None:
-    """Have the file say this; processes read it when they start, or are told to.
+    """Write the cluster; processes read the file at start or on SIGHUP.
 
-    Raises OSError where there is no room for it, and then the file says what it said.
+    Raises OSError without room, and keeps the old content.
     """
     text, before = cluster_text(cluster).encode(), os.pread(file, os.fstat(file).st_size, 0)
     try:
@@ -383,9 +376,9 @@ def write_cluster(file: int, cluster: ClusterConfig) -> None:
 
 
 def on_sockets(cluster: ClusterConfig, num_front_ends: int, folder: str) -> ClusterConfig:
-    """The same cluster with all its addresses sockets in a folder that only this user enters.
+    """The cluster with all addresses as sockets in a private folder.
 
-    num_front_ends: 1: the one that starts the instances, and decides.
+    num_front_ends: 1: the front end starts the instances and includes the controller.
     """
     front_end = replace(cluster.front_end, engines_address=None)
     if num_front_ends == 1:
@@ -432,7 +425,7 @@ def instance_roles(num_instances: int, file: int) -> list[Role]:
 
 
 def spare_of(cluster: ClusterConfig, file: int) -> Spare | None:
-    """Of the cluster's instances on this host.  file: descriptor of the cluster's file."""
+    """The spare of the cluster's instances on this host.  file: descriptor of the cluster's file."""
     if not cluster.engine.spare_process or cluster.engine.num_instances == 1:
         return None
     from .spare import Spare
@@ -445,7 +438,7 @@ def _instance(file: int) -> tuple[str, ...]:
 
 
 def server_roles(num_ranks: int, file: int) -> list[Role]:
-    """The LoRA Server's ranks, as those of a torchrun job.  file: descriptor of the cluster's file."""
+    """The LoRA Server's ranks, as in a torchrun job.  file: descriptor of the cluster's file."""
     return [
         Role(
             name=f"lora-server-{rank}",
@@ -462,18 +455,14 @@ _RUN_ROLE = ("-m", "moe_lora.dist.launch.run_role")
 
 
 def _told(file: int) -> tuple[str, ...]:
-    """Options of a process that reads the cluster from a descriptor, and ends with this one."""
+    """Options of a process that reads the cluster from a descriptor, and ends with its parent."""
     return "--config", f"/dev/fd/{file}", "--parent", str(os.getpid())
 
 
-# What each of several instances on one machine gets of it.
-
-
 def thread_share(num_threads: int | None, num_instances: int, num_cores: int) -> int:
-    """CPU threads of each instance: as asked for, else an equal share of the cores, at least one.
+    """CPU threads of each instance: as set, else an equal share of the cores, at least one.
 
-    Processes with more threads than cores wait for each other's at every parallel step.  Raises ConfigError
-    if more were asked for.
+    More threads than cores wait for each other at every parallel step: raises ConfigError.
     """
     share = max(1, num_cores // num_instances)
     if num_threads is not None and num_threads > share:

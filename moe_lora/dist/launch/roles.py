@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roles of a cluster that hold models and adapters: one process each, or the ranks of a torchrun job."""
+"""The cluster's roles with models and adapters: one process each, or the ranks of a torchrun job."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ logger = logging.getLogger(__name__)
 
 THREADS_PER_RANK = 1
 _BESIDE_WAITS = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-"""For a process whose streams wait on the device without bound (`lora_server.device_loop`).  To load a
-kernel when it is first launched may wait for the device to be idle; and of streams that share a queue, as
-more than 8 do by CUDA's default, one waits for what is ahead of it.  Read by the driver when it starts."""
+"""For processes with unbounded waits on the device (`lora_server.device_loop`).  Lazy kernel loading may wait
+for an idle device, and streams beyond CUDA's 8 default queues share a queue.  Read by the driver at start.
+"""
 _PARENT_S = 0.5
 RESTART_CODE = os.EX_TEMPFAIL
-"""Exit code of a process that was told to end so that it is started again: torchrun takes 0 for done."""
+"""Exit code of a process that ends for a restart: torchrun takes 0 for done."""
 RESTART_S = 20.0
-"""How long such a process may take to end by itself, in seconds."""
+"""Seconds for such a process to end by itself."""
 LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
 class JobPlace:
-    """This process among those of its torchrun job; without torchrun, the first of one.
+    """This process in its torchrun job; without torchrun, a job of one.
 
-    local_rank: LOCAL_RANK, among those of this host; None: not given, as dist_rank.
+    local_rank: LOCAL_RANK, within the host; None: not given, equal to dist_rank.
     """
 
     dist_rank: int = 0
@@ -77,11 +77,11 @@ class JobPlace:
 
     @property
     def on_host(self) -> int:
-        """Number of this process among those of its host."""
+        """Number of this process on its host."""
         return self.dist_rank if self.local_rank is None else self.local_rank
 
     def device_shares(self, config: EngineConfig) -> tuple[DeviceShare, ...]:
-        """Devices from LOCAL_RANK on for the ranks of an instance; (): from the first on, as by default."""
+        """Devices from LOCAL_RANK on for the ranks of an instance; (): from the first on."""
         first = self.on_host - self.dist_rank
         if first <= 0 or config.device == "cpu":
             return ()
@@ -89,10 +89,10 @@ class JobPlace:
 
 
 def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | None = None) -> int:
-    """One rank of the LoRA Server, the process's rank in its job, until SIGTERM or SIGINT; the exit code.
+    """Run one rank of the LoRA Server until SIGTERM or SIGINT; the exit code.
 
-    status: a descriptor over which it is told when it does its part (see `host_roles`).  Raises ConfigError,
-    LoraServerError or AdapterError for what keeps it from starting.
+    status: descriptor for the start report (see `host_roles`).  Raises ConfigError, LoraServerError or
+    AdapterError for a failed start.
     """
     from moe_lora.core.partition import Layout
     from moe_lora.core.processes import worker_environment
@@ -115,7 +115,7 @@ def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | Non
 
 
 def serve_rank(config: EngineConfig, place: JobPlace, status: int | None) -> int:
-    """Build a rank of the LoRA Server that config names, and run it until told to stop; the exit code."""
+    """Build a rank of the config's LoRA Server, and run until stopped; the exit code."""
     rank = build_rank(config, place.dist_rank, place.on_host)
     rank.on_restart = end_for_restart
     stop_on_signals(rank.stop, place)
@@ -125,7 +125,7 @@ def serve_rank(config: EngineConfig, place: JobPlace, status: int | None) -> int
 
 
 def build_rank(config: EngineConfig, server_rank: int, local_rank: int | None = None) -> ServerRank:
-    """A rank of the LoRA Server, its host workers started.  config: of the instances; it names the server.
+    """A rank of the LoRA Server with started host workers.  config: of the instances, with the server.
 
     local_rank: see `ServerRank`.
     """
@@ -149,7 +149,6 @@ def build_rank(config: EngineConfig, server_rank: int, local_rank: int | None = 
 
 
 def _host_workers_of_server(config: EngineConfig, shape: ModelShape) -> HostWorkers | None:
-    """Of one rank, if the settings ask for some.  Raises ConfigError for settings that can't work."""
     from moe_lora.adapters.host_store import HostStore
     from moe_lora.core.partition import Layout, Partition
     from moe_lora.dist.deltas.session import FrameLayout
@@ -178,10 +177,9 @@ def _host_workers_of_server(config: EngineConfig, shape: ModelShape) -> HostWork
 def serve_instance(
     cluster: ClusterConfig, place: JobPlace, name: str, status: int | None = None, starts: int | None = None
 ) -> int:
-    """One LLM instance, which dials every front end; its first rank is the engine, others follow it.
+    """Run one LLM instance, connected to every front end; its first rank is the engine.
 
-    starts: how often who keeps it running started it before; None: nobody does.  As `serve_lora_server`
-    otherwise.
+    starts: number of earlier starts by a keeper; None: no keeper.  The rest as `serve_lora_server`.
     """
     from moe_lora.dist.lora_server.reach import own_host
 
@@ -207,16 +205,14 @@ def serve_instance(
         num_threads=threads,
         seed=seed_of(config.seed, name, starts),
         contents_dir=contents,
-        # A bad folder keeps no instance from starting: the controller has it brought, or marks the adapter.
-        # Only who starts a server with instances of its own is told.
-        # Unnamed adapters of a registry are no reason to end either.
+        # A bad folder stops no instance: the controller sends the adapter or marks it bad.  Only a server
+        # with its own instances reports it at start.  Unnamed adapters of a registry stop no instance either.
         leave_out_bad=cluster.controller is not None or starts != 0 or cluster.serves_whole_registry,
     )
     use_devices(config.device_shares)
     if place.dist_rank:
         from moe_lora.engine.ranks.follower import follow_rank_0
 
-        # The first rank decides when its followers end; they notice when it is gone.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         follow_rank_0()
@@ -226,24 +222,25 @@ def serve_instance(
 
 
 def set_environment(config: EngineConfig, starts: int | None) -> int:
-    """Set the environment of an instance's threads, before torch is imported; how many threads it has."""
+    """Set the environment of an instance's threads, before torch is imported; returns the number of
+    threads.
+    """
     from moe_lora.core.processes import usable_cores, worker_environment
 
     threads = thread_share(config.num_threads, config.num_instances, usable_cores())
     os.environ.update(worker_environment(replace(config, num_threads=threads).threads_per_process))
     if starts:
-        # The first start left its code on disk.  Processes that compile would import torch beside this one.
+        # The first start left its code on disk.  Compile processes would import torch again.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     return threads
 
 
 def seed_of(seed: int, name: str, starts: int | None) -> int:
-    """Of one start of an instance: two with one seed would give unseeded requests the same answers."""
+    """The seed of one start of an instance: equal seeds would repeat unseeded answers."""
     return seed + zlib.crc32(f"{name} {time.time_ns() if starts is None else starts}".encode())
 
 
 def _digest(keys: Keys | None, addresses: Mapping[str, Address]) -> str:
-    """Tells clusters apart: by their authority, on one host by their sockets."""
     cluster = str(sorted(map(str, addresses.values()))).encode() if keys is None else keys.authority()
     return hashlib.sha256(b"contents " + cluster).hexdigest()[:16]
 
@@ -256,11 +253,11 @@ def _serve_engine(
     status: int | None,
     stuck_s: float,
 ) -> int:
-    """Build an engine and serve those at the addresses until told to stop; the exit code.
+    """Build an engine and serve the addresses until stopped; the exit code.
 
     stuck_s: see `end_stuck`.
     """
-    gc.disable()  # until `collect_rarely`: imports make many objects, and next to no garbage
+    gc.disable()
     from moe_lora.dist.cluster.instance_links import FrontEndLinks
     from moe_lora.engine.build import build_engine
     from moe_lora.engine.client.messages import Hello, Inbox
@@ -294,10 +291,10 @@ def _serve_engine(
 
 
 def stop_on_signals(stop: Callable[[], None], place: JobPlace) -> None:
-    """Call `stop` on SIGTERM, SIGINT, and when the torchrun that started this process is gone."""
+    """Call `stop` on SIGTERM, SIGINT, and at the end of the parent torchrun."""
 
     def stop_aside(*_: object) -> None:
-        # Not in the handler: what it interrupts may hold a lock that stopping needs.
+        # Not in the handler: the interrupted code may hold a lock needed by `stop`.
         threading.Thread(target=stop, name="stop", daemon=True).start()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -309,9 +306,9 @@ def stop_on_signals(stop: Callable[[], None], place: JobPlace) -> None:
 
 
 def reread_on_hang_up(config: str, place: JobPlace) -> None:
-    """From each SIGHUP on, log what is at least as important as the cluster's file says by then.
+    """On each SIGHUP, read the log level from the cluster's file.
 
-    Whoever has a terminal, or a torchrun that passes on the end of its own, ends by the signal.
+    With a terminal, or a torchrun that forwards its end, SIGHUP ends the process.
     """
 
     def reread() -> None:
@@ -324,14 +321,13 @@ def reread_on_hang_up(config: str, place: JobPlace) -> None:
         logger.warning("log_level is %s", level)
 
     if not has_terminal() and not place.under_torchrun:
-        # Not in the handler, as in `stop_on_signals`.
         signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=reread, daemon=True).start())
 
 
 def end_for_restart() -> None:
-    """End this process within RESTART_S, to be started again, whatever it hangs at.
+    """End this process within RESTART_S, even if stuck, for a restart.
 
-    It has left its peers by then, so nobody else would end it.
+    Its peers are gone by then, so no other process would end it.
     """
 
     def end() -> None:
@@ -344,10 +340,9 @@ def end_for_restart() -> None:
 
 
 async def end_stuck(pulse: Pulse, limit_s: float) -> None:
-    """End this process when its engine is at one piece of work for so long, to be started again.
+    """End this process for a restart if its engine stays at one piece of work for limit_s.
 
-    Those that it serves have given it up by then; some can't end it.  While the process itself is stopped no
-    time passes.
+    Peers have given the process up by then.  Time while the process is stopped does not count.
     """
     clock, stuck_s = WallClock(), 0.0
     looked_s = clock.now_s()
@@ -361,7 +356,7 @@ async def end_stuck(pulse: Pulse, limit_s: float) -> None:
 
 
 def end_with(parent: int, directory: str | None = None) -> None:
-    """As if by SIGTERM, end this process when the one that started it is gone; delete what it left there."""
+    """End this process as by SIGTERM after its parent's end; delete the parent's `directory`."""
 
     def stop() -> None:
         if directory is not None:
@@ -377,19 +372,15 @@ def _stop_with_parent(parent: int, stop: Callable[[], None]) -> None:
     stop()
 
 
-# Keeps Python's garbage collector out of the way of steps.
-
-
 FULL_COLLECTION_EVERY = 1000
-"""Collections of the middle generation between two of everything; Python's own default is 10."""
+"""Collections of the middle generation between two full ones; Python's default is 10."""
 
 
 def collect_rarely() -> None:
-    """What is there now (modules, the model) is never looked at again, and all that comes later seldom.
+    """Exempt current objects (modules, the model) from garbage collection, and collect rarely.
 
-    A full collection stops the engine's thread for as long as it takes to look at every object: 0.3 s at
-    100 000 cached nodes.  It frees cycles only, and the engine makes next to none: all else goes at once
-    when nobody refers to it.  For the engine's own process, since the collector is the whole process's.
+    A full collection stops the engine's thread: 0.3 s at 100 000 cached nodes.  It frees cycles only, and the
+    engine makes almost none.  For the engine's own process.
     """
     gc.collect()
     gc.freeze()

@@ -33,8 +33,6 @@ _IMPORTED = (
 
 
 class _Waiting(NamedTuple):
-    """A process, the pipe of its status, and our end of the socket for its name."""
-
     process: asyncio.subprocess.Process
     status: BinaryIO
     ours: socket.socket
@@ -74,7 +72,7 @@ class Spare:
                 continue
             try:
                 waiting = await self._start()
-            except Exception as error:  # no memory, handles or threads; perhaps the next time
+            except Exception as error:
                 logger.warning("no spare process can be started: %r", error)
             else:
                 await self._watch(waiting)
@@ -92,7 +90,6 @@ class Spare:
         return _Waiting(process, status, ours)
 
     async def _watch(self, waiting: _Waiting) -> None:
-        """Return when the process is an instance, or has ended."""
         self._waiting = waiting
         self._changed.clear()
         died, changed = asyncio.create_task(waiting.process.wait()), asyncio.create_task(self._changed.wait())
@@ -111,13 +108,15 @@ class Spare:
         await died
 
     def acquire(self, name: str, num_starts: int) -> tuple[asyncio.subprocess.Process, BinaryIO] | None:
-        """Have the spare process be this instance; the process and its status pipe.  None: no spare waits."""
+        """Turn the spare process into this instance; returns process and status pipe.  None: no spare
+        waits.
+        """
         waiting = self._waiting
         if waiting is None or waiting.process.returncode is not None or is_stopped(waiting.process.pid):
             return None
         try:
             waiting.ours.sendall(f"{num_starts} {name}\n".encode())
-        except OSError:  # the process ends
+        except OSError:
             return None
         self._waiting = None
         waiting.ours.close()
@@ -125,7 +124,7 @@ class Spare:
         return waiting.process, waiting.status
 
     async def stop(self) -> None:
-        """End the spare process, which holds nothing; return when it has ended."""
+        """End the spare process; returns after its end."""
         self._stopping = True
         self._changed.set()
         if self._keeping is not None:
@@ -133,9 +132,9 @@ class Spare:
 
 
 def wait_for_name(fd: int, *, compiles: bool) -> tuple[int, str]:
-    """Import the engine, then wait; the number of earlier starts and the instance's name.
+    """Import the engine, then wait; returns the number of earlier starts and the instance's name.
 
-    fd: the spare's end of a socket.  compiles: whether the engine will.  Set the threads' environment before.
+    fd: the spare's end of a socket.  compiles: the engine will compile.  Set the threads' environment before.
     """
     for module in (*_IMPORTED, *(["torch._inductor.compile_fx"] if compiles else [])):
         importlib.import_module(module)

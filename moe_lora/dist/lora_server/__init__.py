@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LoRA Server: adapters shared by all instances and computed on ranks of their own."""
+"""The LoRA Server: adapters shared by all instances, computed on separate ranks."""

@@ -35,11 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class LoraServerClient:
-    """One client rank's connections: links to all server ranks it sends to, and the backend over them.
+    """One client rank's connections: links to its server ranks, and their backend.
 
-    device: the rank's.  pushed: the backend over its own puts, if the settings ask for it and it came in
-    time.
-    Raises ConfigError for a layout that does not fit the model, LoraServerError if the server is not there.
+    device: the rank's.  pushed: the backend over device puts, if configured and in time.
+    Raises ConfigError for a layout that does not fit the model, LoraServerError for an absent server.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class LoraServerClient:
             self._meet_devices(shape, dtype, device)
 
     def _meet_devices(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
-        """Wait until the server's ranks and all other instances are there."""
         server = self._server
         leader = server.address, self._keys, self._hello, CONNECT_TIMEOUT_S
         try:
@@ -103,7 +101,6 @@ class LoraServerClient:
             logger.warning("%s; rows go over lora_server.transport", error)
 
     async def _join_rank(self, server_rank: int, timeout_s: float) -> Peer:
-        """Connect to a server rank, which the leader knows where to find.  Raises LoraServerError."""
         leader = self._server.address, self._keys, self._hello
         address = await find_rank(*leader, server_rank, timeout_s)
         return await join(address, self._keys, self._hello, timeout_s)
@@ -113,7 +110,7 @@ class LoraServerClient:
         on_change: Callable[[], None],
         on_failure: Callable[[str, Exception], None] = lambda adapter_id, error: None,
     ) -> LeaseClient:
-        """The instance's leases; its first rank has them."""
+        """The instance's leases, on its first rank."""
         return LeaseClient(self._join_leader, self.store, on_change, CONNECT_TIMEOUT_S, on_failure)
 
     async def _join_leader(self, timeout_s: float, hear: Hear) -> Peer:

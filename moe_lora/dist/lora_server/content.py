@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter's packed file sent over a control connection, for hosts that don't share a store."""
+"""Sends an adapter's packed file over a control connection, to hosts without a shared store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def num_blocks(store: HostStore, adapter_id: str) -> int:
 
 
 def send_blocks(peer: Peer, store: HostStore, adapter_id: str) -> None:
-    """Send the file of this content hash, after what announces it; read as it leaves."""
+    """Send the file of this content hash after its announcement, reading while sending."""
     peer.send_all(_blocks(store, adapter_id, num_blocks(store, adapter_id)))
 
 
@@ -37,16 +37,16 @@ def _blocks(store: HostStore, adapter_id: str, number: int) -> Iterator[Block]:
                 yield Block(data)
     except OSError as error:
         logger.warning("adapter %s can't be read to the end: %s", adapter_id, error)
-        # As many blocks as announced: the receiver finds the file damaged, and the connection goes on.
+        # As many blocks as announced: the receiver finds the damage, and the connection goes on.
         for _ in range(num_sent, number):
             yield Block(b"")
 
 
 async def receive_blocks(peer: Peer, store: HostStore, adapter_id: str, number: int) -> None:
-    """Take the blocks that follow and put the file into the store.
+    """Receive `number` blocks and put the file into the store.
 
-    Raises StorageError if there is no room, ConnectionError if the peer is gone or stops half-way.  The
-    blocks are read also after an error of the store, and the connection goes on.
+    Raises StorageError without room, ConnectionError for a lost peer.  After an error of the store the rest
+    is still read, and the connection goes on.
     """
     loop = asyncio.get_running_loop()
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control connections around a LoRA Server, beside the one-sided data path.
+"""Control connections of a LoRA Server, beside the one-sided data path.
 
-A process has one event loop for them, in a thread of its own.  A connection begins with a hello that says
-what both sides must agree on; then the peer calls what `ServerCalls` lists.  Websocket pings tell whether
-the other side is there.
+One event loop per process, in its own thread.  A hello checks agreement; then the peer calls the methods of
+`ServerCalls`.  Websocket pings detect lost peers.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def network() -> LoopThread:
 
 
 def pings_of(silence_s: float) -> Pings:
-    """A peer silent for that long is gone."""
+    """Pings that end a connection after silence_s."""
     return Pings(interval_s=silence_s / 5, timeout_s=silence_s * 4 / 5)
 
 
@@ -57,7 +56,7 @@ PINGS = pings_of(3.0)
 
 
 async def ignore(peer: Peer, message: Message) -> None:
-    """What a peer says that is only called."""
+    """Ignore messages of a peer that only answers calls."""
 
 
 async def join(
@@ -69,11 +68,10 @@ async def join(
     hear: Hear = ignore,
     pings: Pings = PINGS,
 ) -> Peer:
-    """Connect to a rank and be let in.  begin: method and arguments of a first call, whose answer is nothing.
+    """Connect to a rank.  begin: method and arguments of a first call without an answer.
 
-    hear: gets what the rank sends besides answers, one after the other.
-    Raises LoraServerError if nobody answers within timeout_s, or if the rank refuses; ConfigError for an
-    address that is none.
+    hear: called with the rank's further messages in order.
+    Raises LoraServerError without an answer in timeout_s, or on refusal; ConfigError for a bad address.
     """
     place, deadline_s = parse_address(_SETTING, address), time.monotonic() + timeout_s
     while True:
@@ -114,7 +112,6 @@ async def join(
 
 
 _hearing: set[asyncio.Task[None]] = set()
-"""An event loop alone does not keep its tasks."""
 
 
 async def _hear(peer: Peer, hear: Hear) -> None:
@@ -134,7 +131,7 @@ def _of_certificates(error: BaseException | None) -> bool:
 
 
 async def called(peer: Peer, method: str, *args: Any) -> Any:
-    """What a rank answers.  Raises LoraServerError if it is lost before, and what the rank raises."""
+    """The rank's answer.  Raises LoraServerError for a lost rank, and the rank's own errors."""
     try:
         return await peer.call(method, *args)
     except PeerEndedError as error:
@@ -144,7 +141,7 @@ async def called(peer: Peer, method: str, *args: Any) -> Any:
 async def ask(
     address: str, keys: Keys | None, hello: ServerHello, timeout_s: float, method: str, *args: Any
 ) -> Any:
-    """One call over a connection of its own.  Raises as `join` and `called` do."""
+    """One call over a new connection.  Raises as `join` and `called`."""
     peer = await join(address, keys, hello, timeout_s)
     try:
         return await called(peer, method, *args)
@@ -155,9 +152,9 @@ async def ask(
 async def find_rank(
     address: str, keys: Keys | None, hello: ServerHello, server_rank: int, timeout_s: float
 ) -> str:
-    """Where the leader at `address` says that a server rank listens.
+    """Address of a server rank, from the leader at `address`.
 
-    Raises LoraServerError if the leader does not answer, or the rank has not joined, within timeout_s.
+    Raises LoraServerError without an answer, or for an absent rank, within timeout_s.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -175,9 +172,9 @@ async def stay_joined(
     serve: Callable[[Peer], Awaitable[None]],
     peer: Peer | None = None,
 ) -> None:
-    """`serve` a connection as long as it lasts, and join again, until cancelled.
+    """`serve` a connection and join again after its end, until cancelled.
 
-    join_again: takes how long to look for the server.  peer: the first connection, where there is one.
+    join_again: called with a time limit.  peer: the first connection, if any.
     """
     said = LastProblem()
     while True:
@@ -187,7 +184,7 @@ async def stay_joined(
                 logger.info("%s: joined the LoRA Server", name)
                 said.over()
             await serve(peer)
-        except Exception as error:  # whatever it is, the server may be well again later
+        except Exception as error:
             if said.is_new(str(error)):
                 logger.warning("%s: %s", name, error, exc_info=not isinstance(error, LoraServerError))
         finally:
@@ -198,7 +195,7 @@ async def stay_joined(
 
 
 def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], peer: str) -> str | None:
-    """The first fact that a peer states and the server does not share; None if they agree."""
+    """The first differing fact of a peer; None if both agree."""
     for name in sorted(theirs):
         if ours.get(name) != theirs[name]:
             return (
@@ -210,9 +207,9 @@ def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], peer: str) 
 
 @dataclass(eq=False)
 class Visitor:
-    """A peer at a rank of the LoRA Server.  left: what is undone when its connection ends.
+    """A peer at a rank of the LoRA Server.  left: callbacks at the connection's end.
 
-    instance, server_rank: whom it has joined as.
+    instance, server_rank: its identity.
     """
 
     peer: Peer
@@ -223,15 +220,15 @@ class Visitor:
 
 
 Answer = Callable[..., Coroutine[Any, Any, Any]]
-"""Takes the visitor and the arguments of a call.  A future that it returns is what is answered later."""
+"""Called with the visitor and a call's arguments.  A returned future is answered later."""
 
 
 class ControlServer:
-    """Lets peers in that agree with this rank, and answers their calls, each peer's one after the other.
+    """Accepts peers that agree with this rank, and answers each peer's calls in order.
 
-    agreed: what a hello may state (protocol version, model, dtype).  answers: by method of `ServerCalls`.
-    address: where it listens, the port chosen if 0 was asked for.
-    Raises LoraServerError if the address can't be listened at.
+    agreed: required facts of a hello (protocol version, model, dtype).  answers: by method of `ServerCalls`.
+    address: of the listener; port 0 picks a free port.
+    Raises LoraServerError if the address can't be bound.
     """
 
     def __init__(
@@ -252,7 +249,7 @@ class ControlServer:
             raise LoraServerError(str(error)) from error
 
     def close(self) -> None:
-        """Accept no more, end all connections."""
+        """Close the listener and all connections."""
         network().run(self._listening.aclose())
 
     async def _visit(self, socket: Connection, host: str) -> None:
@@ -292,7 +289,7 @@ class ControlServer:
             found = await answer(visitor, *asked.args)
         except ConnectionError:
             raise
-        except Exception as error:  # the connection's other adapters go on
+        except Exception as error:
             if not isinstance(error, MoeLoraError | ValueError):
                 logger.exception("%s of %s failed", asked.method, visitor.peer.name)
             asked.fail(error)
@@ -304,9 +301,9 @@ class ControlServer:
 
 
 class LoraServerAdmin:
-    """Asks the leader at `address`, over a connection a question; may be used from any thread.
+    """Calls the leader at `address`, a connection per call; thread-safe.
 
-    timeout_s: how long a leader that is not there is looked for.
+    timeout_s: limit to find the leader.
     """
 
     def __init__(self, address: str, keys: Keys | None, *, timeout_s: float = 1.0) -> None:
@@ -315,14 +312,14 @@ class LoraServerAdmin:
         self._timeout_s = timeout_s
 
     def state(self) -> ServerState:
-        """Raises LoraServerError if the leader does not answer."""
+        """Raises LoraServerError without an answer."""
         found: ServerState = self._ask("state")
         return found
 
     def resize(self, capacity: int) -> ServerState:
-        """Change the number of adapters resident at once, as `LeaseTable.resize` does, on all ranks.
+        """Set the number of resident adapters on all ranks, as `LeaseTable.resize`.
 
-        Raises CapacityError for a capacity that can't be, LoraServerError if the leader does not answer.
+        Raises CapacityError for an impossible capacity, LoraServerError without an answer.
         """
         try:
             found: ServerState = self._ask("resize", capacity)
@@ -331,7 +328,7 @@ class LoraServerAdmin:
             raise CapacityError(str(error)) from error
 
     def restart(self, server_rank: int) -> None:
-        """Have a rank's process end, to be started again.  Raises LoraServerError if it is not there."""
+        """End a rank's process for a restart.  Raises LoraServerError for an absent rank."""
         self._ask("restart", server_rank)
 
     def _ask(self, method: str, *args: Any) -> Any:

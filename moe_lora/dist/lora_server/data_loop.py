@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data path of one server rank: takes requests of all clients in turn, computes, puts the deltas back.
+"""The data path of one server rank: serves clients' requests in turn and puts the deltas back.
 
-While one request is computed the next ones arrive by themselves, because clients put them, and the answers
-before it are on their way, because puts don't wait: receive, compute and send overlap (InfiniLoRA section 3).
+Receive, compute and send overlap: clients put requests, and puts of answers don't wait (InfiniLoRA section
+3).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 1.0
 _TURNS = 64
 _WARM_RANKS = (64, MAX_CUDA_LORA_RANK)
-"""A launch of larger ranks than the first has code of its own."""
+"""Larger ranks launch different code."""
 
 
 class ServerSession:
-    """The server's half of a session (see `session`).  on_drop: called when the client is given up."""
+    """The server's half of a session (see `session`).  on_drop: called for a lost client."""
 
     def __init__(
         self,
@@ -71,19 +71,18 @@ class ServerSession:
         self.on_drop = on_drop
         self.handled = 0
         self.num_host_rows = 0
-        """Rows of the pending request's answer that the host computed."""
         self.left = threading.Event()
-        """Set once the data loop is past the session, so that its memory may go."""
+        """Set after the data loop's last use of the session's memory."""
         self._request_frames = list(requests.bytes.view(depth, layout.request_bytes))
 
     def pending(self) -> DeltaRequest | None:
-        """The oldest request without an answer.  Raises ValueError if its frame can't be read."""
+        """The oldest request without an answer.  Raises ValueError for an unreadable frame."""
         if self.requests.read_signal(0) <= self.handled:
             return None
         return read_request(self._request_frames[self.handled % len(self._request_frames)], self.layout)
 
     def deltas(self, request: DeltaRequest) -> torch.Tensor:
-        """Where the deltas [R, N] of `request` belong."""
+        """Target of `request`'s deltas, [R, N]."""
         return answer_rows(self.answers.frame(self.handled), self.layout, request.site, request.num_rows)
 
     def answer(self, request: DeltaRequest, state: int, started_ns: int) -> None:
@@ -99,16 +98,17 @@ class ServerSession:
 
 
 def instance_number(name: str) -> int:
-    """An instance's name as a number that all server ranks agree on."""
+    """An instance's name as a number, equal on all server ranks."""
     return zlib.crc32(name.encode())
 
 
 def _extremes(frame: torch.Tensor, layout: FrameLayout, site: int) -> Iterator[DeltaRequest]:
-    """The smallest and the largest request at a site, of rows without an adapter; one after the other in
-    `frame`.  Of a token's experts one is elsewhere, where it has several."""
+    """The smallest and the largest request at a site, without adapters, in `frame`; one of several experts
+    per token is elsewhere.
+    """
     of_experts = layout.shape.sites[site].num_experts > 0
     most = layout.shape.num_experts_per_token if of_experts else 0
-    # The experts' second half has a row of x for each of a token's experts.
+    # The experts' second half has a row of x per expert of a token.
     for top_k in sorted({min(1, most), most}):
         for num_tokens in sorted({1, layout.max_rows // max(1, top_k)}):
             num_rows = num_tokens * max(1, top_k) - (top_k > 1)
@@ -122,14 +122,12 @@ def _extremes(frame: torch.Tensor, layout: FrameLayout, site: int) -> Iterator[D
 
 
 class DataLoop:
-    """Serves the sessions of one server rank, those of different instances in turn.
+    """Serves the sessions of one server rank, instances in turn.
 
-    host: computes the rows of adapters whose layer is still being loaded, while others are served; None: such
-    a request waits.  Others pass it either way, and those that need the host too take turns with it
-    (`HostShare`).  num_host_rows: what it computed.  The first rank of a stage
-    announces whose turn it is to the stage's other ranks, which prefer that instance among those that wait,
-    so that the ranks of a stage work on the same instance (section 5.1).  lora_time: of a layer on the
-    device that this rank emulates; None = none.
+    host: computes rows of adapters with a layer still loading (`HostShare`); None: these requests wait.
+    Ready requests pass them either way.  num_host_rows: rows computed on the host.  A stage's first rank
+    announces turns, and the stage's ranks prefer the announced instance, to work on the same one (section
+    5.1).  lora_time: of an emulated device's layer; None: no emulation.
     """
 
     def __init__(
@@ -155,7 +153,7 @@ class DataLoop:
         self._stopping = self._ended = False
         self.turns = transport.alloc("turns", _TURNS * 8, 1)
         self._turns_seen = 0
-        self._wanted: dict[int, None] = {}  # instances whose turn it is, oldest announcement first
+        self._wanted: dict[int, None] = {}
         self._told: list[tuple[RemoteWindow, itertools.count[int]]] = []
         self.num_requests = self.num_stale = self.num_host_rows = 0
         self._failures = FailureLog(logger, "instances compute its deltas")
@@ -163,10 +161,9 @@ class DataLoop:
         server_store.on_progress = self.wake
 
     def warm_up(self, layout: FrameLayout, sites: Iterable[int]) -> None:
-        """Compute the smallest and the largest request of each site, as if no row had an adapter.
+        """Compute each site's smallest and largest request without adapters.
 
-        On CUDA a kernel is compiled and loaded, and memory is taken, when it is first needed: here, before a
-        request waits for it, and before sessions wait on the device, beside which it might never be there.
+        Compiles kernels and allocates memory on CUDA before any request or session waits on the device.
         """
         frame = torch.zeros(layout.request_bytes, dtype=torch.uint8)
         for site in sites:
@@ -186,7 +183,7 @@ class DataLoop:
         self.wake()
 
     def remove(self, session: ServerSession) -> None:
-        """End a session; `session.left` tells when the loop is past it."""
+        """End a session; `session.left` is set after its last use."""
         with self._lock:
             self._sessions = [s for s in self._sessions if s is not session]
             self._leaving.append(session)
@@ -195,22 +192,22 @@ class DataLoop:
         self.wake()
 
     def tell(self, turns: RemoteWindow, num_seen: int) -> None:
-        """Announce to this rank of the stage too, which has seen that many announcements."""
+        """Announce turns to this rank of the stage too; the rank has seen num_seen announcements."""
         with self._lock:
             self._told = [*self._told, (turns, itertools.count(num_seen))]
 
     def tell_no_more(self, turns: RemoteWindow) -> None:
-        """That rank has left the stage."""
+        """The rank has left the stage."""
         with self._lock:
             self._told = [told for told in self._told if told[0] is not turns]
 
     @property
     def turns_seen(self) -> int:
-        """Announcements that this rank was given so far."""
+        """Announcements received so far."""
         return self.turns.read_signal(0)
 
     def wake(self) -> None:
-        """Look again: something changed that no request announces."""
+        """Wake the loop after a change without a request."""
         with self._lock:
             self._num_wakes += 1
             self._wake.set_signal(0, self._num_wakes)
@@ -243,7 +240,6 @@ class DataLoop:
                 self._host.close()
 
     def _present(self) -> list[ServerSession]:
-        """The sessions to serve; those that were removed before are not looked at from here on."""
         with self._lock:
             leaving, self._leaving = self._leaving, []
             sessions = self._sessions
@@ -271,7 +267,6 @@ class DataLoop:
     def _choose(
         self, order: list[ServerSession]
     ) -> tuple[tuple[ServerSession, DeltaRequest] | None, list[tuple[Window, int, int]]]:
-        """The request to serve now; if none, what to wait for."""
         self._read_turns()
         ready: list[tuple[ServerSession, DeltaRequest]] = []
         waits: list[tuple[Window, int, int]] = []
@@ -297,10 +292,6 @@ class DataLoop:
         return (ready[0] if ready else None), waits
 
     def _host_has_it(self, session: ServerSession, request: DeltaRequest) -> bool:
-        """Whether the host has computed what is not here; it is told to when it first is not.
-
-        Raises ValueError if the request asks for what can't be.
-        """
         if self._host is None:
             return False
         if session not in self._host:
@@ -311,7 +302,6 @@ class DataLoop:
         return self._host.has(session)
 
     def _can_answer(self, request: DeltaRequest) -> bool:
-        """Whether the deltas can be computed, or never can."""
         return self._is_stale(request) or self._is_ready(request) or not self.server_store.led
 
     def _is_stale(self, request: DeltaRequest) -> bool:
@@ -324,7 +314,6 @@ class DataLoop:
         return self.server_store.is_ready(request.slot, request.generation, request.layer)
 
     def _serve(self, session: ServerSession, request: DeltaRequest) -> None:
-        """Raises ValueError if the request asks for what can't be, PeerGoneError."""
         start_ns = time.monotonic_ns()
         check_ids(request, session.layout)
         site = self._shape.sites[request.site]
@@ -342,7 +331,6 @@ class DataLoop:
         session.answer(request, state, start_ns)
 
     def _computed(self, session: ServerSession, request: DeltaRequest) -> int:
-        """As `_compute`; STALE after an error.  Raises the error of a lost device."""
         try:
             return self._compute(session, request)
         except Exception as error:
@@ -354,7 +342,6 @@ class DataLoop:
             return STALE
 
     def _compute(self, session: ServerSession, request: DeltaRequest) -> int:
-        """Lay the deltas into the session's answer; the answer's state."""
         server_store, slot = self.server_store, request.slot
         on_host = None if self._host is None else self._host.take(session)
         with server_store.reading:
@@ -373,7 +360,7 @@ class DataLoop:
                 out[on_host.rows] = on_host.deltas
                 session.num_host_rows = len(on_host.rows)
                 self.num_host_rows += len(on_host.rows)
-            # An adapter that left meanwhile (its instance was given up) may have been read in part.
+            # An adapter evicted meanwhile may have been read in part.
             return STALE if self._is_stale(request) else DONE
 
     def _announce(self, instance: int) -> None:

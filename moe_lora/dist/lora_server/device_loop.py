@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data path of one server rank for instances whose devices put to it: a stream for each, no host.
+"""The data path of one server rank for device puts: a stream per instance, no host.
 
-A session's step is a fixed row of operations: wait for the step's frame; for each layer of this rank admit
-its rows to slots; for each site wait for x, compute, put the answer.  On CUDA it is captured once and
-replayed ahead of time, so that the device always waits for the next request (InfiniLoRA section 3: receive,
-compute and send overlap, here of several instances, on as many streams).
+A session's step is fixed: wait for the frame; per layer, admit rows to slots; per site, wait for x, compute,
+put the answer.  CUDA captures the step once and replays ahead, so the device waits for requests, several
+instances overlapping on their streams (InfiniLoRA section 3).
 
-An instance that is idle keeps its session waiting without bound.  So nothing here, and nothing that the
-process does beside it, may wait for a device at rest: kernels run once before sessions are queued
-(`DataLoop.warm_up`, `DeviceSession.prepare`), page-locked memory is there from the start, and the role's
-environment has CUDA load code at once and give each stream a queue of its own (`launch.roles`).
+An idle instance's session waits without bound, so the process must never synchronise the device: kernels run
+once before sessions (`DataLoop.warm_up`, `DeviceSession.prepare`), page-locked memory is allocated at start,
+and the role's environment loads CUDA code eagerly with a queue per stream (`launch.roles`).
 
-NOT YET RUN on a GPU.  Without one, its operations run as they are called, which is what tests do.
+NOT YET RUN on a GPU.  Without a GPU operations run eagerly, as in tests.
 """
 
 from __future__ import annotations
@@ -45,28 +43,25 @@ from .server_store import ServerAdapterStore, on_stream
 logger = logging.getLogger(__name__)
 
 _AHEAD = 2
-"""Steps of a session that are queued at once: the next waits while one is computed."""
+"""Queued steps per session: the next waits while one computes."""
 _SOONER = 16
-"""A layer on its way is given up in so much less than the time that the instance waits for an answer."""
+"""Fraction of the answer timeout before a loading layer is abandoned."""
 _LEFT = 1 << 62
-"""Above every generation."""
 _STAGE_BYTES = 1 << 20
 
 
 class Resident(NamedTuple):
-    """On the device, what each slot has.  generation: [M].  loaded: [M, L].  int64, see
-    `ServerAdapterStore`."""
+    """Device state of each slot.  generation: [M].  loaded: [M, L].  int64, see `ServerAdapterStore`."""
 
     generation: torch.Tensor
     loaded: torch.Tensor
 
 
 class ResidentTables:
-    """What each slot of a server rank has, in tables that operations read while they run.
+    """Slot state of a server rank in tables that running operations read.
 
-    now: what operations are to be bound to.  When slots are added there are new ones; in the old ones, which
-    operations may still be bound to with the old slot table, all has left.  stream: one that sessions don't
-    wait on; None on CPU.
+    now: current tables.  Added slots make new tables; old tables, still bound by old operations, then show
+    every slot as empty.  stream: without waiting sessions; None on CPU.
     """
 
     def __init__(self, server_store: ServerAdapterStore) -> None:
@@ -75,7 +70,7 @@ class ResidentTables:
         self._lock = threading.Lock()
         on_cuda = self._device.type == "cuda"
         self.stream = torch.cuda.Stream(self._device) if on_cuda else None
-        # Once, for tables of any size: to page-lock memory may wait for a device that never comes to rest.
+        # Once for any size: page-locking may wait for a device that never rests.
         self._staging = Staging(_STAGE_BYTES) if on_cuda else None
         self.now = self._made()
         server_store.on_tables = self.publish
@@ -86,7 +81,7 @@ class ResidentTables:
         return Resident(*(torch.zeros(shape, dtype=torch.int64, device=self._device) for shape in shapes))
 
     def publish(self) -> None:
-        """Bring them up to date; returns when they are.  Any thread."""
+        """Update the tables; returns when done.  Any thread."""
         with self._lock, self._beside():
             before = tables = self.now
             if len(before.generation) != len(self._store.generation):
@@ -107,11 +102,9 @@ class ResidentTables:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """On `stream`."""
         if self.stream is None:
             yield
             return
-        # Slots and bytes that were written on the thread's own stream come first.
         torch.cuda.current_stream(self._device).synchronize()
         with torch.cuda.stream(self.stream):
             yield
@@ -120,8 +113,8 @@ class ResidentTables:
 class DeviceSession:
     """One instance's half at this rank.
 
-    client: the instance's number.  num_steps: that were queued.  answer_timeout_s: how long the instance
-    waits for an answer; what it asks for is given up well before, so that it hears that it is missing.
+    client: the instance's number.  num_steps: queued so far.  answer_timeout_s: the instance's; work is
+    abandoned well before, so that the instance learns of missing rows.
     """
 
     def __init__(
@@ -181,7 +174,7 @@ class DeviceSession:
                 self._serve(layer, site, *self._bound)
 
     def queue(self) -> None:
-        """Queue a step, and wait until few enough are queued."""
+        """Queue a step, and wait for a short queue."""
         self.prepare()
         with on_stream(self.stream):
             self._again()
@@ -193,12 +186,12 @@ class DeviceSession:
                     self._queued.pop(0).synchronize()
 
     def is_lost(self) -> bool:
-        """Whether a wait was given up; steps that are queued are not waited for."""
+        """True after a wait hit its bound; does not wait for queued steps."""
         with on_stream(self._tables.stream):
             return bool(int(self.state.item()) & self._exchange.LOST)
 
     def end(self) -> None:
-        """Let no operation wait any more, and wait for all."""
+        """End all waits of operations, and wait for the operations."""
         self._ended = True
         with on_stream(self._tables.stream):
             self.state.fill_(self._exchange.ENDED)
@@ -206,9 +199,9 @@ class DeviceSession:
             self.stream.synchronize()
 
     def prepare(self) -> None:
-        """Capture a step, unless that was done for the slots that there are now.
+        """Capture a step, unless captured for the current slots.
 
-        What it was captured with is kept until another was: no step reads memory that others have by then.
+        Keeps the old capture's memory until the new capture exists.
         """
         resident = self._tables.now
         if self._bound is not None and self._bound[0] is resident:
@@ -216,13 +209,13 @@ class DeviceSession:
         if self.stream is None:
             self._bound = resident, self._store.slots
             return
-        # What this session begins with was made on another stream.
+        # The session's initial state was made on another stream.
         self.stream.wait_stream(torch.cuda.current_stream(self._group.device))
-        # A queued step waits for its instance, which may be idle: no other session's capture waits with it.
+        # A queued step waits for its possibly idle instance; other sessions' captures must not.
         self.stream.synchronize()
         with _capturing, torch.cuda.stream(self.stream):
             self._bound = resident, self._store.slots
-            # Kernels are compiled first, which a capture can't: in a state that lets none wait or put.
+            # Compile kernels before the capture, in a state without waits and puts.
             self.state.fill_(self._exchange.ENDED)
             expected = self._expected.clone()
             self.step()
@@ -231,7 +224,7 @@ class DeviceSession:
             self.stream.synchronize()
             if self._ended:
                 self.state.fill_(self._exchange.ENDED)
-            # Not by `torch.cuda.graph`, which waits for the device, and with it for other sessions' steps.
+            # Not `torch.cuda.graph`, which waits for the device and other sessions.
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
             self.step()
@@ -250,7 +243,7 @@ class DeviceSession:
         )
         token_slots = self._token_slots[: frames.max_rows]
         operands = LoraOperands(x, ids, site, layer, token_slots, slots, self._store.arena)
-        # Slots that are empty now have any rank later.
+        # Empty slots may get any rank later.
         lora_delta(operands, out, kernel=self._kernel, max_lora_rank=MAX_CUDA_LORA_RANK)
         experts = frames.partition.experts_of(self._server_rank)
         answer = AnswerRows(
@@ -271,7 +264,6 @@ class DeviceSession:
         self._group.put_rows(self._window, answer, status_at, signal, self._member)
 
     def _places(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """x and ids of a site in the window, and where its deltas are computed."""
         frames, site, view = self._frames, self._frames.shape.sites[number], self._window.rows
         client, outputs, inputs = self._client, frames.outputs(number), frames.inputs(number)
         x = view(frames.x_at(client, number), inputs, site.in_features, frames.dtype)
@@ -284,11 +276,10 @@ class DeviceSession:
 
 
 _capturing = threading.Lock()
-"""One capture at a time."""
 
 
 class DeviceLoop:
-    """Serves all instances of a group that put to this rank, each in a thread with a stream, until `stop`.
+    """Serves all instances of a device group at this rank, a thread and stream each, until `stop`.
 
     join: meets the other members.
     """
@@ -321,7 +312,7 @@ class DeviceLoop:
                 session.prepare()
                 self.sessions.append(session)
             group.meet()
-        except Exception as error:  # instances ask over the transport then
+        except Exception as error:
             if not self._stopping.is_set():
                 logger.error("no puts from device to device: %s", error)
             return
@@ -337,13 +328,13 @@ class DeviceLoop:
                     session.queue()
             if not self._stopping.is_set():
                 logger.error("an instance did not go on with a step that it began: its puts get no answer")
-        except Exception:  # its instance gets no answer and asks over the transport
+        except Exception:
             logger.exception("a session of devices that put to each other has ended")
         finally:
             session.end()
 
     def stop(self) -> None:
-        """End all waits; returns when the device does nothing for the group any more."""
+        """End all waits; returns when the device has finished the group's work."""
         self._stopping.set()
         for session in self.sessions:
             session.end()

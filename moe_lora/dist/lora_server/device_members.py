@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who belongs to the group of devices that put to each other: those that come first, once."""
+"""Members of the group of devices with mutual puts: the first to come, once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .reach import own_host
 
 
 class DeviceMembers:
-    """Kept by the leader of a LoRA Server for its own life.  config: of its instances."""
+    """Kept by a LoRA Server's leader for its life.  config: of its instances."""
 
     def __init__(self, config: EngineConfig) -> None:
         assert config.lora_server is not None
@@ -28,8 +28,10 @@ class DeviceMembers:
         self._instances: dict[str, int] = {}
 
     async def join(self, visitor: Visitor, instance: str) -> tuple[str, int, int, int]:
-        """Where the members meet, the instance's number among the instances, how many these are, and rows of
-        a step.  instance: "" for a server rank.  Raises LoraServerError for one that comes too late."""
+        """Meeting address, the instance's number, number of instances, and rows of a step.
+
+        instance: "" for a server rank.  Raises LoraServerError for a late member.
+        """
         number = -1
         if instance:
             if instance in self._instances or len(self._instances) == self._config.num_instances:

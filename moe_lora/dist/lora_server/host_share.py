@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server rank has the host's cores compute: rows of adapters whose layer is still being loaded.
+"""Host computation for a server rank: rows of adapters with a layer still loading.
 
 Legend: T token rows, R rows of the answer, N output width.
 """
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostCompute(Protocol):
-    """Computes deltas on the host's cores.  num_tokens: what they compute in time."""
+    """Computes deltas on the host's cores.  num_tokens: tokens per piece, in time."""
 
     num_tokens: int
 
@@ -39,21 +39,21 @@ class HostCompute(Protocol):
         ...
 
     def close(self) -> None:
-        """No more are asked for."""
+        """Stop; no further calls."""
         ...
 
 
 class OnHost:
-    """Rows of a request that the host computes, piece after piece.
+    """Rows of a request in computation on the host, piece by piece.
 
-    tokens: [T] bool.  rows: those of the answer.  deltas: [number of rows, N].  done: all are computed, or
-    can't be (error).  wanted: somebody waits for them.
+    tokens: [T] bool.  rows: of the answer.  deltas: [number of rows, N].  done: all computed, or failed
+    (error).  wanted: a session waits for the rows.
     """
 
     def __init__(
         self, request: DeltaRequest, tokens: np.ndarray, adapters: Sequence[RoutedAdapter], width: int
     ) -> None:
-        """tokens: [T], the adapter of each token's rows, -1 of those that are not for the host."""
+        """tokens: [T], the adapter of each token's rows, -1: not for the host."""
         self.tokens = tokens >= 0
         token_of = np.arange(len(tokens)) if request.ids is None else np.nonzero(request.ids >= 0)[0]
         self.rows = torch.from_numpy(np.flatnonzero(self.tokens[token_of]))
@@ -67,7 +67,7 @@ class OnHost:
         self._next_token = self._next_row = 0
 
     def compute_piece(self, host: HostCompute) -> None:
-        """The next rows, of as many tokens as the host computes in time."""
+        """Compute the next rows, num_tokens tokens."""
         first, self._next_token = self._next_token, self._next_token + host.num_tokens
         tokens = np.arange(len(self._row_adapter))[first : self._next_token]
         piece = _some(self._request, tokens)
@@ -78,7 +78,6 @@ class OnHost:
 
 
 def _some(request: DeltaRequest, tokens: np.ndarray) -> DeltaRequest:
-    """A copy of what the request has of these tokens."""
     ids = None if request.ids is None else request.ids[tokens]
     return replace(
         request,
@@ -91,12 +90,11 @@ def _some(request: DeltaRequest, tokens: np.ndarray) -> DeltaRequest:
 
 
 class HostShare:
-    """At most one request of each session, computed in a thread of its own; used by the data loop's.
+    """At most one request per session, in a thread; called by the data loop's thread.
 
-    The sessions take turns, each with as many tokens as the host computes in time, so that a request waits
-    for one such piece of each other session between two of its own, however long theirs are.  What is not
-    wanted any more, because its layer has come, ends with the piece under way.
-    on_done: called, from that thread, when a request is done.
+    Sessions take turns of one piece, so a request waits for at most one piece of each session between two of
+    its own.  Unwanted requests, whose layer has arrived, end after the current piece.
+    on_done: called from that thread for a finished request.
     """
 
     def __init__(self, shape: ModelShape, host: HostCompute, on_done: Callable[[], None]) -> None:
@@ -115,7 +113,7 @@ class HostShare:
         here: np.ndarray,
         contents: Mapping[int, tuple[int, RoutedAdapter]],
     ) -> None:
-        """Have the rows computed that are not `here` ([T] bool), unless their adapters are not known yet.
+        """Compute the rows that are not `here` ([T] bool), unless their adapters are still unknown.
 
         contents: generation and adapter of each slot.
         """
@@ -125,7 +123,7 @@ class HostShare:
             generation, adapter = contents.get(slot, (-1, None))
             of_slot = ~here & (request.slot == slot)
             if adapter is None or (request.generation[of_slot] != generation).any():
-                return  # its load command is on its way
+                return
             row_adapter[of_slot] = len(adapters)
             adapters.append(adapter)
         width = self._shape.sites[request.site].total_out_features
@@ -137,12 +135,11 @@ class HostShare:
             self._failures.add((adapter.content_hash for adapter in adapters), error)
 
     def _compute(self, on_host: OnHost) -> None:
-        """A piece; the next one comes after those of others that wait."""
         if not on_host.wanted:
             return
         try:
             on_host.compute_piece(self._host)
-        except Exception as error:  # whatever it is, the instance can do without
+        except Exception as error:
             on_host.error, on_host.done = error, True
         if on_host.done:
             self._on_done()
@@ -150,18 +147,17 @@ class HostShare:
             self._thread.submit(self._compute, on_host)
 
     def __contains__(self, session: object) -> bool:
-        """Whether a request of it was begun and not taken."""
         return session in self._of
 
     def has(self, session: object) -> bool:
-        """Whether a request was begun, and is done or has failed."""
+        """True for a request that is done or failed."""
         if session not in self._of:
             return False
         on_host = self._of[session]
         return on_host is None or on_host.done
 
     def take(self, session: object) -> OnHost | None:
-        """What was computed for the session's request; None if nothing was, or could be, or is yet."""
+        """The finished result of the session's request, or None."""
         on_host = self._of.pop(session, None)
         if on_host is None:
             return None
@@ -174,7 +170,7 @@ class HostShare:
         return on_host
 
     def close(self) -> None:
-        """Return when nothing is computed any more."""
+        """Returns after the end of all computation."""
         for session in list(self._of):
             self.take(session)
         self._thread.shutdown()

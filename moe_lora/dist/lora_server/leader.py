@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leader: registers adapters, gives leases to instances, tells the ranks what to load.
+"""The leader: registers adapters, grants leases to instances, orders loads on ranks.
 
-Runs in the server's first rank.  It belongs to the event loop of the control connections: decisions are made
-and passed on there, so that every peer hears of them in the order in which they were made.  Those that wait
-are looked at once for all that peers said in one turn of the loop, in the next one.
+Runs in the server's first rank, on the event loop of the control connections: every peer hears decisions in
+their order.  Waiting instances are examined once per turn of the loop, in the next turn.
 """
 
 from __future__ import annotations
@@ -51,17 +50,17 @@ logger = logging.getLogger(__name__)
 
 LEADER = 0
 RESTART_S = 0.1
-"""From the answer to who asked for a restart to the end of the leader."""
+"""From the reply to a restart call to the leader's end."""
 LOOK_AGAIN_S = 1.0
-"""While instances wait for leases: what they may have changes with time alone, too."""
+"""Period of checks while instances wait for leases: conditions may change with time."""
 
 
 class Leader:
-    """Answers the calls of instances, of the server's other ranks and of the front end (`ServerCalls`).
+    """Answers the calls of instances, server ranks and the front end (`ServerCalls`).
 
-    first_generation: the leader's incarnation; generations on the wire are above it, so that those of an
-    earlier leader are stale.  order: hands an order to the leader's own rank.  regained: tells it that
-    content it lacked is in the store.  restart: ends the leader's own process, to be started again.
+    first_generation: lower bound of this incarnation's generations; lower generations on the wire are stale.
+    order: passes an order to the leader's own rank.  regained: reports recovered content to that rank.
+    restart: ends the leader's process for a restart.
     """
 
     def __init__(
@@ -87,17 +86,15 @@ class Leader:
         self._instances: dict[str, Visitor] = {}
         self._ranks: dict[int, Visitor] = {}
         self._linked: dict[int, frozenset[str]] = {}
-        """Client ranks that have a session, by server rank."""
+        """Client ranks with a session, by server rank."""
         self._num_joins: Counter[int] = Counter()
         self._registered_by: dict[str, set[str]] = {}
         self._acquires: dict[tuple[str, str], asyncio.Future[tuple[int, int]]] = {}
         self._looks_again = False
-        """Whether `_look_again` is to come."""
         self._gives_out = False
-        """Whether `_give_out` is to come, or has failed since a look succeeded."""
+        """True if `_give_out` is scheduled, or failed since the last successful look."""
         self._lost = LostContent(self._call_for_content, self._fail)
         self.addresses: dict[int, str] = {}
-        """Where clients find the ranks that have joined."""
 
     @property
     def answers(self) -> Mapping[str, Answer]:
@@ -108,10 +105,8 @@ class Leader:
         )
         return {name: getattr(self, name) for name in names.split()}
 
-    # The admin
-
     async def state(self, visitor: Visitor) -> ServerState:
-        self._give_out()  # what is counted is what came of all that was said before
+        self._give_out()
         table = self._table
         others = range(1, self._partition.layout.num_ranks)
         return ServerState(
@@ -125,14 +120,13 @@ class Leader:
         )
 
     def _unlinked(self, server_rank: int) -> set[str]:
-        """Client ranks of the instances here that lack their session with this rank."""
         clients = self._partition.clients_of_server(server_rank)
         expected = {client_name(instance, client) for instance in self._instances for client in clients}
         return expected - self._linked.get(server_rank, frozenset())
 
     async def restart(self, visitor: Visitor, server_rank: int) -> None:
         if server_rank == LEADER:
-            # Behind the answer: the connections end with the process.
+            # After the reply: connections end with the process.
             asyncio.get_running_loop().call_later(RESTART_S, self._restart_own)
         elif server_rank in self._ranks:
             self._ranks[server_rank].peer.send(RestartOrder())
@@ -146,7 +140,7 @@ class Leader:
         if capacity > before:
             self._check_memory(capacity)
         self._table.resize(capacity)
-        # Slots are never taken back: a lease of before may be in any of them.
+        # Slots never shrink: an earlier lease may be in any slot.
         self._num_slots = max(self._num_slots, capacity)
         for server_rank in range(self._partition.layout.num_ranks):
             self._tell_rank(server_rank, ResizeOrder(self._num_slots))
@@ -168,8 +162,6 @@ class Leader:
                 "LoRA Server with more lora_server.memory_gb"
             )
 
-    # The other ranks of the server
-
     async def find(self, visitor: Visitor, server_rank: int) -> str | None:
         return self.addresses.get(server_rank)
 
@@ -177,12 +169,12 @@ class Leader:
         return self._memory, self._first_generation
 
     async def join_rank(self, visitor: Visitor, server_rank: int, address: str) -> None:
-        """A rank joins, or comes back: it is told what is resident, then what changes."""
+        """A rank joins or returns: send resident adapters, then changes."""
         visitor.server_rank = server_rank
         visitor.left.callback(self._lose_rank, visitor)
         self._ranks[server_rank] = visitor
         self._num_joins[server_rank] += 1
-        # What listens everywhere is reached where it dialled from.
+        # A wildcard listener is reached at the peer's host.
         self.addresses[server_rank] = address.replace("0.0.0.0:", f"{visitor.host}:")
         self._tell_rank(server_rank, ResizeOrder(self._num_slots))
         for adapter in self._table.residents():
@@ -196,22 +188,20 @@ class Leader:
             self.hear_links(visitor.server_rank, clients)
 
     def hear_links(self, server_rank: int, clients: Iterable[str]) -> None:
-        """These client ranks, and no others, have a session with a rank now."""
+        """Set the client ranks with a session with a rank."""
         self._linked[server_rank] = frozenset(clients)
 
     def _lose_rank(self, visitor: Visitor) -> None:
         if self._ranks.get(visitor.server_rank) is visitor:
             del self._ranks[visitor.server_rank]
             self._linked.pop(visitor.server_rank, None)
-            self.addresses.pop(visitor.server_rank, None)  # clients wait until it has joined again
+            self.addresses.pop(visitor.server_rank, None)
         logger.warning("server rank %d left", visitor.server_rank)
 
-    # Instances
-
     async def join_instance(self, visitor: Visitor, instance: str) -> None:
-        """An instance asks for leases from now on; they end with this connection."""
+        """Register an instance for leases, which end with this connection."""
         earlier = self._instances.pop(instance, None)
-        if earlier is not None:  # it came back before we noticed that it had gone
+        if earlier is not None:  # reconnected before its loss was noticed
             earlier.peer.abort("the instance has joined again")
             self._forget(instance)
         visitor.instance = instance
@@ -226,7 +216,6 @@ class Leader:
             logger.warning("instance %s left; its leases ended", visitor.instance)
 
     def _forget(self, instance: str) -> None:
-        """End the leases of an instance that has gone.  What it registered stays known."""
         for instances in self._registered_by.values():
             instances.discard(instance)
         self._table.drop_instance(instance, time.monotonic())
@@ -246,7 +235,7 @@ class Leader:
             logger.warning("adapter %s is fetched again: %s", adapter_id, error)
             await asyncio.to_thread(self._store.remove, adapter_id)
             return False
-        if self._instances.get(visitor.instance) is visitor:  # else it speaks through a later connection now
+        if self._instances.get(visitor.instance) is visitor:  # otherwise a later connection has replaced this
             self._table.register(adapter_id, shares)
             self._registered_by.setdefault(adapter_id, set()).add(visitor.instance)
         return True
@@ -276,30 +265,27 @@ class Leader:
         self, visitor: Visitor, adapter_id: str, tenant: str, share: float
     ) -> asyncio.Future[tuple[int, int]]:
         instance = visitor.instance
-        # Asked again, for another tenant, both calls are answered.
+        # A repeated call, for another tenant: both calls are answered.
         asked = self._acquires.setdefault((instance, adapter_id), asyncio.get_running_loop().create_future())
         try:
             lease = self._table.acquire(instance, adapter_id, time.monotonic(), Asker(tenant, share))
         except AdapterNotFoundError:
-            # Its content is still on the way; the instance asks again once it is registered.
+            # Its content is on the way; the instance calls again after registration.
             logger.info("instance %s asks for adapter %s, which is not here yet", instance, adapter_id)
             raise
         self._dispatch()
         if lease is not None:
-            self._grant(lease)  # it held the lease before: that is no event
+            self._grant(lease)
         return asked
 
     async def release(self, visitor: Visitor, adapter_id: str) -> None:
-        """An acquire that crossed this release on its way is given up with it."""
+        """Also cancels a crossing acquire."""
         self._table.cancel(visitor.instance, adapter_id)
         self._table.release(visitor.instance, adapter_id, time.monotonic())
         self._acquires.pop((visitor.instance, adapter_id), None)
         self._dispatch()
 
-    # Decisions, passed on
-
     def _dispatch(self) -> None:
-        """Carry out what the table decided, in its order."""
         for event in self._table.take_events():
             if isinstance(event, Grant):
                 self._grant(event)
@@ -323,13 +309,13 @@ class Leader:
         self._look(self._table.grant_due)
 
     def _look_again(self) -> None:
-        """Ends where nobody waits, as when all connections have ended."""
+        """Stops if no instance waits, e.g. without connections."""
         self._looks_again = False
         self._look(self._table.grant_waiting)
 
     def _look(self, look: Callable[[float], None]) -> None:
-        """What is decided before a look fails is carried out; what is still due, is so at the next
-        `_look_again`, not in the next turn, where it would fail again and again.
+        """Carries out decisions made before a failure; the rest waits for `_look_again`, to avoid a busy loop
+        of failures.
         """
         try:
             look(time.monotonic())
@@ -344,7 +330,7 @@ class Leader:
     def _tell_rank(self, server_rank: int, order: Order) -> None:
         if server_rank == LEADER:
             self._order(order)
-        elif server_rank in self._ranks:  # else it is told what is resident when it comes back
+        elif server_rank in self._ranks:
             self._ranks[server_rank].peer.send(order)
 
     def _grant(self, event: Grant) -> None:
@@ -352,19 +338,16 @@ class Leader:
         if asked is not None:
             asked.set_result((event.slot, self._first_generation + event.generation))
 
-    # Adapters that can't be served
-
     async def fail_load(self, visitor: Visitor, adapter_id: str, generation: int, reason: str) -> None:
         if self._ranks.get(visitor.server_rank) is visitor:
             self.hear_failure(visitor.server_rank, adapter_id, generation, reason)
 
     def hear_failure(self, server_rank: int, adapter_id: str, generation: int, reason: str) -> None:
-        """A rank gave up this load.  Earlier generations don't matter any more."""
+        """A rank gave up this load; ignores earlier generations."""
         if self._table.is_resident(adapter_id, generation - self._first_generation):
             self._fail(adapter_id, f"rank {server_rank} of the LoRA Server can't load it: {reason}")
 
     def _fail(self, adapter_id: str, reason: str) -> None:
-        """End the adapter on all ranks and notify its instances."""
         logger.error("adapter %s is given up: %s", adapter_id, reason)
         self._lost.pop(adapter_id)
         concerned = self._table.fail(adapter_id, time.monotonic()) | self._registered_by.pop(
@@ -376,19 +359,17 @@ class Leader:
             if instance in self._instances:
                 self._instances[instance].peer.send(AdapterFailed(adapter_id, reason))
 
-    # Content that ranks lack
-
     async def need(self, visitor: Visitor, adapter_id: str) -> None:
         self.supply(visitor.server_rank, adapter_id)
 
     def supply(self, server_rank: int, adapter_id: str) -> None:
-        """Send content to a rank, at once or when an instance has given it."""
+        """Send content to a rank, at once or after an instance has sent the content."""
         try:
             if adapter_id not in self._store:
                 self._lost.await_content(server_rank, adapter_id)
             elif server_rank == LEADER:
                 self._own_regained(adapter_id)
-            elif server_rank in self._ranks:  # else it asks again when it is back
+            elif server_rank in self._ranks:
                 peer = self._ranks[server_rank].peer
                 peer.send(Content(adapter_id, num_blocks(self._store, adapter_id)))
                 send_blocks(peer, self._store, adapter_id)
@@ -397,7 +378,6 @@ class Leader:
             self._lost.await_content(server_rank, adapter_id)
 
     def _call_for_content(self, adapter_id: str, failed: set[str]) -> str | None:
-        """Call an instance for content, except the failed instances.  Returns its name, or None."""
         for instance in sorted(self._registered_by.get(adapter_id, set()) - failed):
             if instance in self._instances:
                 self._instances[instance].peer.send(Need(adapter_id))

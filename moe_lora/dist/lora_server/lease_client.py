@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An instance's leases: asked of the leader, granted when there is room, asked again of a new leader."""
+"""An instance's leases: requested from the leader, and again from a new leader."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _ANSWER_S = 30.0
 
 
 class LeaseClient:
-    """Keeps the leases of one instance.  Adapters go by their content hash.
+    """Keeps the leases of one instance, by adapters' content hash.
 
-    The engine's thread says what it wants and reads what was granted; the event loop of the control
-    connections does the rest.  on_change: called there after leases came or went, or the leader did.
-    on_failure: called there with a failed adapter and the error; the next `register` makes the server try
-    again.  join_leader: connects as an instance; takes how long to look for the leader, and who hears it.
-    Raises LoraServerError if it is not there within timeout_s.
+    The engine's thread states needs and reads grants; the event loop of the control connections does the
+    rest.  on_change: called there after changes of leases or leader.  on_failure: called there with a failed
+    adapter and the error; the next `register` makes the server try again.  join_leader: connects as an
+    instance, with a time limit and a message handler.
+    Raises LoraServerError without a leader within timeout_s.
     """
 
     def __init__(
@@ -50,12 +50,11 @@ class LeaseClient:
         self._on_failure = on_failure
         self._registered: set[str] = set()
         self._rejected: dict[str, Exception] = {}
-        # Number of the acquire, and for whom, in the order asked, so that a new leader hears it so.  The
-        # engine's thread's.
+        # Acquire number and askers, in order of calls, for a new leader.  Of the engine's thread.
         self._wanted: dict[str, tuple[int, tuple[Asker, ...]]] = {}
         self._numbers = itertools.count(1)
         self._granted: dict[str, tuple[int, Lease]] = {}
-        """With the number of the acquire: what comes for one that was given up since is not for the next."""
+        """With the acquire's number: a grant for an abandoned acquire is not for the next."""
         self._peer: Peer | None = None
         self._joined = network().run(self._start(timeout_s))
 
@@ -64,9 +63,9 @@ class LeaseClient:
         return self._peer is not None
 
     def register(self, adapter_id: str) -> None:
-        """Make an adapter of the host store known to the server.
+        """Register an adapter of the host store at the server.
 
-        Raises CapacityError if it could never be resident there; taken on trust while the server is away.
+        Raises CapacityError if the adapter can never be resident; assumed to fit while the server is away.
         """
         network().run(self._register(adapter_id))
 
@@ -74,10 +73,9 @@ class LeaseClient:
         network().loop.call_soon_threadsafe(self._unregister, adapter_id)
 
     def acquire(self, adapter_id: str, asker: Asker = ANYBODY) -> bool:
-        """Ask for a lease; False if none can come now: the server is away, or has refused the adapter.
+        """Ask for a lease; False if the server is away or has refused the adapter.
 
-        asker: whose request needs it; of several the one counts whose turn is first.  A lease that comes,
-        then or later, is told by `on_change`.
+        asker: requester; of several, the first in turn counts.  `on_change` reports the lease.
         """
         number, askers = self._wanted.get(adapter_id) or (next(self._numbers), ())
         if asker not in askers and self.lease(adapter_id) is None:
@@ -86,20 +84,18 @@ class LeaseClient:
         return self.connected and adapter_id not in self._rejected
 
     def lease(self, adapter_id: str) -> Lease | None:
-        """The lease that was acquired and granted, as long as it lasts."""
+        """The granted lease of an acquired adapter, while valid."""
         number, lease = self._granted.get(adapter_id, (0, None))
         return lease if number == self._wanted.get(adapter_id, (0,))[0] else None
 
     def release(self, adapter_id: str) -> None:
-        """Give the lease back, or stop waiting for it."""
+        """Return the lease, or cancel the wait."""
         if self._wanted.pop(adapter_id, None) is not None:
             network().loop.call_soon_threadsafe(self._tell, "release", adapter_id)
 
     def stop(self) -> None:
         self._joined.get_loop().call_soon_threadsafe(self._joined.cancel)
         network().run(self._ended())
-
-    # In the event loop
 
     async def _start(self, timeout_s: float) -> asyncio.Task[None]:
         first = self._peer = await self._join(timeout_s)
@@ -114,7 +110,6 @@ class LeaseClient:
         return await self._join_leader(timeout_s, self._hear)
 
     async def _serve(self, peer: Peer) -> None:
-        """Say to the leader what is known here and what is wanted, and wait until it is gone."""
         self._peer = peer
         answers = {adapter_id: peer.call("register", adapter_id) for adapter_id in self._registered}
         for adapter_id, wanted in self._wanted.copy().items():
@@ -129,7 +124,7 @@ class LeaseClient:
         self._on_change()
 
     def _tell(self, method: str, adapter_id: str) -> None:
-        """While there is no connection nothing is sent: the next leader is told what is then wanted."""
+        """Sends nothing without a connection: the next leader gets the current needs."""
         if self._peer is not None:
             self._peer.call(method, adapter_id)
 
@@ -146,17 +141,18 @@ class LeaseClient:
             raise error if isinstance(error, CapacityError) else CapacityError(str(error)) from error
 
     async def _make_known(self, peer: Peer, adapter_id: str, answer: asyncio.Future[Any]) -> None:
-        """Give the content that the leader lacks, and note an adapter that it does not take."""
         try:
             if not await answer:
                 await (await self._give(peer, adapter_id))
                 if not await peer.call("register", adapter_id):
                     raise LoraServerError("the LoRA Server can't read the content that it was sent")
                 if adapter_id in self._wanted and self.lease(adapter_id) is None:
-                    self._acquire(adapter_id, *self._wanted[adapter_id])  # the first came before the content
+                    self._acquire(
+                        adapter_id, *self._wanted[adapter_id]
+                    )  # the first acquire came before the content
         except PeerEndedError:
-            return  # the next leader is told
-        except Exception as error:  # whatever the leader raised
+            return
+        except Exception as error:
             self._rejected[adapter_id] = error
             logger.warning("the LoRA Server does not take adapter %s: %s", adapter_id, error)
             self._on_change()
@@ -173,7 +169,7 @@ class LeaseClient:
                 answer.add_done_callback(partial(self._take, adapter_id, number))
 
     def _take(self, adapter_id: str, number: int, answer: asyncio.Future[tuple[int, int]]) -> None:
-        if answer.exception() is None:  # else it is asked again: of a new leader, or once it is registered
+        if answer.exception() is None:
             self._granted[adapter_id] = number, Lease(*answer.result())
             self._on_change()
 
@@ -181,14 +177,13 @@ class LeaseClient:
         if isinstance(message, Need):
             try:
                 await self._give(peer, message.adapter_id)
-            except Exception as error:  # the leases of other adapters come over this connection too
+            except Exception as error:
                 logger.error("adapter %s can't be given to the LoRA Server: %s", message.adapter_id, error)
                 peer.call("fail_content", message.adapter_id, str(error))
         elif isinstance(message, AdapterFailed):
             self._fail(message.adapter_id, LoraServerError(message.reason))
 
     def _fail(self, adapter_id: str, error: Exception) -> None:
-        """The server gave the adapter up.  No lease comes before the next `register`."""
         self._rejected[adapter_id] = error
         self._granted.pop(adapter_id, None)
         try:
@@ -198,10 +193,6 @@ class LeaseClient:
         self._on_change()
 
     async def _give(self, peer: Peer, adapter_id: str) -> asyncio.Future[Any]:
-        """Send an adapter's content to the server; returns the future answer.
-
-        Raises LoraServerError without the content, OSError and StorageError for a file or disk that fails.
-        """
         if not await asyncio.to_thread(self._store.restore, adapter_id):
             raise LoraServerError("it is not in the store")
         answer = peer.call("give", adapter_id, num_blocks(self._store, adapter_id))

@@ -15,8 +15,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Awaited:
-    """called: the instance that sends the content.  failed: instances without the content, in this round."""
-
     server_ranks: set[int]
     called: str | None = None
     failed: set[str] = field(default_factory=set)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels over the LoRA Server's control connections: a hello, then calls and the leader's orders."""
+"""Messages on the LoRA Server's control connections: a hello, calls, and the leader's orders."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from moe_lora.dist.net.codec import Interface, Message, Protocol
 
 
 class ServerHello(Message, frozen=True):
-    """A connection's first message.  agreed: facts that both sides must agree on."""
+    """A connection's first message.  agreed: facts that must match."""
 
     name: str
     agreed: dict[str, Any]
 
 
 class ServerWelcome(Message, frozen=True):
-    """problem: why the peer is turned away; None: it is let in."""
+    """problem: reason of a refusal; None: accepted."""
 
     problem: str | None
 
 
 class Need(Message, frozen=True):
-    """The leader lacks an adapter that the instance has registered."""
+    """The leader lacks an adapter registered by the instance."""
 
     adapter_id: str
 
 
 class Content(Message, frozen=True):
-    """So many blocks of an adapter's file follow."""
+    """num_blocks blocks of an adapter's file follow."""
 
     adapter_id: str
     num_blocks: int
@@ -42,7 +42,7 @@ class Block(Message, frozen=True):
 
 
 class AdapterFailed(Message, frozen=True):
-    """The server gave up an adapter of this instance: no rank serves the adapter any more.
+    """The server gave up an adapter of this instance on all ranks.
 
     A later `register` makes the adapter known again.  reason: the error of the failed rank.
     """
@@ -52,7 +52,7 @@ class AdapterFailed(Message, frozen=True):
 
 
 class LoadOrder(Message, frozen=True):
-    """runs: layer -> (first page, number of pages) on the rank that it goes to."""
+    """runs: layer -> (first page, number of pages) on the target rank."""
 
     adapter_id: str
     slot: int
@@ -70,7 +70,7 @@ class ResizeOrder(Message, frozen=True):
 
 
 class RestartOrder(Message, frozen=True):
-    """The rank's process is to end, so that whoever keeps it running starts it again."""
+    """End the rank's process for a restart by its supervisor."""
 
 
 Order = LoadOrder | EvictOrder | ResizeOrder
@@ -86,31 +86,33 @@ class Memory:
 
 
 class ServerCalls(typing.Protocol):
-    """What ranks of the LoRA Server answer: all of them the first two, the leader the others too.
+    """Calls of LoRA Server ranks: the first two on all ranks, the rest on the leader.
 
-    What a call began ends with its connection.
+    Effects of a call end with its connection.
     """
 
     def open_session(self, instance: str, answers: bytes, max_rows: int, depth: int) -> bytes:
-        """Serve rows of an instance's rank.  answers: the descriptor of its window; that of ours returns."""
+        """Serve rows of an instance's rank.  answers: descriptor of its window; returns the rank's
+        descriptor.
+        """
 
     def tell_turns(self, turns: bytes, num_seen: int) -> None:
-        """Announce whose turn it is to another rank of the stage.  turns: the descriptor of its window."""
+        """Announce turns to another rank of the stage.  turns: the descriptor of its window."""
 
     def find(self, server_rank: int) -> str | None:
-        """Where a rank listens; None while it has not joined."""
+        """Address of a rank; None before its join."""
 
     def memory(self) -> tuple[Memory, int]:
-        """How a rank's memory is laid out, and the leader's incarnation: generations are above it."""
+        """Layout of a rank's memory, and the leader's incarnation, a lower bound of generations."""
 
     def join_rank(self, server_rank: int, address: str) -> None:
-        """Tell this rank what is resident, then what changes.  address: where it listens itself."""
+        """Send this rank resident adapters, then changes.  address: of its listener."""
 
     def linked(self, clients: tuple[str, ...]) -> None:
-        """Say which client ranks (`client_name`) have a session with this rank now."""
+        """Set the client ranks (`client_name`) with a session with this rank."""
 
     def need(self, adapter_id: str) -> None:
-        """Send a rank the content that it lacks, at once or when an instance has given it."""
+        """Send missing content to a rank, at once or after an instance has sent the content."""
 
     def fail_load(self, adapter_id: str, generation: int, reason: str) -> None:
         """Give up a generation on all ranks after an error of this rank; instances get `AdapterFailed`."""
@@ -119,50 +121,49 @@ class ServerCalls(typing.Protocol):
         """Answer `Need` without the content."""
 
     def join_instance(self, instance: str) -> None:
-        """Let an instance ask for leases."""
+        """Allow an instance to acquire leases."""
 
     def register(self, adapter_id: str) -> bool:
-        """Make an adapter known; False: its content has to be given first.
+        """Make an adapter known; False: send its content first.
 
-        Raises ValueError or AdapterError if it could never be resident.
+        Raises ValueError or AdapterError if the adapter can never be resident.
         """
 
     def give(self, adapter_id: str, num_blocks: int) -> None:
-        """Take an adapter's file, in so many blocks that follow."""
+        """Receive an adapter's file in num_blocks following blocks."""
 
     def unregister(self, adapter_id: str) -> None:
-        """Forget the adapter when no instance has it registered any more."""
+        """Forget the adapter after its last registered instance."""
 
     def acquire(self, adapter_id: str, tenant: str, share: float) -> tuple[int, int]:
-        """Slot and generation of a lease, once there is one; no answer if it is released before.
+        """Slot and generation of a lease, once available; no answer after a release.
 
-        tenant: whose request needs it, and its weight among those that fill the server: for the leader's
-        decisions alone, it is told to nobody.
+        tenant, share: of the requester, for the leader's decisions alone.
         """
 
     def release(self, adapter_id: str) -> None:
-        """Give the lease back, or stop waiting for it."""
+        """Return the lease, or cancel the wait."""
 
     def join_devices(self, instance: str) -> tuple[str, int, int, int]:
-        """Where devices that put to each other meet, the instance's number among the instances, how many
-        these are, and rows of a step.  instance: "" for a rank of the server.
+        """Meeting address of devices with mutual puts, the instance's number, number of instances, rows of a
+        step.
 
-        Raises LoraServerError if all have met.
+        instance: "" for a server rank.  Raises LoraServerError for a late member.
         """
 
     def state(self) -> ServerState:
-        """Counts for metrics, and what could be changed."""
+        """Counts for metrics, and settings."""
 
     def resize(self, capacity: int) -> ServerState:
-        """Change the number of adapters resident at once, on all ranks; see `LeaseTable.resize`.
+        """Set the number of resident adapters on all ranks; see `LeaseTable.resize`.
 
-        Raises ConfigError below 1, CapacityError for more than before if the ranks' memory can't hold them.
+        Raises ConfigError below 1, CapacityError for a growth beyond the ranks' memory.
         """
 
     def restart(self, server_rank: int) -> None:
-        """Have a rank's process end, so that whoever keeps it running starts it again.
+        """End a rank's process for a restart by its supervisor.
 
-        Raises LoraServerError if the rank is not there.
+        Raises LoraServerError for an absent rank.
         """
 
 

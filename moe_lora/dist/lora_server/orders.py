@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leader's orders on one server rank, turned into work of the `ServerAdapterStore`.
+"""Carries out the leader's orders on one server rank with the `ServerAdapterStore`.
 
-A load is tried again after an error that can pass, beside all other orders.
+Loads retry after transient errors, beside all other orders.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class Orders:
     """Carries out orders in threads, since the store waits for its loader.  Belongs to one event loop.
 
-    need: requests missing content; `regained` or `refused` is called later.  A load that fails is given up
-    (`ServerAdapterStore.give_up`).  No order ends the rank or touches another adapter.
+    need: requests missing content; `regained` or `refused` follows.  Failed loads end in
+    `ServerAdapterStore.give_up`; no order ends the rank or affects another adapter.
     """
 
     def __init__(
@@ -35,12 +35,11 @@ class Orders:
         self._need = need
         self._awaiting: dict[str, list[LoadOrder]] = {}
         self._num_failures: Counter[tuple[str, int]] = Counter()
-        """Of a content and generation."""
         self._epoch = 0
         self._retries: set[asyncio.Task[None]] = set()
 
     def start_over(self, first_generation: int) -> None:
-        """A leader that knows nothing of what is here: all slots are empty from now on."""
+        """Empty all slots for a new leader."""
         self._epoch += 1
         self._awaiting.clear()
         self._num_failures.clear()
@@ -48,7 +47,7 @@ class Orders:
         self._server_store.set_led(True)
 
     async def hear(self, order: Order) -> None:
-        """Obey, or keep a load until its content is here."""
+        """Carry out an order, or defer a load until its content is here."""
         if isinstance(order, LoadOrder):
             await self._load(order)
             return
@@ -56,21 +55,21 @@ class Orders:
             self._forget(order)
         try:
             await asyncio.to_thread(self.carry_out, order)
-        except Exception:  # orders after it are carried out all the same
+        except Exception:
             logger.exception("an order of the leader can't be carried out: %s", order)
 
     async def regained(self, adapter_id: str) -> None:
-        """Begin the loads that waited for this content."""
+        """Start the loads deferred for this content."""
         for order in self._awaiting.pop(adapter_id, []):
             await self._load(order)
 
     async def refused(self, adapter_id: str, error: Exception) -> None:
-        """The content came and can't be kept."""
+        """The content came but can't be kept."""
         for order in self._awaiting.pop(adapter_id, []):
             await self._fail(order, error)
 
     def carry_out(self, order: Order) -> None:
-        """Begin a load whose content is in the store, evict, or make slots.
+        """Start a load with content in the store, evict, or add slots.
 
         Raises AdapterError for damaged content, and errors of the store.
         """
@@ -96,11 +95,10 @@ class Orders:
         self._need(adapter_id)
 
     async def _fail(self, order: LoadOrder, error: Exception) -> None:
-        """Try again after a pause if the error can pass, else give the adapter up."""
         adapter_id, key = order.adapter_id, (order.adapter_id, order.generation)
         cause = error.__cause__ if isinstance(error, AdapterError) else error
         is_damaged = isinstance(error, AdapterError) and not isinstance(cause, PASSING)
-        if is_damaged:  # the content comes again from an instance, now or with the next load
+        if is_damaged:
             await asyncio.to_thread(self._store.remove, adapter_id)
         self._num_failures[key] += 1
         if (is_damaged or isinstance(cause, PASSING)) and self._num_failures[key] < NUM_TRIES:
@@ -120,7 +118,6 @@ class Orders:
             await self._load(order)
 
     def _forget(self, order: EvictOrder) -> None:
-        """Drop the loads that wait for content of this slot."""
         for adapter_id, waiting in list(self._awaiting.items()):
             kept = [one for one in waiting if (one.slot, one.generation) != (order.slot, order.generation)]
             if kept:

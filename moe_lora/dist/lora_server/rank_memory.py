@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the server ranks' arenas are."""
+"""Sizes of the server ranks' arenas, and each rank's part of an adapter.
+
+Legend: X offset-table entries of a layer.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,9 @@ from moe_lora.core.shape import DEFAULT_LORA_RANK
 
 from .messages import Memory
 
-# Which entries of a layer a server rank holds, and the pages that its part of an adapter takes.
-#
-# Legend: X offset-table entries of a layer.
-
 
 def kept_entries(partition: Partition, server_rank: int, layer: int, slot: int) -> np.ndarray:
-    """[X] bool: the entries whose matrices the rank holds; slot matters under data parallelism only."""
+    """[X] bool: the rank's entries of a layer; slot matters under data parallelism only."""
     dp = partition.layout.dp
     return _kept(partition, server_rank, layer, slot % dp)
 
@@ -46,9 +45,9 @@ def _kept(partition: Partition, server_rank: int, layer: int, slot: int) -> np.n
 
 
 def shard_pages(packed: PackedAdapter, partition: Partition, page_bytes: int) -> ShardPages:
-    """Pages that the adapter takes on each server rank, per layer.
+    """Pages of the adapter on each server rank, per layer.
 
-    Under data parallelism one rank holds it all; which one depends on the slot, so each is charged for it.
+    Under data parallelism one rank, chosen by slot, holds the whole adapter: every rank is charged.
     """
     pages: dict[int, dict[int, int]] = {}
     for rank in range(partition.layout.num_ranks):
@@ -65,17 +64,17 @@ def shard_pages(packed: PackedAdapter, partition: Partition, page_bytes: int) ->
 
 _MIN_PAGE_BYTES = 4096
 _PAGES_PER_LAYER = 8
-"""Pages are small enough that rounding a layer's shard up to whole ones costs an eighth at most."""
+"""Rounding a layer's shard up to pages costs at most an eighth."""
 _MAX_PAGES = 1 << 18
-"""Pages of a rank, since the leader searches all pages for each layer."""
+"""Most pages of a rank: the leader searches all pages per layer."""
 _USUAL_SHARE = 8
-"""Room for adapters of the usual size takes at most this fraction of a device's memory: one eighth."""
+"""Room for adapters of the usual size takes at most an eighth of a device's memory."""
 
 
 def spare_bytes(device: torch.device, num_sharers: int) -> int:
-    """Memory of each rank for adapters of the usual size, known or not.
+    """Memory of each rank for adapters of the usual size, including unknown adapters.
 
-    num_sharers: ranks on the device.  A constant of the machine: a restarted leader plans the same memory.
+    num_sharers: ranks on the device.  Constant per machine: a restarted leader plans the same memory.
     """
     if device.type == "cuda":
         total = int(torch.cuda.get_device_properties(device).total_memory)
@@ -85,7 +84,7 @@ def spare_bytes(device: torch.device, num_sharers: int) -> int:
 
 
 def check_share(server: LoraServerConfig, num_bytes: int, total_bytes: int, num_sharers: int) -> None:
-    """Raise ConfigError for an arena larger than this rank's share of a device; memory_gb is not checked.
+    """Raises ConfigError for an arena above this rank's share of a device; memory_gb is not checked.
 
     num_sharers: ranks on the device, of total_bytes.
     """
@@ -107,9 +106,9 @@ def plan_memory(
 ) -> Memory:
     """The budget of each rank: `memory_gb`, or `capacity` times the largest of `packed`.
 
-    Without memory_gb the budget is at least `capacity` times an adapter of rank 16 on all targets, within the
-    spare bytes (None: no limit), since larger adapters may come later.
-    Raises ConfigError, with the smallest size that works, if one of `packed` does not fit.
+    Without memory_gb at least `capacity` times a rank-16 adapter on all targets, within the spare bytes
+    (None: no limit), for larger adapters later.
+    Raises ConfigError with the least sufficient size if an adapter does not fit.
     """
     ranks = range(partition.layout.num_ranks)
     usual = partition.shape.adapter_bytes(DEFAULT_LORA_RANK) * dtype.itemsize // partition.shape.dtype_bytes
@@ -132,7 +131,6 @@ def plan_memory(
 
 
 def _page_bytes(partition: Partition, num_bytes: int) -> int:
-    """For adapters of this size or more."""
     shard_bytes = num_bytes // partition.shape.num_layers // partition.layout.num_ranks
     return max(_MIN_PAGE_BYTES, 2 ** int(math.log2(max(1, shard_bytes // _PAGES_PER_LAYER))))
 
@@ -145,7 +143,6 @@ def _budgets(
     usual: int,
     spare: int | None,
 ) -> list[int]:
-    """Bytes of each rank."""
     num_ranks = partition.layout.num_ranks
     if server.memory_gb is not None:
         return [round(server.memory_gb * 1e9)] * num_ranks

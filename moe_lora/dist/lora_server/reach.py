@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process is reached by the others around a LoRA Server, and what it must agree on with them."""
+"""Addresses and agreed facts of the processes around a LoRA Server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_lora.dist.transport.contract import Transport, make_transport
 def agreed_facts(
     shape: ModelShape, dtype: torch.dtype, server: LoraServerConfig, expert_parallel: int
 ) -> dict[str, Any]:
-    """What all processes around one LoRA Server must agree on."""
+    """Facts that must agree on all processes of a LoRA Server."""
     return {
         "protocol": PROTOCOL_VERSION,
         "dtype": str(dtype),
@@ -35,21 +35,21 @@ def agreed_facts(
 
 
 def client_name(instance: str, client_rank: int) -> str:
-    """By which a rank of an instance is known at the LoRA Server."""
+    """Name of an instance's rank at the LoRA Server."""
     return f"{instance}/{client_rank}"
 
 
 def own_host(address: str) -> str:
-    """The IP address from which this host reaches a control address, and is reached by those around it.
+    """This host's IP address on the route to a control address.
 
-    Raises LoraServerError if there is no way there.
+    Raises LoraServerError without a route.
     """
     place = parse_address("lora_server.address", address)
     if place.path:
         return "127.0.0.1"
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.connect((place.host, place.port))  # sends nothing: the system only chooses the way
+            sock.connect((place.host, place.port))
             return str(sock.getsockname()[0])
     except OSError as error:
         raise LoraServerError(
@@ -58,9 +58,9 @@ def own_host(address: str) -> str:
 
 
 def server_transport(server: LoraServerConfig, name: str, put_timeout_s: float | None = None) -> Transport:
-    """This process's end of the transport that the settings name.
+    """This process's end of the configured transport.
 
-    put_timeout_s: how long one peer that takes nothing may hold up a put, where the medium waits for it.
+    put_timeout_s: limit of a put to a stuck peer, on media with blocking puts.
     """
     if server.transport == "gloo":
         host = own_host(server.address)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client rank's session with one server rank, made again whenever it was lost."""
+"""A client rank's session with one server rank, with reconnection."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NEVER = 2**64 - 1
 
 @asynccontextmanager
 async def attended(transport: Transport, window: Window) -> AsyncIterator[None]:
-    """Wait for signals meanwhile, in a thread: over NIXL a peer can attach only while its target waits."""
+    """Wait for signals in a thread meanwhile: over NIXL a peer attaches only to a waiting target."""
     done = threading.Event()
 
     def attend() -> None:
@@ -44,10 +44,10 @@ async def attended(transport: Transport, window: Window) -> AsyncIterator[None]:
 
 
 class ServerLink:
-    """A client rank's session with one server rank, made again whenever it was lost.
+    """A client rank's session with one server rank, with reconnection.
 
-    join: connects to the rank, which it looks for up to a timeout; raises LoraServerError.
-    `session` is None while there is none: deltas are then computed here.
+    join: connects to the rank within a timeout; raises LoraServerError.
+    `session`: None without one; deltas are then computed locally.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ServerLink:
         self.session: ClientSession | None = None
 
     async def start(self, timeout_s: float) -> None:
-        """Make the first session, and watch over it from then on.  Raises LoraServerError."""
+        """Make the first session, then watch and renew.  Raises LoraServerError."""
         first = await self._connect(timeout_s)
         self._joined = asyncio.create_task(stay_joined(self._name, self._connect, self._watch, first))
 
@@ -121,7 +121,7 @@ class ServerLink:
             session.break_off()
             peer.end()
         logger.warning("lost the LoRA Server at %s: %s", peer.name, peer.problem)
-        await asyncio.sleep(RETRY_S)  # the engine's thread may still be waiting on the buffers
+        await asyncio.sleep(RETRY_S)
         buffers, self._buffers = self._buffers, None
         if buffers is not None:
             await asyncio.to_thread(self._transport.detach, buffers[0])

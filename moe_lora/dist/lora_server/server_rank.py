@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the LoRA Server: control connections beside the data loop.
 
-Rank 0 is the leader: it owns the leases, and its address is the one that all others are told.
+Rank 0 is the leader: it owns the leases, and all processes get its address.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from .server_store import ServerAdapterStore
 logger = logging.getLogger(__name__)
 
 _PUT_TIMEOUT_S = 3.0
-"""How long an instance that takes no answers may hold up the others' before it counts as gone."""
+"""Limit of a put to an instance that takes no answers."""
 _LEADER_TIMEOUT_S = 120.0
 
 
 def own_device(config: EngineConfig, local_rank: int) -> torch.device:
     """The only device of a process with `device_shares`, else the device of LOCAL_RANK.
 
-    Raises ConfigError if the process sees too few.
+    Raises ConfigError for too few visible devices.
     """
     if config.device != "cuda":
         return torch.device(config.device)
@@ -83,10 +83,9 @@ def own_device(config: EngineConfig, local_rank: int) -> torch.device:
 class ServerRank:
     """One rank, built and ready to `run`.
 
-    config: of an instance that it serves, resolved: the leader puts its adapters into the store at the start
-    and sizes the arenas by them.  host: see `DataLoop`; closed with this.
-    local_rank: among the ranks of this host; None: as server_rank.
-    Raises ConfigError for settings that can't work, LoraServerError if the leader refuses or is not there.
+    config: of a served instance, resolved: the leader stores its adapters at start and sizes the arenas.
+    host: see `DataLoop`; closed with this.  local_rank: among the host's ranks; None: server_rank.
+    Raises ConfigError for impossible settings, LoraServerError for an absent or refusing leader.
     """
 
     def __init__(
@@ -99,9 +98,8 @@ class ServerRank:
     ) -> None:
         self._host = host
         self.restarts = False
-        """Whether `run` ended for the process to be started again, by whoever keeps it running."""
         self.on_restart: Callable[[], None] = lambda: None
-        """Called when it begins to end for that; the process sets it."""
+        """Called at the start of that end; set by the process."""
         assert config.lora_server is not None
         server = self._server = config.lora_server
         self._config, self._shape, self._server_rank = config, shape, server_rank
@@ -120,7 +118,7 @@ class ServerRank:
         self._transport = server_transport(server, name, put_timeout_s=_PUT_TIMEOUT_S)
         self._session_numbers = itertools.count()
         self._linked: Counter[str] = Counter()
-        """Sessions by client rank: one that came back may have its last one here for a while."""
+        """Sessions by client rank; a reconnected rank may keep its last session for a while."""
         self._tell_links: Callable[[tuple[str, ...]], object] = lambda clients: None
         self._tasks: list[asyncio.Task[None]] = []
         if server_rank == LEADER:
@@ -138,7 +136,7 @@ class ServerRank:
     def run(self) -> None:
         """Serve until `stop`."""
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread, for kernels
+            torch.cuda.set_device(self._device)
         try:
             self.loop.run()
         finally:
@@ -161,7 +159,6 @@ class ServerRank:
         self.stop()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have it run in the event loop until this rank ends."""
 
         async def start() -> None:
             self._tasks.append(asyncio.create_task(work))
@@ -210,7 +207,6 @@ class ServerRank:
 
     @staticmethod
     def _report_by(report: Callable[[str, int, str], None]) -> Callable[[str, int, Exception], None]:
-        """Returns a function for any thread; it calls `report` in the event loop."""
 
         def failed(adapter_id: str, generation: int, error: Exception) -> None:
             reason = str(error) or type(error).__name__
@@ -218,11 +214,9 @@ class ServerRank:
 
         return failed
 
-    # The leader
-
     def _lead(self) -> None:
         config = self._config
-        # An instance that serves a bad one says so; here it would keep the whole server from starting again.
+        # The instance reports a bad adapter; here the adapter must not block a restart.
         contents = AdapterContents(
             self._shape,
             self._dtype,
@@ -242,7 +236,7 @@ class ServerRank:
         orders = Orders(
             self.loop.server_store, self._store, lambda adapter_id: leader.supply(LEADER, adapter_id)
         )
-        # Later incarnations count from later: a generation of an earlier leader is always lower.
+        # Time-based: later incarnations have higher generations.
         first_generation = time.time_ns() // 1_000_000 << 20
         orders.start_over(first_generation)
         leader = Leader(
@@ -267,8 +261,6 @@ class ServerRank:
         leader.addresses[LEADER] = self._control.address
         self._tell_links = partial(leader.hear_links, LEADER)
 
-    # The other ranks
-
     def _follow(self) -> None:
         address = self._server.address
         memory, _ = network().run(ask(address, self._keys, self._hello, _LEADER_TIMEOUT_S, "memory"))
@@ -286,7 +278,7 @@ class ServerRank:
         return await join(self._server.address, self._keys, self._hello, timeout_s, hear=self._hear)
 
     async def _obey(self, peer: Peer) -> None:
-        """Hear what to load until the leader is gone; start over, as it may be a new one."""
+        """Follow a leader's orders until its end; start over, as the leader may be new."""
         memory, first_generation = await called(peer, "memory")
         if (memory.num_pages, memory.page_bytes) != (self._memory.num_pages, self._memory.page_bytes):
             logger.error("the new leader of the LoRA Server has other memory; this rank starts over")
@@ -302,7 +294,7 @@ class ServerRank:
             logger.warning("lost the leader of the LoRA Server: %s", peer.problem)
         finally:
             self._tell_links = lambda clients: None
-            # Nothing is loaded until a leader is back; what is here goes on being served.
+            # Without a leader no loads; resident adapters stay served.
             self.loop.server_store.set_led(False)
 
     async def _hear(self, peer: Peer, message: Message) -> None:
@@ -319,7 +311,7 @@ class ServerRank:
             await receive_blocks(peer, self._store, content.adapter_id, content.num_blocks)
         except ConnectionError:
             raise
-        except Exception as error:  # other adapters come over this connection too
+        except Exception as error:
             await self._orders.refused(content.adapter_id, error)
         else:
             await self._orders.regained(content.adapter_id)
@@ -331,14 +323,11 @@ class ServerRank:
         self._call_leader("fail_load", adapter_id, generation, reason)
 
     def _call_leader(self, method: str, *args: Any) -> None:
-        """Without a leader nothing is sent: the next leader orders every load anew."""
+        """Sends nothing without a leader: the next leader orders every load again."""
         if self._leader is not None and not self._leader.ended.is_set():
             self._leader.call(method, *args)
 
-    # Devices that put to each other
-
     def _serve_devices(self) -> DeviceLoop:
-        """Of all instances, beside those that ask over the transport.  Raises LoraServerError."""
         server, server_rank = self._server, self._server_rank
         leader = server.address, self._keys, self._hello, _LEADER_TIMEOUT_S
         answer = network().run(ask(*leader, "join_devices", ""))
@@ -349,12 +338,10 @@ class ServerRank:
         kernel, timeout_s = self._config.lora_kernel, server.answer_timeout_s
         return DeviceLoop(join, frames, server_rank, self.loop.server_store, kernel, timeout_s)
 
-    # Clients
-
     async def _open_session(
         self, visitor: Visitor, instance: str, answers: bytes, max_rows: int, depth: int
     ) -> bytes:
-        """Serve a client rank as long as its connection lasts."""
+        """Serve a client rank during its connection."""
         loop, peer = asyncio.get_running_loop(), visitor.peer
 
         def begin() -> ServerSession:
@@ -385,10 +372,8 @@ class ServerRank:
 
     def _link(self, client: str, change: int) -> None:
         self._linked[client] += change
-        self._linked += Counter()  # only those that have one are kept
+        self._linked += Counter()
         self._tell_links(tuple(self._linked))
-
-    # Turns within a stage
 
     async def _tell_turns(self, visitor: Visitor, turns: bytes, num_seen: int) -> None:
         window = await asyncio.to_thread(self._transport.attach, turns)
@@ -397,7 +382,7 @@ class ServerRank:
         self.loop.tell(window, num_seen)
 
     async def _join_stage(self, timeout_s: float) -> Peer:
-        """Let the first rank of the stage announce whose turn it is (see `data_loop.DataLoop`)."""
+        """Let the stage's first rank announce turns (see `data_loop.DataLoop`)."""
         leader = self._server.address, self._keys, self._hello
         address = await find_rank(*leader, self._stage_leader, timeout_s)
         begin = "tell_turns", self.loop.turns.descriptor(), self.loop.turns_seen
@@ -405,7 +390,7 @@ class ServerRank:
 
 
 def _tell_links(leader: Peer, clients: tuple[str, ...]) -> None:
-    if not leader.ended.is_set():  # the next one is told all
+    if not leader.ended.is_set():
         leader.call("linked", clients)
 
 
@@ -418,5 +403,5 @@ async def _carry_out(steps: asyncio.Queue[Callable[[], Awaitable[None]]]) -> Non
         step = await steps.get()
         try:
             await step()
-        except Exception:  # what was decided after it must be carried out all the same
+        except Exception:  # later decisions must be carried out all the same
             logger.exception("the leader's own rank can't carry out an order")

@@ -33,17 +33,16 @@ logger = logging.getLogger(__name__)
 
 
 NUM_TRIES = 3
-"""Tries of a load whose errors can pass."""
+"""Tries of a load with transient errors."""
 PAUSE_S = 0.2
-"""Before the next try."""
 PASSING = (OSError, StorageError)
 
 
 @dataclass(eq=False)
 class _Loading:
-    """A load under way: layers still to come, in order.  epoch: that of the server_store when it began.
+    """A load in progress: remaining layers, in order.  epoch: of the server_store at the start.
 
-    num_failures: of its layers.  due_s: no layer is loaded before this time.
+    num_failures: of its layers.  due_s: earliest time of the next layer.
     """
 
     slot: int
@@ -56,7 +55,7 @@ class _Loading:
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """What is launched in the context goes to the stream, if there is one."""
+    """Launch the context's work on the stream, if given."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
@@ -72,20 +71,18 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 class ServerAdapterStore:
-    """What one server rank holds.
+    """The adapters of one server rank.
 
-    generation: [M] the content that each slot has, or will have once it is loaded; a request that carries a
-    lower one comes too late, one with a higher one comes before the load command.  loaded: [M, L] generation
-    whose layer is in the arena.  contents: of each slot in use, generation and adapter.  reading: held while
-    slot table and arena are read for a request, so that rows of the table change between requests only.
-    led: whether load commands can come at all.
+    generation: [M] content of each slot, loaded or loading; a request with a lower one is late, with a higher
+    one is ahead of the load command.  loaded: [M, L] generation of each layer in the arena.  contents:
+    generation and adapter of used slots.  reading: held while slot table and arena are read for a request, so
+    that rows change between requests only.  led: True if load commands can come.
 
-    Several adapters are loaded at once, a layer of each in turn, so that the first layers of a newcomer don't
-    wait for the last ones of another (InfiniLoRA section 5.3).  On CUDA they come through page-locked buffers
-    on a stream of their own, while deltas are computed.
-    load_bytes_per_s: upper bound on the rate of loading; None = none.  layer_wise: False for the comparison
-    with whole adapters, one after the other, of which nothing is ready before all is.
-    Raises ConfigError if the memory can't be had.
+    Loads interleave by layer, so a new adapter's first layers don't wait for another's last (InfiniLoRA
+    section 5.3).  On CUDA they pass through page-locked buffers on their own stream, during the computation
+    of deltas.  load_bytes_per_s: limit of the load rate; None: no limit.  layer_wise: False loads whole
+    adapters in sequence, for comparison.
+    Raises ConfigError without the memory.
     """
 
     def __init__(
@@ -106,10 +103,11 @@ class ServerAdapterStore:
         self._server_rank = server_rank
         self._page_bytes = page_bytes
         self.on_progress: Callable[[], None] = lambda: None
-        """Called, from any thread, when a request that waits may have become ready or stale."""
+        """Called, from any thread, if a waiting request may have become ready or stale."""
         self.on_tables: Callable[[], None] = lambda: None
-        """Called when `generation` or `loaded` changed: before what left is cleared, and when what came is
-        there."""
+        """Called on changes of `generation` or `loaded`: before old content is cleared, and after new
+        content is there.
+        """
         self.on_failure: Callable[[str, int, Exception], None] = lambda content_hash, generation, error: None
         """Called, from any thread, with content hash, generation and error of a failed load."""
         self._load_bytes_per_s = load_bytes_per_s
@@ -133,16 +131,16 @@ class ServerAdapterStore:
         self._thread.start()
 
     def load(self, slot: int, generation: int, packed: PackedAdapter, runs: Mapping[int, Run]) -> None:
-        """Begin to load this rank's part of the adapter into the runs of pages, one per layer.
+        """Start to load this rank's part of the adapter into the runs of pages, one per layer.
 
-        A load whose content was evicted in the meantime is ignored.
+        Ignores a load already evicted.
         """
         with self._changed:
             if generation < self.generation[slot]:
                 return
             self.generation[slot] = generation
             self.contents[slot] = generation, RoutedAdapter(packed.content_hash, packed.targets)
-            # Layers of which this rank has nothing, or the adapter has nothing, are there at once.
+            # Layers without content on this rank are loaded at once.
             for layer in set(range(self._shape.num_layers)) - set(runs):
                 self.loaded[slot, layer] = generation
             self.on_tables()
@@ -153,7 +151,7 @@ class ServerAdapterStore:
         self.on_progress()
 
     def evict(self, slot: int, generation: int) -> None:
-        """Stop serving this content of the slot, or give up loading it."""
+        """Stop serving this content of the slot, or cancel its load."""
         with self._changed:
             if generation < self.generation[slot]:
                 return
@@ -166,11 +164,11 @@ class ServerAdapterStore:
         self.on_progress()
 
     def start_over(self, first_generation: int) -> None:
-        """Forget everything: generations begin above first_generation."""
+        """Forget everything: generations start above first_generation."""
         with self._changed:
             self._loading.clear()
             self.contents.clear()
-            self._epoch += 1  # a leader heard again sends the same generations anew
+            self._epoch += 1
             self._first_generation = first_generation
             self.generation[:] = first_generation
             self.loaded[:] = 0
@@ -181,7 +179,7 @@ class ServerAdapterStore:
         self.on_progress()
 
     def grow(self, num_slots: int) -> None:
-        """Have at least that many slots, new ones empty; until then, requests for them are stale."""
+        """Grow to at least num_slots slots, new slots empty; earlier requests for them are stale."""
         with self._changed:
             more = num_slots - len(self.generation)
             if more <= 0:
@@ -189,26 +187,26 @@ class ServerAdapterStore:
             slots = self.slots.grown(num_slots)
             with self.reading:
                 self.slots = slots
-            # The data loop looks up a slot here once `generation` has it.
+            # The data loop reads a slot here as soon as `generation` has the slot.
             self.loaded = np.pad(self.loaded, ((0, more), (0, 0)))
             self.generation = np.pad(self.generation, (0, more), constant_values=self._first_generation)
             self.on_tables()
 
     def set_led(self, led: bool) -> None:
-        """Whether there is a leader; without one a request for what is not here is not kept waiting."""
+        """Set the presence of a leader; without one, requests for missing content do not wait."""
         self.led = led
         self.on_progress()
 
     def has_left(self, slot: int, generation: int) -> bool:
-        """Whether the slot has, or will have, other content."""
+        """True if the slot has, or will have, other content."""
         return slot < len(self.generation) and generation < int(self.generation[slot])
 
     def is_stale(self, slot: np.ndarray, generation: np.ndarray) -> bool:
-        """Whether some row's content has left."""
+        """True if some row's content has left."""
         return bool((generation < self.generation[slot]).any())
 
     def is_ready(self, slot: np.ndarray, generation: np.ndarray, layer: int) -> bool:
-        """Whether all rows' adapters are in the arena as far as this layer goes."""
+        """True if all rows' adapters are loaded up to this layer."""
         return bool((self.loaded[slot, layer] == generation).all())
 
     def stop(self) -> None:
@@ -222,7 +220,6 @@ class ServerAdapterStore:
             self._load_all()
 
     def _load_all(self) -> None:
-        """Until `stop`.  An error ends the load of its adapter only."""
         while (step := self._next_layer()) is not None:
             try:
                 self._serve_layer(*step)
@@ -230,7 +227,6 @@ class ServerAdapterStore:
                 self._fail(*step, error)
 
     def _next_layer(self) -> tuple[_Loading, int, Run] | None:
-        """Wait for the next layer; None once the store stops."""
         with self._changed:
             while not self._stopping:
                 now_s = time.monotonic()
@@ -247,7 +243,6 @@ class ServerAdapterStore:
         return None
 
     def _serve_layer(self, loading: _Loading, layer: int, run: Run) -> None:
-        """Load a layer at the allowed rate, and serve the layer, or the adapter after its last layer."""
         start_s, last = time.monotonic(), not loading.runs
         num_bytes = self._load_layer(loading, layer, run)
         if self._load_bytes_per_s is not None:
@@ -259,7 +254,6 @@ class ServerAdapterStore:
         self.on_progress()
 
     def _fail(self, loading: _Loading, layer: int, run: Run, error: Exception) -> None:
-        """Try the layer again after a pause if the error can pass, else give the adapter up."""
         content_hash = loading.packed.content_hash
         with self._changed:
             if not self._is_wanted(loading):
@@ -279,12 +273,12 @@ class ServerAdapterStore:
         """Stop serving the content, then call `on_failure`."""
         try:
             self.evict(slot, generation)
-        except Exception:  # the data loop notices a lost device
+        except Exception:
             logger.exception("slot %d can't be cleared", slot)
         self.on_failure(content_hash, generation, error)
 
     def _is_wanted(self, loading: _Loading) -> bool:
-        """Whether the load was neither evicted nor forgotten since it began; the caller holds the lock."""
+        """True unless evicted or forgotten since the start; requires the lock."""
         same_content = bool(self.generation[loading.slot] == loading.generation)
         return same_content and loading.epoch == self._epoch
 
@@ -299,7 +293,7 @@ class ServerAdapterStore:
             if not self._is_wanted(loading):
                 return 0
             self._follow_others()
-        # Without the lock: if others get the pages meanwhile, this thread writes them, later.
+        # Without the lock: a later owner's load of these pages writes after this one, in this thread.
         self._copy(packed, shard, self.arena[start : start + num_bytes])
         with self._changed:
             if not self._is_wanted(loading):
@@ -314,13 +308,13 @@ class ServerAdapterStore:
         return num_bytes
 
     def _follow_others(self) -> None:
-        """On the loader's stream nothing begins before what others have launched: deltas of those that had
-        the pages before, and changes of the slot table."""
+        """The loader's stream waits for launched work: deltas of the pages' former owners, and slot table
+        changes.
+        """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.default_stream(self.arena.device))
 
     def _copy(self, packed: PackedLayer, shard: LayerShard, target: torch.Tensor) -> None:
-        """target [bytes] = the shard; it is there when this returns."""
         if self._staging is None:
             shard.copy(packed.data, target.view(packed.data.dtype))
             return

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control messages between the processes of a system: connections, calls and what they carry."""
+"""Control messages between processes: connections, calls and their encoding."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages as bytes: msgspec structs, told apart by their names; whatever else comes is refused.
+"""Messages as bytes: msgspec structs, tagged by name.
 
-Nothing that arrives can name code to run: a frame becomes one of the types that a link lists, or an error.
+A frame becomes one of a link's listed types, or an error: received bytes can't name code to run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What travels over a link; its subclasses' names tell messages apart."""
+    """A message of a link; subclass names are the tags."""
 
 
 class CallFrame(Message, frozen=True):
-    """A method to be run by the peer; an `AnswerFrame` or a `FailureFrame` of the same number follows."""
+    """A call of a peer's method; an `AnswerFrame` or a `FailureFrame` of the same number follows."""
 
     number: int
     method: str
@@ -56,7 +56,6 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 def _to_plain(value: Any) -> Any:
-    """An error as its kind and what it says, of an unknown kind the nearest known one; numpy's numbers."""
     if isinstance(value, Exception):
         for kind in type(value).__mro__:
             if kind.__name__ in _KINDS:
@@ -64,7 +63,7 @@ def _to_plain(value: Any) -> Any:
         return (type(value).__name__, str(value))
     if isinstance(value, numbers.Integral):
         return int(value)
-    if isinstance(value, numbers.Real):  # numpy's
+    if isinstance(value, numbers.Real):
         return float(value)
     raise NotImplementedError(f"{type(value).__name__} can't be sent")
 
@@ -79,11 +78,11 @@ def _from_plain(kind: type, value: Any) -> Any:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_plain)
 encode = _ENCODER.encode
-"""A message, or a value of one, as bytes.  Raises TypeError for what has no place in a message."""
+"""A message, or a value of one, as bytes.  Raises TypeError for unsupported values."""
 
 
 class Decoder:
-    """Turns bytes into one of these types.  Raises msgspec.DecodeError for any other."""
+    """Decodes bytes into one of these types.  Raises msgspec.DecodeError otherwise."""
 
     def __init__(self, types: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(types, dec_hook=_from_plain)
@@ -96,7 +95,7 @@ class Decoder:
 
 
 def decoder_of(kinds: Iterable[type[Message]]) -> Decoder:
-    """Takes these messages, calls and answers."""
+    """A decoder of these messages, calls and answers."""
     union: Any = None
     for kind in (*FRAMES, *kinds):
         union = kind if union is None else union | kind
@@ -105,7 +104,7 @@ def decoder_of(kinds: Iterable[type[Message]]) -> Decoder:
 
 
 class Interface:
-    """The methods that one end of a link answers, with the types that the annotations of a class say."""
+    """The methods of one end of a link, typed by a class's annotations."""
 
     def __init__(self, methods: type) -> None:
         self._args: dict[str, Decoder] = {}
@@ -124,21 +123,20 @@ class Interface:
         return method in self._args
 
     def args(self, method: str, data: msgspec.Raw) -> tuple[Any, ...]:
-        """The arguments of a call.  Raises msgspec.DecodeError if they are not what the method takes."""
+        """The arguments of a call.  Raises msgspec.DecodeError for wrong arguments."""
         found: tuple[Any, ...] = self._args[method](data)
         return found
 
     def result(self, method: str, data: msgspec.Raw) -> Any:
-        """What a call returned.  Raises msgspec.DecodeError."""
+        """The result of a call.  Raises msgspec.DecodeError."""
         return self._results[method](data)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What travels over a link, as one end sees it.
+    """One end's view of a link.
 
-    receives: messages that may come.  answers: calls of the peer that this end answers.  asks: calls that
-    this end makes.
+    receives: incoming messages.  answers: interface of this end.  asks: interface of the peer.
     """
 
     receives: Decoder

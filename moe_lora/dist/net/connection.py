@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections of processes: a Unix socket on one host, mutual TLS between hosts; dialled again if lost."""
+"""Connections between processes: a Unix socket on one host, mutual TLS between hosts; redialled if lost."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ from .keys import Keys
 logger = logging.getLogger(__name__)
 
 OPEN_S = 10.0
-"""A connection that is not open after so long is given up."""
 _CLOSE_S = 1.0
 _KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000))
-"""A host that is gone or cut off is noticed after about 5 s (on Linux; elsewhere by the system's rules)."""
+"""A lost host is noticed after about 5 s (on Linux; elsewhere by system defaults)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pings:
-    """How often a peer's event loop is asked whether it goes on, and when it counts as gone, in seconds."""
+    """Seconds between pings of a peer's event loop, and until a silent peer counts as gone."""
 
     interval_s: float = 1.0
     timeout_s: float = 4.0
@@ -60,10 +59,10 @@ async def listen(
     visit: Callable[[Connection, str], Awaitable[None]],
     pings: Pings | None = None,
 ) -> AsyncIterator[Address]:
-    """Have `visit` serve each connection, with where it comes from, until the context ends; where it listens.
+    """Call `visit` with each connection and its origin, until the context ends; yields the bound address.
 
-    A Unix socket is for its user only.  setting: names the address in errors.  Raises ConfigError if the
-    address can't be had, or is one of a network and there are no keys.
+    A Unix socket is private to its user.  setting: the address's name in errors.  Raises ConfigError for an
+    unavailable address, or a network address without keys.
     """
 
     async def handle(connection: ServerConnection) -> None:
@@ -88,7 +87,7 @@ async def listen(
 
 
 async def dial(setting: str, address: Address, keys: Keys | None, pings: Pings | None = None) -> Connection:
-    """Connect.  Raises ConnectionError, saying what is wrong; ConfigError without keys for a network."""
+    """Connect.  Raises ConnectionError with the cause; ConfigError for a network address without keys."""
     context = None if address.path else _context(setting, address, keys, server=False)
     try:
         if address.path:
@@ -117,7 +116,7 @@ _SAME_KEYS = "are its certificates of the same authority?"
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.1, 1.0, 1.5
-"""Pauses before one dials again grow, until a peer let one in."""
+"""Growing pauses between dials, reset by an accepted connection."""
 
 
 async def stay_connected(
@@ -125,9 +124,9 @@ async def stay_connected(
     connection: Callable[[], Awaitable[Connection]],
     session: Callable[[Connection], Awaitable[str | None]],
 ) -> None:
-    """Dial, have `session` use the connection as long as it lasts, and dial again, until cancelled.
+    """Dial, run `session` on the connection, and dial again, until cancelled.
 
-    session: returns why it was refused; None: it was let in.  The same problem is logged once.
+    session: returns the reason of a refusal; None: accepted.  A repeated problem is logged once.
     """
     said, pause_s = LastProblem(), FIRST_PAUSE_S
     while True:
@@ -135,7 +134,7 @@ async def stay_connected(
             problem = await session(await connection())
         except ConnectionError as error:
             problem = str(error)
-        except Exception as error:  # whatever it is, the link is made again
+        except Exception as error:
             logger.exception("%s: the connection failed", name)
             problem = repr(error)
         if problem is None:
@@ -164,7 +163,7 @@ def _keep_alive(connection: Connection) -> None:
 
 
 class _OneLine(logging.Filter):
-    """What a stranger says is no traceback of ours."""
+    """Logs errors of strangers in one line, without traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info and record.exc_info[1] is not None:

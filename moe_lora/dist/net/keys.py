@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates of a cluster: who has one signed by its authority takes part, over mutual TLS."""
+"""Certificates of a cluster: its authority's signature admits members, over mutual TLS."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VALID_DAYS = 3650
 class Keys:
     """The certificates in a folder: the authority's, and a member's with its key.
 
-    Raises ConfigError, saying how to make them, if they can't be read.
+    Raises ConfigError, with the command that makes them, for unreadable certificates.
     """
 
     folder: Path
@@ -34,9 +34,9 @@ class Keys:
         self.context(server=False)
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """For one end of a connection: it shows this certificate and wants one of the same authority.
+        """TLS context of one end: shows this certificate and requires the same authority.
 
-        Names of hosts are not looked at: a member may be found at any address.
+        Host names are not checked: a member may have any address.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -53,19 +53,19 @@ class Keys:
         return context
 
     def authority(self) -> bytes:
-        """The authority's certificate, which the clusters of two authorities differ in."""
+        """The authority's certificate, the identity of a cluster."""
         return (self.folder / AUTHORITY).read_bytes()
 
 
 def keys_in(folder: str | Path | None) -> Keys | None:
-    """The certificates there; None where there is no folder, since all is on one host."""
+    """The certificates in the folder; None without a folder, on one host."""
     return None if folder is None else Keys(Path(folder))
 
 
 def keys_of(cluster: ClusterConfig) -> Keys | None:
-    """The certificates by which roles on several hosts know each other; None where all are on one.
+    """The certificates of roles on several hosts; None on one host.
 
-    Raises ConfigError if they can't be read, or there are none and an address is one of a network.
+    Raises ConfigError for unreadable certificates, or a network address without certificates.
     """
     if cluster.certificates is None:
         for name, address in cluster.dialled_addresses().items():
@@ -75,10 +75,10 @@ def keys_of(cluster: ClusterConfig) -> Keys | None:
 
 
 def make_keys(folder: Path) -> Keys:
-    """Make a cluster's authority, and the certificate of its members, in a folder that only its user reads.
+    """Make a cluster's authority, and its members' certificate, in a private folder.
 
-    AUTHORITY and MEMBER go to every host; AUTHORITY_KEY signs more members and need not be on any.
-    Raises ConfigError if there are some already, the folder can't be written, or there is no openssl.
+    AUTHORITY and MEMBER go to every host; AUTHORITY_KEY signs more members and may stay offline.
+    Raises ConfigError for existing certificates, an unwritable folder, or no openssl.
     """
     made = [folder / name for name in (AUTHORITY, AUTHORITY_KEY, MEMBER)]
     for path in made:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other end of a connection: messages in order, calls answered; a connection ends as a whole.
+"""The other end of a connection: ordered messages, and calls with answers.
 
-Nothing is resumed: when a connection ends, what was asked over it fails, and both ends are told.
+No resumption: the end of a connection fails its open calls at both ends.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .codec import AnswerFrame, CallFrame, FailureFrame, Message, Protocol, enco
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 512 << 20
-"""A peer for which more than this waits has stopped reading; its connection is ended."""
+"""A peer with more queued bytes has stopped reading; its connection ends."""
 _LAST_WORDS_S = 1.0
 _NOT_UNDERSTOOD, _GOING_AWAY = 1003, 1001
 
 
 class PeerEndedError(ConnectionError):
-    """The connection has ended; nothing is known of what was not answered."""
+    """The connection has ended; outcomes of unanswered calls are unknown."""
 
 
 @dataclass(eq=False)
 class _Call:
-    """A call under way.  waiter: who asked waits for it, and may give up.  over: the peer has answered."""
+    """A call under way.  waiter: of the caller, who may give up.  over: the peer has answered."""
 
     method: str
     waiter: asyncio.Future[Any]
@@ -44,12 +44,12 @@ class _Call:
     def fail(self, error: Exception) -> None:
         if not self.waiter.done():
             self.waiter.set_exception(error)
-            self.waiter.exception()  # not everyone who asked waits still
+            self.waiter.exception()
 
 
 @dataclass(eq=False)
 class Asked:
-    """A call of the peer, which waits for one of the two."""
+    """A call of the peer; needs an answer or a failure."""
 
     peer: Peer
     number: int
@@ -57,7 +57,7 @@ class Asked:
     args: tuple[Any, ...]
 
     def answer(self, value: Any) -> None:
-        """Tell what was returned; what can't be sent is told as an error."""
+        """Send the result; an unsendable result becomes an error."""
         try:
             data = encode(value)
         except (TypeError, NotImplementedError) as error:
@@ -70,10 +70,10 @@ class Asked:
 
 
 class Peer:
-    """One end of an open connection; belongs to the event loop in which it is made.
+    """One end of an open connection; belongs to its event loop.
 
-    It hears nothing, answers to its calls included, but while someone awaits `next` or iterates `messages`.
-    ended: set once the connection is over; problem then says why.  cut: it ended without a farewell.
+    Receives messages and answers only during `next` or an iteration of `messages`.
+    ended: set at the connection's end, with the cause in `problem`.  cut: ended without a farewell.
     """
 
     def __init__(self, socket: Connection, protocol: Protocol, name: str) -> None:
@@ -93,9 +93,9 @@ class Peer:
         self._writer = asyncio.create_task(self._write())
 
     def send(self, message: Message) -> None:
-        """Have a message sent after all earlier ones; nobody waits for the peer to read it.
+        """Queue a message; does not wait for the peer.
 
-        To a peer that is gone nothing is sent.
+        Sends nothing to a lost peer.
         """
         if self.ended.is_set() or self._closing:
             return
@@ -107,13 +107,13 @@ class Peer:
             self._end(f"{self.name} does not read what it is sent")
 
     def send_all(self, messages: Iterator[Message]) -> None:
-        """As `send`, of messages that are drawn one by one as they leave: few of them are ever in memory."""
+        """As `send`, for messages drawn lazily while sending."""
         if not (self.ended.is_set() or self._closing):
             self._waiting.append(messages)
             self._something.set()
 
     def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
-        """Run a method of the peer; what it returned, or the error it raised.  Fails with PeerEndedError."""
+        """Call a method of the peer; the result, or the peer's error.  Fails with PeerEndedError."""
         assert self._protocol.asks is not None
         assert method in self._protocol.asks, method
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -126,12 +126,13 @@ class Peer:
         return future
 
     async def next(self) -> Message | Asked:
-        """What the peer sends next.  Raises PeerEndedError when the connection is over."""
+        """The peer's next message or call.  Raises PeerEndedError at the connection's end."""
         while not self.ended.is_set():
             try:
                 message = self._protocol.receives(await self._socket.recv(decode=False))
                 if isinstance(message, AnswerFrame | FailureFrame):
                     self._take(message)
+                    await asyncio.sleep(0)  # who awaits the answer goes on before the next message is heard
                 elif isinstance(message, CallFrame):
                     asked = self._asked(message)
                     if asked is not None:
@@ -149,15 +150,15 @@ class Peer:
         raise PeerEndedError(self.problem)
 
     async def messages(self) -> AsyncIterator[Message | Asked]:
-        """What the peer sends, as long as the connection lasts."""
+        """The peer's messages and calls until the connection's end."""
         with suppress(PeerEndedError):
             while True:
                 yield await self.next()
 
     async def receive(self, timeout_s: float) -> Message | Asked:
-        """As `next`, for the words with which a connection begins: a peer that says nothing is given up."""
+        """As `next` with a time limit, for handshakes: a silent peer is given up."""
         try:
-            # asyncio.wait_for forgets a cancellation that comes with the message (Python before 3.12).
+            # asyncio.wait_for loses a cancellation that comes with the message (Python before 3.12).
             with fail_after(timeout_s):
                 return await self.next()
         except TimeoutError:
@@ -165,7 +166,7 @@ class Peer:
             raise PeerEndedError(self.problem) from None
 
     def end(self, reason: str = "") -> None:
-        """End the connection once what was sent before has left, or at once if it does not leave."""
+        """End the connection after earlier messages have left, or at once if stuck."""
         if not self._closing:
             self._closing = True
             self.problem = self.problem or reason or "the connection was closed"
@@ -178,16 +179,16 @@ class Peer:
         self._abort()
 
     async def closed(self) -> None:
-        """Return when the connection is over and nothing of it runs."""
+        """Wait for the connection's complete end."""
         await asyncio.wait([self._writer])
 
     def abandon_calls(self, error: Exception) -> None:
-        """Let nobody wait for the answers to calls any longer; `settled` still does."""
+        """Fail all waits for answers; `settled` still waits."""
         for call in self._calls.values():
             call.fail(error)
 
     async def settled(self) -> None:
-        """Return when the peer has answered all calls of before, abandoned or not.  Raises PeerEndedError."""
+        """Wait for the answers of all earlier calls, abandoned or not.  Raises PeerEndedError."""
         for call in list(self._calls.values()):
             await call.over.wait()
         if self.ended.is_set():
@@ -205,7 +206,6 @@ class Peer:
             call.waiter.set_result(self._protocol.asks.result(call.method, message.value))
 
     def _asked(self, call: CallFrame) -> Asked | None:
-        """The call, unless there is no such method, or it takes others: then it is refused."""
         answers = self._protocol.answers
         if answers is None or call.method not in answers:
             self.send(FailureFrame(call.number, ValueError(f"{call.method!r} is not answered here")))
@@ -238,7 +238,6 @@ class Peer:
         self._end(self.problem)
 
     def _end(self, problem: str) -> None:
-        """The connection is over: whoever waits for something of it is told."""
         if self.ended.is_set():
             return
         self.problem = problem or "the connection ended"
@@ -260,7 +259,6 @@ class Peer:
 
 
 def _reason(error: ConnectionClosed) -> str:
-    """What is known of why a connection ended."""
     if error.rcvd is not None and error.rcvd.reason:
         return error.rcvd.reason
     return f"the connection was cut ({error.__cause__!r})" if error.__cause__ else "the other end closed it"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Event loops beside threads: one in a thread of its own, and calls that would hold one up."""
+"""Event loops and threads: a loop in a thread, and blocking calls outside a loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs what other threads give it, until it is stopped."""
+    """Runs coroutines of other threads until stopped."""
 
     def __init__(self, name: str = "network") -> None:
         self.loop = asyncio.new_event_loop()
@@ -23,11 +23,11 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """What a coroutine returns there; waits for it."""
+        """Wait for a coroutine's result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
     def stop(self) -> None:
-        """Cancel what still runs there, and wait until it has ended."""
+        """Cancel running work and wait for its end."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
@@ -47,7 +47,7 @@ class LoopThread:
 
 @contextmanager
 def entered(make: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[tuple[T, LoopThread]]:
-    """What an asynchronous context yields, and the thread in whose event loop it is entered and left."""
+    """Value of an asynchronous context, and the thread of its event loop."""
     thread = LoopThread()
     try:
         over = asyncio.Event()
@@ -74,7 +74,7 @@ def entered(make: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[tupl
 
 
 async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
-    """`asyncio.to_thread` for what may hang, as a network's disk may: the process can end all the same."""
+    """`asyncio.to_thread` for calls that may hang, e.g. on a network disk: the process can still end."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -87,7 +87,7 @@ async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
             settled = partial(settle, done.set_result, function(*args))
         except BaseException as error:
             settled = partial(settle, done.set_exception, error)
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):
             loop.call_soon_threadsafe(settled)
 
     threading.Thread(target=work, daemon=True).start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One-sided transports: windows of memory that peers write, and signals that count up."""
+"""One-sided transports: windows of memory for peers' writes, and counting signals."""
 
 from .contract import KINDS, RemoteWindow, Transport, Window, make_transport
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every transport offers, in OpenSHMEM's words: memory others may write, and signals that count up.
+"""The contract of every transport, in OpenSHMEM's words: windows of memory, and counting signals.
 
-A process makes one Transport, allocates windows, and hands their descriptors to its peers, which `attach`. A
-peer puts bytes into a window and raises one of its signals;
-who sees the signal's value sees the bytes (release store, acquire load). Signals are unsigned 64-bit, each
-on its own cache line, and have one writer at a time. A raise below the present value changes nothing, and
-waits ask for >=, so a value that was skipped can't hang a waiter. Membership is elastic: a process that
-died returns with new windows, which peers `attach`; nobody else restarts.
+A process makes one Transport, allocates windows, and sends their descriptors to peers, which `attach`.  A
+peer puts bytes into a window and raises one of its signals; a reader of the value sees the bytes (release
+store, acquire load).  Signals are unsigned 64-bit, on own cache lines, with one writer at a time.  A raise
+below the present value changes nothing, and waits test >=, so skipped values can't hang a waiter.  A
+restarted process has new windows, which peers `attach`; peers need no restart.
 
 Source: InfiniLoRA section 5.1 (push-based communication); OpenSHMEM 1.5 section 9.8 (signals).
 """
@@ -27,15 +26,15 @@ from moe_lora.core.errors import PeerGoneError, SignalTimeoutError
 
 from .descriptor import Descriptor, check_range, check_signal, check_sizes
 
-if TYPE_CHECKING:  # loads the C++ library
+if TYPE_CHECKING:
     from .shm_library import SignalWaiter, SignalWords
 
 
 class Window(ABC):
-    """Memory of this process that peers may write; subclasses make `bytes` and `words`, and free them."""
+    """Memory of this process for peers' writes; subclasses make `bytes` and `words`, and free them."""
 
     bytes: torch.Tensor
-    """uint8 [num_bytes], zero at first; stays mapped as long as any view of it lives."""
+    """uint8 [num_bytes], initially zero; mapped during the life of any view."""
     words: SignalWords
 
     def __init__(self, owner: Transport, number: int, label: str, num_bytes: int, num_signals: int) -> None:
@@ -45,11 +44,12 @@ class Window(ABC):
 
     @abstractmethod
     def medium(self) -> dict[str, Any]:
-        """The facts of the medium by which peers find the window."""
+        """The medium's facts for peers."""
 
     def descriptor(self) -> builtins.bytes:
-        """What a peer needs for `attach`: name, size, facts of the medium. ASCII, a few hundred bytes (NIXL:
-        a few kilobytes); valid until the window is freed or the process ends."""
+        """Data for `attach`: name, size, facts of the medium.  ASCII, a few hundred bytes (NIXL: a few
+        kilobytes); valid until the window is freed or the process ends.
+        """
         return Descriptor(
             kind=self._owner.kind,
             peer=self._owner.name,
@@ -65,19 +65,22 @@ class Window(ABC):
         return self.words.read(signal)
 
     def set_signal(self, signal: int, value: int) -> None:
-        """Set the value here, also to a lower one, and wake this process's waiters.  For starting a reused
-        window over, and for waking a thread of one's own; a peer's raise at the same moment may be lost."""
+        """Set the value here, also to a lower one, and wake this process's waiters.
+
+        To reset a reused window, or wake an own thread; a simultaneous raise of a peer may be lost.
+        """
         check_signal(self, signal, value)
         self.words.set(signal, value)
 
     def free(self) -> None:
-        """Take the window back: later puts of peers raise PeerGoneError, at the latest in their quiet, or
-        change nothing. Idempotent."""
+        """Free the window: later puts of peers raise PeerGoneError, at the latest in quiet, or change
+        nothing.  Idempotent.
+        """
         if self._owner.forget(self):
             self.discard()
 
     def discard(self) -> None:  # noqa: B027
-        """Give back what the medium keeps of the window, if anything; called once."""
+        """Release the medium's resources of the window; called once."""
 
 
 class RemoteWindow(ABC):
@@ -88,35 +91,37 @@ class RemoteWindow(ABC):
         self.num_bytes, self.num_signals = found.num_bytes, found.num_signals
 
     def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor | None:
-        """The peer's bytes mapped here, uint8 [num_bytes] (shmem_ptr), so that a gather can write straight
-        into them before `signal`; None where the medium has no such thing."""
+        """The peer's bytes mapped here, uint8 [num_bytes] (shmem_ptr), for writes before `signal`; None if
+        the medium has no mapping.
+        """
         check_range(self, offset_bytes, num_bytes)
         return None
 
     @abstractmethod
     def signal(self, signal: int, value: int) -> None:
-        """Raise a signal after writes through `view` or after puts: who sees it sees them.
-        Raises PeerGoneError."""
+        """Raise a signal behind earlier writes through `view` and earlier puts.  Raises PeerGoneError."""
 
     @abstractmethod
     def alive(self) -> bool:
-        """Whether the peer's process was alive and the window not freed, as far as known without waiting.
-        Cheap; a medium that learns of a death only by writing may say True until then."""
+        """True if the peer's process and window exist, as far as known without a wait.
+
+        Cheap; some media notice a death only by a write.
+        """
 
     def gone_error(
         self, reason: object = "the process has ended, or it was freed or detached from"
     ) -> PeerGoneError:
-        """What a use of the window raises from now on."""
+        """The error of any later use of the window."""
         return PeerGoneError(
             f"window {self.label!r} of {self.peer!r} is gone ({reason}); attach to its newest window"
         )
 
 
 class Transport(ABC):
-    """One process's end. Made by `make_transport`; closed by `close` or as a context manager.
+    """One process's end, from `make_transport`; closed by `close` or as a context manager.
 
-    Everything may be called from any thread, windows' methods too; `close` once nothing else is under way.
-    Windows of peers are those that this transport attached.
+    Thread-safe, with windows' methods; call `close` last.  Remote windows are those attached by this
+    transport.
     """
 
     kind: str
@@ -129,13 +134,12 @@ class Transport(ABC):
         self._windows: dict[int, Any] = {}
         self._remotes: set[Any] = set()
         self._lock = threading.RLock()
-        """Held around the windows of both sides."""
         self._closed = False
 
     def alloc(self, label: str, num_bytes: int, num_signals: int) -> Window:
-        """Zeroed local memory that peers may write.
+        """Zeroed local memory for peers' writes.
 
-        Raises ValueError for sizes below zero or a label in use here.
+        Raises ValueError for sizes below zero or a used label.
         """
         with self._lock:
             if self._closed:
@@ -149,14 +153,15 @@ class Transport(ABC):
         return window
 
     def forget(self, window: Window) -> bool:
-        """Called by a window that is freed; whether it was still known."""
+        """Called by a freed window; True if known."""
         with self._lock:
             return self._windows.pop(window.number, None) is not None
 
     @abstractmethod
     def attach(self, descriptor: bytes) -> RemoteWindow:
-        """The window a descriptor names. Raises PeerUnreachableError if it or its process is gone, ValueError
-        if the descriptor is of another kind of transport, another version, or does not fit the window."""
+        """The window of a descriptor.  Raises PeerUnreachableError for a lost window or process, ValueError
+        for a descriptor of another transport or version, or of other sizes.
+        """
 
     @abstractmethod
     def put_signal(
@@ -164,32 +169,32 @@ class Transport(ABC):
     ) -> None:
         """dst[offset : offset + src.nbytes] = src, then signal = max(signal, value).
 
-        Who sees the value sees this put and all that this process put into this window before, without a
-        `fence` between: signal n + 1 says that frames 0 to n are there.
+        A reader of the value sees this and all earlier puts of this process into the window, without a
+        `fence`: signal n + 1 covers frames 0 to n.
 
-        src: contiguous, on the CPU, any dtype, or None for the signal alone; not to be changed before
-        `quiet(dst)`.  Asynchronous where the medium is: over NIXL a put, and a signal behind it, gets on
-        while its process puts, waits or quiets, and the bytes of puts may overtake each other unless `fence`
-        stands between.
-        Any offset and length, zero too.
+        src: contiguous, on the CPU, any dtype, or None for the signal alone; unchanged until `quiet(dst)`.
+        May be asynchronous: over NIXL puts progress while the process puts, waits or quiets, and bytes of
+        puts may overtake each other without a `fence`.  Any offset and length, zero too.
         Raises ValueError beyond the window, PeerGoneError.
         """
 
     @abstractmethod
     def get(self, src: Any, offset_bytes: int, out: torch.Tensor) -> None:
-        """out = src[offset : offset + out.nbytes]; returns when filled. Raises ValueError, PeerGoneError."""
+        """out = src[offset : offset + out.nbytes]; returns when filled.  Raises ValueError, PeerGoneError."""
 
     @abstractmethod
     def fence(self, dst: Any) -> None:
-        """Puts issued before are delivered before puts issued after. Raises PeerGoneError."""
+        """Earlier puts are delivered before later puts.  Raises PeerGoneError."""
 
     @abstractmethod
     def quiet(self, dst: Any) -> None:
-        """Returns when all puts are delivered and their sources may be reused. Raises PeerGoneError."""
+        """Returns when all puts are delivered and their sources may be reused.  Raises PeerGoneError."""
 
     def signal_wait_until(self, window: Window, signal: int, at_least: int, timeout_s: float | None) -> int:
-        """Wait for signal >= at_least; returns the value seen.  None: no limit.  Any thread; the GIL is free.
-        Raises SignalTimeoutError."""
+        """Wait for signal >= at_least; returns the value.  None: no limit.  Any thread; releases the GIL.
+
+        Raises SignalTimeoutError.
+        """
         if self.wait_any([(window, signal, at_least)], timeout_s) is None:
             raise SignalTimeoutError(
                 f"signal {signal} of window {window.label!r} is {window.words.read(signal)}, not {at_least} "
@@ -198,16 +203,18 @@ class Transport(ABC):
         return window.words.read(signal)
 
     def wait_any(self, waits: Sequence[tuple[Window, int, int]], timeout_s: float | None) -> int | None:
-        """Index of the first (window, signal, at_least) that holds; None after timeout_s.  Spins briefly,
-        then sleeps; one sleeper waits for any number of signals of this transport's windows."""
+        """Index of the first (window, signal, at_least) that holds; None after timeout_s.
+
+        Spins briefly, then sleeps; a sleeper waits for any number of signals of this transport's windows.
+        """
         return self._waiter.any(waits, timeout_s)
 
     @abstractmethod
     def detach(self, remote: Any) -> None:
-        """Let a peer's window go; views stay mapped while they live. Idempotent."""
+        """Release a peer's window; views stay mapped.  Idempotent."""
 
     def close(self) -> None:
-        """Free all windows, detach from all, stop threads. Idempotent."""
+        """Free all windows, detach from all, stop threads.  Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -221,16 +228,13 @@ class Transport(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Give back what the medium keeps, once all windows are freed and detached from."""
+        """Release the medium, after all windows are freed and detached."""
 
     def __enter__(self) -> Transport:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-# Makes a transport by name, and tells which ones this installation has.
 
 
 _PLACES = {
@@ -244,8 +248,8 @@ KINDS = tuple(_PLACES)
 def make_transport(kind: str, *, name: str, **options: Any) -> Transport:
     """One process's end of a transport.
 
-    kind: one of KINDS.  name: unique in the cluster, such as "server/3"; a process that returns after a crash
-    uses its old name.  options: those of the kind's class.
+    kind: one of KINDS.  name: unique in the cluster, e.g. "server/3"; a restarted process keeps its name.
+    options: of the kind's class.
     Raises ValueError for an unknown kind.
     """
     if kind not in _PLACES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a peer needs to find a window, as JSON in ASCII, and the checks that all transports share."""
+"""Descriptors of windows, as JSON in ASCII, and checks shared by all transports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINE_BYTES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Descriptor:
-    """One window: whose, how large, and the facts of its medium."""
+    """One window: owner, size, and facts of its medium."""
 
     kind: str
     peer: str
@@ -30,7 +30,7 @@ class Descriptor:
 
     @staticmethod
     def decode(data: bytes, kind: str) -> Descriptor:
-        """Raises ValueError if data is no descriptor of this version and this kind of transport."""
+        """Raises ValueError unless data is a descriptor of this version and kind of transport."""
         try:
             fields = json.loads(data)
             version = fields.pop("version")
@@ -51,7 +51,7 @@ class Descriptor:
 
 
 def check_same_size(found: Descriptor, num_bytes: int, num_signals: int) -> None:
-    """Raises ValueError unless the window itself is as large as its descriptor says."""
+    """Raises ValueError unless the window has its descriptor's size."""
     if (num_bytes, num_signals) != (found.num_bytes, found.num_signals):
         raise ValueError(
             f"window {found.label!r} of {found.peer!r} has {num_bytes} bytes and {num_signals} signals, its "
@@ -60,7 +60,7 @@ def check_same_size(found: Descriptor, num_bytes: int, num_signals: int) -> None
 
 
 class Sized(Protocol):
-    """What the bounds checks look at."""
+    """Operand of bounds checks."""
 
     @property
     def label(self) -> str: ...
@@ -88,7 +88,7 @@ def check_range(window: Sized, offset_bytes: int, num_bytes: int) -> None:
 
 
 def check_signal(window: Sized, signal: int, value: int = 0) -> None:
-    """Raises ValueError for a signal the window lacks or a value that is no unsigned 64-bit number."""
+    """Raises ValueError for a missing signal or a value that is no unsigned 64-bit number."""
     if not 0 <= signal < window.num_signals:
         raise ValueError(
             f"window {window.label!r} has {window.num_signals} signals, numbered from 0; {signal} is "
@@ -99,7 +99,7 @@ def check_signal(window: Sized, signal: int, value: int = 0) -> None:
 
 
 def check_tensor(tensor: torch.Tensor, role: str) -> int:
-    """Bytes of a tensor. Raises ValueError unless it is contiguous and on the CPU."""
+    """Bytes of a tensor.  Raises ValueError unless contiguous and on the CPU."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
             f"{role} must be a contiguous CPU tensor, not shape {tuple(tensor.shape)}, strides "

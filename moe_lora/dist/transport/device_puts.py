@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts that a device issues itself: what the LoRA Server needs of them, and who offers them.
+"""Puts issued by a device: the LoRA Server's interface, and its implementations.
 
-The members of a group start together and have the same memory, each its own copy (OpenSHMEM's symmetric
-memory); a put copies a place of the own copy to the same place of another member's.  All is queued on the
-current stream and returns at once.  The contract of `contract.Transport` has the same words, but another
-life: nobody joins such a group later or returns to it.
+The members of a group start together with equal memory (OpenSHMEM's symmetric memory); a put copies a place
+to the same place of another member, queued on the current stream.  Terms are those of `contract.Transport`,
+but no member joins later or returns.
 
-Signals count up by additions, since the blocks of one put end in any order: each adds 1 once its bytes are
-there, and who sees a signal PUT_BLOCKS further per put sees all bytes of these puts.  Between two puts to the
-same signal nothing is ordered, so who puts again to a place waits first until what lay there was used.
+Signals count additions: each block of a put adds 1 after its bytes, so PUT_BLOCKS more per put cover all
+bytes.  Puts to one signal are unordered: before a second put to a place, the first must have been used.
 
 Source: InfiniLoRA section 5.1 (IBGDA, push-based communication); OpenSHMEM 1.5 sections 6 and 9.8.
 """
@@ -25,17 +23,17 @@ import torch
 from .descriptor import LINE_BYTES, check_signal
 
 PUT_BLOCKS = 8
-"""Programs that issue a put, each its part of the bytes."""
+"""Programs per put, each with a part of the bytes."""
 WORDS_PER_SIGNAL = LINE_BYTES // 8
 POLLS_PER_S = 1_000_000
-"""Bounds of waits are counted in looks at a word of the own memory, each of about a microsecond."""
+"""Bounds of waits count polls of local memory, about a microsecond each."""
 STATUS_BYTES = 16
-"""That each program of `put_rows` puts behind its rows."""
+"""Bytes behind the rows per program of `put_rows`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SymmetricWindow:
-    """This member's copy of memory that every member has."""
+    """This member's copy of the symmetric memory."""
 
     label: str
     num_bytes: int
@@ -57,15 +55,13 @@ class SymmetricWindow:
 
 
 class AnswerRows(NamedTuple):
-    """Rows of deltas and which of them belong to whom they are put to.
+    """Rows of deltas, and their owners.
 
-    rows: [R, N], a place of the window; row r is of token r // top_k.  token_slots: [T] int32, -1 = the token
-    has none.
-    ids: [T, top_k] int32 experts, None at a dense site; only those of first_expert to end_expert - 1 are put.
-    frame: the step's, with the generations that were asked for (see `deltas.device_frames`).
-    generation: [M] int64 what the slots have by now; a row whose slot has a higher one is counted as missing.
-    missing: [1] int64, counted before.  state: [1] int64; while it has one of the bits `over`,
-    nothing is put.
+    rows: [R, N], a place of the window; row r is of token r // top_k.  token_slots: [T] int32, -1 = no slot.
+    ids: [T, top_k] int32 experts, None at a dense site; only first_expert to end_expert - 1 are put.
+    frame: the step's, with requested generations (see `deltas.device_frames`).
+    generation: [M] int64 of the slots now; a row with a newer slot counts as missing.  missing: [1] int64,
+    initial count.  state: [1] int64; nothing is put while it has a bit of `over`.
     """
 
     rows: torch.Tensor
@@ -91,25 +87,27 @@ class DevicePuts(Protocol):
     def size(self) -> int: ...
 
     def alloc(self, num_bytes: int, num_signals: int) -> SymmetricWindow:
-        """Zeroed symmetric memory; every member calls it with the same sizes, in the same order."""
+        """Zeroed symmetric memory; every member calls with the same sizes, in the same order."""
         ...
 
     def meet(self) -> None:
-        """Wait until every member has called it as often.  Raises LoraServerError if one does not come."""
+        """A barrier of all members.  Raises LoraServerError for a missing member."""
         ...
 
     def put_pieces(
         self, window: SymmetricWindow, places: Sequence[tuple[int, int]], signal: int, peer: int
     ) -> None:
         """peer's window[offset : offset + num_bytes] = the own for each (offset, num_bytes), then its signal
-        += PUT_BLOCKS for each.  One or two places of one byte or more."""
+        += PUT_BLOCKS for each.  One or two places of one byte or more.
+        """
         ...
 
     def put_rows(
         self, window: SymmetricWindow, answer: AnswerRows, status_bytes: int, signal: int, peer: int
     ) -> None:
-        """The rows that belong to the peer go to its window, then PUT_BLOCKS counts of missing rows to
-        status_bytes (int64, STATUS_BYTES apart), and its signal += PUT_BLOCKS."""
+        """Put the peer's rows to its window, then PUT_BLOCKS counts of missing rows to status_bytes (int64,
+        STATUS_BYTES apart), and its signal += PUT_BLOCKS.
+        """
         ...
 
     def close(self) -> None: ...
@@ -119,14 +117,14 @@ _PLACES = {"ibgda": "moe_lora.dist.transport.nvshmem"}
 
 
 def check_device_puts(kind: str) -> None:
-    """Raises ConfigError where this machine has no such puts."""
+    """Raises ConfigError if this machine has no device puts."""
     importlib.import_module(_PLACES[kind]).check_machine()
 
 
 def join_device_group(kind: str, address: str, rank: int, size: int, device: torch.device) -> DevicePuts:
-    """Meet the other members at `address` (host:port, where member 0 listens); returns once all are there.
+    """Meet the other members at `address` (host:port of member 0); returns once all are there.
 
-    Raises LoraServerError if they do not come.
+    Raises LoraServerError for missing members.
     """
     joined: DevicePuts = importlib.import_module(_PLACES[kind]).join_group(address, rank, size, device)
     return joined

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two-sided baseline and fallback between hosts: torch.distributed's gloo send/recv behind the contract.
 
-A thread per connection receives what peers send, places it into the window and raises the signal.  No
-process group need be made up front: attaching makes a group of two.  A put returns when gloo has taken it.
-That a peer has died shows when something is sent to it.
+A thread per connection receives, writes into the window and raises the signal.  An attach makes a group of
+two.  A put returns once gloo has the bytes.  A send detects a dead peer.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ from .descriptor import Descriptor, check_range, check_same_size, check_signal, 
 from .gloo_link import Link, Op, Reception, connect
 from .shm_library import SignalWaiter, SignalWords, lines
 
-# Windows of the gloo transport: this process's, and those of peers at the other end of a link.
-
 
 class GlooWindow(Window):
-    """Private memory that this process's receiver threads fill."""
+    """Private memory, filled by this process's receiver threads."""
 
     def __init__(
         self, owner: GlooTransport, number: int, label: str, num_bytes: int, num_signals: int
@@ -39,7 +36,7 @@ class GlooWindow(Window):
         self.words = SignalWords(lines(num_signals), owner.doorbell)
 
     def medium(self) -> dict[str, Any]:
-        """The address where the owner receives."""
+        """The owner's receiving address."""
         return {**self._address(), "window": self.number}
 
 
@@ -56,7 +53,7 @@ class GlooRemoteWindow(RemoteWindow):
         self.put(0, None, signal, value)
 
     def alive(self) -> bool:
-        """True until something sent did not arrive."""
+        """True until a failed send."""
         return self.link is not None and self.link.alive
 
     def put(self, offset: int, data: torch.Tensor | None, signal: int, value: int) -> None:
@@ -68,7 +65,7 @@ class GlooRemoteWindow(RemoteWindow):
             link.put(self.number, offset, data, signal, value)
 
     def ask(self, op: Op, offset: int = 0, out: torch.Tensor | None = None) -> None:
-        """A round trip. Raises PeerGoneError, also if the window was freed."""
+        """A round trip.  Raises PeerGoneError, also for a freed window."""
         with self._live_link() as link:
             exists, _, _ = link.ask(op, self.number, offset, out)
         if not exists:
@@ -101,27 +98,28 @@ class GlooTransport(Transport):
         timeout_s: float = 30.0,
         put_timeout_s: float | None = None,
     ) -> None:
-        """host: this host's address as peers reach it.  timeout_s: of one send or connection, after which the
-        peer counts as gone.  put_timeout_s: the same for each part of a put; None: timeout_s."""
+        """host: this host's address for peers.  timeout_s: of one send or connection; then the peer counts as
+        gone.  put_timeout_s: of each part of a put; None: timeout_s.
+        """
         self.doorbell = lines(1)
         super().__init__(name, SignalWaiter(self.doorbell))
         self._host, self._timeout_s, self._put_timeout_s = host, timeout_s, put_timeout_s
         self._device = ProcessGroupGloo.create_device(hostname=host)
         self._links: dict[tuple[str, int, str], Link] = {}
         self._reception: Reception | None = None
-        # A link that another thread is about to use must not count as unused.
+        # A link in use by another thread must not count as unused.
         self._attaching = threading.Lock()
-        atexit.register(self.close)  # a receiver left in gloo as the interpreter ends aborts the process
+        atexit.register(self.close)  # a receiver left in gloo at interpreter exit aborts the process
 
     def address(self) -> dict[str, Any]:
-        """Where peers come to make links; starts with the first window."""
+        """Address for links of peers; starts with the first window."""
         with self._lock:
             if self._reception is None:
                 self._reception = Reception(self._host, self._device, self._timeout_s, self._windows.get)
             return {"host": self._host, "port": self._reception.port, "tag": self._reception.tag}
 
     def attach(self, descriptor: bytes) -> GlooRemoteWindow:
-        """Connect to the window's owner, unless that is done."""
+        """Connect to the window's owner, once."""
         found = Descriptor.decode(descriptor, self.kind)
         with self._attaching:
             return self._attach(found)
@@ -160,23 +158,23 @@ class GlooTransport(Transport):
     def put_signal(
         self, dst: GlooRemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
     ) -> None:
-        """Send; the peer's receiver thread places the bytes and raises the signal."""
+        """Send; the peer's receiver thread writes the bytes and raises the signal."""
         dst.put(offset_bytes, src, signal, value)
 
     def get(self, src: GlooRemoteWindow, offset_bytes: int, out: torch.Tensor) -> None:
-        """Ask the peer's receiver thread to send."""
+        """Request the bytes from the peer's receiver thread."""
         check_range(src, offset_bytes, check_tensor(out, "out"))
         src.ask(Op.GET, offset_bytes, out)
 
     def fence(self, dst: GlooRemoteWindow) -> None:
-        """A link keeps the order of what is sent."""
+        """A link keeps the order of messages."""
 
     def quiet(self, dst: GlooRemoteWindow) -> None:
         """A round trip behind the puts."""
         dst.ask(Op.QUIET)
 
     def detach(self, remote: GlooRemoteWindow) -> None:
-        """Let a peer's window go, and the link with its last."""
+        """Release a peer's window, and the link with its last window."""
         with self._attaching:
             remote.link = None
             self._remotes.discard(remote)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One connection between two processes over gloo send/recv: requests one way, answers the other.
 
-A gloo process group has fixed members, so each connection is a group of its own with two: the owner of the
-windows (0) and whoever attached (1).  They meet over a socket (`MeetingStore`).
+A gloo group has fixed members, so each connection is a group of two: the windows' owner (0) and the attacher
+(1).  They meet over a socket (`MeetingStore`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GOODBYE = timedelta(milliseconds=200)
 
 
 class Op(IntEnum):
-    """What a request asks for."""
+    """Kind of a request."""
 
     SIZE = 0
     PUT = 1
@@ -50,12 +50,12 @@ Answer = tuple[int, int, int]
 
 
 class Link:
-    """One end of a connection. Methods raise RuntimeError when the other end is gone."""
+    """One end of a connection.  Methods raise RuntimeError if the other end is gone."""
 
     def __init__(
         self, store: Store, side: int, device: Any, timeout_s: float, put_timeout_s: float | None = None
     ) -> None:
-        """Meets the other end; raises RuntimeError if it does not come within timeout_s.
+        """Meets the other end; raises RuntimeError after timeout_s.
 
         put_timeout_s: of the parts of a put; None: timeout_s.
         """
@@ -66,7 +66,7 @@ class Link:
         options._threads = 1
         options._devices = [device]
         self._group = _Group(store, side, 2, options)
-        self._store = store  # a store written in Python does not live by the group's hold on it
+        self._store = store  # the group alone does not keep a Python store alive
         self._other = 1 - side
         self._lock = threading.Lock()
         self.alive = True
@@ -78,7 +78,7 @@ class Link:
         self._group.recv([tensor], self._other, tag).wait(timeout)
 
     def put(self, window: int, offset: int, data: torch.Tensor | None, signal: int, value: int) -> None:
-        """Send bytes and a signal; returns when gloo has taken them."""
+        """Send bytes and a signal; returns once gloo has them."""
         num_bytes = 0 if data is None else data.nbytes
         with self._turn_to_put():
             self._request(Op.PUT, window, offset, num_bytes, signal, value, timeout=self._put_timeout)
@@ -87,7 +87,7 @@ class Link:
 
     @contextmanager
     def _turn_to_put(self) -> Iterator[None]:
-        # Whoever has the lock may wait for a peer that stalls: longer than a put may take.
+        # The lock's holder may wait for a stalled peer, longer than a put's limit.
         if not self._lock.acquire(timeout=self._put_timeout.total_seconds()):
             raise RuntimeError("another thread waits for an answer over the same connection")
         try:
@@ -96,7 +96,7 @@ class Link:
             self._lock.release()
 
     def ask(self, op: Op, window: int, offset: int = 0, out: torch.Tensor | None = None) -> Answer:
-        """SIZE, QUIET or GET: the answer comes after all that was put before."""
+        """SIZE, QUIET or GET: the answer comes after all earlier puts."""
         num_bytes = 0 if out is None else out.nbytes
         with self._lock:
             answer = torch.empty(_ANSWER.size, dtype=torch.uint8)
@@ -109,7 +109,7 @@ class Link:
         return exists, its_bytes, its_signals
 
     def say_goodbye(self) -> None:
-        """End the connection, so that the other end's receiver stops; it may have ended on its own."""
+        """End the connection, and the other end's receiver; tolerates an ended link."""
         if not self.alive:
             return
         self.alive = False
@@ -121,9 +121,9 @@ class Link:
         self._send(request, _REQUEST_TAG, timeout)
 
     def serve(self, place: Callable[[int], Any]) -> None:
-        """Obey requests until the other end says goodbye. place(id): a window or None.
+        """Serve requests until the other end's goodbye.  place(id): a window or None.
 
-        Raises ValueError for a request beyond its window, before anything of it is placed.
+        Raises ValueError for a request beyond its window, before any write.
         """
         request = torch.empty(_REQUEST.size, dtype=torch.uint8)
         while True:
@@ -150,9 +150,8 @@ class Link:
                 self._send(window.bytes[offset : offset + num_bytes], _DATA_TAG)
 
     def abort(self) -> None:
-        """Break the connection under a receiver that waits."""
-        # gloo closes a pair whose receive timed out, which ends its other receives too; its own abort() does
-        # not.
+        """Break the connection under a waiting receiver."""
+        # A timed-out receive closes gloo's pair and its other receives; gloo's abort() does not.
         self.alive = False
         try:
             self._recv(torch.empty(1, dtype=torch.uint8), _ABORT_TAG, timedelta(milliseconds=1))
@@ -160,19 +159,14 @@ class Link:
             return
 
 
-# How the two ends of a gloo link tell each other their addresses: over a socket of their own.
-#
-# torch's TCPStore would look up the name of each end that connects, and wait seconds for a resolver that does
-# not answer.
-
-
 _LENGTHS = struct.Struct("<II")
 
 
 class MeetingStore(Store):
-    """A store of two processes: what one end sets is sent to the other, which reads it when it asks.
+    """A store of two processes over a socket: values set by one end are sent to the other.
 
-    Raises OSError, also when the other end has hung up or says nothing for the socket's timeout.
+    Used because torch's TCPStore resolves host names, which may take seconds.
+    Raises OSError, also after a hang-up or the socket's timeout.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -193,7 +187,7 @@ class MeetingStore(Store):
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """timeout: not looked at, the socket has one."""
+        """timeout: ignored, the socket has one."""
         for key in keys:
             self.get(key)
 
@@ -209,16 +203,13 @@ def receive(sock: socket.socket, num_bytes: int) -> bytes:
     return data
 
 
-# Where peers of the gloo transport meet a window's owner, and the threads that receive from them.
-
-
 logger = logging.getLogger(__name__)
 
 _TAG_CHARS = 32
 
 
 class Reception:
-    """The owner's side: a port where peers announce themselves, and a thread per link."""
+    """The owner's side: a port for peers' announcements, and a thread per link."""
 
     def __init__(self, host: str, device: Any, timeout_s: float, place: Any) -> None:
         self._listener = socket.create_server(("0.0.0.0" if host != "127.0.0.1" else host, 0), backlog=64)
@@ -246,7 +237,7 @@ class Reception:
         try:
             self._serve(number, visitor)
         finally:
-            # Only now is the link gone: ending it takes time inside gloo, and `close` must wait for that.
+            # Last: ending a link takes time inside gloo, and `close` must wait.
             self._threads.pop(number, None)
 
     def _serve(self, number: int, visitor: socket.socket) -> None:
@@ -258,7 +249,7 @@ class Reception:
                     raise ConnectionError("a stranger: it does not know this process's tag")
                 visitor.sendall(tag)
                 link = Link(MeetingStore(visitor), OWNER, self._device, self._timeout_s)
-        except (OSError, RuntimeError) as error:  # the visitor died on the doorstep, or may not come in
+        except (OSError, RuntimeError) as error:
             logger.info("a visitor of the gloo transport was turned away: %s", error)
             return
         self._links[number] = link
@@ -270,14 +261,14 @@ class Reception:
                 "a link of the gloo transport is dropped, its peer asked for what can't be: %s", error
             )
             link.abort()
-        except RuntimeError:  # the peer has ended, or this side closes
+        except RuntimeError:
             link.alive = False
         self._links.pop(number, None)
 
     def close(self) -> None:
         """End all links and threads."""
         self._closing = True
-        socket.create_connection(("127.0.0.1", self.port)).close()  # so that the acceptor looks
+        socket.create_connection(("127.0.0.1", self.port)).close()
         self._acceptor.join()
         self._listener.close()
         threads = list(self._threads.values())
@@ -290,7 +281,7 @@ class Reception:
 def connect(
     host: str, port: int, tag: str, device: Any, timeout_s: float, put_timeout_s: float | None = None
 ) -> Link:
-    """A link to the owner at that address, who knows by the tag that this process has its descriptor.
+    """A link to the owner at this address; the tag proves possession of its descriptor.
 
     Raises OSError or RuntimeError.
     """

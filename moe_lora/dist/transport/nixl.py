@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport over NIXL (UCX underneath): one-sided writes with a notification, also between hosts.
 
-Optional: pip install 'moe-lora[nixl]'.  Signals travel as notifications; whoever waits collects them and
-raises the local words.  NIXL's progress thread stays off, as it burns a core: so connecting, and between
-hosts (TCP) every put, gets on only while the target waits or puts.  UCX reads its own variables, such as
-UCX_TLS=tcp,self or UCX_NET_DEVICES=eth0.  Where Debian's Open MPI is installed, UCX_MODULES=cma avoids a
-crash at exit.
+Optional: pip install 'moe-lora[nixl]'.  Signals are notifications; waiters collect them and raise the local
+words.  NIXL's progress thread is off, as it burns a core: connections, and puts between hosts (TCP), progress
+only while the target waits or puts.  UCX reads its own variables, e.g.  UCX_TLS=tcp,self or
+UCX_NET_DEVICES=eth0.  With Debian's Open MPI, UCX_MODULES=cma avoids a crash at exit.
 
-A header page before each window's data {magic, tag, num_bytes, num_signals, freed} is read when attaching and
-in `quiet`, which is how a freed window is noticed.
+Attach and `quiet` read a header page {magic, tag, num_bytes, num_signals, freed} before each window's data,
+to notice a freed window.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ _MAGIC = int.from_bytes(b"moelora1", "little")
 _HEADER = struct.Struct("<QQQQQ")
 _FREED_OFFSET = 32
 _NOTICE = struct.Struct("<qqQ")
-# Windows that were freed, for as long as the process lives: peers may write to their addresses once more.
+# Freed windows, kept for the process's life: peers may still write there.
 _discarded: list[NixlWindow] = []
 _SPIN_S = 200e-6
-# A pause is this share of the time waited so far, so that it adds little to that, within limits.
+# A pause is this share of the time waited so far, within limits.
 _PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 50e-6, 2e-3
 
 
@@ -74,14 +73,15 @@ class NixlWindow(Window):
         }
 
     def read_signal(self, signal: int) -> int:
-        """Present value, after collecting what has arrived."""
+        """Present value, after collecting notifications."""
         check_signal(self, signal)
         self._transport.collect()
         return self.words.read(signal)
 
     def discard(self) -> None:
-        """Give the pages back, and keep the addresses registered: a late put of a peer must end well there,
-        and hit nothing else here; views read zeros."""
+        """Return the pages but keep the addresses registered, so that a peer's late put does no harm;
+        views read zeros.
+        """
         self._map.madvise(mmap.MADV_DONTNEED)
         self._memory[_FREED_OFFSET] = 1
         _discarded.append(self)
@@ -89,9 +89,9 @@ class NixlWindow(Window):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Transfer:
-    """A write or read under way, and what to tell the peer once it and those before it are done.
+    """A write or read under way, and a notice for the peer after its end and the end of earlier transfers.
 
-    handle, registered: NIXL's; None for a notice alone.  tensor: kept till the end.  notice: b"" for none.
+    handle, registered: NIXL's; None for a notice alone.  tensor: kept to the end.  notice: b"": no notice.
     """
 
     handle: Any = None
@@ -101,7 +101,7 @@ class Transfer:
 
 
 class NixlRemoteWindow(RemoteWindow):
-    """A peer's window, and the transfers to it that are under way."""
+    """A peer's window, and its transfers under way."""
 
     def __init__(self, found: Descriptor, transport: NixlTransport) -> None:
         super().__init__(found)
@@ -115,15 +115,15 @@ class NixlRemoteWindow(RemoteWindow):
         self._transport = transport
 
     def signal(self, signal: int, value: int) -> None:
-        """Raise a signal behind the puts before it."""
+        """Raise a signal behind earlier puts."""
         self._transport.put_signal(self, 0, None, signal, value)
 
     def alive(self) -> bool:
-        """True until something sent did not arrive."""
+        """True until a failed send."""
         return self.reachable
 
     def gone(self, reason: object, process_lost: bool = True) -> PeerGoneError:
-        """Marks the window as lost; the error to raise."""
+        """Marks the window as lost; returns the error to raise."""
         self.reachable = False
         self.process_lost |= process_lost
         return self.gone_error(reason)
@@ -139,14 +139,15 @@ class NixlTransfers:
         lock: threading.RLock,
         meanwhile: Callable[[], None],
     ) -> None:
-        """errors: what NIXL raises.  lock: held around each use of the agent.  meanwhile: done while
-        waiting."""
+        """errors: NIXL's exceptions.  lock: held around each use of the agent.  meanwhile: called during
+        waits.
+        """
         self._agent, self._errors, self._lock, self._meanwhile = agent, errors, lock, meanwhile
 
     def start(
         self, operation: str, tensor: torch.Tensor, remote: NixlRemoteWindow, offset: int, notice: bytes = b""
     ) -> Transfer:
-        """Begin to WRITE or READ; `ended` sends the notice. Raises PeerGoneError."""
+        """Start a WRITE or READ; `ended` sends the notice.  Raises PeerGoneError."""
         with self._lock:
             return self._start(operation, tensor, remote, offset, notice)
 
@@ -165,11 +166,11 @@ class NixlTransfers:
         return Transfer(handle=handle, registered=registered, tensor=tensor, notice=notice)
 
     def ended(self, transfers: list[Transfer], remote: NixlRemoteWindow) -> bool:
-        """Let transfers get on, drop those that are done, in their order, and send their notices.
+        """Progress transfers, drop finished ones in order, and send their notices.
 
-        Returns whether none is left.  Raises PeerGoneError.
+        Returns True if the list is empty.  Raises PeerGoneError.
         """
-        # NIXL could send the notices itself, but then one would overtake an earlier write under way.
+        # A notice sent by NIXL could overtake an earlier write under way.
         with self._lock:
             while transfers:
                 try:
@@ -192,7 +193,7 @@ class NixlTransfers:
         return state
 
     def finish(self, transfers: list[Transfer], remote: NixlRemoteWindow, timeout_s: float) -> None:
-        """Wait until the transfers that are in the list by now have ended; other threads may add to it.
+        """Wait for the transfers in the list now; other threads may add to the list.
 
         Raises PeerGoneError, also after timeout_s.
         """
@@ -203,7 +204,7 @@ class NixlTransfers:
             if time.monotonic() > deadline:
                 self.give_up(transfers)
                 raise remote.gone(f"no answer within timeout_s={timeout_s:g}")
-            self._meanwhile()  # the peer may be waiting for this process to take what it puts
+            self._meanwhile()
 
     def give_up(self, transfers: list[Transfer]) -> None:
         """Cancel transfers, and empty the list."""
@@ -239,8 +240,8 @@ class NixlTransport(Transport):
             ) from None
 
         self.doorbell = lines(1)
-        super().__init__(name, SignalWaiter(self.doorbell, 0.0))  # the loop in wait_any spins
-        # A name per incarnation: a peer that returns is a new agent, free of what is left of the old one.
+        super().__init__(name, SignalWaiter(self.doorbell, 0.0))
+        # A name per incarnation: a returning peer is a new agent, without old state.
         self._agent_name = f"{name}#{secrets.token_hex(8)}"
         config = nixl_agent_config(enable_prog_thread=False, backends=[])
         self.agent: Any = nixl_agent(self._agent_name, config)
@@ -292,8 +293,10 @@ class NixlTransport(Transport):
     def put_signal(
         self, dst: NixlRemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
     ) -> None:
-        """Write, then notify.  The put gets on while this process puts, waits, fences or quiets; a notice
-        waits until all writes before it are done."""
+        """Write, then notify.
+
+        Progresses while this process puts, waits, fences or quiets; a notice waits for all earlier writes.
+        """
         check_signal(dst, signal, value)
         num_bytes = 0 if src is None else check_tensor(src, "src")
         check_range(dst, offset_bytes if num_bytes else 0, num_bytes)
@@ -312,7 +315,7 @@ class NixlTransport(Transport):
             raise remote.gone("its process has ended, or it was freed or detached from", process_lost=False)
 
     def get(self, src: NixlRemoteWindow, offset_bytes: int, out: torch.Tensor) -> None:
-        """Read, and wait for it."""
+        """Read, and wait for the bytes."""
         check_range(src, offset_bytes, check_tensor(out, "out"))
         self._check_live(src)
         if out.nbytes:
@@ -320,18 +323,18 @@ class NixlTransport(Transport):
             self._transfers.finish([transfer], src, self._timeout_s)
 
     def fence(self, dst: NixlRemoteWindow) -> None:
-        """Wait for the puts before."""
+        """Wait for earlier puts."""
         self._check_live(dst)
         self._transfers.finish(dst.pending, dst, self._timeout_s)
-        self._check_live(dst)  # another thread may have been told that the puts are lost
+        self._check_live(dst)
 
     def quiet(self, dst: NixlRemoteWindow) -> None:
-        """Wait for the puts before, and see that the window still stands."""
+        """Wait for earlier puts, and check the window."""
         self.fence(dst)
         self._read_header(dst)
 
     def collect(self) -> None:
-        """Turn notifications that have arrived into signals; also lets UCX get on with what is under way."""
+        """Turn arrived notifications into signals; also progresses UCX."""
         with self._lock:
             if self._closed:
                 return
@@ -356,10 +359,10 @@ class NixlTransport(Transport):
         try:
             self._transfers.ended(remote.pending, remote)
         except PeerGoneError as error:
-            _log.info("%s", error)  # whoever puts next is told
+            _log.info("%s", error)
 
     def wait_any(self, waits: Sequence[tuple[Any, int, int]], timeout_s: float | None) -> int | None:
-        """Collect notifications until a signal has reached its value; the pauses grow to 2 ms."""
+        """Collect notifications until a signal reaches its value; pauses grow to 2 ms."""
         start = time.monotonic()
         while True:
             self.collect()
@@ -372,14 +375,14 @@ class NixlTransport(Transport):
                 return found
 
     def detach(self, remote: NixlRemoteWindow) -> None:
-        """Let a peer's window go, and with its last a process that has ended."""
+        """Release a peer's window, and with its last window an ended process."""
         with self._lock:
             if remote not in self._remotes:
                 return
             self._remotes.discard(remote)
             remote.reachable = False
             self._transfers.give_up(remote.pending)
-            # Not while it lives: over TCP a process that was removed can't be added again.
+            # Not for a live process: over TCP a removed process can't be added again.
             if remote.process_lost and all(other.agent != remote.agent for other in self._remotes):
                 try:
                     self.agent.remove_remote_agent(remote.agent)

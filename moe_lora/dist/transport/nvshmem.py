@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts issued by the GPU: NVSHMEM through torch's symmetric memory, as torch.distributed backend "ibgda".
 
-Two streams of one process have put on an H200 (docs/results/gpu.md); two GPUs NEVER RAN.  The kernels
-compile for sm_90a against NVSHMEM's device library, and run in Triton's interpreter over a stand-in for its
-calls.  So `alloc` tests one put between each pair of neighbours, and refuses to go on without it.
+Two streams of one process have put on an H200 (docs/results/gpu.md); two GPUs NEVER RAN.  The kernels compile
+for sm_90a against NVSHMEM's device library, and run in Triton's interpreter with stand-in calls.  So `alloc`
+tests one put between neighbours, and refuses to continue without it.
 
-NVSHMEM's members are fixed at the start, so nobody joins or returns; for the words see `device_puts`.
+NVSHMEM's members are fixed at start; for terms see `device_puts`.
 Source: InfiniLoRA section 5.1, IBGDA; pytorch issue 191858 (the handle's own put_signal does nothing).
 """
 
@@ -33,7 +33,7 @@ _Gloo: Any = dist.ProcessGroupGloo
 
 
 class IbgdaGroup(_Gloo):
-    """A gloo group, for collectives of host tensors, whose members also put from the GPU (`DevicePuts`)."""
+    """A gloo group for collectives of host tensors, with puts from the GPU (`DevicePuts`)."""
 
     def __init__(self, store: dist.Store, group_rank: int, group_size: int, timeout: timedelta) -> None:
         super().__init__(store, group_rank, group_size, timeout)
@@ -41,7 +41,7 @@ class IbgdaGroup(_Gloo):
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def alloc(self, num_bytes: int, num_signals: int, timeout_s: float = _SELF_TEST_S) -> SymmetricWindow:
-        """Zeroed symmetric memory; every member calls it with the same sizes, in the same order.
+        """Zeroed symmetric memory; every member calls with the same sizes, in the same order.
 
         Raises ConfigError if this group is not the whole world, or if a put does not arrive within timeout_s.
         """
@@ -55,14 +55,14 @@ class IbgdaGroup(_Gloo):
                 "the members of the world; use the world's group"
             )
         symmetric.set_backend("NVSHMEM")
-        # One signal, and a page of each member, more than asked for: the self-test's.
+        # One extra signal, and a page per member, for the self-test.
         test_bytes = self.size() * _SELF_TEST_BYTES
         num_bytes, num_signals = num_bytes + test_bytes, num_signals + 1
         data = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device).zero_()
         words = symmetric.empty(num_signals * WORDS_PER_SIGNAL, dtype=torch.int64, device=self.device).zero_()
         world = dist.group.WORLD
         assert world is not None
-        if self.size() > 1:  # torch has none for one process, whose addresses are its own
+        if self.size() > 1:
             for tensor in (data, words):
                 symmetric.rendezvous(tensor, group=world)
         torch.cuda.current_stream().synchronize()
@@ -86,7 +86,7 @@ class IbgdaGroup(_Gloo):
     def put_pieces(
         self, window: SymmetricWindow, places: Sequence[tuple[int, int]], signal: int, peer: int
     ) -> None:
-        """See `DevicePuts`.  Raises ValueError for what can't be put."""
+        """See `DevicePuts`.  Raises ValueError for impossible puts."""
         from . import nvshmem_kernels
 
         for offset_bytes, num_bytes in places:
@@ -96,14 +96,14 @@ class IbgdaGroup(_Gloo):
     def put_rows(
         self, window: SymmetricWindow, answer: AnswerRows, status_bytes: int, signal: int, peer: int
     ) -> None:
-        """See `DevicePuts`.  Raises ValueError for what can't be put."""
+        """See `DevicePuts`.  Raises ValueError for impossible puts."""
         from . import nvshmem_kernels
 
         self._check(window, status_bytes, PUT_BLOCKS * STATUS_BYTES, signal, peer)
         nvshmem_kernels.launch_put_rows(window, answer, status_bytes, signal, peer)
 
     def close(self) -> None:
-        """The members leave with their processes: NVSHMEM has no other way."""
+        """NVSHMEM's members leave only with their processes."""
 
     def _check(
         self, window: SymmetricWindow, offset_bytes: int, num_bytes: int, signal: int, peer: int
@@ -122,7 +122,7 @@ class IbgdaGroup(_Gloo):
         sent, came = (window.bytes[start : start + _SELF_TEST_BYTES] for start in starts)
         sent.fill_(1 + me % 250)
         self.put_pieces(window, [(starts[0], _SELF_TEST_BYTES)], last, (me + 1) % size)
-        # Looked at from the host: a wait on the device could never be given up.
+        # Polled on the host: a wait on the device could not be given up.
         deadline = time.monotonic() + timeout_s
         while window.read_signal(last) < PUT_BLOCKS:
             if time.monotonic() > deadline:
@@ -140,7 +140,7 @@ class IbgdaGroup(_Gloo):
 
 
 def check_machine() -> None:
-    """Raises ConfigError where there is no CUDA device or no NVSHMEM."""
+    """Raises ConfigError without a CUDA device or NVSHMEM."""
     if not torch.cuda.is_available():
         raise ConfigError(
             f"backend {BACKEND!r} needs CUDA devices, and torch finds none; set lora_server.device_puts="
@@ -158,7 +158,7 @@ def check_machine() -> None:
 def _create(store: dist.Store, group_rank: int, group_size: int, timeout: timedelta) -> IbgdaGroup:
     check_machine()
     group = IbgdaGroup(store, group_rank, group_size, timeout)
-    _groups.append(group)  # torch keeps the C++ object only, and the methods live in this one
+    _groups.append(group)  # torch keeps only the C++ object; the methods live in this one
     return group
 
 
@@ -166,7 +166,7 @@ _groups: list[IbgdaGroup] = []
 
 
 def register() -> None:
-    """Make backend "ibgda" known to torch.distributed. Idempotent."""
+    """Make backend "ibgda" known to torch.distributed.  Idempotent."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
 

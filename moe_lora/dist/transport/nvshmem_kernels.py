@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels that put from the GPU through NVSHMEM's device library.
 
-Import only where torch finds a GPU and libnvshmem_device.bc (NVSHMEM_LIB_DIR): torch offers the device
-functions nowhere else, and decorating looks for the library.  NVSHMEM wheels that hold one library per
-architecture need a copy or link of libnvshmem_device_sm_90.bc under that name.
+Import only with a GPU and libnvshmem_device.bc (NVSHMEM_LIB_DIR): decorating looks for the library.  NVSHMEM
+wheels with one library per architecture need a copy or link of libnvshmem_device_sm_90.bc under that name.
 
-Only the last put of a program carries a signal: the library's threads agree that one of them adds.
+Only the last put of a program carries a signal: one of the library's threads adds.
 """
 # mypy: disable-error-code="no-untyped-def,attr-defined,no-untyped-call"
 
@@ -32,15 +31,16 @@ _SIGNAL_ADD = tl.constexpr(5)
 @requires_nvshmem
 @triton.jit
 def put_pieces(first, first_bytes: tl.int64, second, second_bytes: tl.int64, signal, peer: tl.int32):
-    """The peer's first[:first_bytes] = first, the second likewise unless it is empty; each program adds 1 to
-    the peer's signal for each.  first_bytes at least 1."""
+    """The peer's first[:first_bytes] = first, and second unless empty; each program adds 1 to the peer's
+    signal for each.  first_bytes at least 1.
+    """
     for piece in tl.static_range(2):
         place, num_bytes = (first, first_bytes)
         if piece == 1:
             place, num_bytes = (second, second_bytes)
         if num_bytes > 0:
             part = (tl.cdiv(num_bytes, tl.num_programs(0)) + 15) // 16 * 16
-            # Who has no part puts the last byte again.
+            # A program without a part puts the last byte again.
             start = tl.minimum(tl.program_id(0) * part, num_bytes - 1)
             count = tl.minimum(part, num_bytes - start)
             one = tl.full((), 1, tl.int64)
@@ -68,11 +68,10 @@ def put_rows(
     peer: tl.int32,
     HAS_IDS: tl.constexpr,
 ):
-    """The peer's rows[r * row_bytes :] = row r, for rows r that belong to it (see `AnswerRows`), by any
-    number of programs; then each program's count of missing rows, with 1 for the peer's signal.
+    """The peer's rows[r * row_bytes :] = row r, for its rows r (see `AnswerRows`), by any number of programs;
+    then each program's count of missing rows, with 1 for the peer's signal.
 
-    A row whose slot has left by now was read in part, perhaps: it counts as missing.  status: int64 [2]
-    for each program.
+    A row of an evicted slot may have been read in part: it counts as missing.  status: int64 [2] per program.
     """
     if (tl.load(state) & over) != 0:
         return

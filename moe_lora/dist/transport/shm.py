@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport over shared memory on one host: a put is a memcpy and a store, a wait spins, then sleeps.
 
-All processes run as one user in one PID namespace.  Puts are complete when they return.
+All processes run as one user in one PID namespace.  Puts are complete on return.
+
+Segments are memfds, found through /proc: no name, so the kernel frees them with the last mapping.  A peer
+opens /proc/PID/fd/FD and checks a random tag in the header.  Layout: a header page {magic, tag, num_bytes,
+num_signals}, {freed}, {doorbell}; signals, 64 bytes each; data, at a page.
 """
 
 from __future__ import annotations
@@ -23,14 +27,6 @@ from .contract import RemoteWindow, Transport, Window
 from .descriptor import LINE_BYTES, Descriptor, check_range, check_same_size, check_signal, check_tensor
 from .shm_library import SignalWaiter, SignalWords
 
-# Segments of memory that processes of one user on one host share: memfds, found through /proc.
-#
-# A memfd has no name, so nothing is left behind however a process ends: the kernel frees it with the last
-# mapping.  A peer opens /proc/PID/fd/FD; a random tag in the header tells whether that is still the segment
-# it was told of.  Layout: a header page {magic, tag, num_bytes, num_signals}, {freed}, {doorbell}; signals,
-# 64 bytes each; data, at a page.
-
-
 _MAGIC = int.from_bytes(b"moelora1", "little")
 _HEADER = struct.Struct("<QQQQ")
 _FREED_OFFSET = LINE_BYTES
@@ -43,7 +39,7 @@ def _up(num_bytes: int) -> int:
 
 
 class Segment:
-    """A mapped segment; stays mapped while this object or a tensor over it lives."""
+    """A mapped segment, mapped during the life of this object and of tensors over it."""
 
     def __init__(self, fd: int, num_bytes: int, num_signals: int) -> None:
         data = _PAGE + _up(num_signals * LINE_BYTES)
@@ -53,7 +49,7 @@ class Segment:
                 f"the peer's segment has {os.fstat(fd).st_size} bytes where {num_bytes} bytes and "
                 f"{num_signals} signals need {total}; run the same version of moe_lora in all processes"
             )
-        # Populated, as page faults would cost more than the copy in the first put.
+        # Populated: page faults would cost more than the first put's copy.
         memory = mmap.mmap(fd, total, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self.header = whole[:LINE_BYTES]
@@ -79,13 +75,13 @@ class OwnSegment(Segment):
         self.header[: _HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
     def free(self) -> None:
-        """Tell peers and close the file; they and views here keep the memory until they let go."""
+        """Notify peers and close the file; mappings and views keep the memory."""
         self.freed[0] = 1
         os.close(self.fd)
 
 
 def map_peer_segment(found: Descriptor, fd_number: int, tag: int) -> Segment:
-    """Raises PeerUnreachableError if the segment is gone, ValueError if it does not fit its descriptor."""
+    """Raises PeerUnreachableError for a lost segment, ValueError for wrong sizes."""
     pid = found.medium["pid"]
     try:
         fd = os.open(f"/proc/{pid}/fd/{fd_number}", os.O_RDWR | os.O_CLOEXEC)
@@ -98,7 +94,7 @@ def map_peer_segment(found: Descriptor, fd_number: int, tag: int) -> Segment:
     try:
         try:
             known = os.pread(fd, _HEADER.size, 0)
-        except OSError:  # what has the number now can't be read so: a pipe, a process's handle
+        except OSError:
             known = b""
         magic, its_tag, its_bytes, its_signals = _HEADER.unpack(known.ljust(_HEADER.size, b"\0"))
         if (magic, its_tag) != (_MAGIC, tag):
@@ -112,11 +108,8 @@ def map_peer_segment(found: Descriptor, fd_number: int, tag: int) -> Segment:
         os.close(fd)
 
 
-# Windows in shared memory: this process's, and those of peers mapped here.
-
-
 class ShmWindow(Window):
-    """Local memory in a segment of its own."""
+    """Local memory in its own segment."""
 
     def __init__(
         self, owner: ShmTransport, number: int, label: str, num_bytes: int, num_signals: int
@@ -140,7 +133,7 @@ class ShmWindow(Window):
 
 
 class ShmProcess:
-    """A process that windows are attached of: its doorbell, and a handle that tells when it ends."""
+    """A process with attached windows: its doorbell, and a handle that reports its end."""
 
     def __init__(self, found: Descriptor) -> None:
         medium = found.medium
@@ -152,7 +145,7 @@ class ShmProcess:
                 "newest window"
             ) from None
         weakref.finalize(self, os.close, self.pidfd)
-        # The tag is checked after the handle was taken, so the handle is this process's and no later one's.
+        # The tag is checked after the handle, so the handle is this process's, not a later one's.
         bell = replace(found, num_bytes=0, num_signals=0)
         self.bell = map_peer_segment(bell, medium["bell_fd"], medium["bell_tag"])
 
@@ -186,18 +179,18 @@ class ShmRemoteWindow(RemoteWindow):
         return not freed and not shm_library.held.moe_lora_shm_ended(process.pidfd)
 
     def live_segment(self) -> Segment:
-        """The mapping. Raises PeerGoneError."""
+        """The mapping.  Raises PeerGoneError."""
         segment = self._segment
         if segment is None or not self.alive():
             raise self.gone_error()
         return segment
 
     def detach(self) -> None:
-        """Let go of the mapping; views keep it while they live."""
+        """Release the mapping; views keep it."""
         self._process = self._segment = None
 
 
-# Below this a copy is done without letting go of the GIL: getting it back may take longer than the copy.
+# Below this size a copy keeps the GIL: getting the GIL back may take longer.
 _SHORT_COPY_BYTES = 64 << 10
 
 
@@ -215,7 +208,7 @@ class ShmTransport(Transport):
         )
 
     def attach(self, descriptor: bytes) -> ShmRemoteWindow:
-        """Map the window that a descriptor names."""
+        """Map a descriptor's window."""
         found = Descriptor.decode(descriptor, self.kind)
         key = found.medium["pid"], found.medium["bell_tag"]
         with self._lock:
@@ -262,7 +255,7 @@ class ShmTransport(Transport):
         shm_library.free.moe_lora_shm_copy(out.data_ptr(), segment.data.data_ptr() + offset_bytes, num_bytes)
 
     def quiet(self, dst: ShmRemoteWindow) -> None:
-        """Puts are complete when they return; raises PeerGoneError as a put would."""
+        """Puts are complete on return; raises PeerGoneError as a put."""
         dst.live_segment()
 
     fence = quiet

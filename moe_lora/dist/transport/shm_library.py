@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the C++ library and wraps it as signal words that threads and processes wait for."""
+"""Binding of the C++ library: signal words for waits of threads and processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from .descriptor import LINE_BYTES, check_signal
 
-# A call into the library ends at least this often, so that Ctrl-C is seen and Python may run.
+# Longest call into the library, so that Ctrl-C is seen and Python may run.
 _SLICE_S = 0.25
 
 
@@ -45,13 +45,13 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-# CDLL frees the GIL during a call; PyDLL keeps it, as getting it back can take longer than a short call.
+# CDLL frees the GIL during a call; PyDLL keeps it, for short calls.
 free = _declare(ctypes.CDLL(_library_path()))
 held = _declare(ctypes.PyDLL(_library_path()))
 
 
 class SignalWords:
-    """num_signals unsigned 64-bit words, one per cache line, and the doorbell that their waiters sleep at."""
+    """num_signals unsigned 64-bit words, one per cache line, and their waiters' doorbell."""
 
     def __init__(self, memory: torch.Tensor, doorbell: torch.Tensor) -> None:
         """memory: uint8 [num_signals * 64] at a multiple of 64 bytes, doorbell: uint8 [>= 8], likewise."""
@@ -61,11 +61,11 @@ class SignalWords:
         self.doorbell_address = doorbell.data_ptr()
 
     def address(self, signal: int) -> int:
-        """Where the signal's word is."""
+        """Address of the signal's word."""
         return self._start + signal * LINE_BYTES
 
     def tensor(self, signal: int) -> torch.Tensor:
-        """The signal's word itself, int64 [1], for a device that reads and writes it."""
+        """The signal's word, int64 [1], for access by a device."""
         start = signal * LINE_BYTES
         return self.memory[start : start + 8].view(torch.int64)
 
@@ -83,14 +83,14 @@ class SignalWords:
 
 
 def lines(count: int) -> torch.Tensor:
-    """Zeroed private memory of that many cache lines, aligned to one."""
+    """Zeroed private memory of `count` cache lines, aligned."""
     memory = torch.zeros((count + 1) * LINE_BYTES, dtype=torch.uint8)
     start = -memory.data_ptr() % LINE_BYTES
     return memory[start : start + count * LINE_BYTES]
 
 
 class SignalWaiter:
-    """Waits for signals whose waiters sleep at one doorbell.  spin_s: how long a wait spins before."""
+    """Waits for signals of one doorbell.  spin_s: spin time before a sleep."""
 
     def __init__(self, doorbell: torch.Tensor, spin_s: float = 20e-6) -> None:
         self._doorbell = doorbell

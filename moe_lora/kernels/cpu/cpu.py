@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations on CPU: a binding of the C++ kernels in csrc/, same meaning as in `reference`.
+"""The operations on CPU: a binding of the C++ kernels in csrc/, equal in meaning to `reference`.
 
-Legend: T token rows, H input width, N output width, E experts, K experts per token, S sequences.
+Legend: T token rows, H input width, N output width, E experts, K experts per token, S sequences, R LoRA rank.
 
-Every call releases the GIL and uses up to `torch.get_num_threads()` threads. Results are bit-stable: a row's
-result does not depend on the other rows of the call, nor on the number of threads.
+Calls release the GIL and use up to `torch.get_num_threads()` threads.  A row's bits do not depend on further
+rows, nor on the number of threads.  LoRA kernels, equal in bits:
+
+- "sgmv" (ours): rows of one (adapter, expert) form a segment; matrices are read once, at true rank.
+- "bgmv" (Punica, arXiv 2310.18547): row by row, padded to the batch's largest rank: num_rows * max(R)
+  (Toppings, equation 2).  Products past a smaller matrix are discarded.
+- "mbgmv" (S-LoRA, arXiv 2311.03285): row by row at true rank, sum(R).
 """
 
 from __future__ import annotations
@@ -25,23 +30,6 @@ if TYPE_CHECKING:
     from moe_lora.core.shape import Site
 
 
-# LoRA shrink and expand on CPU; part of `cpu`.
-#
-# Legend: T token rows, H input width, N output width, K experts per token, R LoRA rank.
-#
-# Three ways to walk a batch, chosen by `kernel`; all give the same bits:
-#
-# - "sgmv", ours: the rows of one (adapter, expert) form a segment, whose matrices are read once, at true
-#   rank. Cost: the distinct matrices that the batch touches.
-# - "bgmv", Punica's gather per row (arXiv 2310.18547): no grouping, and every row reads and multiplies as
-#   many rows of A and B as the largest rank of the batch has; what lies after a smaller matrix (moved back
-#   where the arena would end) is multiplied too and its products discarded. A row whose adapter has nothing
-#   at the site costs nothing. Cost: num_rows * max(R) (Toppings, equation 2).
-# - "mbgmv", S-LoRA's (arXiv 2311.03285): no grouping, each row at its true rank. Cost: sum(R) over the rows.
-#
-# The two baselines are for measuring beside ours.
-
-
 KERNELS = {"sgmv": 0, "bgmv": 1, "mbgmv": 2}
 
 _threads = torch.get_num_threads
@@ -49,7 +37,7 @@ _shrink, _expand, _release = lib.moe_lora_shrink, lib.moe_lora_expand, lib.moe_l
 
 
 class CpuShrunk:
-    """x @ A.T of one site's rows and the plan it was made by; redeemed by one `lora_expand`."""
+    """x @ A.T of one site's rows, with its plan; consumed by one `lora_expand`."""
 
     __slots__ = ("_address", "_keeps", "dtype", "num_rows", "site")
 
@@ -61,24 +49,23 @@ class CpuShrunk:
         self.dtype = dtype
 
     def redeem(self) -> int:
-        """The library's address of it, once. Raises ValueError the second time."""
+        """The library's address, once.  Raises ValueError the second time."""
         address, self._address = self._address, 0
         if not address:
             raise ValueError("this CpuShrunk was expanded before; call lora_shrink for another")
         return address
 
-    def __del__(self, release=_release) -> None:  # the module's names may be gone by then
+    def __del__(self, release=_release) -> None:
         if self._address:
             release(self._address)
 
 
 def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> CpuShrunk:
-    """h = x_row @ A.T in fp32, for each row that has an adapter and each module of the site.
+    """h = x_row @ A.T in fp32, for each row with an adapter and each module of the site.
 
-    x: fp32 or bf16, rows may be strided.  The arena must not change before the expand.  kernel: see the head
-    of this file.
-    Modules that share A (same a_offset) are computed once. Raises ValueError for operands that don't fit, or
-    a matrix that would lie outside the arena.  Source: Punica (arXiv 2310.18547), SGMV shrink.
+    x: fp32 or bf16, rows may be strided.  The arena must not change before the expand.  kernel: see the
+    module.  Modules with a common A (same a_offset) are computed once.  Raises ValueError for operands that
+    don't fit, or a matrix outside the arena.  Source: Punica (arXiv 2310.18547), SGMV shrink.
     """
     x, ids, site, layer, token_slots, slots, arena = operands
     code = dtype_code(x)
@@ -129,22 +116,22 @@ def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> CpuShrunk:
 
 
 def lora_expand(shrunk: CpuShrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
-    """y[row, columns of module] += delta, delta = round(scale * h @ B), for each row that has an adapter.
+    """y[row, columns of module] += delta, delta = round(scale * h @ B), for each row with an adapter.
 
-    The delta is a value of y's dtype, then added and rounded again, so that a delta computed elsewhere (into
-    zeros, see `lora_delta`) and added later gives the same bits.  y: [T, N] or [T*K, N] in the dtype of the
-    shrink's x, or in fp32, to which the delta is added as it is; rows may be strided.  subtract: y -= delta.
-    Raises ValueError for a y that doesn't fit or a CpuShrunk that was redeemed.
+    The delta is rounded to y's dtype before the addition: a delta from elsewhere (`lora_delta`) gives the
+    same bits.  y: [T, N] or [T*K, N] in the dtype of the shrink's x, or fp32 with an unrounded delta; rows
+    may be strided.  subtract: y -= delta.
+    Raises ValueError for a y that doesn't fit or a consumed CpuShrunk.
     """
     dtype = torch.float32 if y.dtype == torch.float32 else shrunk.dtype
     _redeem(shrunk, y, "y", dtype, -1.0 if subtract else 1.0)
 
 
 def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv") -> None:
-    """out = delta, zero where a row has no adapter: what `lora_expand` would add to y.
+    """out = delta of `lora_expand`, zero for a row without an adapter.
 
-    out: [T, N] or [T*K, N] in x's dtype, overwritten, rows may be strided. The rest is as in `lora_shrink`.
-    Nothing is written if ValueError is raised.
+    out: [T, N] or [T*K, N] in x's dtype, overwritten, rows may be strided.  The rest as in `lora_shrink`.
+    A ValueError leaves out unchanged.
     """
     shrunk = lora_shrink(operands, kernel=kernel)
     _redeem(shrunk, out, "out", shrunk.dtype, 1.0, overwrite=True)
@@ -153,7 +140,6 @@ def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv
 def _redeem(
     shrunk: CpuShrunk, y: torch.Tensor, name: str, dtype: torch.dtype, sign: float, *, overwrite: bool = False
 ) -> None:
-    """y += sign * delta, having checked that y is of this dtype and fits; overwrite: y is zeroed first."""
     site = shrunk.site
     if (
         y.dim() != 2
@@ -174,18 +160,17 @@ isa = library.isa
 
 _MAX_ROWS = {"avx512_bf16": (128, 4096), "avx512": (32, 4096), "amx_bf16": (16, 4096), "avx2": (4096, 4096)}
 LINEAR_MAX_ROWS = dict(zip((torch.bfloat16, torch.float32), _MAX_ROWS.get(isa(), (4, 4)), strict=True))
-"""Up to this many rows `linear` computes, by dtype.  With AVX-512 it beats torch's there.  With AVX2 the bits
-decide, which torch's change from a prompt to a step: in fp32 it takes 0.4 to 2.3 of torch's time at 32 to 512
-rows, in bf16 a sixth.  Cautious elsewhere.
+"""Largest number of rows for `linear`, by dtype.  AVX-512: faster than torch up to there.  AVX2: for stable
+bits; torch's change with the number of rows.
 """
 QUANTISED_MAX_ROWS = LINEAR_MAX_ROWS | ({torch.bfloat16: 512} if isa() == "amx_bf16" else {})
-"""The same of weights-only formats; above it the whole matrix is dequantised in each step."""
+"""For weights-only formats; above, each step dequantises the whole matrix."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x @ weight.T + bias.  x: [T, H], rows may be strided.  weight: [N, H].  bias: [N].  Returns [T, N].
 
-    All of one dtype, fp32 or bf16; sums in fp32. Raises ValueError for other dtypes, shapes or strides.
+    One dtype, fp32 or bf16; sums in fp32.  Raises ValueError for other dtypes, shapes or strides.
     """
     code = dtype_code(x)
     rows, width = x.shape
@@ -215,7 +200,7 @@ def expert_linear(
     """out[t*K + k] = x_row @ weight[ids[t, k]].T + bias[ids[t, k]]; id -1 gives a zero row.
 
     x: [T, H] or [T*K, H], rows may be strided.  weight: [E, N, H].  bias: [E, N].  ids: [T, K] int32.
-    Returns [T*K, N] in x's dtype. Raises ValueError for an id outside -1 .. E-1, or operands that don't fit.
+    Returns [T*K, N] in x's dtype.  Raises ValueError for an id outside -1 .. E-1, or operands that don't fit.
     """
     code = dtype_code(x)
     tokens, top_k = ids.shape
@@ -242,10 +227,10 @@ def quantised_linear(
     ids: torch.Tensor | None,
     num_out: int,
 ) -> torch.Tensor:
-    """`linear` (ids None) or `expert_linear` over weights that are held as `quantised.put` writes them.
+    """`linear` (ids None) or `expert_linear` over weights in the layout of `quantised.put`.
 
-    Same bits as over the dequantised weights; with a dynamic format those of torchao's arithmetic with exact
-    integer sums.  Raises ValueError as they do.
+    Bits equal those over the dequantised weights; a dynamic format follows torchao's arithmetic with exact
+    integer sums.  Raises ValueError as these do.
     """
     form, data = weight.form, weight.data
     code = dtype_code(x)
@@ -278,7 +263,7 @@ _FORMATS = {"int8": 0, "fp8": 1, "int4": 2, "mxfp4": 3}
 
 
 def packed_weights(weight: QuantisedOperand) -> library.PackedWeights:
-    """The library's view of them.  Raises ValueError unless they lie together on the CPU."""
+    """The library's view.  Raises ValueError unless the parts are contiguous on the CPU."""
     form, data, scale, zero = weight
     return library.PackedWeights(
         checked(data, "data", data.dtype, data.numel()),
@@ -291,7 +276,6 @@ def packed_weights(weight: QuantisedOperand) -> library.PackedWeights:
 
 @functools.cache
 def _parts(form: Format, matrices: tuple[int, ...], num_out: int, width: int, dtype: torch.dtype) -> Any:
-    """Shapes of values, scales and zeros, and dtypes of values and scales, of operands beside x of dtype."""
     data, scale = ((*matrices, *size) for size in form.sizes(num_out, width))
     return data, scale, (*matrices, num_out, form.num_groups(width)), *form.dtypes(dtype)
 
@@ -299,7 +283,7 @@ def _parts(form: Format, matrices: tuple[int, ...], num_out: int, width: int, dt
 def fits(
     weight: QuantisedOperand, dtype: torch.dtype, width: int, matrices: tuple[int, ...], num_out: int
 ) -> bool:
-    """Shapes and dtypes are those of `Format` beside x of dtype; int4's scales may be fp32 beside bf16."""
+    """True for the shapes and dtypes of `Format`; int4's scales may be fp32 beside bf16."""
     form, data, scale, zero = weight
     data_shape, scale_shape, zero_shape, kind, scale_kind = _parts(form, matrices, num_out, width, dtype)
     return (
@@ -312,7 +296,7 @@ def fits(
 
 
 class StepAttention:
-    """`paged_attention` of one step: its tables and the arena are looked at once, not in each layer.
+    """`paged_attention` of one step: reads tables and arena once per step, not per layer.
 
     Raises ValueError for tables that don't fit.
     """
@@ -341,8 +325,8 @@ class StepAttention:
     ) -> torch.Tensor:
         """Write this step's K and V to their pages, then causal attention; see `reference.paged_attention`.
 
-        Rows of q, k and v may be strided (parts of one fused qkv buffer).  Returns [T, heads, head_dim].
-        Raises ValueError for what doesn't fit.
+        Rows of q, k and v may be strided (a fused qkv buffer).  Returns [T, heads, head_dim].
+        Raises ValueError for operands that don't fit.
         """
         layout = self._layout
         code = dtype_code(q)
@@ -370,6 +354,6 @@ class StepAttention:
 
 
 def paged_attention(operands: AttentionOperands) -> torch.Tensor:
-    """`StepAttention` of one layer alone."""
+    """`StepAttention` of a single layer."""
     q, k, v, sinks, scale, window, layer, step, layout, arena = operands
     return StepAttention(step, layout, arena)(layer, q, k, v, sinks, scale, window)

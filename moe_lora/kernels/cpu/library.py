@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the C++ library and turns the project's objects into its arguments."""
+"""Loads the C++ library, and converts tensors and tables to its arguments."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def isa() -> str:
 
 
 def set_isa(name: str) -> None:
-    """Use a lower instruction set than the best one. Raises ValueError if this processor lacks it."""
+    """Use a lower instruction set.  Raises ValueError if this processor lacks the set."""
     if lib.moe_lora_set_isa(name.encode()) != 0:
         raise ValueError(
             f"MOE_LORA_ISA={name!r} is unknown or this processor lacks it; choose one of amx_bf16, "
@@ -125,7 +125,7 @@ def set_isa(name: str) -> None:
 
 
 def dtype_code(x: torch.Tensor) -> int:
-    """The library's code of a tensor's dtype. Raises ValueError if it has none."""
+    """The library's code of a tensor's dtype.  Raises ValueError for an unknown dtype."""
     code = DTYPE_CODES.get(x.dtype)
     if code is None or not x.is_cpu:
         raise ValueError(
@@ -135,7 +135,7 @@ def dtype_code(x: torch.Tensor) -> int:
 
 
 def row_stride(x: torch.Tensor) -> int:
-    """Elements from row to row. Raises ValueError unless each row is contiguous."""
+    """Elements from row to row.  Raises ValueError unless every row is contiguous."""
     stride = x.stride()
     inner = len(stride) == 3 and x.shape[1] > 1 and stride[1] != x.shape[2]
     if inner or (stride[-1] != 1 and x.shape[-1] > 1):
@@ -144,7 +144,7 @@ def row_stride(x: torch.Tensor) -> int:
 
 
 def checked(x: torch.Tensor, name: str, dtype: torch.dtype, count: int) -> int:
-    """Address of a contiguous CPU tensor. Raises ValueError if dtype, size, layout or device differ."""
+    """Address of a contiguous CPU tensor.  Raises ValueError if dtype, size, layout or device differ."""
     if x.dtype != dtype or not x.is_contiguous() or x.numel() != count or not x.is_cpu:
         raise ValueError(
             f"{name} must be contiguous {dtype} of {count} elements on the CPU, not {x.dtype} of shape "
@@ -172,7 +172,7 @@ _pages: dict[int, tuple[KvLayout, _Pages]] = {}
 
 
 def lora_site(site: Site) -> _Site:
-    """The library's constants of a site; kept with the site, whose identity therefore stays its own."""
+    """The library's constants of a site, cached with the site."""
     known = _sites.get(id(site))
     if known is not None:
         return known[1]
@@ -188,7 +188,7 @@ def lora_site(site: Site) -> _Site:
 
 
 def lora_slots(slots: SlotTable) -> _Slots:
-    """The library's view of a slot table, kept with the table."""
+    """The library's view of a slot table, cached with the table."""
     known = slots.__dict__.get("_cpu_view")
     if known is None:
         cells = slots.lora_rank.numel()
@@ -200,7 +200,7 @@ def lora_slots(slots: SlotTable) -> _Slots:
 
 
 def kv_pages(layout: KvLayout) -> _Pages:
-    """The library's constants of a KV layout, kept with the layout as those of a site are."""
+    """The library's constants of a KV layout, cached with the layout."""
     known = _pages.get(id(layout))
     if known is None:
         numbers = _Pages(
@@ -215,17 +215,14 @@ if os.environ.get("MOE_LORA_ISA"):
     set_isa(os.environ["MOE_LORA_ISA"])
 
 
-# Large CPU tensors on huge pages, so that streaming weights misses the TLB less often.
-
-
 _LEAST_BYTES = 4 << 20
 _libc = ctypes.CDLL(None)
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for huge pages behind a CPU tensor that has not been written yet; small ones are left alone.
+    """Ask for huge pages behind a new CPU tensor, for fewer TLB misses; ignores small tensors.
 
-    Only advice: where the system has no transparent huge pages nothing changes.
+    Without transparent huge pages nothing changes.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or not tensor.is_cpu or tensor.nbytes < _LEAST_BYTES:
@@ -235,15 +232,12 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
     _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(advice))
 
 
-# Messages for operands that the CPU kernels refuse; built only once something is wrong.
-
-
 # The Refusal codes of csrc/kernels.h.
 _BAD_EXPERT, _BAD_SLOT, _BAD_OFFSET, _BAD_PAGE = -2, -3, -4, -5
 
 
 def weight_error(x: torch.Tensor, weight: torch.Tensor) -> str:
-    """What is wrong with the operands of a linear layer."""
+    """The fault in the operands of a linear layer."""
     return (
         f"weight must be contiguous {x.dtype} with rows of {x.shape[-1]}, not {weight.dtype} of shape "
         f"{tuple(weight.shape)} and strides {weight.stride()}"
@@ -251,7 +245,7 @@ def weight_error(x: torch.Tensor, weight: torch.Tensor) -> str:
 
 
 def quantised_error(dtype: torch.dtype, width: int, weight: QuantisedOperand, num_out: int) -> str:
-    """What is wrong with the operands of a quantised linear layer."""
+    """The fault in the operands of a quantised linear layer."""
     form, data, scale, zero = weight
     zeros = "no zeros" if zero is None else f"zeros {zero.dtype} of {tuple(zero.shape)}"
     return (
@@ -262,7 +256,7 @@ def quantised_error(dtype: torch.dtype, width: int, weight: QuantisedOperand, nu
 
 
 def shrink_error(operands: LoraOperands, kernel: str) -> str:
-    """What is wrong with the operands of shrink."""
+    """The fault in the operands of shrink."""
     x, ids, site, layer, _, slots, _ = operands
     _, num_layers, num_entries = slots.lora_rank.shape
     if x.dim() != 2 or x.shape[1] != site.in_features:
@@ -278,7 +272,7 @@ def shrink_error(operands: LoraOperands, kernel: str) -> str:
 
 
 def lora_error(refusal: int, operands: LoraOperands) -> str:
-    """What the library refused in shrink."""
+    """The fault of shrink by the library's code."""
     if refusal == _BAD_EXPERT:
         return f"ids hold an expert outside -1 .. {max(1, operands.site.num_experts) - 1}"
     if refusal == _BAD_SLOT:
@@ -288,7 +282,6 @@ def lora_error(refusal: int, operands: LoraOperands) -> str:
 
 
 def _offset_error(operands: LoraOperands) -> str:
-    """Names the first matrix of the batch that does not lie in the arena."""
     x, ids, site, layer, token_slots, slots, arena = operands
     arena_bytes, itemsize = arena.numel(), x.element_size()
     experts = [0] if ids is None else ids[ids >= 0].unique().tolist()
@@ -307,7 +300,7 @@ def _offset_error(operands: LoraOperands) -> str:
 
 
 def target_error(y: torch.Tensor, name: str, site: Site, num_rows: int, dtype: torch.dtype) -> str:
-    """What is wrong with the tensor that deltas are added to."""
+    """The fault in the target tensor of deltas."""
     width = site.columns[-1] + site.out_features[-1]
     return (
         f"{name} must be {dtype} on the CPU with {num_rows} rows of at least {width} columns at site "
@@ -316,7 +309,7 @@ def target_error(y: torch.Tensor, name: str, site: Site, num_rows: int, dtype: t
 
 
 def attention_error(operands: AttentionOperands) -> str:
-    """What is wrong with the operands of attention."""
+    """The fault in the operands of attention."""
     q, k, v, _, scale, _, _, _, layout, _ = operands
     return (
         f"q {q.dtype} {tuple(q.shape)}, k {k.dtype} {tuple(k.shape)}, v {v.dtype} {tuple(v.shape)} and "
@@ -326,7 +319,7 @@ def attention_error(operands: AttentionOperands) -> str:
 
 
 def step_error(refusal: int) -> str:
-    """What the library refused in the step tables."""
+    """The fault in the step tables by the library's code."""
     if refusal == _BAD_PAGE:
         return "block_tables hold a page outside the arena"
     return "query_start must ascend within the rows, and seq_lens cover the rows and fit the block table"

@@ -3,8 +3,7 @@
 
 Legend: T token rows, H input width, N output width, E experts, K experts per token.
 
-In a decode step the time between kernels counts as much as theirs. So what is the same in every step is
-looked at once, when a site's weights are first seen, and what is the same in every layer once a step.
+Time between kernels counts in a decode step: weights are checked once, rows once per step.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _PLAIN, _PACKED, _DYNAMIC = range(3)
 
 @dataclass(frozen=True, eq=False)
 class LoraRows:
-    """The rows of a step that have deltas at a site, all from this device's arena.
+    """The rows with deltas at a site, all from this device's arena.
 
-    site: None: no row has.  num_layers: of the slot table.  keeps: what the library reads.
+    site: None without such rows.  num_layers: of the slot table.  keeps: buffers of the library's view.
     """
 
     table: library.SiteRows
@@ -45,7 +44,7 @@ class LoraRows:
 def lora_rows(
     site: Site, token_slots: torch.Tensor, slots: SlotTable, arena: torch.Tensor, kernel: str = "sgmv"
 ) -> LoraRows:
-    """`LoraRows` of operands as in `LoraOperands`.  Raises ValueError for such that don't fit."""
+    """`LoraRows` of operands as in `LoraOperands`.  Raises ValueError for operands that don't fit."""
     constants, tables, num_rows = lora_site(site), lora_slots(slots), len(token_slots)
     if constants.last_entry > tables.num_entries:
         raise ValueError(
@@ -68,9 +67,9 @@ NO_ROWS = LoraRows(_NO_TABLE, ctypes.addressof(_NO_TABLE))
 class SiteLinear:
     """x @ weight.T + bias + deltas of one site in one layer, for x of one dtype on the CPU.
 
-    weight: [N, H] or [E, N, H] of that dtype, or a quantised operand, whose parts stay together.  bias: [N]
-    or [E, N].  first_expert: number that the first of E has in the whole model, None: a dense site.
-    Raises ValueError for what doesn't fit.
+    weight: [N, H] or [E, N, H] of this dtype, or a quantised operand with contiguous parts.  bias: [N]
+    or [E, N].  first_expert: model number of the first of E experts; None: a dense site.
+    Raises ValueError for operands that don't fit.
     """
 
     def __init__(
@@ -110,9 +109,9 @@ class SiteLinear:
         self._site: Site | None = None
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor | None, rows: LoraRows) -> torch.Tensor | None:
-        """[T, N], or [T*K, N] with ids; None for operands that this is not made for, or that don't fit.
+        """[T, N], or [T*K, N] with ids; None for unsupported operands.
 
-        x: [T, H] or [T*K, H].  ids: [T, K] int32, numbered in the whole model, -1: none.
+        x: [T, H] or [T*K, H].  ids: [T, K] int32, model numbers, -1: no expert.
         """
         num_rows, width = x.shape
         if ids is None:
@@ -144,7 +143,6 @@ class SiteLinear:
         return None if refusal else out
 
     def _takes(self, rows: LoraRows, tokens: int) -> bool:
-        """The rows are as many as x has, and of a site of these sizes."""
         site = rows.site
         if rows.num_rows != tokens or not self._layer < rows.num_layers:
             return False

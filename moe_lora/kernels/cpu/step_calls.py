@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a step the operations of csrc/operations.cpp compute without a call into Python.
+"""Tables of a step for the operations of csrc/operations.cpp, which compute without a call into Python.
 
-Torch's way into Python and out of it costs more than small kernels, at every site of every layer. So a step's
-tables are written down once, where C++ reads them: a channel carries their address. What they leave out
-(deltas that are computed elsewhere, weights seen for the first time, operands that don't fit) the operation
-in Python computes. Without that library, or with one for another torch, it computes everything; same bits.
+A call into Python costs more than a small kernel.  Channels carry the tables' address.  The operation in
+Python computes the rest (remote deltas, new weights, operands that don't fit), and everything without that
+library; same bits.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class _StepCalls(ctypes.Structure):
 
 
 class StepCalls:
-    """The tables of one engine.  address: for its channels, as long as this object lives."""
+    """The tables of one engine.  address: for its channels, valid during this object's life."""
 
     def __init__(self, num_layers: int) -> None:
         self._sites = (_SeenSite * (num_layers * _MAX_SITES))()
@@ -72,7 +71,7 @@ class StepCalls:
         self._keeps = rows, attention
 
     def see(self, layer: int, site: int, linear: SiteLinear) -> None:
-        """From now on the site is computed so.  linear: must live until another is seen there."""
+        """Set the site's layer.  linear: must live until replaced."""
         if site < _MAX_SITES:
             max_rows = _ANY_NUMBER if linear.max_rows is None else linear.max_rows
             table = _SeenSite(linear.address, linear.address_of_data, max_rows)
@@ -94,7 +93,7 @@ def _built_for(operations: ctypes.CDLL) -> str:
 
 
 def _load() -> ctypes.CDLL | None:
-    """Registers the operations; None where they weren't built, or for another torch."""
+    """Registers the operations; None if not built, or built for another torch."""
     spec = importlib.util.find_spec("moe_lora.kernels.cpu._operations")
     if spec is None or spec.origin is None:
         logger.info("operations of a CPU step run in Python: moe_lora was built without torch's headers")
@@ -102,7 +101,7 @@ def _load() -> ctypes.CDLL | None:
     try:
         operations = ctypes.CDLL(spec.origin)
         found = _built_for(operations)
-    except (OSError, AttributeError):  # a name that this torch has not, or that library
+    except (OSError, AttributeError):
         found = "others"
     if found != (wanted := _wanted()):
         logger.warning(

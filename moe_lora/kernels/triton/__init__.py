@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA kernels in Triton for Hopper GPUs; importable without Triton, which is needed at the first launch."""
+"""Triton kernels for Hopper GPUs; Triton is imported at the first launch."""

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which meta-parameters each kernel is launched with: committed tables, and an override.
+"""Meta-parameters of each kernel's launch: committed tables, and an override.
 
-A table is a JSON file `configs/<gpu name>.json`. Its entries are keyed by kernel, dtype, phase and the widths
-of the site. What fixes the order in which a row is accumulated (the algorithm, and `ORDER_FIXING`)
-must not depend on the phase, as a decode row has a prefill chunk beside it in one step and none in the next:
-a table that breaks this is refused. Only tiles of tokens, stages and grids may differ by phase.
-`state` of an entry says whether it was `tuned` on that GPU or is a `default`.
+A table is a JSON file `configs/<gpu name>.json`, keyed by kernel, dtype, phase and the site's widths.
+Parameters that fix a row's order of sums (the algorithm, and `ORDER_FIXING`) must not depend on the phase: a
+step mixes decode rows and prefill chunks.  Tables that break this are refused.  Tiles of tokens, stages and
+grids may differ by phase.  `state` of an entry: `tuned` on this GPU, or `default`.
+
+A launch never waits for the device: host numbers bound grids, and device memory counts the work of a
+persistent grid.  So CUDA graphs can capture launches.
 """
 
 from __future__ import annotations
@@ -26,9 +28,6 @@ from typing import Any
 import torch
 
 from moe_lora.core.shape import MAX_CUDA_LORA_RANK
-
-# The meta-parameters of each kernel and the values of them worth trying.
-
 
 Config = dict[str, Any]
 
@@ -68,11 +67,11 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
         "programs_per_sm": (2, 4, 8),
     },
 }
-"""Per kernel and meta-parameter the values worth trying. `block_t`: tokens of a tile (wgmma's N); `block_r`:
-rank rows; `block_k`: input columns a step; `split_k`: parts of the input width that are summed apart, at
-most, and `part_k`: columns that each has at least; `tma`: whether weights come by TMA, or by pointer;
-`block_c`: output columns; `blocks_per_item`: blocks of them that one work item covers;
-`programs_per_sm`: programs of the persistent grid on each SM."""
+"""Values worth trying, by kernel and meta-parameter.  `block_t`: tokens of a tile (wgmma's N); `block_r`:
+rank rows; `block_k`: input columns per step; `split_k`: most separate sums over the input width, and
+`part_k`: least columns of a sum; `tma`: weights by TMA, or by pointer; `block_c`: output columns;
+`blocks_per_item`: column blocks per work item; `programs_per_sm`: programs of the persistent grid per SM.
+"""
 KERNEL_NAMES = tuple(SPACES)
 ORDER_FIXING: dict[str, tuple[str, ...]] = {
     "wgmma_shrink": ("block_k", "split_k", "part_k"),
@@ -80,9 +79,9 @@ ORDER_FIXING: dict[str, tuple[str, ...]] = {
     "vector_shrink": ("block_r", "block_k", "split_k", "num_warps"),
     "vector_expand": ("block_r", "block_c", "num_warps"),
 }
-"""Meta-parameters that change the order in which a row's products are added, so that they must not depend on
-the phase. Tensor cores add along the inner width whatever the tile of tokens; where threads add, the layout
-of the whole tile decides."""
+"""Meta-parameters that change a row's order of sums.  Tensor cores add along the inner width for any token
+tile; for threads, the whole tile's layout decides.
+"""
 _MAX_SHARED_BYTES = 200 * 1024
 
 
@@ -98,7 +97,7 @@ def check_config(kernel: str, config: Config) -> None:
 
 
 def config_space(kernel: str) -> list[Config]:
-    """Every configuration of the kernel worth trying, those left out that can't fit in shared memory."""
+    """Every configuration worth trying that fits in shared memory."""
     if kernel not in SPACES:
         raise ValueError(f"kernel={kernel!r} is unknown; choose one of {', '.join(KERNEL_NAMES)}")
     names = list(SPACES[kernel])
@@ -107,18 +106,17 @@ def config_space(kernel: str) -> list[Config]:
 
 
 def order_of(kernel: str, config: Config) -> tuple[Any, ...]:
-    """The values of the configuration that fix the order of sums."""
+    """The configuration's values that fix the order of sums."""
     return tuple(config[name] for name in ORDER_FIXING[kernel])
 
 
 def _staged_bytes(kernel: str, config: Config) -> int:
-    """Bytes that the stages of a two-byte dtype's operand tiles take per SM (0 where tiles are registers)."""
     if kernel.startswith("vector"):
         return 0
     stages, tokens = config["num_stages"], config["block_t"]
     if kernel == "wgmma_shrink":
         per_program = stages * (64 + tokens) * config["block_k"]
-    else:  # h as two numbers, once
+    else:
         per_program = 64 * (stages * config["block_c"] + 2 * tokens)
     return 2 * per_program * config["programs_per_sm"]
 
@@ -131,7 +129,7 @@ CONFIG_DIR = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigEntry:
-    """One row of a table: `config` of `kernel` where dtype, phase and widths match (None matches any)."""
+    """One row of a table: `config` of `kernel` for matching dtype, phase and widths (None matches any)."""
 
     kernel: str
     config: Config
@@ -151,9 +149,9 @@ class ConfigEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """`algorithm` serves adapters of ranks min_rank..max_rank where the rest matches (see `choose`).
+    """`algorithm` for adapters of ranks min_rank..max_rank and a matching key (see `choose`).
 
-    It has no phase: the algorithm fixes the order of sums.
+    Without a phase: the algorithm fixes the order of sums.
     """
 
     algorithm: str
@@ -167,11 +165,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class ConfigTable:
-    """Launch configurations and algorithm choices of one GPU; of several matches the first counts.
+    """Launch configurations and algorithm choices of one GPU; the first match counts.
 
-    dependent_launch: kernels of `DEPENDENT` begin while the kernel before them ends (CUDA's programmatic
+    dependent_launch: kernels of `DEPENDENT` start while the previous kernel ends (CUDA's programmatic
     dependent launch, from sm_90 on).
-    Raises ValueError if the phases of one place have configurations that add a row in different orders.
+    Raises ValueError if phases of one place add a row in different orders.
     """
 
     gpu: str
@@ -185,7 +183,6 @@ class ConfigTable:
             self._check_phases(kernel)
 
     def _check_phases(self, kernel: str) -> None:
-        """Look at every place that the kernel's entries tell apart, and at one that they don't name."""
         rows = [entry for entry in self.entries if entry.kernel == kernel]
         in_widths = {entry.in_features or 0 for entry in rows} | {0}
         out_widths = {entry.out_features or 0 for entry in rows} | {0}
@@ -201,7 +198,7 @@ class ConfigTable:
                 )
 
     def config(self, kernel: str, dtype: str, phase: str, in_features: int, out_features: int) -> Config:
-        """Configuration of the kernel here: the override if one is active, else the first entry that fits."""
+        """The kernel's configuration: an active override, else the first matching entry."""
         overridden = _overrides.get().get(kernel)
         if overridden is not None:
             return overridden
@@ -219,7 +216,7 @@ _tables: dict[str, ConfigTable] = {}
 
 
 def matches(have: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
-    """Whether each field that is not None equals the wanted one."""
+    """True if each field except None equals the wanted field."""
     return all(h is None or h == w for h, w in zip(have, wanted, strict=True))
 
 
@@ -231,9 +228,9 @@ def _first_fit(entries: Iterable[ConfigEntry], wanted: tuple[Any, ...]) -> Confi
 
 
 def load_table(gpu_name: str) -> ConfigTable:
-    """Table of this GPU (`torch.cuda.get_device_name()`), or the fallback's if none is committed.
+    """The table of this GPU (`torch.cuda.get_device_name()`), or the fallback.
 
-    Raises ValueError for a table that can't be: unknown fields, or see `ConfigTable`.
+    Raises ValueError for a bad table: unknown fields, or see `ConfigTable`.
     """
     if gpu_name not in _tables:
         path = table_path(gpu_name)
@@ -250,7 +247,7 @@ def load_table(gpu_name: str) -> ConfigTable:
 
 
 def save_table(table: ConfigTable, path: Path | None = None) -> Path:
-    """Write the table to `path`, or to where `load_table` finds it; returns the path."""
+    """Write the table to `path`, by default the path of `load_table`; returns the path."""
     path = path or table_path(table.gpu)
     data = {
         "gpu": table.gpu,
@@ -275,7 +272,7 @@ def _given(row: ConfigEntry | Choice) -> dict[str, Any]:
 
 @contextmanager
 def override(kernel: str, config: Config) -> Iterator[None]:
-    """Within the context, launch `kernel` with `config` whatever the table says."""
+    """Within the context, launch `kernel` with `config`."""
     check_config(kernel, config)
     token = _overrides.set({**_overrides.get(), kernel: config})
     try:
@@ -284,23 +281,17 @@ def override(kernel: str, config: Config) -> Iterator[None]:
         _overrides.reset(token)
 
 
-# How kernels are launched: on a CUDA device, or on CPU tensors by Triton's interpreter (TRITON_INTERPRET=1).
-#
-# A launch never waits for the device: grids are bounded by host numbers, and the work that a persistent grid
-# shares out is counted in device memory. So launches can be captured into CUDA graphs.
-
-
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _INTERPRETED_SMS = 3
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The other way round."""
+    """Inverse of the dtype's name."""
     return next(dtype for dtype, known in DTYPE_NAMES.items() if known == name)
 
 
 def kernels(name: str) -> ModuleType:
-    """The module `name` of this package that holds Triton kernels. Raises ImportError without Triton."""
+    """The module `name` of this package, with Triton kernels.  Raises ImportError without Triton."""
     try:
         return importlib.import_module(f"{__package__}.{name}")
     except ModuleNotFoundError as error:
@@ -310,13 +301,12 @@ def kernels(name: str) -> ModuleType:
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels on CPU tensors."""
+    """True if Triton interprets kernels on CPU tensors (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 @lru_cache(maxsize=16)
 def _device_facts(device: torch.device) -> tuple[str, int]:
-    """Name and number of SMs."""
     properties = torch.cuda.get_device_properties(device)
     return properties.name, properties.multi_processor_count
 
@@ -327,12 +317,12 @@ def table_of(device: torch.device) -> ConfigTable:
 
 
 def programs_at_once(device: torch.device, per_sm: int) -> int:
-    """What the device holds, of a kernel of which so many programs fit an SM."""
+    """Programs on the whole device, at per_sm per SM."""
     return per_sm * (_INTERPRETED_SMS if device.type == "cpu" else _device_facts(device)[1])
 
 
 def num_programs(device: torch.device, config: Config, max_items: int) -> int:
-    """Programs of a persistent grid: what the device holds at once, or fewer if there is less work."""
+    """Programs of a persistent grid: as many as the device holds, or fewer for little work."""
     return max(1, min(programs_at_once(device, config["programs_per_sm"]), max_items))
 
 
@@ -350,20 +340,20 @@ DEPENDENT = frozenset(
         "attention_kernels.join_parts",
     }
 )
-"""Kernels of a decode step, by module, that can wait for the one before them before they do anything else."""
+"""Kernels of a decode step, by module, with a wait for the previous kernel as first action."""
 
 
 def when_it_begins(kernel: Any, early: bool) -> dict[str, bool]:
-    """A kernel's constants and compile options that say so; none of one that always begins last."""
+    """A kernel's constants and compile options for an early start; empty for further kernels."""
     if f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}" not in DEPENDENT:
         return {}
     return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False}
 
 
 def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
-    """Launch `programs` programs of a Triton kernel on the device that its tensors lie on.
+    """Launch `programs` programs of a Triton kernel on its tensors' device.
 
-    meta holds its constants and compile options.
+    meta: constants and compile options.
     """
     import triton
 
@@ -371,11 +361,10 @@ def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
         meta = {name: value for name, value in meta.items() if name not in ("num_warps", "num_stages")}
         kernel[(programs,)](*operands, **meta, **when_it_begins(kernel, False))
         return
-    # The first may lie in page-locked memory of the host.
     tensors = (one for one in operands if isinstance(one, torch.Tensor))
     device = next((one.device for one in tensors if one.is_cuda), operands[0].device)
     meta |= when_it_begins(kernel, table_of(device).dependent_launch)
     with torch.cuda.device(device):
-        # Descriptors made on the device need memory of their own; torch's allocator follows graph capture.
+        # Device-made descriptors need memory; torch's allocator follows graph capture.
         triton.set_allocator(_scratch)
         kernel[(programs,)](*operands, **meta)

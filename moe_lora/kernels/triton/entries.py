@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every LoRA kernel reads first: the slot table's entry of a (slot, layer, module, expert).
+"""Access to the slot table's entry of a (slot, layer, module, expert), shared by LoRA kernels.
 
 tables: `problem.Tables`, [N, L, X] each; `slot_stride` is L * X and `table_base` is layer * X + the site's
-first entry.  widths: of three modules, 0 for absent ones.
+first entry.  widths: of three modules, 0 for absent modules.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ NOT_SPECIALIZED = (
     *("arena_bytes", "slot_stride", "table_base", "min_rank", "max_rank", "padded_rank"),
     *("lanes", "num_rows"),
 )
-"""Numbers whose value must not lead to another compilation in the middle of serving; in a tuple it would."""
+"""Numbers that must not trigger a compilation while serving; in a tuple they would."""
 
 
 @triton.jit
 def wait_for_kernel_before():
-    """First in a kernel of `configs.DEPENDENT` that begins early: what the kernel before it on the stream
-    wrote is seen from here on, and the one after it may begin, to wait in the same place.  From sm_90 on."""
+    """First call in a kernel of `configs.DEPENDENT` with an early start; from sm_90 on.
+
+    Afterwards the previous kernel's writes are visible, and the next kernel may start.
+    """
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
 
@@ -33,14 +35,14 @@ def entry_of(slot, expert, module, slot_stride, table_base, MODULES: tl.constexp
 
 @triton.jit
 def rank_of(tables, entry, min_rank, max_rank):
-    """The entry's true rank, 0 if it is outside the ranks that this launch serves."""
+    """The entry's true rank, 0 outside this launch's ranks."""
     rank = tl.load(tables.lora_rank + entry)
     return tl.where((rank >= min_rank) & (rank <= max_rank), rank, 0)
 
 
 @triton.jit
 def first_with_same_a(tables, first_entry, module, MODULES: tl.constexpr):
-    """First module of the site whose A is this module's: h is computed for it alone."""
+    """First module of the site with the same A: only its h is computed."""
     offset = tl.load(tables.a_offset + first_entry + module)
     rank = tl.load(tables.lora_rank + first_entry + module)
     first = module
@@ -53,15 +55,17 @@ def first_with_same_a(tables, first_entry, module, MODULES: tl.constexpr):
 
 @triton.jit
 def matrix(arena, offsets, entry, DTYPE: tl.constexpr):
-    """Pointer to the first element of a packed matrix; matrices start at multiples of 64 bytes."""
+    """Pointer to the first element of a packed matrix, at a multiple of 64 bytes."""
     offset = tl.multiple_of(tl.load(offsets + entry), 64)
     return (arena + offset).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
 def module_of_block(block, widths, BLOCK_C: tl.constexpr, MODULES: tl.constexpr):
-    """(module, first column within it, its width, its first column in y) of a block of output columns."""
-    # Selects, not branches: what they select is known to the compiler to be a multiple of 16 where all are.
+    """(module, first column within the module, module width, module's first column in y) of an output
+    block.
+    """
+    # Selects, not branches: the compiler then keeps the alignment of 16.
     first1 = tl.cdiv(widths[0], BLOCK_C)
     first2 = first1 + tl.cdiv(widths[1], BLOCK_C)
     module = tl.minimum((block >= first1).to(tl.int32) + (block >= first2).to(tl.int32), MODULES - 1)
@@ -73,7 +77,7 @@ def module_of_block(block, widths, BLOCK_C: tl.constexpr, MODULES: tl.constexpr)
 
 @triton.jit
 def num_blocks(widths, BLOCK_C: tl.constexpr):
-    """Blocks of output columns of all modules; absent ones are 0 wide."""
+    """Blocks of output columns of all modules; absent modules have width 0."""
     return tl.cdiv(widths[0], BLOCK_C) + tl.cdiv(widths[1], BLOCK_C) + tl.cdiv(widths[2], BLOCK_C)
 
 
@@ -87,8 +91,7 @@ def dot(a, b, acc, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def rounded(values, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """fp32 values in DTYPE, rounded to nearest even, which the interpreter, by itself, does not do for
-    bf16."""
+    """fp32 values rounded to nearest even in DTYPE; the interpreter does not round bf16 by itself."""
     if INTERPRETED and DTYPE.is_bf16():
         bits = values.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -100,7 +103,7 @@ def rounded(values, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 def add_delta(before, total, scale, ADD: tl.constexpr, SUBTRACT: tl.constexpr, INTERPRETED: tl.constexpr):
     """round(before + round(scale * total)) if ADD, before - ... if SUBTRACT too, else round(scale * total).
 
-    before: of y, to whose dtype all is rounded: in fp32 the sum is of unrounded deltas.
+    before: of y, whose dtype sets the rounding: in fp32 deltas stay unrounded.
     """
     dtype = before.dtype
     delta = rounded(total * (-scale if SUBTRACT else scale), dtype, INTERPRETED)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels around one-sided puts: waiting for signals, admitting rows to slots, adding answers.
 
-Of each signal the waiting side keeps how far it has counted: a signal's words lie eight int64 apart, its
-count in `expected`.  Waits have a bound, after which, or when `state` is set, they end at once and say so in
-`state`: what follows on the stream then computes nothing of use, and the host finds out.
+A signal's words lie eight int64 apart; the waiting side keeps counts in `expected`.  A wait ends at its
+bound, or when `state` is set, and records the end in `state`: later work on the stream is void, and the host
+sees the state.
 
 Legend: T token rows of a step, R rows of an answer, N output width.
 """
@@ -21,9 +21,8 @@ from . import configs
 from .signals import seen
 
 WORDS = 8
-"""From one signal to the next."""
 LOST, STALE, ENDED = 1, 2, 4
-"""Bits of a state: a wait was given up; rows of an answer are missing; the owner has ended the waiting."""
+"""Bits of a state: a wait hit its bound; rows of an answer are missing; the owner stopped the wait."""
 _LOST, _STALE, _OVER = tl.constexpr(LOST), tl.constexpr(STALE), tl.constexpr(LOST | ENDED)
 NO_BOUND = 1 << 62
 _COLUMNS = 512
@@ -44,10 +43,10 @@ def wait_signals(
     BLOCKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Ends when signals first, first + stride, .. (count of them) are `more` further than at the last wait.
+    """Wait until signals first, first + stride, .. (count of them) advance by `more` since the last wait.
 
     status: for these signals, stride apart, BLOCKS counts of missing rows each, two int64 apart, which set
-    STALE in the state; BLOCKS 0: they have none.  One program.
+    STALE in the state; BLOCKS 0: no counts.  One program.
     """
     for number in range(count):
         signal = first + number * stride
@@ -59,7 +58,7 @@ def wait_signals(
         while (value < target) & (polls < max_polls) & ((tl.load(state, volatile=True) & _OVER) == 0):
             value = tl.load(word, volatile=True)
             polls += 1
-        if seen(word, INTERPRETED) < target:  # what is read from here on is what was put before
+        if seen(word, INTERPRETED) < target:
             tl.store(state, tl.load(state) | _LOST)
         counts = status + number * stride * BLOCKS * 2
         for block in range(BLOCKS):
@@ -82,11 +81,11 @@ def admit(
     is_first,
     MAX_ROWS: tl.constexpr,
 ):
-    """token_slots[t] = the slot of token t once this layer of what it asks for is there, else -1.
+    """token_slots[t] = slot of token t after its layer has loaded, else -1.
 
     frame: int64 T, slots [T], generations [T].  generation: [M], loaded: [M, num_layers].  One program; ends
-    when every slot has the layer or never will, or after max_polls.  missing: [1] += tokens whose slot has it
-    not; from 0 on where is_first.
+    when every slot has the layer or never will, or after max_polls.  missing: [1] += tokens without the
+    layer; is_first: starts at 0.
     """
     rows = tl.arange(0, MAX_ROWS)
     num_rows = tl.load(frame)
@@ -116,8 +115,10 @@ def admit(
 def add_rows(
     y, y_stride, delta, frame, ids, top_k, num_columns, HAS_IDS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """y[r] = round(y[r] + delta[r]) for each row whose token has a slot in the frame.  A program per row and
-    COLUMNS columns."""
+    """y[r] = round(y[r] + delta[r]) for each row whose token has a slot in the frame.
+
+    A program per row and COLUMNS columns.
+    """
     row = tl.program_id(0)
     blocks = tl.cdiv(num_columns, COLUMNS)
     column = row % blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -134,7 +135,7 @@ def add_rows(
 
 
 class Signals(NamedTuple):
-    """Signals that are waited for together.  words: int64 [signals * WORDS].  expected: int64 [signals]."""
+    """Signals of one wait.  words: int64 [signals * WORDS].  expected: int64 [signals]."""
 
     words: torch.Tensor
     expected: torch.Tensor
@@ -186,7 +187,7 @@ def launch_admit(
 def launch_add_rows(
     y: torch.Tensor, delta: torch.Tensor, frame: torch.Tensor, ids: torch.Tensor | None
 ) -> None:
-    """See `add_rows`.  y, delta: [R, N]; ids: [T, K] int32, None where R = T."""
+    """See `add_rows`.  y, delta: [R, N]; ids: [T, K] int32, None if R = T."""
     num_rows, num_columns = delta.shape
     columns = min(_COLUMNS, triton.next_power_of_2(num_columns))
     top_k = 1 if ids is None else ids.shape[1]
@@ -201,7 +202,7 @@ def launch_add_rows(
 
 
 def launch_all(word: torch.Tensor) -> None:
-    """Every kernel of this file, for those who compile them ahead of time.  word: int64 [8]."""
+    """Launch every kernel of this file, for `aot`.  word: int64 [8]."""
     signals = Signals(word, word, range(1))
     for status in (None, (word, 8)):
         launch_wait(signals, 8, word, NO_BOUND, status)

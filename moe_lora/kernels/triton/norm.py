@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernel of norms over whole rows, where no compiler sees them: of prompts, and the last one.
+"""Triton kernel of row norms outside compiled graphs: of prompts, and the last norm.
 
-A row is read once and written once, where the reference's operations move it some twenty times.
+Reads and writes a row once; the reference moves a row some twenty times.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def norm_rows(
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool) -> torch.Tensor:
     """As `reference.norm`.  x: [R, H], bf16, fp16 or fp32.  weight: [H].
 
-    A row's bits don't depend on the others.  Raises ValueError for operands that don't fit.
+    A row's bits don't depend on further rows.  Raises ValueError for operands that don't fit.
     """
     if x.dim() != 2 or weight.shape != x.shape[1:] or x.dtype not in configs.DTYPE_NAMES:
         raise ValueError(
@@ -64,6 +64,6 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool) -> to
 
 
 def launch_all(dtype: torch.dtype) -> None:
-    """Launch every kind, on empty tensors: for `aot` to record."""
+    """Launch every kind, on empty tensors, for `aot`."""
     for width, centred in ((2048, False), (2880, False), (6144, True)):
         norm(torch.empty(2, width, dtype=dtype), torch.empty(width, dtype=dtype), 1e-6, centred)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels by which a stream asks a process of the host, and waits for its answer.
+"""Triton kernels for calls from a stream to a host process, and waits for the reply.
 
-The words lie in host memory that the device has mapped.  They are read and written by plain loads and stores
-of system scope: what an atomic operation over PCIe is worth depends on the machine, and one that rewrites the
-value it has read could undo a store of the host.
+The words lie in mapped host memory.  Access is by plain loads and stores of system scope: atomics over PCIe
+depend on the machine, and could undo a store of the host.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -69,5 +68,5 @@ def launch_ask(counter: torch.Tensor, header: torch.Tensor, word: torch.Tensor, 
 
 
 def launch_wait(counter: torch.Tensor, word: torch.Tensor) -> None:
-    """What is queued next on the stream begins once word >= counter."""
+    """Later work on the stream starts once word >= counter."""
     configs.start(wait, 1, counter, word, INTERPRETED=configs.interpreted(), num_warps=1)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests start, and whose adapter gets a place."""
+"""Start of requests, and adapters' places."""

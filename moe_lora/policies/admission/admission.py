@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which waiting requests start now."""
+"""Admission of waiting requests, and eviction of resident adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 
 class WaitingView(Protocol):
-    """A queued request as admission sees it.  `adapter_uid` None: the base model."""
+    """A queued request in the view of admission.  `adapter_uid` None: the base model."""
 
     @property
     def arrival_s(self) -> float: ...
@@ -19,11 +19,11 @@ class WaitingView(Protocol):
 
 
 class SizedView(Protocol):
-    """A queued request whose work is known."""
+    """A queued request of known work."""
 
     @property
     def num_left(self) -> int:
-        """Tokens that it will still generate, at most."""
+        """Most tokens still to generate."""
         ...
 
 
@@ -32,8 +32,8 @@ Sized = TypeVar("Sized", bound=SizedView)
 
 
 def shortest_first(queue: Iterable[Sized]) -> list[Sized]:
-    """The queue by tokens left to generate, of equal ones by arrival (oracle SJF where every answer has its
-    full length; InfiniLoRA section 6.1, "S-LoRA w/ SJF").
+    """The queue by tokens left, ties by arrival (oracle SJF if answers have full length; InfiniLoRA section
+    6.1, "S-LoRA w/ SJF").
     """
     return sorted(queue, key=lambda request: request.num_left)
 
@@ -45,14 +45,12 @@ def admissible(
     starvation_s: float,
     keeps_from_others: Callable[[Waiting], bool] | None = None,
 ) -> Iterator[Waiting]:
-    """Requests that may start, first come first served; one whose adapter finds no place is passed over.
+    """Requests that may start, first come first served; passes over adapters without a place.
 
-    can_be_resident: whether the request's adapter is on the device or could be brought in now; asked once
-    per adapter.  A request passed over for longer than starvation_s stops the younger ones: running requests
-    drain, and the slot that falls free is its own.
-    keeps_from_others: whether the request's adapter has a place that nobody uses and nobody else can have
-    before somebody has used it; asked once per adapter.  Such requests start all the same: what the starving
-    one waits for may be that place.  None: there are no such places.
+    can_be_resident: the adapter is or can be on the device now; called once per adapter.  A request passed
+    over for longer than starvation_s stops younger ones, and gets the next free slot.
+    keeps_from_others: the adapter has an unused place that only its users can have; called once per adapter.
+    Such requests start regardless, as the starving one may wait for that place.  None: no such places.
     """
     turned_away: set[Hashable] = set()
     may_pass: dict[Hashable, bool] = {}
@@ -75,7 +73,7 @@ def admissible(
 
 
 class ResidentView(Protocol):
-    """A resident adapter as eviction sees it."""
+    """A resident adapter in the view of eviction."""
 
     @property
     def num_running(self) -> int: ...
@@ -94,13 +92,13 @@ _last_used_s = attrgetter("last_used_s")
 
 
 def least_recently_used(residents: Iterable[Resident]) -> Resident | None:
-    """The idle adapter unused for longest, those that queued requests wait for last; None if all run."""
+    """The least recently used idle adapter, those of queued requests last; None if all run."""
     idle = [view for view in residents if not view.num_running]
     unwanted = [view for view in idle if not view.num_waiting]
     return min(unwanted or idle, key=_last_used_s, default=None)
 
 
 def by_recency(residents: Iterable[Resident]) -> list[Resident]:
-    """The idle adapters, as `least_recently_used` would name them one after the other."""
+    """The idle adapters in the order of `least_recently_used`."""
     idle = [view for view in residents if not view.num_running]
     return sorted(idle, key=lambda view: (view.num_waiting > 0, view.last_used_s))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose waiting request starts next, where tenants compete for one instance.
+"""Fair order of waiting requests between tenants of one instance.
 
 Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI '24 (virtual token counter), with the
 weights of its section 4.4.
@@ -13,14 +13,14 @@ from itertools import chain
 from typing import Protocol, TypeVar
 
 PREFILL_COST, DECODE_COST = 1.0, 2.0
-"""Of a prompt's token that is computed, and of one that is generated: the paper's."""
+"""Of a computed prompt token, and of a generated token, as in the paper."""
 
 
 class CompetingView(Protocol):
-    """A queued request whose tenant competes.
+    """A queued request of a competing tenant.
 
-    share: the tenant's weight.  priority: within the tenant; lower goes first.  matched: it was admitted
-    before, and goes before all that were not, unless it gave way to another tenant.
+    share: the tenant's weight.  priority: within the tenant; lower first.  matched: admitted before, and
+    first in the order, unless it gave way to another tenant.
     """
 
     @property
@@ -43,35 +43,32 @@ Competing = TypeVar("Competing", bound=CompetingView)
 
 
 class VirtualTokenCounter:
-    """Counts what each tenant was given, by weight; the one with least goes first.
+    """Counts service per tenant, by weight; the tenant of least service goes first.
 
-    A tenant none of whose requests waited begins with at least the least of those that wait (or with what the
-    last one had that did), less `credit`: nobody saves up more turns than that by being away.  Without it
-    (credit 0, the paper's) the second of two requests that come together to a full instance waits until all
-    others have been given as much as the first one took, however little its tenant asked for before.  The
-    least of those that wait is taken as it was without their own credit: credit adds up with nobody's.
+    A returning tenant starts at least at the least counter of waiting tenants (or the last one's), less
+    `credit`, so absence saves up no more than that.  With credit 0 (the paper's) the second of two
+    simultaneous requests waits for everyone to catch up with the first.  The least is taken without credits:
+    credits do not add up.
 
-    With U = (PREFILL_COST x tokens of the longest prompt + DECODE_COST x requests that run at once x tokens
-    of the longest answer + credit) / the least share, the counters of tenants whose requests wait differ by
-    U at most, and what two tenants got per share while requests of both waited by 2 U (as theorem 4.4):
-    however much one of them asks for.  Only where requests start in this order: those that find no place for
-    their adapter, or start again after a preemption, do not.
+    With U = (PREFILL_COST x tokens of the longest prompt + DECODE_COST x concurrent requests x tokens of the
+    longest answer + credit) / the least share, counters of waiting tenants differ by at most U, and service
+    per share of two waiting tenants by 2 U (as theorem 4.4), except for requests without an adapter place or
+    after a preemption.
 
-    Counters are kept, two numbers for each tenant that key files ever named: without them a tenant would come
-    back with what it was given forgotten.
+    Counters are kept for ever: two numbers for each tenant in key files.
     """
 
     def __init__(self, credit: float = 0.0) -> None:
         self._credit = credit
         self.counters: defaultdict[str, float] = defaultdict(float)
         self._levels: defaultdict[str, float] = defaultdict(float)
-        """Where each tenant began, without its credit."""
+        """Start of each tenant, without its credit."""
         self._waiting: Counter[str] = Counter()
         self._last = ""
-        """The tenant that was the last to wait."""
+        """The last tenant to wait."""
 
     def enqueue(self, tenant: str, share: float) -> None:
-        """One more of its requests waits."""
+        """One more request of the tenant waits."""
         if tenant not in self._waiting:
             others = self._waiting or (self._last,)
             level = min(max(self.counters[other], self._levels[other]) for other in others)
@@ -80,14 +77,14 @@ class VirtualTokenCounter:
         self._waiting[tenant] += 1
 
     def dequeue(self, tenant: str) -> None:
-        """One of them has started, or left."""
+        """A request of the tenant has started, or left."""
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant]
             self._last = tenant
 
     def prefill(self, tenant: str, share: float, num_tokens: int) -> None:
-        """A request starts whose prompt has so many tokens to compute."""
+        """A request with num_tokens prompt tokens to compute starts."""
         self.counters[tenant] += PREFILL_COST * num_tokens / share
 
     def decode(self, tenant: str, share: float) -> None:
@@ -95,8 +92,9 @@ class VirtualTokenCounter:
         self.counters[tenant] += DECODE_COST / share
 
     def order(self, queue: Iterable[Competing]) -> Iterator[Competing]:
-        """The queue as it is to start: those that did before, then by tenant, within one by priority, then as
-        they came.  Looks at the counters anew for each, since who takes one counts it.
+        """The queue in starting order: matched first, then by tenant, by priority, by arrival.
+
+        Reads the counters anew for each, as the taker counts it.
         """
         lanes: dict[str, deque[Competing]] = {}
         for request in queue:
@@ -118,12 +116,11 @@ class VirtualTokenCounter:
     def borrowed(
         self, waiting: Iterable[Competing], running: Sequence[Competing], num_others: Counter[str], slots: int
     ) -> list[Competing]:
-        """Who of those that run are to make room, where all slots are taken.
+        """Running requests that must make room when all slots are taken.
 
-        A tenant that waits and is next, and has less than its share of the slots, gets those that a tenant
-        has beyond its own: who alone used the instance waits for nothing, and who comes waits for no answer
-        of another's to end.  running: in the order in which they began; the first one stays.
-        num_others: slots of each tenant beside these.
+        A waiting tenant that is next and below its share of slots gets those beyond another's share, without
+        a wait for answers' ends.  running: by start; the first one stays.  num_others: further slots per
+        tenant.
         """
         if not self._waiting or len(self._waiting.keys() | {one.tenant for one in running}) < 2:
             return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that host workers compute while their adapters load: when that pays, how much of each in a step.
+"""Prompts on host workers during their adapters' loads: decision, and tokens per step.
 
 Legend: L prompt tokens of a step, r LoRA rank, c tokens that one worker computes in time, N layers.
 Source: Toppings sections 4.1 and 4.2.
@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from moe_lora.core.errors import ConfigError
 
 TOKENS_PER_WORKER = 32
-"""c where no profile tells it."""
+"""c without a profile."""
 _LONGEST_PROMPT = 1 << 17
 _LARGEST = 1e30
-"""Of a profile's numbers, so that nothing computed from them overflows; a divisor's least is 1 / _LARGEST."""
+"""Limit of a profile's numbers against overflow; a divisor's least is 1 / _LARGEST."""
 _MOST = 1 << 20
-"""Of a profile's counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +44,11 @@ class PartTime:
 
 @dataclass(frozen=True, kw_only=True)
 class HostTimes:
-    """What was measured on one machine (`moe-lora profile-steps --host-worker`).
+    """Measured times of one machine (`moe-lora profile-steps --host-worker`).
 
-    worker: by site, named by its modules ("q+k+v"), one worker's time for a layer's deltas there, messages
-    included.  device: a layer of a prompt on the device, deltas included.  load_fixed_s,
-    load_bytes_per_s: bringing an adapter to the device.  bytes_per_rank: of an adapter on all sites measured.
-    max_tokens, max_rank: largest measured.
+    worker: by site, named by its modules ("q+k+v"), one worker's time for a layer's deltas, with messages.
+    device: a prompt's layer on the device, with deltas.  load_fixed_s, load_bytes_per_s: of adapters to the
+    device.  bytes_per_rank: of an adapter on all measured sites.  max_tokens, max_rank: largest measured.
     """
 
     worker: Mapping[str, PartTime]
@@ -80,11 +78,11 @@ class HostTimes:
         )
 
     def load_s(self, adapter: ColdAdapter) -> float:
-        """Time to bring the adapter to the device while nothing else is brought."""
+        """Load time of the adapter on an idle link."""
         return self.load_fixed_s + adapter.num_bytes / self.load_bytes_per_s
 
     def worker_s(self, num_tokens: float, adapter: ColdAdapter) -> float:
-        """One worker's time for a layer's deltas of so many rows."""
+        """One worker's time for a layer's deltas of num_tokens rows."""
         return math.fsum(
             time.seconds(num_tokens, adapter.lora_rank)
             for modules, time in self.worker.items()
@@ -92,9 +90,9 @@ class HostTimes:
         )
 
     def tokens_per_worker(self, lora_rank: int) -> int:
-        """c: the most tokens, of those measured, that a worker computes while the device computes a layer of
-        as many.  Where there are none, the number at which a piece's fixed time is half of its time: smaller
-        ones would be messages above all.
+        """c: most measured tokens that a worker computes within the device's layer time.
+
+        Without any: the number at which a piece's fixed time is half of its time.
         """
         adapter = self.adapter(lora_rank)
         for num_tokens in range(self.max_tokens, 0, -1):
@@ -109,7 +107,7 @@ class HostTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class ColdAdapter:
-    """An adapter that is not on the device.  targets: modules that it has deltas for; None: all."""
+    """An adapter that is not on the device.  targets: modules with deltas; None: all."""
 
     lora_rank: int
     num_bytes: float
@@ -118,11 +116,10 @@ class ColdAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class HostStart:
-    """Whether, and from which layers on, a prompt begins on host workers instead of waiting for its adapter,
-    and how much of it in a step.
+    """Start of a prompt on host workers in place of a wait: decision, first layers, tokens per step.
 
-    tokens_per_worker: c; rows go in pieces of c at most to one worker after the other.  The host is taken to
-    work beside the device, which waits for what takes longer.  tpot_budget_s: see `tokens_per_step`.
+    tokens_per_worker: c; rows go in pieces of at most c to workers in turn.  Host and device overlap; the
+    slower one counts.  tpot_budget_s: see `tokens_per_step`.
     """
 
     times: HostTimes
@@ -131,11 +128,10 @@ class HostStart:
     tpot_budget_s: float | None = None
 
     def tokens_per_step(self, max_tokens: int) -> int:
-        """Prompt rows on the host, at most, in a step that computes for others too: what the workers compute
-        in time, or the most, up to max_tokens, of which no number takes longer than tpot_budget_s in all
-        layers, for an adapter of the largest rank measured.
+        """Most prompt rows on the host in a step with other requests.
 
-        Raises ConfigError where a single row does.
+        The workers' tokens in time, or more, up to max_tokens, within tpot_budget_s over all layers, for an
+        adapter of the largest measured rank.  Raises ConfigError if a single row exceeds the budget.
         """
         if self.tpot_budget_s is None:
             return self.num_workers * self.tokens_per_worker
@@ -155,7 +151,7 @@ class HostStart:
         return num_tokens - 1
 
     def layer_s(self, num_tokens: int, adapter: ColdAdapter) -> float:
-        """A layer whose deltas of so many rows the host computes."""
+        """A layer with num_tokens rows of deltas on the host."""
         host_s = 0.0
         if num_tokens:
             num_pieces = math.ceil(num_tokens / self.tokens_per_worker)
@@ -164,10 +160,10 @@ class HostStart:
         return max(host_s, self.times.device.seconds(num_tokens, adapter.lora_rank))
 
     def first_group(self, num_tokens: int, adapter: ColdAdapter, ahead_s: float = 0.0) -> int:
-        """How many layers the host is to compute, if the prompt begins when the load is ordered: the fewest
-        after which each layer is on the device when its turn comes.  The others are loaded first.
+        """Fewest layers on the host such that each later layer is loaded by its turn; the rest is loaded
+        first.
 
-        ahead_s: until the load begins.  Source: Toppings section 4.1, pipeline loading.
+        ahead_s: until the load starts.  Source: Toppings section 4.1, pipeline loading.
         """
         times, num_layers = self.times, self.times.num_layers
         load_s = times.load_s(adapter) / num_layers
@@ -183,10 +179,10 @@ class HostStart:
     def extra_s(
         self, num_tokens: int, adapter: ColdAdapter, left_s: float, first_group: int, on_host: int = 0
     ) -> float:
-        """How much longer the prompt takes that begins now than one whose adapter is there.
+        """Extra time of a prompt that starts now, over a loaded adapter.
 
-        left_s: until the adapter is.  first_group: layers that come last.  on_host: rows of other adapters
-        that host workers compute in the same step.
+        left_s: remaining load time.  first_group: layers loaded last.  on_host: rows of other adapters on
+        host workers in the same step.
         """
         times, num_layers = self.times, self.times.num_layers
         host_s = self.layer_s(num_tokens + on_host, adapter)
@@ -202,32 +198,32 @@ class HostStart:
     def pays(
         self, num_tokens: int, adapter: ColdAdapter, left_s: float, first_group: int, on_host: int = 0
     ) -> bool:
-        """Whether the first token comes no later than if the request waited for its adapter.
+        """True if the first token comes no later than after a wait for the adapter.
 
-        One that should be there by now (left_s <= 0) is waited for: it may come at any moment.
+        An overdue adapter (left_s <= 0) is waited for.
         """
         return left_s > 0 and self.extra_s(num_tokens, adapter, left_s, first_group, on_host) <= left_s
 
     def pays_at_once(self, num_tokens: int, adapter: ColdAdapter) -> bool:
-        """`pays` of a prompt that comes when nothing is being loaded."""
+        """`pays` of a prompt with an idle link."""
         return self.start_s(num_tokens, adapter) < self.times.load_s(adapter)
 
     def start_s(self, num_tokens: int, adapter: ColdAdapter) -> float:
-        """What it costs a prompt, that comes when nothing is being loaded, that its adapter is cold: the
-        host's extra time, or the load's where that is shorter.
+        """Cost of a cold adapter for a prompt with an idle link: the host's extra time, or the load's if
+        shorter.
         """
         load_s = self.times.load_s(adapter)
         group = self.first_group(num_tokens, adapter)
         return min(load_s, self.extra_s(num_tokens, adapter, load_s, group))
 
     def break_even_tokens(self, adapter: ColdAdapter) -> int | None:
-        """The shortest prompt, in one step, for which waiting for a whole load is quicker, found by halving
-        (rounding to pieces of c may make a shorter one of that kind); None: there is none of a length in use.
+        """The shortest prompt, in one step, for which waiting for a whole load is faster, by bisection; None
+        within usable lengths.
         """
         return _least(_LONGEST_PROMPT, lambda num_tokens: not self.pays_at_once(num_tokens, adapter))
 
     def break_even_load_s(self, num_tokens: int, adapter: ColdAdapter) -> float:
-        """The load time below which waiting is quicker for a prompt of so many tokens, within a percent."""
+        """Load time below which waiting is faster for this prompt, within a percent."""
         least_s = self.times.load_s(adapter) / 1e4
 
         def pays(number: int) -> bool:
@@ -240,7 +236,6 @@ class HostStart:
 
 
 def _least(limit: int, holds: Callable[[int], bool]) -> int | None:
-    """The least number from 1 to limit from which on it holds; None: it does not at the limit."""
     if not holds(limit):
         return None
     low, high = 0, limit
@@ -253,8 +248,8 @@ def _least(limit: int, holds: Callable[[int], bool]) -> int | None:
 def enough_workers(
     times: HostTimes, tokens_per_worker: int, adapter: ColdAdapter, *, max_tokens: int, num_cores: int
 ) -> int:
-    """Workers that compute a step's prompts in time, one a core; 0 where waiting for an adapter would be
-    quicker even for a prompt that one worker computes in time.  max_tokens: of a step.
+    """Workers that compute a step's prompts in time, one per core; 0 if waiting is faster even for one
+    worker's prompt.  max_tokens: of a step.
     """
     number = min(num_cores, math.ceil(max_tokens / tokens_per_worker))
     if number < 1:
@@ -271,11 +266,10 @@ class _Load:
 
 
 class HostLoads:
-    """Loads under way as a `HostStart` sees them: one after the other, at the profile's rate.
+    """Loads under way, in sequence, at the profile's rate.
 
-    rule: None: without a profile every prompt begins on the host, and its first layer comes last.
-    max_tokens: of a step.  Copies of history, and loads ahead of need until a request asks for them, are not
-    counted.
+    rule: None: without a profile every prompt starts on the host, its first layer loaded last.
+    max_tokens: of a step.  Ignores copies of history, and prefetches without a request.
     """
 
     def __init__(self, rule: HostStart | None, max_tokens: int) -> None:
@@ -287,9 +281,7 @@ class HostLoads:
     def begin(
         self, uid: Hashable, adapter: ColdAdapter, num_tokens: int, now_s: float, *, under_way: bool
     ) -> None:
-        """A load was ordered for a request of so many tokens.  under_way: it had been before, for another
-        request, or ahead of need, which counts as ordered now.
-        """
+        """A load was ordered for a request of num_tokens.  under_way: already before; counts from now."""
         if self._rule is None or (under_way and uid in self._loads):
             return
         ahead_s = max(0.0, self._busy_until_s - now_s)
@@ -298,24 +290,24 @@ class HostLoads:
         self._loads[uid] = _Load(adapter, self._busy_until_s, group)
 
     def end(self, uid: Hashable, now_s: float) -> None:
-        """The load ended, whether or not anybody still asks for the adapter."""
+        """The load ended."""
         if self._loads.pop(uid, None) is not None and not self._loads:
             self._busy_until_s = now_s
 
     def first_group(self, uid: Hashable) -> int:
-        """Layers of the adapter that are to come last."""
+        """Layers of the adapter loaded last."""
         load = self._loads.get(uid)
         return 1 if load is None else load.first_group
 
     def extra_s(self, uid: Hashable, num_tokens: int, on_host: int, now_s: float) -> float:
-        """How much longer a step takes that computes so many tokens of a prompt of this adapter."""
+        """Extra time of a step with num_tokens of this adapter's prompt."""
         load = self._loads.get(uid)
         if self._rule is None or load is None:
             return 0.0
         return self._rule.extra_s(num_tokens, load.adapter, load.end_s - now_s, load.first_group, on_host)
 
     def pays(self, uid: Hashable, num_tokens: int, on_host: int, now_s: float) -> bool:
-        """Whether so many tokens of a prompt of this adapter are to begin now."""
+        """True if num_tokens of this adapter's prompt should start now."""
         load = self._loads.get(uid)
         if self._rule is None or load is None:
             return True
@@ -324,14 +316,14 @@ class HostLoads:
 
 
 def load_order(num_layers: int, first_group: int) -> list[int]:
-    """Layers in the order in which they are loaded: those that the host computes meanwhile come last."""
+    """Layers in load order: those computed on the host come last."""
     return [*range(first_group, num_layers), *range(min(first_group, num_layers))]
 
 
 def fair_shares(wanted: Sequence[int], total: int) -> list[int]:
-    """A division of `total` tokens: nobody gets more than it wants, and who gets less than it wants has, but
-    for one token of rounding, as much as anybody (max-min fairness).  So a long prompt does not keep the
-    shorter ones behind it waiting.  Of equal ones the first has what rounding leaves.
+    """Max-min fair division of `total` tokens, up to one token of rounding, in favour of the first.
+
+    Long prompts so do not block shorter ones.
     """
     shares = [0] * len(wanted)
     for place, index in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cache of adapters and KV keeps."""
+"""Caching of adapters and KV."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache gives up first, where several tenants fill it."""
+"""Eviction order of a cache with several tenants."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from .caching import Floats, ascending
 
 PRESENT_S = 300.0
-"""A tenant that asked for nothing for so long has no share any more."""
+"""Time without requests after which a tenant has no share."""
 SLACK = 1 / 64
-"""Of an arena: a tenant gives back so much together, since looking at all nodes for one page takes long."""
+"""Of an arena: returned at once, as scans of all nodes are slow."""
 BEYOND, REST, WITHIN = range(3)
 """In which order nodes give way: beyond their tenant's share; others of such a tenant; within shares."""
 NOBODY = 0
@@ -33,17 +33,14 @@ ANYBODY = Asker()
 
 
 class ArenaShares:
-    """What tenants hold within their shares of an arena gives way after what others hold beyond theirs.
+    """Evicts tenants' nodes beyond their shares of an arena before nodes within shares.
 
-    The arena is divided among the tenants that are present, by weight.  Each may fill what the others leave;
-    when they come, what it has beyond its share goes first, the least valued of it.  So a tenant that has no
-    more than its share loses nothing to how many adapters another asks for, unless all that is beyond a
-    share is in use (requests run with it, or it is pinned or on its way) or has gone: what room is made for
-    counts for its tenant only when it is there.  Whom room is made for (`asking`) gives back `SLACK` of the
-    arena, or as much as its largest node, before it is at its share.
+    The arena is divided among present tenants, by weight.  A tenant may fill unused room; when others come,
+    its least valued nodes beyond its share go first.  So a tenant within its share loses nothing to others,
+    unless everything beyond shares is in use, pinned or in transit.  The tenant that room is made for
+    (`asking`) gives back `SLACK` of the arena, or its largest node, before its share is full.
 
-    T: tenants by number.  N: nodes that may give way.  A number is never given to
-    another, since nodes carry it: there are as many as tenants that key files have named.
+    T: tenants by number.  N: candidates for eviction.  Numbers are never reused, as nodes carry them.
     """
 
     def __init__(self) -> None:
@@ -54,11 +51,11 @@ class ArenaShares:
 
     @property
     def num_tenants(self) -> int:
-        """That ever asked."""
+        """Tenants so far."""
         return len(self._numbers)
 
     def ask(self, tenant: str, share: float, now_s: float) -> int:
-        """A request of this tenant needs nodes; the tenant's number."""
+        """A request of this tenant needs nodes; returns the tenant's number."""
         number = self._numbers.get(tenant)
         if number is None:
             number = self._numbers[tenant] = len(self._shares)
@@ -70,24 +67,24 @@ class ArenaShares:
         return number
 
     def stay(self, numbers: Iterable[int], now_s: float) -> None:
-        """These tenants use what they have, or wait: they are present without asking again."""
+        """These tenants use nodes or wait: they stay present."""
         self._asked_s[[number for number in numbers if number != NOBODY]] = now_s
 
     def make_room_for(self, number: int, now_s: float) -> None:
-        """From now on room is made for this tenant; NOBODY: for none of them."""
+        """Make room for this tenant from now on; NOBODY: for no tenant."""
         self.asking = number if self.is_divided(now_s) else NOBODY
 
     def is_divided(self, now_s: float) -> bool:
-        """Whether there is more than one tenant now."""
+        """True with several present tenants."""
         return self.num_tenants > 1 and int((now_s - self._asked_s <= PRESENT_S).sum()) > 1
 
     def portions(self, now_s: float) -> Floats:
-        """[T]: each tenant's part of the arena; 0 for those that are not present."""
+        """[T]: each tenant's part of the arena; 0 if absent."""
         shares = np.where(now_s - self._asked_s <= PRESENT_S, self._shares, 0.0)
         return shares / (shares.sum() or 1.0)
 
     def held(self, owners: NDArray[np.int64], amounts: NDArray[np.int64]) -> Floats:
-        """[T]: what each tenant holds of these nodes."""
+        """[T]: each tenant's amount of these nodes."""
         return np.bincount(owners, amounts, len(self._shares)).astype(np.float64)
 
     def eviction_order(
@@ -99,12 +96,11 @@ class ArenaShares:
         total: float,
         now_s: float,
     ) -> NDArray[np.int64]:
-        """[N]: in which order nodes give way, beyond what their values say.  BEYOND: beyond its tenant's
-        share; the least valued of the tenant, as many as it takes.  REST: other ones of such a tenant, which
-        give way where its pages do not lie as they are needed.  WITHIN: those of tenants within their shares.
+        """[N]: eviction order before values.
 
-        held [T]: what each has in all, what can't give way now included.  owners, amounts, values [N].
-        total: of what `held` and `amounts` count, how much there is.
+        BEYOND: the least valued nodes beyond a tenant's share.  REST: other nodes of such a tenant, for
+        contiguous room.  WITHIN: nodes of tenants within their shares.  held [T]: total per tenant, pinned
+        included.  owners, amounts, values [N].  total: size of the arena in the same unit.
         """
         beyond = held - self.portions(now_s) * total
         if self.asking != NOBODY:
@@ -123,7 +119,7 @@ class ArenaShares:
 def _least(
     nodes: NDArray[np.int64], values: Floats, amounts: NDArray[np.int64], needed: float
 ) -> NDArray[np.int64]:
-    """The least valued of these nodes, as few as have so much together, or all."""
+    """The fewest least valued nodes with `needed` together, or all."""
     if amounts[nodes].sum() <= needed:
         return nodes
     count = int(np.ceil(needed / max(1, amounts[nodes].min())))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to keep on the device: values of cached nodes, as pure functions over columns.
+"""Values of cached nodes, as pure functions over columns.
 
-N: nodes asked about, one entry per column each.
+N: valued nodes, one entry per column each.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from numpy.typing import NDArray
 Floats = NDArray[np.floating]
 
 EDGES_S: Floats = 0.1 * np.sqrt(2.0) ** np.arange(34)
-"""[B - 1]: where the bins of age meet, 0.1 s to 2.6 h."""
+"""[B - 1]: edges of the bins of age, 0.1 s to 2.6 h."""
 NUM_BINS = len(EDGES_S) + 1
 NUM_LEVELS = 6
-"""1, 2 to 3, ... and 32 or more uses: what many requests share is used in another rhythm than a dialogue."""
+"""1, 2 to 3, ... and 32 or more uses: widely shared nodes have another rhythm than dialogues."""
 DEPTHS = (64, 256, 1024, 4096)
-"""Tokens of the whole prefix: short prompts come back less often than long ones."""
+"""Tokens of the whole prefix: short prompts return less often."""
 NUM_CLASSES = NUM_LEVELS * (len(DEPTHS) + 2)
-"""Levels of adapters by their recent visits, then of KV by its uses, for each depth."""
+"""Levels of adapters by recent visits, then of KV by uses, for each depth."""
 STARTS_S: Floats = np.concatenate(([0.0], EDGES_S))
 WIDTHS_S: Floats = np.diff(np.concatenate((STARTS_S, [2 * EDGES_S[-1]])))
 
 
 def classes_of(uses: Floats, depth: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[N]: class of nodes with so many uses, at the end of so many tokens (0: adapters)."""
+    """[N]: class of nodes by uses and depth in tokens (0: adapters)."""
     levels = np.minimum(np.log2(np.maximum(uses, 1)).astype(np.int64), NUM_LEVELS - 1)
     return levels + NUM_LEVELS * ((depth > 0) + np.searchsorted(DEPTHS, depth))
 
@@ -45,22 +45,21 @@ def bins_of(age_s: Floats) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class ReuseRates:
-    """per_s [C, B]: most uses per second of keeping that a node of this class and age can bring."""
+    """per_s [C, B]: most uses per second of keeping a node, by class and age."""
 
     per_s: Floats
 
     def of(self, uses: Floats, depth: NDArray[np.int64], idle_s: Floats) -> Floats:
-        """[N]: of nodes of these classes (`classes_of`), unused for so long."""
+        """[N]: by classes (`classes_of`) and idle time."""
         return self.per_s[classes_of(uses, depth), bins_of(idle_s)]
 
 
 def rates_from(hits: Floats, time_s: Floats) -> ReuseRates:
     """per_s[c, b] = max over e >= b of (1 + hits) / (end of bin e + time), sums over the bins b to e.
 
-    What is kept from bin b to the end of bin e, or to its next use, brings hits per time; e is when to give
-    up (the Gittins index of keeping).  The 1 and the end of e: one imagined node, so that without any
-    knowledge the least recently used is worth least.
-    hits [C, B]: uses at this age.  time_s [C, B]: time that nodes spent at this age.
+    The Gittins index of keeping a node from bin b to the end of bin e, or to its next use.  The 1 and the end
+    of e are a prior node: without data the least recently used is worth least.
+    hits [C, B]: uses at this age.  time_s [C, B]: nodes' time at this age.
     """
     best = np.zeros_like(hits)
     ends_s = STARTS_S + WIDTHS_S
@@ -73,17 +72,16 @@ def rates_from(hits: Floats, time_s: Floats) -> ReuseRates:
 NOTHING_KNOWN = rates_from(np.zeros((NUM_CLASSES, NUM_BINS)), np.zeros((NUM_CLASSES, NUM_BINS)))
 
 Amount = TypeVar("Amount", float, NDArray[Any])
-"""One number, or a column of them."""
+"""One number, or a column."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCosts:
-    """What it takes to have bytes or KV back.
+    """Costs of restoring bytes or KV.
 
     page_bytes; transfer_bytes_per_s: host to device; transfer_s: latency of one copy; disk_bytes_per_s: an
-    adapter's files to the device; prefill_tokens_per_s: computing KV at the start of a prompt;
-    attention_s_per_token2: more of it per token and token before it.  wait_s: what a request loses besides
-    if anything it needs is missing: the others' step that begins without it.
+    adapter's files to the device; prefill_tokens_per_s: at the start of a prompt; attention_s_per_token2:
+    extra per token and earlier token.  wait_s: fixed loss of a request by any missing node: a step of others.
     """
 
     page_bytes: int
@@ -103,7 +101,7 @@ class CacheCosts:
         return self.transfer_s + pages * (self.page_bytes / self.disk_bytes_per_s)
 
     def recompute_s(self, first_token: Amount, num_tokens: Amount) -> Amount:
-        """Seconds to compute KV anew: num_tokens of them after first_token others."""
+        """Seconds to compute KV of num_tokens tokens after first_token others."""
         attended = num_tokens * (first_token + num_tokens / 2.0)
         return num_tokens / self.prefill_tokens_per_s + self.attention_s_per_token2 * attended
 
@@ -112,14 +110,11 @@ class CacheCosts:
 class NodeColumns:
     """Nodes to be valued.  All [N].
 
-    is_adapter bool; pages int64; visits float64: since the node was made, not decayed; recent float64:
-    visits decayed by exp(-t / `adapter_recent_s`) up to the last one (0 for KV); idle_s float64: since the
-    last use;
-    backed bool: the host has it; first_token, num_tokens int64: where in its prompt a KV node lies (0
-    for adapters); turn int64: nodes of its dialogue up to it, or the uses of what had
-    been dropped in its place and one more (0 for adapters); wanted int64: queued requests
-    that need it; adapter_ready bool: its adapter (itself, for an adapter) is on this device or the LoRA
-    Server.
+    is_adapter bool; pages int64; visits float64: total; recent float64: visits decayed by exp(-t /
+    `adapter_recent_s`) up to the last one (0 for KV); idle_s float64: since the last use; backed bool: on the
+    host; first_token, num_tokens int64: a KV node's place in its prompt (0 for adapters); turn int64: nodes
+    of its dialogue up to it, or a ghost's uses plus one (0 for adapters); wanted int64: queued requests that
+    need the node; adapter_ready bool: its adapter (or itself) is on this device or the LoRA Server.
     """
 
     is_adapter: NDArray[np.bool_]
@@ -139,9 +134,8 @@ class NodeColumns:
 class CacheLoad:
     """The whole cache at the moment of a decision.
 
-    num_queries: requests so far, the denominator of probabilities.  adapter_visits [A]: visits of every
-    adapter.  batch_size: mean of the last 5 s.  num_adapters: now on the device.  reuse: how soon KV of an
-    age is used again, for policies that learn it.
+    num_queries: requests so far, the denominator of probabilities.  adapter_visits [A]: by adapter.
+    batch_size: mean of 5 s.  num_adapters: on the device.  reuse: learned reuse of KV by age, or None.
     """
 
     num_queries: int
@@ -153,16 +147,14 @@ class CacheLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a policy does besides valuing.
+    """A policy's traits besides values.
 
-    keeps_dependencies: KV stays on the device only while its adapter does.  keeps_history: KV of finished
-    requests stays.  keeps_idle_adapters: adapters without requests stay.  uses_host_for_kv: history that
-    leaves the device goes to the host.  swaps_in: `tick` brings nodes back unasked.  backs_up: `tick` copies
-    history to the host before the room is needed.  looks_ahead: queued requests count.  learns_reuse:
-    `CacheLoad.reuse` is kept up to date.  exchanges: `tick` brings in what is worth more than what it drops
-    for it.  values_per_page: `values` are per page, else of the whole node.  drops_backed_first: in need of a
-    page, what the host has goes first.  adapter_share: part of the device that adapters have, and KV has
-    not; None: no partition.
+    keeps_dependencies: KV is on the device only with its adapter.  keeps_history: KV of finished requests
+    stays.  keeps_idle_adapters: adapters without requests stay.  uses_host_for_kv: evicted history goes to
+    the host.  swaps_in: `tick` prefetches.  backs_up: `tick` copies history to the host ahead of need.
+    looks_ahead: queued requests count.  learns_reuse: needs `CacheLoad.reuse`.  exchanges: `tick` replaces
+    less valued nodes.  values_per_page: `values` are per page, else per node.  drops_backed_first: backed
+    nodes are evicted first.  adapter_share: part of the device for adapters only; None: no partition.
     """
 
     keeps_dependencies: bool = True
@@ -180,7 +172,7 @@ class Traits:
 
 
 class CachingPolicy(Protocol):
-    """Values nodes: the more, the longer it stays.  No state, no effects."""
+    """Values nodes: higher values stay longer.  No state, no effects."""
 
     @property
     def traits(self) -> Traits: ...
@@ -191,20 +183,20 @@ class CachingPolicy(Protocol):
         ...
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
-        """[N], >= 0: what is lost without the node on the device, each from its own row and `load` alone."""
+        """[N], >= 0: loss without the node on the device, from its own row and `load` alone."""
         ...
 
     def host_values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
-        """[N], >= 0: what is lost if the host does not have the node."""
+        """[N], >= 0: loss without the node on the host."""
         ...
 
     def worth_loading(self, first_token: int, num_tokens: int, num_pages: int) -> bool:
-        """Whether KV on the host should be copied to the device for a request, or rather be recomputed."""
+        """True to copy host KV to the device for a request, False to recompute."""
         ...
 
 
 def ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np.int64]:
-    """The `count` rows of least value, in order, of equal ones the first; all if there are fewer."""
+    """The `count` rows of least value, in order, ties by position; all if fewer."""
     if len(rows) > count:
         kept = np.sort(np.argpartition(values, count)[:count])
         rows, values = rows[kept], values[kept]

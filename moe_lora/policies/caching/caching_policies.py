@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caching policies by the names users give."""
+"""Caching policies by setting name: LRU systems, FastLibra and its ablations, and cost_aware."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .caching import Amount, CacheCosts, CacheLoad, CachingPolicy, Floats, NodeC
 
 @dataclass(frozen=True, kw_only=True)
 class Recency:
-    """value = 1 / (1 + idle_s): what was used last stays longest, whatever it is."""
+    """value = 1 / (1 + idle_s): the most recently used stays, of any kind."""
 
     traits: Traits = field(default_factory=Traits)
     adapter_recent_s: float = 60.0
@@ -31,7 +31,7 @@ class Recency:
 
 
 def lru() -> Recency:
-    """One pool, adapters and KV independent of each other, moved on demand."""
+    """One pool, independent adapters and KV, moved on demand."""
     return Recency(traits=Traits(keeps_dependencies=False, swaps_in=False))
 
 
@@ -41,8 +41,8 @@ def fastlibra_wos() -> Recency:
 
 
 def static_partition(adapter_share: float = 0.2) -> Recency:
-    """vLLM as FastLibra compares with it: a fixed part of the device for adapters, LRU in either part,
-    history and adapters offloaded to the host by LRU, loaded on demand (sections 2.2 and 6.1).
+    """vLLM in FastLibra's comparison: a fixed part of the device for adapters, LRU in both parts, LRU offload
+    to the host, loads on demand (sections 2.2 and 6.1).
     """
     if not 0 < adapter_share < 1:
         raise ValueError(f"adapter_share={adapter_share} must lie between 0 and 1")
@@ -50,8 +50,8 @@ def static_partition(adapter_share: float = 0.2) -> Recency:
 
 
 def slora() -> Recency:
-    """S-LoRA: one pool; KV is discarded when its request ends, adapters are loaded on demand and leave when
-    no request uses them (section 6.1).
+    """S-LoRA: one pool; KV goes with its request, adapters are loaded on demand and leave when idle
+    (section 6.1).
     """
     return Recency(
         traits=Traits(
@@ -70,7 +70,7 @@ def slora() -> Recency:
 
 
 MAX_EXPONENT = 700.0
-"""Above it exp overflows; so long unused, a node's value is as good as zero."""
+"""Limit against overflow of exp; such old nodes are worth nothing."""
 
 
 def required_adapters(load: CacheLoad) -> float:
@@ -80,7 +80,7 @@ def required_adapters(load: CacheLoad) -> float:
 
 
 def adapter_reward(load: CacheLoad) -> float:
-    """LoRA_Eval = max(1, Low_lora / Now_lora) (equation 4), with at least one adapter counted as there."""
+    """LoRA_Eval = max(1, Low_lora / Now_lora) (equation 4), with Now_lora >= 1."""
     return max(1.0, required_adapters(load) / max(1, load.num_adapters))
 
 
@@ -88,10 +88,10 @@ def adapter_reward(load: CacheLoad) -> float:
 class FastLibra:
     """Eval_i = LoRA_Eval_i x cost_i x prob_i x (1 - sigmoid(t_i / time_unit_s)) (equations 5 and 6).
 
-    cost: seconds to copy the node from the host; prob: its visits per query since it was made, not decayed;
-    t: time since its last use.  LoRA_Eval multiplies adapters only and is 1 for KV: a factor common to all
-    would leave the order as it is.  rewards_adapters False: FastLibra-WOL.  keeps_dependencies False:
-    FastLibra-WOM.  The paper does not say in what unit t is.
+    cost: seconds to copy the node from the host; prob: visits per query since its creation; t: time since its
+    last use, in an unspecified unit in the paper.  LoRA_Eval is 1 for KV.  rewards_adapters False:
+    FastLibra-WOL.  keeps_dependencies False: FastLibra-WOM.  Source: FastLibra, sections 5.1, 5.2 (equations
+    3 to 6), 6.6 to 6.8.
     """
 
     costs: CacheCosts
@@ -126,24 +126,17 @@ class FastLibra:
 class CostAware:
     """value = uses per second x seconds that a request loses without the node / pages.
 
-    Uses: what nodes of its kind brought after being idle for so long (`policies.caching.caching`): a dialogue
-    goes on after a while or not at all, an adapter or a shared prefix is used at its own rate; nothing of an
-    adapter never used.  And one more within queue_s for each queued request that needs the node.
-    Seconds, on the device: copying it from the host (or loading an adapter's files); KV is computed anew
-    where the host has it not or that is faster, and the deeper in a prompt the slower, since its tokens
-    attend to all before them.  Computing counts 1 + behind_per_s times its length, since requests queue
-    behind it: of a device that is busy for a share u of its time, arrivals_per_s / (1 - u) per second
-    (M/G/1: the wait goes with the mean square of the work).  So few long prompts are worth more than many
-    short ones of as many pages.  And wait_s, the step that begins without the request: all of it for an
-    adapter, of KV the part that it has of its prefix, since whatever is missing makes the request wait, once.
-    KV of an adapter that is not ready counts unready_share of its bytes' time: its request waits for the
-    adapter meanwhile anyway.
-    Seconds, on the host: what computing or loading takes longer than copying.
+    Uses: learned by kind and idle time (`policies.caching.caching`), 0 for an unused adapter; plus one within
+    queue_s per queued request that needs the node.
+    Seconds, on the device: a copy from the host (or a load of files); KV is recomputed if faster or without a
+    host copy, slower with depth.  Computing counts 1 + behind_per_s times its length, for requests queued
+    behind: at utilisation u, arrivals_per_s / (1 - u) per second (M/G/1).  Plus wait_s, the missed step:
+    whole for an adapter, for KV by its share of the prefix.  KV of an adapter that is not ready counts
+    unready_share of its copy time.  Seconds, on the host: the excess of computing or loading over copying.
 
-    Besides (`traits`): the least valued history of the device is on the host before its room is needed, and
-    what is worth more than something on the device takes its place ahead of need.
-    behind_per_s: by default that of 6 requests/s at u = 0.8.
-    adapter_recent_s: time constant of `NodeColumns.recent`, by which adapters are told apart.
+    Also (`traits`): backs up the least valued history, and exchanges nodes ahead of need.
+    behind_per_s: default for 6 requests/s at u = 0.8.  adapter_recent_s: time constant of
+    `NodeColumns.recent`.
     """
 
     costs: CacheCosts
@@ -183,7 +176,6 @@ class CostAware:
         return self.costs.move_s(num_pages) < self._compute_s(first_token, num_tokens)
 
     def _compute_s(self, first_token: Amount, num_tokens: Amount) -> Amount:
-        """Seconds that requests lose by computing KV anew, those behind it included."""
         alone_s = self.costs.recompute_s(first_token, num_tokens)
         return alone_s * (1 + self.behind_per_s * alone_s)
 
@@ -207,7 +199,7 @@ CACHING_POLICIES: dict[str, Callable[[CacheCosts], CachingPolicy]] = {
 
 
 def make_caching_policy(name: str, costs: CacheCosts) -> CachingPolicy:
-    """The policy of that name at its defaults.  Raises ValueError for an unknown one."""
+    """The named policy at its defaults.  Raises ValueError for an unknown name."""
     if name not in CACHING_POLICIES:
         raise ValueError(f"cache policy {name!r} is unknown; choose one of {', '.join(CACHING_POLICIES)}")
     return CACHING_POLICIES[name](costs)

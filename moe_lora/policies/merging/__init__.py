@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an adapter is merged into the weights."""
+"""Merging of adapters into the weights."""

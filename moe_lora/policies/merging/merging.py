@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the next step is unmerged, merged or mixed, and who computes in it: dLoRA's rules and ours."""
+"""Mode of the next step (unmerged, merged or mixed) and its requests: dLoRA's rules and ours."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .merging_credits import Credits, Period, Thresholds
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """What the next step is to be.
+    """The next step.
 
-    merge: adapter that the weights are to carry from now on; None: none.  only: adapters whose requests
-    compute in this step (None among them: the base model's); None: everybody, unmerged, or mixed while the
-    weights carry something.  at_once: change the weights whole before the step, not a part of them in each.
+    merge: adapter for the weights from now on, or None.  only: adapters allowed to compute (None among them:
+    the base model); None: all, unmerged, or mixed while the weights carry an adapter.  at_once: change whole
+    weights before the step, not a part per step.
     """
 
     merge: Uid = None
@@ -34,12 +34,12 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class MergingView:
-    """What a policy sees before a step.
+    """A policy's view before a step.
 
-    requests: that could compute, in FCFS order: running ones, then waiting ones.  max_num_seqs: of them, at
-    most, compute in a step.  merged: adapter that all weights carry; None: none, or a swap is under way
-    (swapping).  eligible: whether an adapter may be merged: resident, its rounding error under the limit, not
-    too large, not on its way out; asked of no base model.
+    requests: candidates in FCFS order: running, then waiting.  max_num_seqs: most requests of a step.
+    merged: adapter in all weights; None: none, or a swap is in progress (swapping).  eligible: True if an
+    adapter may be merged: resident, within the limits of rounding error and size, not leaving; not called for
+    the base model.
     """
 
     requests: Sequence[WaitingView]
@@ -51,25 +51,25 @@ class MergingView:
 
 
 class MergingPolicy(Protocol):
-    """Asked before each step that has requests; its caller carries the answer out as far as it can."""
+    """Called before each step with requests; the caller follows as far as possible."""
 
     def decide(self, view: MergingView) -> Batching: ...
 
     def took(
         self, batching: Batching, mode: Mode, num_rows: int, seconds: float, swap_s: float = 0.0
     ) -> None:
-        """The step that followed was in that mode, with num_rows token rows, and took `seconds`, in which
-        swap_s went to changing weights.
+        """The step ran in this mode with num_rows token rows in `seconds`, swap_s of them for weight
+        changes.
         """
         ...
 
     def forget(self, uid: Uid) -> None:
-        """The adapter is unloaded and has no request."""
+        """The adapter is unloaded without requests."""
         ...
 
 
 def first_come(view: MergingView) -> Rows:
-    """B_fcfs: requests of each adapter that FCFS order would serve."""
+    """B_fcfs: requests per adapter in FCFS order."""
     return Counter(request.adapter_uid for request in view.requests[: view.max_num_seqs])
 
 
@@ -77,7 +77,7 @@ def first_come(view: MergingView) -> Rows:
 
 
 class UnmergedOnly:
-    """Everybody, unmerged: as S-LoRA and Punica do."""
+    """Everything unmerged, as S-LoRA and Punica."""
 
     def decide(self, view: MergingView) -> Batching:
         return Batching()
@@ -85,17 +85,17 @@ class UnmergedOnly:
     def took(
         self, batching: Batching, mode: Mode, num_rows: int, seconds: float, swap_s: float = 0.0
     ) -> None:
-        """Nothing depends on it."""
+        """Stateless."""
 
     def forget(self, uid: Uid) -> None:
-        """Nothing is known of it."""
+        """Stateless."""
 
 
 class MergedOnly(UnmergedOnly):
-    """One adapter's requests at a time, merged, as PEFT swaps: those that are there when its turn comes, and
-    what joins them meanwhile; then the adapter of the oldest request is next.
+    """One adapter's requests at a time, merged, as PEFT swaps: those present at its turn and later joiners;
+    then the adapter of the oldest request.
 
-    An adapter that may not be merged, and the base model, have their turns unmerged.
+    Ineligible adapters and the base model have unmerged turns.
     """
 
     def __init__(self) -> None:
@@ -119,18 +119,15 @@ class MergedOnly(UnmergedOnly):
 
 
 class DLora:
-    """Merge for the adapter with most requests where they are many against what FCFS order would serve, and
-    stop when they are few: Algorithm 1; thresholds by Algorithm 2, starvation by Algorithm 3 (A.1).
+    """Merges for the adapter of most requests if they are many relative to FCFS, and stops if few: Algorithm
+    1; thresholds by Algorithm 2, starvation by Algorithm 3 (A.1).
 
-    A merged step serves the merged adapter's requests only.  Each request that the step passes over brings
-    its adapter one credit of the adapters served.  B is max_num_seqs, n the number of adapters with requests
-    so far.  An adapter with a request among the first B is served again after at most
-    ceil(credit B) (n - 1) + ceil(t_starve B) + 1 steps: it gains a credit in each step and starves then.
-    Adapters that starve have enough to pay with while t_normal >= 1.
-    Ours where the text is silent: the richest adapter served pays; adapters that starve are served unmerged
-    unless the merged one is alone among them; R_merge "changed" means another adapter.  As in the authors'
-    artifact, and not in Algorithm 1, weights merge at the threshold too, not only above it: one adapter alone
-    has a ratio of 1.
+    A merged step serves the merged adapter only.  A passed-over request earns its adapter one credit of the
+    served.  B is max_num_seqs, n the number of adapters so far.  An adapter with a request among the first B
+    is served again after at most ceil(credit B) (n - 1) + ceil(t_starve B) + 1 steps.  Starving adapters can
+    pay while t_normal >= 1.  Our choices: the richest served adapter pays; starving adapters run unmerged
+    unless only the merged one starves; R_merge "changed" means another adapter.  As in the authors' artifact,
+    weights also merge at the threshold: a lone adapter has a ratio of 1.
 
     costs: IterationTime and the switching overhead t_M.
     """
@@ -183,7 +180,7 @@ class DLora:
             self.credits.forget(uid)
 
     def _starving(self, view: MergingView) -> Iterable[Uid] | None:
-        """Adapters of B_starve, None if there is none (lines 11-15 of Algorithm 3)."""
+        """Adapters of B_starve, or None (lines 11-15 of Algorithm 3)."""
         assert self.credits is not None
         starving = self.credits.starving
         first = [r.adapter_uid for r in view.requests if r.adapter_uid in starving][: view.max_num_seqs]
@@ -216,13 +213,12 @@ class DLora:
         return (ahead,)
 
     def _is_legal(self, view: MergingView, uid: Uid, fcfs: Rows) -> bool:
-        """L_eligible (line 18): it may be merged, and can pay for all whom its batch passes over."""
+        """L_eligible (line 18): may be merged, and can pay for all passed-over requests."""
         assert self.credits is not None
         passed_over = sum(fcfs.values()) - fcfs.get(uid, 0)
         return uid is not None and self.credits.of[uid] >= passed_over and view.eligible(uid)
 
     def _note(self, view: MergingView, adapter: Uid, fcfs: Rows, waiting: Rows) -> None:
-        """Count this step in the period, or begin another at a break point."""
         period, merged = self._period, self._merged is not None
         if period is not None and (
             period.adapter != adapter or period.merged != merged or period.num_steps >= self.settings.period
@@ -239,14 +235,12 @@ class DLora:
         )
 
     def _break_point(self) -> None:
-        """The mode changes, or what would be merged, or the period is over: tune by it, begin another."""
         period, self._period = self._period, None
         if period is not None:
             self.thresholds.tune(period, self._costs.swap_s(None, period.adapter))
 
 
 def _at_most(rows: Counter[Uid], most: int) -> Counter[Uid]:
-    """So many of the rows, taken evenly enough to expect a step's time by."""
     total = sum(rows.values())
     if total <= most:
         return rows
@@ -257,14 +251,12 @@ def _at_most(rows: Counter[Uid], most: int) -> Counter[Uid]:
 
 
 class CheapestMode:
-    """The mode in which a step costs least per request: unmerged, mixed, or merged for one adapter's alone.
+    """The mode of least cost per request: unmerged, mixed, or merged for one adapter alone.
 
-    What the weights carry changes when the steps since would have saved more, had it been otherwise, than
-    the change costs (rent or buy: nothing of the future is guessed).  Considered are no adapter, the present
-    one, and of those that may be merged the one with most requests in FCFS order.  Whether all compute or
-    only the merged adapter's requests costs no change.  Others are passed over for at most max_wait_s and a
-    step at a stretch, and then nobody is for as long, so that a request among the first max_num_seqs
-    computes in half of the time at least.
+    The weights change once the missed savings exceed the cost of the change (rent or buy, no forecast).
+    Candidates: no adapter, the present one, and the eligible one of most requests in FCFS order.  Merged-only
+    steps pass others over for at most max_wait_s and a step, then none for as long, so a request among the
+    first max_num_seqs computes in at least half of the time.
     """
 
     def __init__(self, costs: MergingCosts, max_wait_s: float = 1.0) -> None:
@@ -315,7 +307,6 @@ class CheapestMode:
         self._saved_s.pop(uid, None)
 
     def _keep_time(self, view: MergingView) -> None:
-        """How long others were passed over; and what a swap that has ended took."""
         elapsed_s = max(0.0, view.now_s - self._last_s)
         self._last_s = view.now_s
         self._passed_s = max(0.0, self._passed_s + (elapsed_s if self._last.only else -elapsed_s))
@@ -328,7 +319,6 @@ class CheapestMode:
             self._swap = None
 
     def _carried(self, view: MergingView, fcfs: Rows, present: Uid) -> Uid:
-        """What the weights are to carry."""
         mergeable = (uid for uid in fcfs if uid is not None and view.eligible(uid))
         largest = max(mergeable, key=fcfs.__getitem__, default=None)
         num = sum(fcfs.values())
@@ -345,7 +335,7 @@ class CheapestMode:
         return best
 
     def _request_s(self, view: MergingView, fcfs: Rows, merged: Uid) -> float:
-        """Seconds of a step per request, the cheaper of all computing and the merged adapter's alone."""
+        """Seconds of a step per request: the cheaper of mixed and merged-only."""
         all_s = self._costs.step_s(fcfs, merged) / sum(fcfs.values())
         if merged is None or self._rests or merged not in fcfs:
             return all_s
@@ -368,7 +358,7 @@ class CheapestMode:
 def make_merging_policy(
     name: str, costs: MergingCosts | None = None, dlora: DLoraConfig | None = None
 ) -> MergingPolicy:
-    """The policy of that name.  dlora: parameters of "dlora"; None: the defaults.
+    """The named policy.  dlora: parameters of "dlora"; None: the defaults.
 
     Raises ConfigError for an unknown name, and for a policy without its costs.
     """

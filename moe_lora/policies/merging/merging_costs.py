@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long steps take unmerged, merged and mixed, and how long a swap: by a model, and as measured."""
+"""Times of unmerged, merged and mixed steps, and of swaps: modelled and measured."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ Mode: TypeAlias = Literal["unmerged", "merged", "mixed"]
 Rows: TypeAlias = Mapping[Uid, int]
 """Requests of each adapter in a step."""
 _SHARE = 0.05
-"""Weight of the latest measurement in the mean of a mode."""
 
 
 def mode_of(rows: Rows, merged: Uid) -> Mode:
-    """merged: the adapter that the weights carry, None for none."""
+    """merged: the adapter in the weights, or None."""
     if merged is None:
         return "unmerged"
     return "merged" if set(rows) <= {merged} else "mixed"
@@ -27,11 +26,10 @@ def mode_of(rows: Rows, merged: Uid) -> Mode:
 class MergingCosts:
     """Seconds of decode steps by mode, and of swaps.
 
-    A row of the merged adapter costs what a base model's row does; every other row of a mixed step pays for
-    its own delta and for taking the merged one out again (-delta_a + delta_b).
-    The model's times are multiplied by what measured steps of that mode took of them; a mode never measured
-    by the mean of the others, so a model that is wrong by a factor favours none.
-    lora_rank: of an adapter.  swap_s: from the adapter that the weights carry to another; None is none.
+    A row of the merged adapter costs as a base row; other rows of a mixed step pay for two deltas (-delta_a +
+    delta_b).  Model times are scaled by the measured ratio of the mode, or the mean of other modes if
+    unmeasured, so a wrong model favours no mode.
+    lora_rank: of an adapter.  swap_s: from the merged adapter to another; None: none.
     """
 
     def __init__(
@@ -47,21 +45,21 @@ class MergingCosts:
         self._expected: tuple[Rows, Uid] = ({}, None)
 
     def step_s(self, rows: Rows, merged: Uid) -> float:
-        """Of a decode step with these requests, while the weights carry `merged`."""
+        """A decode step with these requests on weights with `merged`."""
         return self._model_s(rows, merged) * self._ratio(mode_of(rows, merged))
 
     def swap_s(self, before: Uid, after: Uid) -> float:
-        """Until the weights carry `after` instead of `before`; 0 if these are one."""
+        """A swap from `before` to `after`; 0 if equal."""
         if before == after:
             return 0.0
         return self._modelled_swap_s(before, after) * self._ratio("swap")
 
     def expect(self, rows: Rows, merged: Uid) -> None:
-        """The next step is meant to be this; `took` compares."""
+        """Announce the next step; `took` compares."""
         self._expected = (dict(rows), merged)
 
     def took(self, mode: Mode, num_rows: int, seconds: float) -> None:
-        """That step was measured; one that had other rows (a prompt's, say) or another mode tells nothing."""
+        """The measured step; ignored with other rows (e.g. a prompt's) or another mode."""
         rows, merged = self._expected
         if num_rows and num_rows == sum(rows.values()) and mode == mode_of(rows, merged):
             self._learn(mode, seconds, self._model_s(rows, merged))

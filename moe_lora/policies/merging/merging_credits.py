@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What dLoRA's batching keeps between steps: credits against starvation, thresholds that follow the load."""
+"""dLoRA's state between steps: credits against starvation, and adaptive thresholds."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class Credits:
         return self._share * max(0, len(self.of) - 1)
 
     def update(self, uids: Iterable[Uid]) -> None:
-        """Add the new ones of these adapters, which have requests, and look which adapters starve (lines
-        6-10)."""
+        """Add new adapters with requests, and update the starving set (lines 6-10)."""
         for uid in uids:
             if uid not in self.of:
                 self._add(uid)
@@ -50,7 +49,7 @@ class Credits:
         self.of[uid] = self.start
 
     def transfer(self, served: Iterable[Uid], passed_over: Rows) -> None:
-        """For each request passed over, the richest of the served gives its adapter one, while it has any.
+        """For each passed-over request, the richest served adapter pays one credit, if any.
 
         served: at least one.
         """
@@ -96,9 +95,9 @@ def _levelled(credits: dict[Uid, int], total: int) -> dict[Uid, int]:
 
 @dataclass(slots=True)
 class Period:
-    """Steps since the last break point, as they were and as they would have been in the other mode.
+    """Steps since the last break point, in the actual and in the alternative mode.
 
-    rows, seconds: requests served in each mode, and the time of it.  Source: dLoRA, Algorithm 2.
+    rows, seconds: served requests and time, by mode.  Source: dLoRA, Algorithm 2.
     """
 
     merged: bool
@@ -118,7 +117,7 @@ class Period:
         self.fcfs_s += fcfs[1]
 
     def other_is_better(self, swap_s: float) -> bool:
-        """Whether the mode that it was not in, the swap to it included, would have served more a second."""
+        """True if the other mode, with the swap, would have served more per second."""
         merged_s = self.merged_s + (0.0 if self.merged else swap_s)
         fcfs_s = self.fcfs_s + (swap_s if self.merged else 0.0)
         merged_wins = self.merged_rows * fcfs_s > self.fcfs_rows * merged_s
@@ -127,7 +126,7 @@ class Period:
 
 
 class Thresholds:
-    """alpha_switch and beta_switch, which break points tune (Algorithm 2; beta mirrored: += and /=)."""
+    """alpha_switch and beta_switch, tuned at break points (Algorithm 2; beta mirrored: += and /=)."""
 
     def __init__(self, settings: DLoraConfig) -> None:
         self.alpha = settings.alpha_switch

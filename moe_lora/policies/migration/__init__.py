@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests move to which instance."""
+"""Moves of requests between instances."""

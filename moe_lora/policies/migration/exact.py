@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The migration plan with the least objective: the whole problem of `migration`, by HiGHS.
+"""The optimal migration plan: the whole problem of `migration`, by HiGHS.
 
-For small clusters and as the oracle of `fast_migration`: the time grows exponentially.
+For small clusters and as the oracle of `fast_migration`: exponential time.
 Source: dLoRA, section 5.2.
 """
 
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
 
 def plan_exact(problem: MigrationProblem, *, time_limit_s: float = 60.0) -> MigrationPlan:
-    """The plan with the least objective, by HiGHS; the best found, with a bound, if the time is up.
+    """The plan of least objective, by HiGHS; after the time limit the best found, with a bound.
 
-    No moves where nothing better is found, or where no placement fits memory.  For small clusters and as the
-    oracle of `fast_migration.plan_fast`: the time grows exponentially.
+    No moves if nothing better is found, or no placement fits memory.
     """
     placement = Placement(problem)
     before = placement.objective()
@@ -60,7 +59,7 @@ def plan_exact(problem: MigrationProblem, *, time_limit_s: float = 60.0) -> Migr
 class _Program:
     """The problem in arrays.  Columns: T, then x^G, x^H (by request, then replica), y (by adapter).
 
-    Seconds in `unit`s, bytes in those of the largest request, so that numbers are near 1.
+    Seconds in `unit`s, bytes relative to the largest request, for numbers near 1.
     """
 
     def __init__(self, problem: MigrationProblem) -> None:
@@ -83,7 +82,7 @@ class _Program:
         self._rows: list[tuple[IntArray, FloatArray, float, float]] = []
 
     def bounds(self) -> Bounds:
-        """Nothing goes to the host of a replica whose device has room for all."""
+        """No host memory on replicas with device room for all."""
         from scipy.optimize import Bounds
 
         upper = np.ones(len(self.cost))
@@ -116,14 +115,12 @@ class _Program:
         return LinearConstraint(matrix, lower, upper)
 
     def targets(self, x: FloatArray) -> list[int]:
-        """Of each request, its replica."""
         return [int(j) for j in (x[self._on_device] + x[self._on_host]).argmax(axis=1)]
 
     def _row(self, columns: IntArray, values: FloatArray, lower: float, upper: float) -> None:
         self._rows.append((columns, values, lower, upper))
 
     def _of_replica(self, j: int) -> None:
-        """Its seconds are at most T, its bytes at most what it has."""
         problem, replica = self._problem, self._problem.replicas[j]
         seconds = np.array(
             [

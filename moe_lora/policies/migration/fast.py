@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A migration plan in milliseconds: longest requests first from the replicas above the bound, then a search.
+"""A migration plan in milliseconds: longest requests first from overloaded replicas, then a local search.
 
-No plan brings the slowest replica below `lower_bound`.  Replicas above it give requests until they are at it,
-those that move most cheaply; each, the longest first, goes where it ends first, with what its adapter and its
-bytes cost there.  So K, how many replicas give, follows from the problem.  Then single requests, groups of
-one adapter and pairs move between the slowest and the fastest, until it is near the bound or nothing helps.
-The paper's own relaxation is `relaxed_migration`.
+`lower_bound` bounds the slowest replica.  Replicas above the bound give their cheapest moves until they reach
+it; each request, the longest first, goes to the replica of earliest end, with adapter and byte costs.  So K,
+the number of givers, follows from the problem.  Then single requests, groups of one adapter and pairs move
+between slowest and fastest until near the bound or without gain.  The paper's own relaxation is
+`relaxed_migration`.
 Source: dLoRA, section 5.2, for the problem; the algorithm is ours, after Graham's longest processing time.
 """
 
@@ -32,23 +32,22 @@ from .problem import (
 )
 
 LACK_S = 1e12
-"""What memory that lacks counts as, so that it goes first."""
+"""Cost of missing memory, resolved first."""
 NUM_SWAPPED, NUM_PAIRED = 32, 12
-"""Requests of a replica of which one, and of which up to two, are exchanged."""
+"""Requests of a replica in exchanges of one, and of up to two."""
 NUM_TRIED = 8
-"""Of the moves that look best by fractions of swapped requests, so many are looked at in whole ones."""
+"""Best moves by fractional swapping that are checked with whole requests."""
 NEAR = 0.02
-"""Share above the bound that is near enough."""
+"""Accepted share above the bound."""
 MAX_STEPS = 48
-"""Of a search."""
 DEPTHS = (1.0, 0.75)
-"""Replicas above the bound give until they are at that much of it; another is tried where one is not near."""
+"""Fractions of the bound that givers go down to; the next is tried after a bad result."""
 
 
 def plan_fast(problem: MigrationProblem, *, num_selected: int = 4) -> MigrationPlan:
-    """A plan that is never worse than to leave things as they are, and fills no memory beyond its limit.
+    """A plan never worse than staying, within memory limits.
 
-    num_selected: the search is among the slowest replica and 2 K - 1 of the fastest.
+    num_selected: the search covers the slowest replica and 2 K - 1 of the fastest.
     """
     placement = Placement(problem)
     bound, before = lower_bound(placement), placement.objective()
@@ -71,7 +70,6 @@ def plan_fast(problem: MigrationProblem, *, num_selected: int = 4) -> MigrationP
 
 
 def _search(placement: Placement, near_s: float, num_chosen: int) -> None:
-    """Make the slowest replica faster until it is near enough or no step does."""
     costs = placement.costs()
     for _ in range(MAX_STEPS):
         slowest = max(range(len(costs)), key=costs.__getitem__, default=-1)
@@ -89,7 +87,6 @@ def _search(placement: Placement, near_s: float, num_chosen: int) -> None:
 
 
 def _spread(placement: Placement, bound_s: float, depth: float) -> None:
-    """What replicas above the bound give, each where it ends first."""
     fleet = _Fleet(placement)
     given: list[int] = []
     for j, cost in enumerate(placement.costs()):
@@ -102,9 +99,9 @@ def _spread(placement: Placement, bound_s: float, depth: float) -> None:
 
 
 class _Fleet:
-    """All replicas while requests are under way: those given count nowhere until they are placed.
+    """All replicas during the spread: given requests count nowhere until placed.
 
-    seconds: [replicas] without swapping.  room: [replicas] bytes left on the device; below 0 what is swapped.
+    seconds: [replicas] without swapping.  room: [replicas] bytes left on the device; below 0: swapped.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -123,7 +120,7 @@ class _Fleet:
         self._swapped_bytes_per_s = placement.problem.swap_bytes_per_s
 
     def give(self, j: int, most_s: float) -> list[int]:
-        """Take requests from the replica, those whose move costs least, until it takes that at most."""
+        """Take the cheapest requests from the replica until its time is at most most_s."""
         placement, found = self._placement, []
         lost = (placement.moved_s - placement.exec_s) / np.maximum(placement.exec_s, TOLERANCE)
         members = sorted(placement.members[j])
@@ -144,7 +141,7 @@ class _Fleet:
         return found
 
     def best(self, i: int) -> int:
-        """The replica where the request ends first, home if no other ends it sooner; it counts there."""
+        """The replica where the request ends first, home on ties; counts it there."""
         placement, home = self._placement, int(self._placement.home[i])
         k, num_bytes = int(placement.adapter[i]), placement.num_bytes[i]
         more_s, more_bytes = self._of_adapter(k)
@@ -166,7 +163,6 @@ class _Fleet:
         return target
 
     def _of_adapter(self, k: int) -> tuple[FloatArray, FloatArray]:
-        """[replicas] seconds and bytes that its first request there adds."""
         if k not in self._absent:
             placement, num = self._placement, len(self._counts)
             is_adapter = k < len(placement.problem.adapters)
@@ -183,9 +179,9 @@ class _Fleet:
 
 
 class Search:
-    """Requests on the chosen replicas, which move as long as the slowest of these gets faster.
+    """Requests on the chosen replicas, moved while their slowest gets faster.
 
-    Legend: m position among the chosen; c a candidate: requests of one adapter that would go together.
+    Legend: m position among the chosen; c a candidate: requests of one adapter that move together.
     seconds: [m] without swapping.  used, adapters_used: [m] bytes.  counts: [adapters + 1, m] requests.
     """
 
@@ -207,7 +203,7 @@ class Search:
         return np.array(sorted(self.placement.members[self.chosen[m]]), dtype=np.int64)
 
     def refresh(self, m: int) -> None:
-        """Count the replica's requests anew."""
+        """Recount the replica's requests."""
         placement, members = self.placement, self.members(m)
         counts = np.bincount(placement.adapter[members], minlength=len(placement.adapter_bytes))
         self.counts[:, m] = counts
@@ -215,18 +211,18 @@ class Search:
         self.used[m] = placement.num_bytes[members].sum() + placement.adapter_bytes[counts > 0].sum()
 
     def request_s(self, requests: IntArray, m: IntArray | int) -> FloatArray:
-        """Seconds of each there; both may have any shapes that go together."""
+        """Seconds of each request there; broadcasts."""
         at_home = self.placement.home[requests] == self.chosen[m]
         return np.where(at_home, self.placement.exec_s[requests], self.placement.moved_s[requests])
 
     def total(self, seconds: FloatArray, used: FloatArray, m: IntArray | int) -> FloatArray:
-        """Seconds with swapping, by the byte; memory that lacks outweighs them all."""
+        """Seconds with swapping, by the byte; missing memory outweighs all."""
         over = np.maximum(used - self.device[m], 0.0)
         lacks = np.maximum(over - self.host[m], 0.0)
         return seconds + over / self.placement.problem.swap_bytes_per_s + (lacks > 0) * LACK_S * (1.0 + lacks)
 
     def step(self) -> bool:
-        """Make the slowest replica faster; whether that went."""
+        """Speed up the slowest replica; True on success."""
         totals = self.total(self.seconds, self.used, self.every)
         slowest = int(totals.argmax())
         if len(self.chosen) < 2 or not self.placement.members[self.chosen[slowest]]:
@@ -235,7 +231,6 @@ class Search:
         return self._move(slowest, limit) or self._swap(slowest, limit) or self._exchange(slowest, limit)
 
     def _move(self, m: int, limit: float) -> bool:
-        """One request goes elsewhere, or several of one adapter, those first whose move costs least."""
         placement, members = self.placement, self.members(m)
         members = members[np.argsort((placement.moved_s - placement.exec_s)[members], kind="stable")]
         there_s = self.request_s(members[:, None], self.every)
@@ -272,7 +267,6 @@ class Search:
         return False
 
     def _swap(self, m: int, limit: float) -> bool:
-        """One request goes elsewhere, another comes for it."""
         mine, found = self._sample(m, NUM_SWAPPED), []
         for target in self.every[self.every != m].tolist():
             theirs = self._sample(target, NUM_SWAPPED)
@@ -290,7 +284,6 @@ class Search:
         return False
 
     def _exchange(self, m: int, limit: float) -> bool:
-        """Up to two requests go elsewhere, up to two others come; adapters count only when it is tried."""
         found: list[tuple[float, int, list[int], list[int]]] = []
         mine, goes = self._pairs(m)
         num_bytes = self.placement.num_bytes
@@ -312,13 +305,13 @@ class Search:
         return any(self._try(m, target, here, there) for _, target, here, there in best)
 
     def _pairs(self, m: int) -> tuple[IntArray, FloatArray]:
-        """A few of the replica's requests; 1.0 where one is in a set: [sets of 0 to 2, requests]."""
+        """A few of the replica's requests; 1.0 for members: [sets of 0 to 2, requests]."""
         some = self._sample(m, NUM_PAIRED)
         one = np.eye(len(some))
         return some, np.array([0.0 * some, *one, *(a + b for a, b in combinations(one, 2))])
 
     def _sample(self, m: int, most: int) -> IntArray:
-        """The replica's requests; of more than that, some of each length."""
+        """The replica's requests; above `most`, a sample over lengths."""
         members = self.members(m)
         if len(members) <= most:
             return members
@@ -326,7 +319,6 @@ class Search:
         return by_time[np.linspace(0, len(members) - 1, most).astype(np.int64)]
 
     def _after(self, m: int, goes: IntArray, comes: IntArray) -> FloatArray:
-        """The total of a replica when one request has gone and another come."""
         placement = self.placement
         old, new = placement.adapter[goes], placement.adapter[comes]
         last = (self.counts[old, m] == 1) & (old != new)
@@ -338,7 +330,6 @@ class Search:
         return self.total(self.seconds[m] + seconds, self.used[m] + used, m)
 
     def _try(self, m: int, target: int, goes: Iterable[int], comes: Iterable[int]) -> bool:
-        """Move them, unless the slower of the two replicas gets no faster or more memory lacks than did."""
         here, there = self.chosen[m], self.chosen[target]
         before = [self.placement.cost(j) for j in (here, there)]
         for i in goes:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instances hold which adapters of a pool in their host memory, and which copies may go.
+"""Holders of a pool's adapters in host memory, and droppable copies.
 
-The order is: copies are made and confirmed, requests are routed by the new placement, then what is no longer
-wanted is dropped.  So at any moment an adapter has the holders it had, or as many as are asked for.
+Order: copies are made and confirmed, routing switches to the new placement, then old copies are dropped.  So
+an adapter always has its old holders, or as many as required.
 
 Source: LoRAServe section IV-B (an adapter is deleted only after it was copied).
 """
@@ -18,8 +18,9 @@ Key = TypeVar("Key", bound=str)
 Holders = Mapping[Key, Collection[int]]
 
 UNEVEN = 0.1
-"""Without a placement, adapters move only if the fullest instance holds this part of the mean more than the
-emptiest does."""
+"""Without a placement, adapters move only above this difference of fullest and emptiest instance, relative to
+the mean.
+"""
 
 
 def place_holders(
@@ -29,11 +30,11 @@ def place_holders(
     replicas: int,
     wanted: Holders | None = None,
 ) -> dict[Key, frozenset[int]]:
-    """The holders of each adapter: all live ones that are wanted, and as many more as `replicas` asks for.
+    """The holders of each adapter: all live wanted ones, plus as many as `replicas` needs.
 
-    sizes: bytes of each adapter.  held: instances that hold it now.  live: instances there are.  wanted: by a
-    placement; an adapter that it lacks, or all if there is none, keeps its holders and else goes where the
-    fewest bytes are held; what is held by no placement is evened out.  Never fewer than min(replicas, live).
+    sizes: bytes of each adapter.  held: current holders.  live: current instances.  wanted: by a placement;
+    adapters outside keep their holders or go where the fewest bytes are, and are evened out.  Never fewer
+    than min(replicas, live).
     """
     load = dict.fromkeys(live, 0)
     holders: dict[Key, set[int]] = {}
@@ -53,7 +54,7 @@ def place_holders(
 def _even_out(
     sizes: Mapping[Key, int], load: dict[int, int], holders: dict[Key, set[int]], fixed: dict[Key, set[int]]
 ) -> None:
-    """Move adapters from the fullest instance to the emptiest, the largest that does not turn them around."""
+    """Move adapters from the fullest instance to the emptiest, the largest that keeps their order."""
     movable: defaultdict[int, list[tuple[int, Key]]] = defaultdict(list)
     for key in sorted(holders, key=lambda key: (sizes[key], key)):
         for instance in holders[key] - fixed[key]:
@@ -78,7 +79,7 @@ def _even_out(
 
 
 def copies_to_make(target: Mapping[Key, frozenset[int]], held: Holders) -> list[tuple[Key, int]]:
-    """(adapter, instance that should hold it and does not), adapters without any holder first."""
+    """(adapter, target instance without it), adapters without any holder first."""
     missing = [
         (key, instance)
         for key, instances in target.items()
@@ -88,7 +89,7 @@ def copies_to_make(target: Mapping[Key, frozenset[int]], held: Holders) -> list[
 
 
 def copies_to_drop(target: Mapping[Key, frozenset[int]], held: Holders) -> list[tuple[Key, int]]:
-    """(adapter, instance that may let it go): only where all that should hold it are known to."""
+    """(adapter, instance that may drop it), if all target holders have it."""
     return [
         (key, instance)
         for key, instances in target.items()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests go to another replica, and which adapters with them: dLoRA's co-migration problem.
+"""dLoRA's co-migration problem: requests and adapters on replicas.
 
 Legend: i a request, j a replica, k an adapter; x_ij request i is on j, in device memory (x^G) or in the
-host's (x^H); y_kj adapter k is on j; L_i seconds that i still takes; M_i its bytes, M_k those of an adapter.
+host's (x^H); y_kj adapter k is on j; L_i remaining seconds of i; M_i its bytes, M_k those of an adapter.
 
     minimise max_j [ sum_i (gamma_ij L_i x_ij + M_i x^H_ij / B) + sum_k (eta + load_kj) y_kj ]
     subject to  y_kj >= x_ij for the adapter k of i            (matching)
@@ -10,9 +10,9 @@ host's (x^H); y_kj adapter k is on j; L_i seconds that i still takes; M_i its by
                 sum_i M_i x^H_ij <= M_j^H                      (host memory)
                 sum_j x_ij = 1                                 (existence)
 
-gamma_ij is 1 at the replica where i is and its move factor elsewhere.  (As printed, one gamma scales every
-term alike, wherever the request is, so it inhibits no move.)  load_kj is the time to load k where it is not
-yet; the paper has no such term: with load_s = 0 of every adapter the problem is the printed one.
+gamma_ij is 1 at the request's replica and its move factor elsewhere.  (The printed gamma scales every term
+alike and inhibits no move.)  load_kj, the load time of k, is our addition: load_s = 0 gives the printed
+problem.
 Source: dLoRA, section 5.2 and table 1.
 """
 
@@ -32,14 +32,12 @@ RequestId: TypeAlias = Hashable
 FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
 TOLERANCE = 1e-9
-"""Of the objective: less is rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """device_bytes: for adapters and requests together.  host_bytes: for requests that the device has no room
-    for.  adapters: those that are on its device now, so that requests for them load nothing.  free_seats:
-    requests that would compute at once beside all that are there; planners don't count them (`paying_moves`).
+    """device_bytes: for adapters and requests.  host_bytes: for swapped requests.  adapters: on its device
+    now, without load time.  free_seats: further requests that compute at once; for `paying_moves` only.
     """
 
     name: ReplicaName
@@ -51,10 +49,9 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """adapter: None for the base model.  replica: where it is.  num_bytes: of its KV (of one that waits: what
-    it will need).  exec_s: seconds that it still takes; the paper takes the mean of its adapter's requests.
-    move_factor: gamma >= 1: (exec_s + seconds of the move) / exec_s; 1 for one that waits: nothing moves but
-    its tokens.
+    """adapter: None for the base model.  num_bytes: of its KV (of a waiting request: in future).  exec_s:
+    remaining seconds; the paper uses its adapter's mean.  move_factor: gamma >= 1: (exec_s + seconds of the
+    move) / exec_s; 1 for a waiting request.
     """
 
     request_id: RequestId
@@ -67,7 +64,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSize:
-    """num_bytes: on a device.  load_s: until it is there."""
+    """num_bytes: on a device.  load_s: load time."""
 
     name: str
     num_bytes: float
@@ -76,10 +73,9 @@ class AdapterSize:
 
 @dataclass(frozen=True)
 class MigrationProblem:
-    """swap_bytes_per_s: B, between host and device.  affinity_s: eta, what another adapter costs a replica.
+    """swap_bytes_per_s: B, between host and device.  affinity_s: eta, cost of another adapter on a replica.
 
-    Raises ValueError for a request whose replica or adapter is not named, for names given twice, and for
-    numbers out of range.
+    Raises ValueError for an unknown replica or adapter, doubled names, and numbers out of range.
     """
 
     replicas: Sequence[ReplicaView]
@@ -115,12 +111,11 @@ class MigrationProblem:
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """What to do; loads come before the moves that need them.
+    """The plan; loads precede their moves.
 
-    moves: (request, source, target), those that cost least first, so those that wait before those that run.
-    loads: (adapter, replica that lacks it).  objective, objective_before: seconds of the slowest replica,
-    afterwards and as things are; infinite where memory does not suffice.  bound: no plan is below it; 0 where
-    none is known.
+    moves: (request, source, target), cheapest first, so waiting before running.  loads: (adapter, replica).
+    objective, objective_before: seconds of the slowest replica after and before; infinite without enough
+    memory.  bound: lower bound of any plan; 0 if unknown.
     """
 
     moves: tuple[tuple[RequestId, ReplicaName, ReplicaName], ...]
@@ -131,13 +126,12 @@ class MigrationPlan:
 
 
 class Placement:
-    """Where each request is, in indices of the problem's sequences, and what that costs each replica.
+    """A placement in indices of the problem's sequences, with costs per replica.
 
-    Begins as things are; a move takes constant time.  replica_of: [requests].  members: of each replica, in
-    no order.  counts: of each replica, requests of each adapter there.  seconds, used: of each replica,
-    without what is swapped, and bytes.  Columns of the problem: home, adapter (the base model is one more, of
-    no bytes), exec_s, moved_s (elsewhere than at home) and num_bytes: [requests]; adapter_bytes, load_s:
-    [adapters + 1].
+    Starts at the current state; a move takes constant time.  replica_of: [requests].  members: of each
+    replica, in no order.  counts: requests by replica and adapter.  seconds, used: per replica, without
+    swapping, and bytes.  Columns: home, adapter (the base model is an extra one of 0 bytes), exec_s, moved_s
+    (away from home) and num_bytes: [requests]; adapter_bytes, load_s: [adapters + 1].
     """
 
     def __init__(self, problem: MigrationProblem) -> None:
@@ -205,7 +199,7 @@ class Placement:
         self._swapping.pop(j, None)
 
     def adapter_s(self, j: int) -> FloatArray:
-        """[adapters + 1] what each costs at the replica."""
+        """[adapters + 1] cost of each at the replica."""
         if j not in self._adapter_s:
             seconds = self.load_s + self.problem.affinity_s
             held = [self._row_of[name] for name in self.problem.replicas[j].adapters if name in self._row_of]
@@ -222,7 +216,7 @@ class Placement:
         return self.problem.affinity_s + (0.0 if is_held else float(self.load_s[k]))
 
     def holders(self) -> list[list[int]]:
-        """[adapters + 1] replicas that have each on their devices."""
+        """[adapters + 1] replicas with each on their devices."""
         found: list[list[int]] = [[] for _ in self.adapter_bytes]
         for j, replica in enumerate(self.problem.replicas):
             for name in replica.adapters:
@@ -231,10 +225,9 @@ class Placement:
         return found
 
     def cost(self, j: int) -> tuple[float, float]:
-        """(bytes too many, seconds) of the replica.
+        """(missing bytes, seconds) of the replica.
 
-        The host takes whole requests, the least bytes that a greedy choice finds: the largest that still fit
-        stay on the device.
+        The host takes whole requests, greedily few bytes: the largest that fit stay on the device.
         """
         if self.used[j] <= self.problem.replicas[j].device_bytes:
             return 0.0, self.seconds[j]
@@ -254,14 +247,14 @@ class Placement:
         return lacking, self.seconds[j] + swapped / self.problem.swap_bytes_per_s
 
     def objective(self) -> float:
-        """Seconds of the slowest replica; infinite where memory does not suffice."""
+        """Seconds of the slowest replica; infinite without enough memory."""
         costs = self.costs()
         if any(lacking > 0 for lacking, _ in costs):
             return math.inf
         return max((seconds for _, seconds in costs), default=0.0)
 
     def plan(self, objective: float, objective_before: float, bound: float = 0.0) -> MigrationPlan:
-        """From how things are to here."""
+        """The plan from the current state to this placement."""
         problem = self.problem
         moved = [i for i, j in enumerate(self.replica_of) if j != self.home[i]]
         moved.sort(key=lambda i: float(self.moved_s[i] - self.exec_s[i]))
@@ -276,7 +269,7 @@ class Placement:
 
 
 def swapped_bytes(sizes: Sequence[float], room: float) -> float:
-    """Bytes of the requests that have no place in the room, which the largest that still fit get."""
+    """Bytes of requests outside the room, filled with the largest that fit."""
     total = math.fsum(sizes)
     if total <= room:
         return 0.0
@@ -288,8 +281,8 @@ def swapped_bytes(sizes: Sequence[float], room: float) -> float:
 
 
 def undo_needless(placement: Placement, limit: float) -> None:
-    """Send requests back whose move does not help: with them at home no replica of the two passes the limit
-    (seconds), and none that had room lacks it.  The dearest moves first.
+    """Return useless moves, dearest first: no replica of the two may pass the limit (seconds) or lose
+    needed memory.
     """
     moved = [i for i, j in enumerate(placement.replica_of) if j != placement.home[i]]
     for i in sorted(moved, key=lambda i: float(placement.exec_s[i] - placement.moved_s[i])):
@@ -300,8 +293,8 @@ def undo_needless(placement: Placement, limit: float) -> None:
 
 
 def undo_harmful(placement: Placement, before: Sequence[tuple[float, float]]) -> None:
-    """Send requests back from replicas where more memory lacks than before, the smallest first; all that
-    moved, unless the slowest replica then is faster than before.  before: `costs` of the replicas.
+    """Return requests from replicas with more missing memory than before, smallest first; all of them unless
+    the slowest gets faster.  before: `costs`.
     """
     moved = {i for i, j in enumerate(placement.replica_of) if j != placement.home[i]}
     too_full = [j for j, (lacking, _) in enumerate(before) if placement.cost(j)[0] > lacking]
@@ -319,11 +312,11 @@ def undo_harmful(placement: Placement, before: Sequence[tuple[float, float]]) ->
 
 
 def lower_bound(placement: Placement) -> float:
-    """Seconds below which no plan can bring the slowest replica; not always reached.
+    """Lower bound of the slowest replica's seconds, not always reached.
 
-    A replica that takes T has room for T - eta seconds of one adapter's requests, so an adapter is on as many
-    replicas as its requests need at that; all of that, and what the devices have no room for in all, is no
-    more than T each.  The least such T, and no less than any request with its adapter takes.
+    A replica of time T has T - eta seconds for one adapter's requests, which gives each adapter's number of
+    replicas; the total, with swapping beyond device memory, is at most T each.  The least such T, and at
+    least any request with its adapter.
     """
     problem, num = placement.problem, len(placement.problem.replicas)
     if not problem.requests:

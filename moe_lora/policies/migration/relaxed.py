@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """dLoRA's own fast plan: the problem of `migration` on few replicas, relaxed and rounded.
 
-The K replicas that need longest may give parts of requests to those and to the K that need least, by a linear
-program without limits of memory; each request goes to the replica that has most of it.  What then does not
-fit goes back, and a plan that gains nothing is none: this is ours.
+A linear program without memory limits divides requests of the K slowest replicas among these and the K
+fastest; a request goes to its largest part.  Our addition: misfits return, and a plan without gain is
+dropped.
 Source: dLoRA, section 5.2, "Selective migration with constraints relaxation".
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def plan_relaxed(problem: MigrationProblem, *, num_selected: int = 4) -> MigrationPlan:
-    """A plan that is never worse than to leave things as they are, and fills no memory beyond its limit.
+    """A plan never worse than staying, within memory limits.
 
     num_selected: K.
     """
@@ -53,7 +53,6 @@ def plan_relaxed(problem: MigrationProblem, *, num_selected: int = 4) -> Migrati
 
 
 def _rounded(parts: FloatArray) -> list[int]:
-    """Where each of a group's requests goes: whole parts as they are, of the rest the largest first."""
     num = round(float(parts.sum()))
     whole = np.floor(parts + 1e-6).astype(np.int64)
     rest = np.argsort(whole - parts, kind="stable")[: num - int(whole.sum())]
@@ -62,11 +61,11 @@ def _rounded(parts: FloatArray) -> list[int]:
 
 
 class _Relaxed:
-    """The program: columns T, then requests of each group on each replica, y of each adapter there, bytes
-    swapped of each replica.
+    """The program: columns T, then requests of each group on each replica, y of each adapter, swapped bytes
+    per replica.
 
-    groups: requests of the slowest replicas that are alike: of one adapter, one home and place, all waiting
-    or none; they share a row of x, with their mean seconds and bytes.
+    groups: like requests of the slowest replicas (one adapter, home and place, all waiting or none); they
+    share a row of x, with mean seconds and bytes.
     """
 
     def __init__(self, search: Search, num_slowest: int) -> None:
@@ -86,7 +85,6 @@ class _Relaxed:
         self._adapters = sorted({k for k in self._of_group if k < len(placement.adapter_bytes) - 1})
 
     def solve(self) -> FloatArray:
-        """[groups, replicas] requests of each group there."""
         from scipy.optimize import linprog  # a third of a second, which a front end without moves saves
         from scipy.sparse import vstack
 
@@ -143,8 +141,6 @@ class _Relaxed:
 
 
 class _Rows:
-    """Entries of some rows of a program; what is added is broadcast."""
-
     def __init__(self) -> None:
         self._parts: list[tuple[NDArray[Any], ...]] = []
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When requests are moved to other replicas, which of a plan's moves pay, and how a running request moves.
+"""Migration triggers, paying moves of a plan, and the form of a running request's move.
 
-The caller says how pressed replicas are, builds the problem of `migration` when asked to, and carries the
-plan out: loads, then moves in their order.  The running front end and the simulator are callers.
+Callers, the front end and the simulator, report pressure, build the problem on demand, and carry out the
+plan: loads, then moves in order.
 Source: dLoRA, section 5.2 (thresholds on memory and queueing); numbers, seats, and the choice between tokens
 and KV are ours.
 """
@@ -25,13 +25,13 @@ from .relaxed import plan_relaxed
 Planner: TypeAlias = Callable[[MigrationProblem], MigrationPlan]
 MoveKind: TypeAlias = Literal["tokens", "kv"]
 MOST_INTERVALS = 16.0
-"""Between plans that gain too little."""
+"""Longest pause between plans of too little gain."""
 MOVE_STEPS = 3.0
-"""For which a move takes a second seat: the rest of the source's step and of the target's, and one more."""
+"""Steps of a move with a second seat: the rest of the source's step and of the target's, and one more."""
 
 
 def make_planner(config: MigrationConfig) -> Planner:
-    """That of migration_solver."""
+    """The planner of migration_solver."""
     if config.migration_solver == "exact":
         return partial(plan_exact, time_limit_s=config.migration_interval_s)
     plan = plan_fast if config.migration_solver == "fast" else plan_relaxed
@@ -40,8 +40,8 @@ def make_planner(config: MigrationConfig) -> Planner:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPressure:
-    """free_share: of its device memory, what requests could still get.  queued_s: how long the request there
-    that has waited longest for its first step has; 0 if none waits.
+    """free_share: of its device memory, available to requests.  queued_s: longest wait for a first step; 0
+    without waits.
     """
 
     name: ReplicaName
@@ -50,11 +50,11 @@ class ReplicaPressure:
 
 
 class DLoraMigration:
-    """Plans moves when a replica is short of memory or its requests queue, but not too often.
+    """Plans moves when a replica lacks memory or its requests queue, with a limited rate.
 
-    Between two plans lie migration_interval_s at least; after one that gained too little twice as long as
-    before it, up to 16 intervals, until nothing is pressed any more.  Of a plan only `paying_moves` are made.
-    planner: that of migration_solver if None.  num_plans: problems solved; num_moves: in the plans returned.
+    Plans are at least migration_interval_s apart; the pause doubles after too little gain, up to 16
+    intervals, until the pressure ends.  Only `paying_moves` of a plan are made.
+    planner: default: by migration_solver.  num_plans: solved problems; num_moves: in the returned plans.
     """
 
     def __init__(self, config: MigrationConfig, planner: Planner | None = None) -> None:
@@ -66,16 +66,16 @@ class DLoraMigration:
         self._stay_until_s: dict[RequestId, float] = {}
 
     def is_pressed(self, replica: ReplicaPressure) -> bool:
-        """Whether a threshold is passed there."""
+        """True above a threshold."""
         config = self._config
         return replica.free_share < config.migration_free_share or replica.queued_s > config.migration_queue_s
 
     def decide(
         self, replicas: Iterable[ReplicaPressure], problem: Callable[[], MigrationProblem], now_s: float
     ) -> MigrationPlan | None:
-        """The moves to make now; None: none.  problem: called only where a plan is made.
+        """The moves to make now, or None.  problem: called only for a plan.
 
-        A plan is worth its moves if the slowest replica takes migration_min_gain less than before.
+        A plan must shorten the slowest replica's time by migration_min_gain.
         """
         config = self._config
         if not any(map(self.is_pressed, replicas)):
@@ -97,7 +97,7 @@ class DLoraMigration:
         return None
 
     def note_failed(self, requests: Iterable[RequestId], now_s: float) -> None:
-        """Their moves failed: they stay where they are for 16 intervals."""
+        """Their moves failed: they stay for 16 intervals."""
         until_s = now_s + MOST_INTERVALS * self._config.migration_interval_s
         self._stay_until_s.update(dict.fromkeys(requests, until_s))
 
@@ -105,12 +105,11 @@ class DLoraMigration:
 def paying_moves(
     problem: MigrationProblem, plan: MigrationPlan, staying: Collection[RequestId] = ()
 ) -> MigrationPlan:
-    """The moves of a plan that are worth making; those that wait first, then the cheapest.
+    """The paying moves of a plan; waiting requests first, then the cheapest.
 
-    Each goes to a replica with a free seat, for a request that moves holds one at both ends, and one that
-    finds none waits there too.  Each makes the slower of its two replicas faster by more than its own seconds
-    (so one that ends sooner than it has moved stays), or finds memory where some lacks.  staying: these don't
-    move.  Moves that only pay after others are tried again after them.
+    A target needs a free seat; a moving request holds one at both ends.  A move must make the slower of both
+    replicas faster by more than its own seconds, or fix missing memory.  staying: excluded requests.  Moves
+    that pay only after others are retried.
     """
     placement = Placement(problem)
     before = placement.objective()
@@ -133,7 +132,6 @@ def paying_moves(
 
 
 def _lowers(placement: Placement, i: int, target: int, cost_s: float) -> bool:
-    """Move a request if that pays; whether it did."""
     home = placement.replica_of[i]
     old = placement.cost(home), placement.cost(target)
     placement.move(i, target)
@@ -151,7 +149,7 @@ def _lowers(placement: Placement, i: int, target: int, cost_s: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MoveCost:
-    """seconds: until the target can go on.  By tokens it computes them again; by KV their bytes come."""
+    """seconds: until the target can continue.  By tokens: recomputed; by KV: copied."""
 
     kind: MoveKind
     seconds: float
@@ -160,11 +158,11 @@ class MoveCost:
 def cheaper_move(
     tokens: Row, num_bytes: float, steps: StepModel | None, bytes_per_s: float, *, same_layout: bool = True
 ) -> MoveCost:
-    """How a running request moves: by its token ids, or by the KV of all of them.
+    """The form of a running request's move: by token ids, or by its KV.
 
-    tokens: what the target would compute again, in one prefill step of its own.  num_bytes: of their KV.
-    steps: None: not known, so tokens if KV can't go, else KV.  bytes_per_s: between the two instances.
-    same_layout: False where KV can't go: another dtype, page size or number of ranks at the target.
+    tokens: to recompute in one prefill step at the target.  num_bytes: of their KV.  steps: None: unknown:
+    KV, or tokens if KV can't move.  bytes_per_s: between the two instances.  same_layout: False if KV can't
+    move: other dtype, page size or ranks.
     """
     kv = MoveCost("kv", num_bytes / bytes_per_s)
     if steps is None:
@@ -174,8 +172,8 @@ def cheaper_move(
 
 
 def move_factor(exec_s: float, cost: MoveCost | None, token_s: float) -> float:
-    """gamma: (execution with the move) / (execution without); 1 without a cost: it waits.
+    """gamma: (execution with the move) / (execution without); 1 without a cost, for a waiting request.
 
-    token_s: seconds of a replica for each token, as in exec_s; a seat that is taken for a step costs one.
+    token_s: seconds of a replica per token, as in exec_s; a held seat costs one per step.
     """
     return 1.0 if cost is None else 1.0 + (cost.seconds + MOVE_STEPS * token_s) / max(exec_s, 1e-6)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instance gets a request."""
+"""Routing of requests to instances."""

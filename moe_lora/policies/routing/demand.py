@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demand of each adapter: metered when requests come, forecast for the next time step."""
+"""Demand of each adapter: metered at arrival, forecast for the next time step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_lora.timing.answer_lengths import FIRST_TOKENS, AnswerLengths
 from .routing import RequestListener, RoutedView
 
 _OVERALL = None
-"""Key of all answers in `AnswerLengths`: the base model's are not metered."""
+"""Key of all answers in `AnswerLengths`: the base model is not metered."""
 
 
 class DemandMeter(RequestListener):
@@ -28,10 +28,10 @@ class DemandMeter(RequestListener):
         self._lengths = AnswerLengths(mean_output_tokens or FIRST_TOKENS)
         self._tokens: Counter[str] = Counter()
         self._expected: dict[Hashable, tuple[str, int, int]] = {}
-        """By request: its adapter, tokens of its prompt, expected tokens of its answer."""
+        """By request: adapter, prompt tokens, expected answer tokens."""
 
     def start(self, key: Hashable, request: RoutedView, max_tokens: int | None = None) -> None:
-        """Count a request that has come.  key: names the request until its `stop`."""
+        """Count an arrived request.  key: names the request until its `stop`."""
         adapter = request.adapter
         if adapter is None:
             return
@@ -42,9 +42,8 @@ class DemandMeter(RequestListener):
         self._tokens[adapter] += request.prompt_tokens + expected
 
     def stop(self, key: Hashable, answer_tokens: int) -> None:
-        """Correct the count of a request that has ended, by the tokens of its answer.
+        """Correct the count of an ended request by its answer's tokens, in the current time step.
 
-        The correction counts in the current time step.
         A request without any token stays as counted: a client that left a queue wanted its answer.
         """
         adapter, _, expected = self._expected.pop(key, (None, 0, 0))
@@ -54,7 +53,7 @@ class DemandMeter(RequestListener):
             self._lengths.note(_OVERALL, answer_tokens)
 
     def cancel(self, key: Hashable) -> None:
-        """Take back the count of a request that the service refused."""
+        """Undo the count of a refused request."""
         adapter, prompt_tokens, expected = self._expected.pop(key, (None, 0, 0))
         if adapter is not None:
             self._tokens[adapter] -= prompt_tokens + expected
@@ -64,11 +63,11 @@ class DemandMeter(RequestListener):
         self._lengths.forget(adapter)
 
     def add(self, tokens: Mapping[str, int]) -> None:
-        """Count what another meter read, by adapter."""
+        """Add another meter's reading, by adapter."""
         self._tokens.update(tokens)
 
     def read(self) -> Counter[str]:
-        """Tokens since the last call.  A correction may exceed what came: then the number is negative."""
+        """Tokens since the last call; negative after large corrections."""
         tokens, self._tokens = self._tokens, Counter()
         return tokens
 
@@ -92,13 +91,13 @@ class DemandForecast:
         self._steps: deque[dict[str, float]] = deque(maxlen=num_steps)
 
     def observe(self, tokens: Mapping[str, float], length_s: float) -> None:
-        """The time step that has just ended.  Raises ValueError for a length of 0 or less."""
+        """Add the last time step.  Raises ValueError for a length of 0 or less."""
         if not length_s > 0:
             raise ValueError(f"length_s={length_s} must be positive")
         self._steps.append({adapter: max(0.0, number) / length_s for adapter, number in tokens.items()})
 
     def read(self) -> dict[str, float]:
-        """Adapter -> tokens/s of each adapter that had any; empty before the first step."""
+        """Adapter -> tokens/s of each adapter with demand; empty before the first step."""
         adapters = dict.fromkeys(adapter for step in self._steps for adapter in step)
         return {adapter: self._next([step.get(adapter, 0.0) for step in self._steps]) for adapter in adapters}
 

@@ -18,12 +18,11 @@ from .routing import Instance, InstanceLoad, InstanceView, RequestListener, Rout
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """What a decision costs by.  steps: times of batches.  slo_tpot_s: time of a decode step that must not be
-    passed.  mean_output_tokens: Toppings' avg_resp_len; None: `AnswerMean`.  cost: of `RANK_AWARE_COSTS`.
-    adapter_load_s_per_rank: time to bring in an adapter
-    by its rank (dLoRA section 5.1); 0 with host: the profile's.  host: how instances begin the prompts of
-    adapters that are not there; None: they wait for the load.  max_num_batched_tokens: of a step; a longer
-    prompt begins with as many.  Checked as `RoutingConfig`.
+    """Costs of a decision.  steps: times of batches.  slo_tpot_s: limit of a decode step.
+    mean_output_tokens: Toppings' avg_resp_len; None: `AnswerMean`.  cost: of `RANK_AWARE_COSTS`.
+    adapter_load_s_per_rank: load time by rank (dLoRA section 5.1); 0 with host: the profile's.  host: start
+    of prompts with missing adapters; None: wait for the load.  max_num_batched_tokens: of a step; limits a
+    prompt's first step.  Checked as `RoutingConfig`.
     """
 
     steps: StepModel
@@ -35,8 +34,10 @@ class CostModel:
     max_num_batched_tokens: int | None = None
 
     def start_s(self, prompt: Row) -> float:
-        """What it costs a prompt that its adapter is not where it begins: the load, or, where that is less,
-        the extra time of host workers.  Source: Toppings section 4.1."""
+        """Cost of a missing adapter for a prompt: the load, or host workers' extra time if less.
+
+        Source: Toppings section 4.1.
+        """
         load_s = self.adapter_load_s_per_rank * prompt.lora_rank
         if self.host is None:
             return load_s
@@ -48,8 +49,6 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What an instance had to do when it was last looked at, as the model counts it."""
-
     load: InstanceLoad
     num_changes: int
     queue: StepWork
@@ -59,7 +58,7 @@ class _Work:
 
 
 class _Known:
-    """Batches of instances, counted anew only where requests came, began or ended since."""
+    """Batches of instances, recounted only after changes."""
 
     def __init__(self, model: StepModel, ranks: Mapping[str, int]) -> None:
         self._model = model
@@ -73,7 +72,6 @@ class _Known:
         return work
 
     def row(self, adapter: str | None, num_tokens: int) -> Row:
-        """The base model, and an adapter whose rank is not known, have rank 0."""
         return Row(adapter, 0 if adapter is None else self._ranks.get(adapter, 0), num_tokens)
 
     def _count(self, load: InstanceLoad) -> _Work:
@@ -88,7 +86,7 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request as costs are told by.  start_s: added where its adapter is not."""
+    """A request for cost estimates.  start_s: added if its adapter is missing."""
 
     prompt: Row
     token: Row
@@ -98,8 +96,8 @@ class _Asked:
 class AnswerMean:
     """Running mean of the tokens of answers.
 
-    tokens: the mean, FIRST_TOKENS before any answer.  That start counts as FIRST_WEIGHT answers.  From
-    MAX_WEIGHT answers on each answer counts 1 / MAX_WEIGHT, so that the mean follows the load.
+    tokens: the mean, FIRST_TOKENS at first, with the weight of FIRST_WEIGHT answers.  From MAX_WEIGHT answers
+    on an answer counts 1 / MAX_WEIGHT, so that the mean follows the load.
     """
 
     FIRST_WEIGHT, MAX_WEIGHT = 8, 1000
@@ -185,14 +183,12 @@ class RankAware(RequestListener):
 
 
 class ShortestPendingTime:
-    """The instance with the least queueing time plus, where the adapter is not there, time to load it.
+    """The instance of least queueing time plus, for a missing adapter, load time.
 
-    Queueing: one prefill step over the prompts that wait, and the tokens left at the time of a decode step
-    over all its requests, each of which yields a token for each of them, or for max_num_seqs if these are
-    more: a batch with room left is as short a queue as its work is little.
-    Loading: adapter_load_s_per_rank · rank, with host workers `CostModel.start_s`.  Where an adapter would
-    find no room it waits for a place, however short the queue, so candidates are those with room for it
-    (`with_room`).  Source: dLoRA, section 5.1, proactive dispatching.
+    Queueing: one prefill step over the waiting prompts, and the tokens left at the time of a decode step over
+    all requests, each step yielding a token for each, or for max_num_seqs if more.
+    Loading: adapter_load_s_per_rank · rank, with host workers `CostModel.start_s`.  Candidates have room for
+    the adapter (`with_room`).  Source: dLoRA, section 5.1, proactive dispatching.
     """
 
     def __init__(
@@ -209,8 +205,7 @@ class ShortestPendingTime:
         return min(instances, key=lambda one: (self._pending_s(request.adapter, start_s, one), one.index))
 
     def pending_s(self, request: RoutedView, instance: InstanceView) -> float:
-        """Estimated time until the instance begins with the request; what its prompt takes longer on host
-        workers counts too."""
+        """Estimated time until the request starts, plus its prompt's extra time on host workers."""
         return self._pending_s(request.adapter, self._start_s(request), instance)
 
     def _start_s(self, request: RoutedView) -> float:

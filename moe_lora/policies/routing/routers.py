@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers by the names users give, made from what a front end knows."""
+"""Routers by setting name, from a front end's knowledge."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RandomChoice:
-    """Any instance, each as likely.  seed: equal seeds choose alike."""
+    """A random instance.  seed: equal seeds choose alike."""
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = random.Random(seed)
@@ -30,16 +30,16 @@ class RandomChoice:
 
 
 class JoinShortestQueue:
-    """The instance with the fewest requests that have not ended, the first of several."""
+    """The instance of fewest unfinished requests, the first on ties."""
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
         return min(instances, key=lambda one: (one.load.num_requests, one.index))
 
 
 class FirstFit:
-    """The first instance with fewer than max_requests; where all are full, the one with the fewest.
+    """The first instance with fewer than max_requests; if all are full, the one of fewest.
 
-    Requests are packed on few instances, so that others may be idle.  Source: Toppings section 7.4.
+    Packs requests on few instances.  Source: Toppings section 7.4.
     """
 
     def __init__(self, max_requests: int) -> None:
@@ -53,10 +53,10 @@ class FirstFit:
 
 
 class AdapterAffinity:
-    """Where the adapter is, or requests for it wait, as long as that is not much busier than elsewhere.
+    """An instance with the adapter, or requests for it, unless much busier.
 
-    Of the instances that have it the one with the least token work, if that is at most
-    (1 + max_imbalance) · the least of all + slack_tokens; else the one with the least of all.
+    Of these the one of least token work, if at most (1 + max_imbalance) · the least of all + slack_tokens;
+    else the least of all.
     """
 
     def __init__(self, max_imbalance: float = 0.5, slack_tokens: int = 2048) -> None:
@@ -83,12 +83,10 @@ _Row = tuple[tuple[int, float], ...]
 class PhiRouting:
     """Each adapter's requests over its instances in proportion to phi.
 
-    The paper draws an instance with probability phi.  Here they come in turn (smooth weighted round robin):
-    every instance of the adapter gains its phi, the one with the most gives 1 and gets the request; so of n
-    requests an instance's number is below phi · n + 1, and above phi · n - (instances - 1).  Absent instances
-    leave their share to the others.  The base model, adapters that the table does not have, and those of
-    which no instance is there go where the least token work is left.
-    With one instance a row, each adapter's requests are where it is assigned to (InfiniLoRA, section 6.1).
+    Smooth weighted round robin in place of the paper's draw: every instance of the adapter gains its phi, the
+    largest pays 1 and gets the request; of n requests an instance gets below phi · n + 1 and above phi · n -
+    (instances - 1).  Absent instances leave their share to the others.  The base model and unplaced adapters
+    go to the least token work.  With one instance a row: a disjoint assignment (InfiniLoRA, section 6.1).
     Source: LoRAServe, section IV, "Architecture Overview".
     """
 
@@ -97,18 +95,17 @@ class PhiRouting:
         self._otherwise = LeastOutstanding()
         self._table = _checked(table or {})
         self._credits: dict[str, dict[int, float]] = {}
-        """How far each adapter has come in its row."""
 
     @property
     def table(self) -> dict[str, list[tuple[int, float]]]:
-        """A copy of what routes now."""
+        """A copy of the current table."""
         return {adapter: list(row) for adapter, row in self._table.items()}
 
     def swap(self, table: Mapping[str, Iterable[tuple[int, float]]]) -> None:
-        """From the next request on route by this table; adapters whose row is the same go on in turn.
+        """Route by this table from the next request on; unchanged rows keep their turn.
 
-        Raises ValueError for a share that is not positive or a row whose shares do not sum to 1; the table of
-        before stays then.
+        Raises ValueError for a share that is not positive or a row that does not sum to 1, and keeps the old
+        table.
         """
         before, self._table = self._table, _checked(table)
         self._credits = {
@@ -149,9 +146,9 @@ def _checked(table: Mapping[str, Iterable[tuple[int, float]]]) -> dict[str, _Row
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingContext:
-    """max_num_seqs: requests that an instance computes at once.  max_loras: adapters on its device at once;
-    None: not limited.  model: None if there is none.  ranks: of the adapters, filled and changed while it
-    runs.  table: for `phi`; a controller swaps it.  seed: of `random`.
+    """max_num_seqs: concurrent requests of an instance.  max_loras: adapters on its device; None: unlimited.
+    model: or None.  ranks: of the adapters, updated at run time.  table: for `phi`, swapped by a controller.
+    seed: of `random`.
     """
 
     max_num_seqs: int = 64
@@ -194,7 +191,7 @@ ROUTERS: dict[str, Callable[[RoutingContext], Router]] = {
 
 
 def make_router(name: str, context: RoutingContext | None = None) -> Router:
-    """The router of that name.  Raises ConfigError for an unknown one, and for one that lacks its model."""
+    """The named router.  Raises ConfigError for an unknown name, and for a missing model."""
     if name not in ROUTERS:
         raise ConfigError(f"routing={name!r} is unknown; choose one of {', '.join(ROUTERS)}")
     return ROUTERS[name](context or RoutingContext())

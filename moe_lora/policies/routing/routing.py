@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which LLM instance computes a request."""
+"""Choice of an LLM instance for a request."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ MAX_RECENT = 64
 
 
 class InstanceLoad:
-    """Requests that have not ended, by adapter (None: the base model).
+    """Unfinished requests of an instance, by adapter (None: the base model).
 
-    waiting: those without a token yet: queued, or their prompt is being computed (the simulator counts them
-    until they leave its queue).  running: those that decode.  waiting_prompts, waiting_tokens: prompt tokens
-    of the first, by adapter and in all.  num_changes: how often this changed, for who keeps sums of it.
-    recent: the adapters of the last requests, and those preloaded, at most `max_recent`, the latest last:
-    what the instance most likely holds on its device.  num_elsewhere: requests that other front ends gave it,
-    whose adapters are not known here.  held_back: whether a request waits there because its adapter finds no
-    place, as the instance says.
+    waiting: without a token yet, queued or in prefill (in the simulator: queued).  running: decoding.
+    waiting_prompts, waiting_tokens: prompt tokens of the waiting, by adapter and in total.  num_changes:
+    version, for cached sums.  recent: last used or preloaded adapters, at most `max_recent`, latest last:
+    likely on the device.  num_elsewhere: requests of other front ends, with unknown adapters.  held_back: the
+    instance reports a request without an adapter place.
     """
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
@@ -43,13 +41,13 @@ class InstanceLoad:
         return self.num_waiting + self.num_running + self.num_elsewhere
 
     def has(self, adapter: str | None) -> bool:
-        """Whether the adapter is most likely there, or on its way; the base model always is."""
+        """True if the adapter is likely there, or on its way; the base model always is."""
         return adapter is None or adapter in self.recent or adapter in self.waiting or adapter in self.running
 
     def has_room(self, adapter: str | None, max_loras: int | None = None) -> bool:
-        """Whether a request would find its adapter in use there, or a place for it.
+        """True if the adapter is in use there, or has a place.
 
-        max_loras: adapters on the device at once; None: as many as the instance finds memory for.
+        max_loras: adapters on the device at once; None: limited by memory.
         Source: Toppings section 5, candidate servers.
         """
         if adapter is None or adapter in self.running:
@@ -71,20 +69,20 @@ class InstanceLoad:
             self.note(adapter)
 
     def note(self, adapter: str) -> None:
-        """The adapter is on the device, or on its way: it was asked for there, or preloaded."""
+        """The adapter is on the device, or on its way, by a request or preload."""
         self.recent.pop(adapter, None)
         self.recent[adapter] = None
         if len(self.recent) > self._max_recent:
             del self.recent[next(iter(self.recent))]
 
     def start(self, adapter: str | None, prompt_tokens: int) -> None:
-        """It has its first token."""
+        """The request has its first token."""
         self._leave(adapter, prompt_tokens)
         self.running[adapter] += 1
         self.num_running += 1
 
     def end(self, adapter: str | None, prompt_tokens: int, *, started: bool) -> None:
-        """It is over, however it ended."""
+        """The request is over."""
         if not started:
             self._leave(adapter, prompt_tokens)
             return
@@ -107,18 +105,17 @@ def _reduce(counts: Counter[str | None], key: str | None, number: int) -> None:
 
 
 class InstanceView(Protocol):
-    """An instance as routing sees it."""
+    """An instance in the view of routing."""
 
     @property
     def index(self) -> int:
-        """Its number, the same for as long as the front end lives."""
+        """Its number, constant during the front end's life."""
         ...
 
     @property
     def outstanding_tokens(self) -> int:
-        """Tokens that its requests may still need: prompts not begun, and answers up to their limits.
-
-        Those that other front ends gave it count too.
+        """Upper bound of its requests' remaining tokens: unstarted prompts, and answers; other front ends'
+        included.
         """
         ...
 
@@ -129,7 +126,7 @@ class InstanceView(Protocol):
 
 
 class RoutedView(Protocol):
-    """A request as routing sees it.  `adapter` None: the base model."""
+    """A request in the view of routing.  `adapter` None: the base model."""
 
     @property
     def adapter(self) -> str | None: ...
@@ -142,7 +139,7 @@ Instance = TypeVar("Instance", bound=InstanceView)
 
 
 class Router(Protocol):
-    """Called once per request, and once more whenever the instance that computed it has ended."""
+    """Called once per request, and again after the end of its instance."""
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
         """One of `instances`, which are those that can take the request: at least one, by rising index."""
@@ -176,7 +173,7 @@ def listeners(*parts: object) -> tuple[RequestListener, ...]:
 
 
 class LeastOutstanding:
-    """The instance with the least token work left, the first of several (join the shortest queue)."""
+    """The instance of least token work, the first on ties (join the shortest queue)."""
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
         if len(instances) == 1:
@@ -185,7 +182,7 @@ class LeastOutstanding:
 
 
 class RoundRobin:
-    """Each instance in turn; one that is absent is passed over."""
+    """Each instance in turn; skips absent ones."""
 
     def __init__(self) -> None:
         self._last_index = -1
@@ -197,11 +194,10 @@ class RoundRobin:
 
 
 def balanced_assignment(loads: Mapping[str, float], num_instances: int) -> dict[str, int]:
-    """Adapter -> instance: the heaviest adapter first, each to the instance with the least load so far
-    (of equal ones to that with the fewest adapters).
+    """Adapter -> instance: the heaviest adapter first, to the instance of least load (ties: fewest adapters).
 
     loads: expected load of each adapter, in any unit, >= 0.  The heaviest instance carries at most
-    4/3 - 1/(3 num_instances) times the least that any assignment could give it (Graham 1969, LPT).
+    4/3 - 1/(3 num_instances) times the optimum (Graham 1969, LPT).
     Source: InfiniLoRA, section 6.1: disjoint subsets, "determined by a greedy algorithm that targets load
     balance".  Raises ValueError for num_instances < 1 and for loads that are negative or no numbers.
     """
@@ -222,5 +218,5 @@ def balanced_assignment(loads: Mapping[str, float], num_instances: int) -> dict[
 def with_room(
     adapter: str | None, instances: Sequence[Instance], max_loras: int | None
 ) -> Sequence[Instance]:
-    """Those that have room for the adapter (`InstanceLoad.has_room`); all where none has."""
+    """Instances with room for the adapter (`InstanceLoad.has_room`); all if none has."""
     return [one for one in instances if one.load.has_room(adapter, max_loras)] or instances

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which share of requests starts at once, by how many adapters are resident."""
+"""Share of requests with an immediate start, by the number of resident adapters."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The share of requests that start at once, by either model of it."""
+"""Share of requests with an immediate start, by both estimators.
+
+Capacities hold for a load and for every smaller load: IAR is not monotone in the load.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,16 @@ ADMITTED: dict[str, Admitted] = {
 
 
 def largest(holds: Callable[[int], bool], most: int, least: int = 1) -> int:
-    """The largest n <= most for which `holds`, by bisection; it does at `least`, and not from some n on."""
+    """Largest n <= most with holds(n), by bisection.  Requires holds(least)."""
     return least + bisect_left(range(least + 1, most + 1), True, key=lambda n: not holds(n))
 
 
 def smallest_capacity_of(
     estimator: str, probabilities: NDArray[np.float64], global_batch: float, target: float
 ) -> int:
-    """The smallest capacity whose IAR reaches the target, by that estimator.
+    """Smallest capacity with IAR >= target.
 
-    "paper": algorithm 1.  "corrected": its IAR grows with the capacity, and the paper's answer is
-    mostly near.
+    estimator: "paper" (algorithm 1), or "corrected" (bisection around the paper's answer).
     """
     near = min_capacity(probabilities, global_batch, target)
     if estimator == "paper":
@@ -42,11 +44,8 @@ def smallest_capacity_of(
 
 
 def rates_at(probabilities: NDArray[np.float64], global_batch: float, capacity: int) -> dict[str, float]:
-    """IAR by each estimator."""
+    """IAR by estimator."""
     return {name: admitted(probabilities, global_batch, capacity) for name, admitted in ADMITTED.items()}
-
-
-# IAR over capacity, for plots.
 
 
 NUM_POINTS = 25
@@ -55,7 +54,7 @@ NUM_POINTS = 25
 def iar_curves(
     probabilities: NDArray[np.float64], global_batch: float, up_to: int
 ) -> dict[str, list[tuple[int, float]]]:
-    """(capacity, IAR) points of each estimator at a global batch, from 1 to up_to (or all) adapters."""
+    """(capacity, IAR) points by estimator, from 1 to up_to adapters."""
     most = min(up_to, int(np.count_nonzero(probabilities)))
     capacities = sorted({round(place) for place in np.linspace(1, most, min(NUM_POINTS, most))})
     return {
@@ -64,20 +63,13 @@ def iar_curves(
     }
 
 
-# Capacities that hold for a load and for every smaller one.
-#
-# IAR is not monotone in the load: far above the expected number of active adapters the hot ones that fit are
-# nearly all that is seen, and IAR rises again.  A plan has to hold at night as well, so both questions here
-# are about all loads up to one: those of a geometric grid, and the load itself.
-
-
-GRID_RATIO = 1.25  # between loads that are tried; the same ones for every load
+GRID_RATIO = 1.25
 
 
 class NeededCapacity:
-    """M*(LB): the smallest capacity that admits the target share at LB and at every smaller load.
+    """M*(LB): smallest capacity with the target share at LB and at every smaller load.
 
-    estimator: whose IAR.  probabilities: [N].  adapter_share: of LB, the requests with an adapter.
+    estimator: of IAR.  probabilities: [N].  adapter_share: requests with an adapter, over LB.
     """
 
     def __init__(
@@ -85,10 +77,10 @@ class NeededCapacity:
     ) -> None:
         self._estimator, self._probabilities = estimator, probabilities
         self._target, self._share = target, adapter_share
-        self._found: list[tuple[float, float, int]] = []  # load, the smaller or equal one that needs most, M*
+        self._found: list[tuple[float, float, int]] = []  # load, smaller or equal load of largest need, M*
 
     def __call__(self, global_batch: float) -> int:
-        """Adapters.  Loads that keep no more than half the slots in use are taken to be admitted."""
+        """M* in adapters.  Skips loads with at most half the slots in use."""
         for load, peak, needed in self._found:
             if peak <= global_batch <= load:
                 return needed
@@ -117,11 +109,7 @@ class NeededCapacity:
         return smallest_capacity_of(self._estimator, self._probabilities, batch, self._target)
 
     def largest_load(self, slots: int, most: int) -> int:
-        """The largest global batch, at most `most`, up to which `slots` adapters admit the target share.
-
-        0 if there is none.  The first failure is looked for, upwards over the grid from where half the slots
-        are in use.
-        """
+        """Largest global batch <= most with the target share for `slots` adapters; 0 without any."""
         if slots >= np.count_nonzero(self._probabilities):
             return most
 

@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Immediate admissibility rate of a cache whose refused requests wait, and so keep slots busy for longer.
+"""Immediate admissibility rate (IAR) of a cache with a queue: waiting requests keep slots busy for longer.
 
-Call an adapter wanting while requests of it are in service (it is active and holds a slot) or wait for a
-slot.  The number n of wanting adapters is followed as a birth-death chain, M slots:
+A birth-death chain follows n, the number of wanting adapters: active in a slot, or in the queue.  M slots.
 
-- An idle adapter waits 1 / lambda_i for its next request; a wanting one spends W_i in the queue, then B_i in
-  its slot.  Alone it would be wanting with odds lambda_i (W_i + B_i); given n, these odds are multiplied by
-  the common factor that makes n wanting adapters expected (as a product form is conditioned on its sum).
-- k = max(n - M, 0) adapters queue, while slots free at rate mu = sum_i P(i active) / B_i: W = k / mu.  While
-  i queues only others hold slots, so W_i = W / r_i, r_i being their mean of 1 / B by that of all active ones.
-  Requests that come during the wait start together and lengthen B_i (`BusyPeriods`).  mu and r are solved
-  for as a fixed point.
-- From n the chain goes up at sum_i lambda_i P(i idle | n) and down at mu(n).
+- An idle adapter waits 1 / lambda_i for a request; a wanting adapter spends W_i in the queue, then B_i in a
+  slot.  The odds lambda_i (W_i + B_i) are scaled by a common factor to n expected wanting adapters.
+- k = max(n - M, 0) adapters queue; slots free at rate mu = sum_i P(i active) / B_i: W = k / mu, W_i = W /
+  r_i, with r_i the mean 1 / B of active adapters other than i, relative to that of all.
+  Arrivals during the wait lengthen B_i (`BusyPeriods`).  mu and r are a fixed point.
+- The chain goes up at sum_i lambda_i P(i idle | n), down at mu(n).
 
-Its stationary weights follow from detailed balance.  A request is turned away if its adapter is not active
-while n >= M, so IAR = 1 - sum_{n >= M} Pr[n] sum_i p_i P(i not active | n): Poisson arrivals see time
-averages.  While nobody queues these are the rates of the product form, which is exact; with a queue the
-adapters are taken to reach their shares at n before n moves on.  No constant is fitted; those in the code
-are numerical.
+IAR = 1 - sum_{n >= M} Pr[n] sum_i p_i P(i not active | n), as Poisson arrivals see time averages.  Exact
+without a queue (product form).  No constant is fitted.  See docs/explanation/estimator.md.
 """
 
 from __future__ import annotations
@@ -38,13 +32,10 @@ from moe_lora.workload.popularity.popularity import (
 
 from .iar import BELOW_ONE
 
-# How long an adapter keeps its slot: busy periods of the queue M/M/infinity.
-
-
 NUM_NODES = 40
-LARGEST_RATE = 40.0  # busy periods of exp(40) / 40 mean services: above this rate an adapter is always active
+LARGEST_RATE = 40.0  # above this rate an adapter is always active
 
-# Legendre nodes in v = u^(1/3), u in (0, 1): dense near 0, where a long wait makes the integrand steep.
+# Legendre nodes in v = u^(1/3), u in (0, 1): dense near 0, the steep end of the integrand.
 _ABSCISSAE, _WEIGHTS = np.polynomial.legendre.leggauss(NUM_NODES)
 _V = (_ABSCISSAE + 1) / 2
 _U = _V**3
@@ -52,14 +43,12 @@ _DU = 1.5 * _V**2 * _WEIGHTS
 
 
 class BusyPeriods:
-    """Mean busy periods of adapters with given rates, each service exponential with mean 1.
+    """Mean busy periods of M/M/infinity queues, service times exponential with mean 1.
 
-    With j requests in service, the mean time until there are j - 1 is, by first-step recursion,
-    sum_{m >= 0} lambda^m (j-1)! / (j+m)! = int_0^1 (1-u)^(j-1) exp(lambda u) du.  From K on it is
-    int_0^1 exp(lambda u) (1 - (1-u)^K) / u du until none is left.  A first request that waited W brings
-    K = 1 + Poisson(lambda W), so that E (1-u)^K = (1-u) exp(-lambda u W).
+    After K first requests: int_0^1 exp(lambda u) (1 - (1-u)^K) / u du.  After a wait W of the first request
+    K = 1 + Poisson(lambda W): E (1-u)^K = (1-u) exp(-lambda u W).
 
-    rates: [G] requests per mean service time; taken as 40 where larger.
+    rates: [G] requests per mean service time, clipped to 40.
     """
 
     def __init__(self, rates: np.ndarray) -> None:
@@ -69,39 +58,32 @@ class BusyPeriods:
         """(exp(lambda) - 1) / lambda, [G]."""
 
     def after_queue(self, length: int, speeds: np.ndarray) -> np.ndarray:
-        """Mean busy periods if the first request waited for `length` slots, which free at rates `speeds`.
+        """Mean busy periods, [G], after a wait for `length` slots.  speeds: [G], rates of freed slots.
 
-        That wait is Erlang: E exp(-s W) = (1 + s / speed)^-length.  speeds: [G].  Returns [G].
+        The wait is Erlang: E exp(-s W) = (1 + s / speed)^-length.
         """
         still_one = (1 - _U) * np.exp(-length * np.log1p(self._rate_u / speeds[:, None]))
         return np.einsum("gu,gu->g", self._density, 1 - still_one)
 
 
-# Shares of time of adapters that share few slots, given how many of them hold or want one.
-#
-# The symbols and the reasons are those of `moe_lora.provision.admission.corrected`.
-
-
-MERGE_WIDTH = 0.02  # rates this close, relatively, are taken as one
-SMALL_RATE = 1e-3  # of the mean rate: below, rates may be merged whatever their ratio
+MERGE_WIDTH = 0.02
+SMALL_RATE = 1e-3  # of the mean rate: smaller rates merge at any ratio
 TOLERANCE = 1e-6  # of mu
 MAX_ROUNDS = 100
-ROUNDING = 1e-12  # differences of sums are not taken for less, relatively
+ROUNDING = 1e-12  # relative; least difference of sums
 
 
 class DemandState(NamedTuple):
-    """The adapters while n of them are wanting."""
+    """The adapters at n wanting adapters."""
 
     up_rate: float
     down_rate: float
     not_active: float
-    """Share of the requests whose adapter isn't active."""
     num_waiting: float
-    """Requests that wait for a slot."""
 
 
 class SlotDemand:
-    """Shares of time of each adapter, and the chain's rates, at a given number of wanting adapters."""
+    """Shares of time per adapter, and the chain's rates, by number of wanting adapters."""
 
     def __init__(self, probabilities: np.ndarray, global_batch: float, capacity: int) -> None:
         self.num_adapters, self.capacity = len(probabilities), capacity
@@ -111,7 +93,7 @@ class SlotDemand:
         self._others_speed = np.ones(len(self._rates))
 
     def at(self, num_wanting: int) -> DemandState:
-        """State n. Above `capacity`, ask for rising n: each starts its fixed point from the one before."""
+        """State n.  Above `capacity`, call with rising n: each fixed point starts from the previous."""
         busy = self._busy.without_wait
         if num_wanting <= self.capacity:
             wanting, idle = self._shares(busy, num_wanting)
@@ -128,18 +110,14 @@ class SlotDemand:
         )
 
     def _num_waiting(self, queued: np.ndarray, length: int) -> float:
-        """sum_i P(i queues) (1 + lambda_i E[W^2] / 2 E[W]): its first request, and those that came since.
-
-        W is Erlang, k stages of rate mu r_i: E[W^2] / 2 E[W] = (k + 1) / (2 mu r_i).
-        """
+        """sum_i P(i queues) (1 + lambda_i E[W^2] / 2 E[W]), with W Erlang of k stages of rate mu r_i."""
         since = (length + 1) / (2 * self._throughput * self._others_speed)
         return float((self._counts * queued) @ (1 + self._rates * since))
 
     def _with_queue(self, num_wanting: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """P(idle), P(active) and mean busy period of each adapter at the fixed point of mu and r.
+        """P(idle), P(active) and mean busy period per adapter at the fixed point of mu and r.
 
-        It is near after a few rounds.  Where adapters that are always active fill the slots, mu is next to 0
-        and converges slowly, but then the shares no longer depend on it: the rounds are limited.
+        Rounds are limited: near mu = 0 the fixed point converges slowly, but shares no longer depend on mu.
         """
         length = num_wanting - self.capacity
         for _ in range(MAX_ROUNDS):
@@ -152,7 +130,7 @@ class SlotDemand:
             others_ends = np.maximum(num_ends - ends, ROUNDING * num_ends)
             others_active = np.maximum(num_active - active, ROUNDING * num_active)
             self._others_speed = others_ends / others_active * (num_active / num_ends)
-            # The mu at which k adapters queue and M are active: sum_i ends_i W_i = k.
+            # mu of k queued and M active adapters: sum_i ends_i W_i = k.
             before = self._throughput
             self._throughput = self.capacity / num_active * float(self._counts @ (ends / self._others_speed))
             if abs(self._throughput - before) <= TOLERANCE * before:
@@ -160,11 +138,10 @@ class SlotDemand:
         return idle, active, busy
 
     def _shares(self, period: np.ndarray, num_wanting: int) -> tuple[np.ndarray, np.ndarray]:
-        """P(wanting) and P(idle) of each adapter given the number that want; period: W_i + B_i.
+        """P(wanting) and P(idle) per adapter, given the number of wanting adapters; period: W_i + B_i.
 
-        Independent indicators with probabilities q_i, sum_i q_i = n, given that their sum is n: to second
-        order (Edgeworth) the log odds change by (g - 1 + 2 q_i) / (2 s^2), with s^2 the variance of the sum
-        and g its third cumulant over s^2.
+        Independent indicators given their sum, to second order (Edgeworth): the log odds change by
+        (g - 1 + 2 q_i) / (2 s^2), with s^2 the sum's variance and g the third cumulant over s^2.
         """
         if num_wanting in (0, self.num_adapters):
             wanting = np.full(len(period), float(num_wanting > 0))
@@ -186,10 +163,6 @@ class SlotDemand:
 
 
 def _merged(probabilities: np.ndarray, global_batch: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean rate, number and mass of the adapters of each merged group: [G] each.
-
-    Rates below a thousandth of the mean make less than a thousandth of all requests.
-    """
     rates = np.clip(global_batch * probabilities, np.finfo(float).tiny, LARGEST_RATE)
     small = SMALL_RATE * rates.mean()
     _, group = np.unique(np.floor(np.log(rates + small) / MERGE_WIDTH), return_inverse=True)
@@ -197,28 +170,26 @@ def _merged(probabilities: np.ndarray, global_batch: float) -> tuple[np.ndarray,
     return np.bincount(group, rates) / counts, counts, np.bincount(group, probabilities)
 
 
-GRID_RATIO = 1.3  # between distances from M at which the chain's rates are computed
+GRID_RATIO = 1.3
 
 
 def corrected_admissibility_rate(popularity: Probabilities, global_batch: float, capacity: int) -> float:
-    """Share of requests that start at once, in [0, 1], if those that can't wait first come first served.
+    """Share of requests with an immediate start, in [0, 1]; first come, first served.
 
-    popularity: [N] probability of each adapter, sum 1 (up to a millionth, then scaled to 1).
-    global_batch: mean number of requests in service, > 0.  capacity: adapters that fit, >= 1.
-    1.0 exactly if and only if capacity covers every adapter of popularity > 0.  Arrivals are Poisson,
-    services exponential with mean 1: the process of `moe_lora.sim.slot_queue`, which this agrees with
-    (docs/explanation/estimator.md).
-    Raises ValueError for anything else, saying what was given.
+    popularity: [N] probability of each adapter, sum 1 (within a millionth, then scaled to 1).
+    global_batch: mean number of requests in service, > 0.  capacity: adapter slots, >= 1.
+    1.0 exactly if and only if capacity covers every adapter of popularity > 0.  Poisson arrivals, service
+    times exponential with mean 1, as `moe_lora.sim.slot_queue` (docs/explanation/estimator.md).
+    Raises ValueError with the given value for bad arguments.
     """
     demand = _demand(popularity, global_batch, capacity)
     return 1.0 if demand is None else min(1.0 - _refused(demand)[0], BELOW_ONE)
 
 
 def corrected_wait(popularity: Probabilities, global_batch: float, capacity: int) -> float:
-    """Mean wait of the requests that don't start at once, in mean service times; 0.0 where all do.
+    """Mean wait of requests without an immediate start, in mean service times; 0.0 without waits.
 
-    Little's law: requests that wait, over the rate of those that have to.  Arguments, process and errors as
-    in `corrected_admissibility_rate`.
+    Little's law.  Arguments, process and errors as in `corrected_admissibility_rate`.
     """
     demand = _demand(popularity, global_batch, capacity)
     if demand is None:
@@ -228,7 +199,6 @@ def corrected_wait(popularity: Probabilities, global_batch: float, capacity: int
 
 
 def _demand(popularity: Probabilities, global_batch: float, capacity: int) -> SlotDemand | None:
-    """None if there is a slot for each adapter that is used."""
     probabilities = checked_probabilities(popularity)
     batch, slots = checked_global_batch(global_batch), checked_capacity(capacity)
     used = probabilities[probabilities > 0]
@@ -257,7 +227,6 @@ def _refused(demand: SlotDemand) -> tuple[float, float]:
 
 
 def _distances(last: int) -> np.ndarray:
-    """0, 1, 2, ... growing by GRID_RATIO, up to last - 1 and last (in state 0 or N one rate is 0)."""
     distances = [0]
     while distances[-1] < last:
         distances.append(min(last, max(distances[-1] + 1, int(distances[-1] * GRID_RATIO))))
@@ -265,15 +234,10 @@ def _distances(last: int) -> np.ndarray:
 
 
 def _columns(demand: SlotDemand, grid: np.ndarray) -> list[np.ndarray]:
-    """Each field of the states, over the grid."""
     return [np.array(column) for column in zip(*(demand.at(int(n)) for n in grid), strict=True)]
 
 
 def _log_rates(grid: np.ndarray, rates: np.ndarray, num_sources: np.ndarray) -> np.ndarray:
-    """Logarithms of the rates at each whole number from grid[0] to grid[-1].
-
-    num_sources: adapters that can make the step, linear in n: a rate per source is what changes smoothly.
-    """
     whole = np.arange(grid[0], grid[-1] + 1)
     if len(grid) == 1:
         return np.log(rates)

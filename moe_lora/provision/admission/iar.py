@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Immediate admissibility rate (IAR) of a cache of adapters, and the smallest cache that reaches a target.
+"""Immediate admissibility rate (IAR) of a cache of adapters, and the smallest cache for a target IAR.
 
+Legend: X_j = 1 with probability q_j, S = sum of X_j, S_i = S without adapter i, v = sum q_j (1 - q_j).
 Source: InfiniLoRA section 4.2.1, equations 1 to 4 and algorithm 1.
 """
 
@@ -25,19 +26,12 @@ from moe_lora.workload.popularity.popularity import (
     checked_probabilities,
 )
 
-# Sums of independent Bernoulli variables in many groups, from a few points of their characteristic function.
-#
-# X_j = 1 with probability q_j, S = sum of X_j, S_i the same without adapter i; variance v = sum q_j (1 -
-# q_j). On the unit circle |E z^S| <= exp(-v (1 - cos theta)): the larger the sum, the fewer points count,
-# about 25 whatever its size.
-
-
-OUTSIDE = 1e-13  # probability that may lie outside the window
-NEGLIGIBLE = 37.0  # points where the characteristic function is below exp(-37) are left out
+OUTSIDE = 1e-13
+NEGLIGIBLE = 37.0  # skips points with a characteristic function below exp(-37)
 
 
 class Overflow(NamedTuple):
-    """What a sum that reaches the capacity costs."""
+    """Cost of sums at or above the capacity."""
 
     turned_away: float
     full: float
@@ -46,18 +40,18 @@ class Overflow(NamedTuple):
 def overflow(q: np.ndarray, counts: np.ndarray, mass: np.ndarray, capacity: int) -> Overflow:
     """turned_away = sum_i mass_i (1 - q_i) Pr[S_i >= capacity] and full = Pr[S >= capacity].
 
-    q: [G] probabilities in [0, 1] of the groups' members.  counts: [G] members (real numbers are fine).
-    mass: [G] total weight of a group's members in the first sum, whose weights sum to at most 1.
-    Both results come from the generating functions P(z) = prod_j (1 - q_j + q_j z)^counts_j and
-    P(z) sum_i mass_i (1 - q_i) / (1 - q_i + q_i z), read at the roots of unity of an odd order W.
-    Coefficients that are W apart fall together there, so the error is at most the probability outside a
-    window of W values, below 1e-13 by Bernstein's inequality, plus rounding (1e-12 at 10^6 adapters).
+    q: [G] probabilities in [0, 1], by group.  counts: [G] members, real numbers.
+    mass: [G] weight of a group's members in the first sum, total at most 1.
+    Reads the generating functions P(z) = prod_j (1 - q_j + q_j z)^counts_j and
+    P(z) sum_i mass_i (1 - q_i) / (1 - q_i + q_i z) at the roots of unity of an odd order W.
+    Error: the probability outside a window of W values, below 1e-13 by Bernstein's inequality, plus rounding
+    (1e-12 at 10^6 adapters).
     """
     mean, variance = float(counts @ q), float(counts @ (q * (1 - q)))
     log_inverse = math.log(2 / OUTSIDE)
     reach = log_inverse / 3 + math.sqrt(log_inverse**2 / 9 + 2 * log_inverse * variance)
     begin, end = math.floor(mean - reach) - 1, math.ceil(mean + reach) + 1
-    order = (end - begin) | 1  # odd: no point is -1, where a factor with q = 1/2 would be 0
+    order = (end - begin) | 1  # odd: avoids the point -1, a zero of a factor with q = 1/2
     end = begin + order
     start = max(capacity, begin)
     if start >= end:
@@ -74,8 +68,8 @@ def overflow(q: np.ndarray, counts: np.ndarray, mass: np.ndarray, capacity: int)
 
 
 def _angles(order: int, variance: float) -> np.ndarray:
-    """The points 2 pi k / order in (0, pi) at which the characteristic function is not negligible."""
-    cosine = 1 - NEGLIGIBLE / max(variance - 0.25, 1e-9)  # one variable is left out: 1/4 less variance
+    """The points 2 pi k / order in (0, pi) with a characteristic function that is not negligible."""
+    cosine = 1 - NEGLIGIBLE / max(variance - 0.25, 1e-9)  # without one variable: 1/4 less variance
     last = math.pi if cosine <= -1 else math.acos(cosine)
     count = min((order - 1) // 2, math.floor(last * order / (2 * math.pi)) + 1)
     return 2 * math.pi / order * np.arange(1, count + 1)
@@ -85,7 +79,7 @@ def _generating_functions(
     q: np.ndarray, counts: np.ndarray, mass: np.ndarray, theta: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """P(z) and P(z) sum_i mass_i (1 - q_i) / (1 - q_i + q_i z) at z = exp(i theta)."""
-    versine = 2 * np.sin(theta / 2) ** 2  # 1 - cos(theta)
+    versine = 2 * np.sin(theta / 2) ** 2
     square = 1 - 2 * np.outer(versine, q * (1 - q))
     real, imaginary = 1 - np.outer(versine, q), np.outer(np.sin(theta), q)
     whole = np.exp(0.5 * (np.log(square) @ counts) + 1j * (np.arctan2(imaginary, real) @ counts))
@@ -102,27 +96,24 @@ def largest_probability(variance: float) -> float:
 def largest_step(variance: float) -> float:
     """Bound on max_k |Pr[S = k] - Pr[S = k - 1]|: the mean of |1 - z| exp(-v (1 - cos theta)).
 
-    With c = cos(theta / 2) the integral is Dawson's: (4 / pi) dawsn(x) / x, x = sqrt(2 v).
+    Equals (4 / pi) dawsn(x) / x with x = sqrt(2 v).
     """
     root = math.sqrt(2 * variance) if variance > 0 else 0.0
     return 4 / math.pi * (float(dawsn(root)) / root if root > 1e-6 else 1.0)
 
 
-# Many adapters' request rates as few weighted rates, with the same sums of smooth functions.
-
-
-EXACT_UP_TO = 2048  # so many distinct rates are kept as they are
-NUM_NODES = 16  # Chebyshev points of a panel
+EXACT_UP_TO = 2048  # keeps this number of distinct rates as given
+NUM_NODES = 16  # Chebyshev points per panel
 NODES = np.cos(np.pi * (np.arange(NUM_NODES) + 0.5) / NUM_NODES)
-COLD = 1e-13  # rates that sum to less than this count as 0
+COLD = 1e-13  # rates with a smaller sum count as 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RateGroups:
     """sum_i f(lambda_i) ~ counts @ f(rates) and sum_i p_i f(lambda_i) ~ mass @ f(rates), for smooth f.
 
-    rates: [G] requests of one adapter in a global batch.  counts: [G], sums to the number of adapters.
-    mass: [G], sums to 1.  Counts are whole numbers where adapters share one rate, else real (some < 0).
+    rates: [G] requests of one adapter in a global batch.  counts: [G], total: the number of adapters.
+    mass: [G], total 1.  Counts are integers for equal rates, else real and possibly negative.
     """
 
     rates: np.ndarray
@@ -131,13 +122,12 @@ class RateGroups:
 
 
 def group_rates(probabilities: np.ndarray, global_batch: float) -> RateGroups:
-    """Groups of equal rates; of more than 2048 distinct ones, those in a panel with many others are moved to
-    its 16 Chebyshev points, with the weights of the interpolating polynomial (the transposed interpolation).
+    """Groups of equal rates.  Above 2048 distinct rates, crowded panels move to 16 Chebyshev points.
 
-    probabilities: [N], > 0.  Panels are 1 long in 2 ln(rate) up to rate 1, and in 2 sqrt(rate) above, where
-    that is a Poisson's standard deviation: over such a length Poisson tails, and the logarithms of their
-    generating functions, are polynomials of degree 15 up to 1e-11 of their largest value (tested).
-    Rates below 1e-13 / N become 0, which moves any probability of the sum by less than 1e-13.
+    probabilities: [N], > 0.  Weights are those of the transposed interpolation.
+    A panel has length 1 in 2 ln(rate) up to rate 1, and in 2 sqrt(rate) above.  On this length Poisson tails
+    and log generating functions are polynomials of degree 15 within 1e-11 (tested).
+    Rates below 1e-13 / N become 0, an error below 1e-13.
     """
     rates = probabilities * global_batch
     cold = rates < COLD / len(rates)
@@ -183,9 +173,6 @@ def _node_weights(x: np.ndarray, panel: np.ndarray, counts: np.ndarray) -> np.nd
     return np.stack(moments, axis=1) @ chebyshev / NUM_NODES
 
 
-# The independence model of a cache: each adapter is resident when its load exceeds one common threshold.
-
-
 BELOW_ONE = math.nextafter(1.0, 0.0)
 RECENT = 64
 
@@ -196,17 +183,18 @@ def poisson_tail(rates: np.ndarray, tau: float) -> np.ndarray:
 
 
 class AdmissibilityModel:
-    """Thresholds, residency and IAR at any capacity for one popularity and global batch.
+    """Independence model: an adapter is resident if its load exceeds one common threshold.
 
-    num_used: adapters of popularity > 0.  expected_active: sum_i 1 - exp(-lambda_i), the most that are
-    resident at tau >= 0.
+    Gives thresholds, residency and IAR at any capacity.
+    num_used: adapters of popularity > 0.  expected_active: sum_i 1 - exp(-lambda_i), the residents at tau =
+    0.
     """
 
     def __init__(self, probabilities: np.ndarray, global_batch: float) -> None:
         used = probabilities[probabilities > 0]
         self.num_used = len(used)
         self.groups: RateGroups = group_rates(used, global_batch)
-        # A search comes back to a capacity and starts from the thresholds of its neighbours.
+        # A search returns to known capacities, and starts from the thresholds of neighbours.
         self._expected_resident = cache(self._sum_of_tails)
         self.expected_active = self._expected_resident(0.0)
         self._taus: dict[int, float] = {}
@@ -214,7 +202,7 @@ class AdmissibilityModel:
         self.overflow = lru_cache(RECENT)(self._overflow)
 
     def threshold(self, capacity: int) -> float:
-        """tau >= 0 at which `capacity` adapters are resident on average; 0 where fewer are active."""
+        """tau >= 0 with a mean of `capacity` resident adapters; 0 if fewer are active."""
         if capacity >= self.expected_active:
             return 0.0
         if capacity not in self._taus:
@@ -222,15 +210,14 @@ class AdmissibilityModel:
         return self._taus[capacity]
 
     def resident(self, capacity: int) -> np.ndarray:
-        """q of each group, [G]. Source: InfiniLoRA equation 2."""
+        """q of each group, [G].  Source: InfiniLoRA equation 2."""
         return self._resident_above(self.threshold(capacity))
 
     def _overflow(self, capacity: int) -> Overflow:
-        """Share of requests turned away, 1 - IAR, and the probability that the places are all taken."""
         return overflow(self.resident(capacity), self.groups.counts, self.groups.mass, capacity)
 
     def rate(self, capacity: int) -> float:
-        """IAR: 1 exactly if and only if every adapter that is used at all has a place."""
+        """IAR; 1 exactly if and only if every used adapter fits."""
         if capacity >= self.num_used:
             return 1.0
         return min(1.0 - self.overflow(capacity).turned_away, BELOW_ONE)
@@ -239,7 +226,7 @@ class AdmissibilityModel:
         return float(self.groups.counts @ poisson_tail(self.groups.rates, tau))
 
     def _solve(self, capacity: int) -> float:
-        # tau falls when the capacity grows.
+        # tau falls with growing capacity.
         above = [tau for other, tau in self._taus.items() if other < capacity]
         below = [tau for other, tau in self._taus.items() if other > capacity]
         low, high = max(below, default=0.0), min(above, default=1.0)
@@ -250,33 +237,16 @@ class AdmissibilityModel:
         return float(brentq(lambda tau: self._expected_resident(tau) - capacity, low, high, xtol=1e-13))
 
 
-# The smallest capacity whose IAR reaches a target, without trying each.
-#
-# Write turned_away(M) = 1 - IAR(M) = sum_i p_i (1 - q_i) T_i, T_i = Pr[S_i >= M], S_i the number of resident
-# adapters other than i.
-#
-# From the expected number of active adapters A up, tau = 0 and only M grows, so IAR grows: steps that double,
-# then bisection.
-#
-# Below A, sum_i q_i = M, and when M grows every q_i grows and the mean of S with it: T_i may grow too, and
-# IAR fall.  Over all capacities in [a, b], b <= A, with q, q' the residencies at a and b, every S has
-# variance at least v = sum q_i (1 - q'_i), and two bounds hold (h = `largest_probability`, d =
-# `largest_step`):
-#
-# - The median of a sum of Bernoulli variables whose mean is whole is that mean (Jogdeo and Samuels 1968), so
-#   T_i >= 1/2 - q_i h(v - 1/4).
-# - From M to M + 1, Pr[S_i >= M + 1] rises by sum_j q_j-growth Pr[S_ij = M], and the growths sum to 1, while
-#   Pr[S_i = M] is lost: as Pr[S_ij = M] differs from it by at most 3/2 d(v - 1/2) on average, T_i falls by at
-#   most (growth of q_i) h(v - 1/4) + 3/2 d(v - 1/2) per step.
-#
-# A stretch whose bound exceeds what may be turned away is skipped; others are halved, the lower half first.
-
-
-MARGIN = 1e-8  # of the bounds over the errors of the sums in them
+MARGIN = 1e-8  # of the bounds over the errors of their sums
 
 
 def smallest_capacity(model: AdmissibilityModel, target: float) -> int:
-    """The smallest capacity with model.rate(capacity) >= target; the number of used adapters always has."""
+    """Smallest capacity with model.rate(capacity) >= target; the number of used adapters always suffices.
+
+    Above the expected number of active adapters IAR grows with M: doubling steps, then bisection.  Below, IAR
+    may fall: skips stretches [a, b] by the bound of `least_turned_away`, and halves the rest, lower half
+    first.
+    """
     first_monotone = max(1, math.ceil(model.expected_active))
     found = _leftmost(model, target, 1, min(first_monotone, model.num_used) - 1)
     if found is not None:
@@ -286,8 +256,10 @@ def smallest_capacity(model: AdmissibilityModel, target: float) -> int:
 
 
 def first_from(near: int, least: int, most: int, reaches: Callable[[int], bool]) -> int:
-    """The smallest n from `least` up that reaches, as all above it and `most` do; in steps that double from
-    `near`, where the answer mostly is, and then by bisection."""
+    """Smallest n >= `least` with reaches(n), for a monotone `reaches` with reaches(most).
+
+    Doubling steps from `near`, then bisection.
+    """
     step = 1
     if near < most and not reaches(near):
         low, high = near + 1, min(near + step, most)
@@ -301,7 +273,6 @@ def first_from(near: int, least: int, most: int, reaches: Callable[[int], bool])
 
 
 def _leftmost(model: AdmissibilityModel, target: float, low: int, high: int) -> int | None:
-    """The smallest capacity in [low, high], all below the expected active, that reaches the target."""
     stretches = [(low, high)]
     while stretches:
         begin, end = stretches.pop()
@@ -317,7 +288,15 @@ def _leftmost(model: AdmissibilityModel, target: float, low: int, high: int) -> 
 
 
 def least_turned_away(model: AdmissibilityModel, begin: int, end: int) -> float:
-    """A lower bound of 1 - IAR over all capacities from begin to end, which is below the expected active."""
+    """Lower bound of 1 - IAR over capacities from begin to end, below the expected number of active adapters.
+
+    Every S has variance at least v = sum q_i (1 - q'_i), with q, q' the residencies at both ends.  With
+    h = `largest_probability` and d = `largest_step`, T_i = Pr[S_i >= M] obeys:
+
+    - T_i >= 1/2 - q_i h(v - 1/4): the median of a Bernoulli sum of integer mean is the mean (Jogdeo and
+      Samuels 1968).
+    - Per step of M, T_i falls by at most (growth of q_i) h(v - 1/4) + 3/2 d(v - 1/2).
+    """
     counts, mass = model.groups.counts, model.groups.mass
     q, q_end = model.resident(begin), model.resident(end)
     variance = float(counts @ (q * (1 - q_end)))
@@ -332,29 +311,25 @@ def least_turned_away(model: AdmissibilityModel, begin: int, end: int) -> float:
 
 
 def immediate_admissibility_rate(popularity: Probabilities, global_batch: float, capacity: int) -> float:
-    """IAR(M) = sum_i p_i [q_i + (1 - q_i) Pr[at most M - 1 other adapters are resident]], in [0, 1].
+    """IAR(M) = sum_i p_i [q_i + (1 - q_i) Pr[at most M - 1 further adapters are resident]], in [0, 1].
 
-    popularity: [N] probability of each adapter, sum 1 (up to a millionth, then scaled to 1).
-    global_batch: requests in service over all instances, > 0.  capacity: M, adapters that fit, >= 1.
-    Each adapter is resident independently with probability q_i =
-    Pr[Poisson(global_batch p_i) > tau] (equations 2 and 3, `AdmissibilityModel`).  1.0 exactly if and only if
-    capacity covers every adapter of popularity > 0; otherwise the error is below 1e-9 (1e-12 up to 2048
-    different popularities).  Not always non-decreasing in M: see `min_capacity`.
-    Raises ValueError for anything else, saying what was given.
+    popularity: [N] probability of each adapter, sum 1 (within a millionth, then scaled to 1).
+    global_batch: requests in service over all instances, > 0.  capacity: M, adapter slots, >= 1.
+    q_i = Pr[Poisson(global_batch p_i) > tau], independent (equations 2 and 3, `AdmissibilityModel`).
+    1.0 exactly if and only if capacity covers every adapter of popularity > 0; otherwise the error is below
+    1e-9 (1e-12 up to 2048 different popularities).  May fall with growing M: see `min_capacity`.
+    Raises ValueError with the given value for bad arguments.
     Source: InfiniLoRA equation 4.
     """
     return _model(popularity, global_batch).rate(checked_capacity(capacity))
 
 
 def min_capacity(popularity: Probabilities, global_batch: float, target: float) -> int:
-    """M* = the smallest capacity M with IAR(M) >= target; as a linear scan over M would find it.
+    """M*: smallest capacity M with IAR(M) >= target, equal to the result of a linear scan over M.
 
-    target: in (0, 1]; 1 asks for a place for every adapter of popularity > 0.  A target closer to some IAR(M)
-    than that one's error (see `immediate_admissibility_rate`) may be taken as reached or not.
-    From the expected number of active adapters up, IAR grows with M, and M* is found by bisection.  Below,
-    it can fall when M grows (where a few hot adapters just fit, and no place is left for many cold ones), so
-    that stretches of M are skipped only where a bound shows that none of them reaches the target.
-    Raises ValueError for bad input, saying what was given.
+    target: in (0, 1]; 1 needs a slot for every adapter of popularity > 0.  A target within the error of
+    IAR(M) (see `immediate_admissibility_rate`) counts as reached or missed.
+    Raises ValueError with the given value for bad input.
     Source: InfiniLoRA equation 1 and algorithm 1.
     """
     if isinstance(target, bool) or not (isinstance(target, numbers.Real) and 0 < target <= 1):
@@ -363,7 +338,7 @@ def min_capacity(popularity: Probabilities, global_batch: float, target: float) 
 
 
 def expected_active(popularity: Probabilities, global_batch: float) -> float:
-    """sum_i 1 - exp(-lambda_i), lambda_i = global_batch p_i: adapters that at least one request uses.
+    """sum_i 1 - exp(-lambda_i), lambda_i = global_batch p_i: the mean number of adapters in use.
 
     Arguments and errors as in `immediate_admissibility_rate`.
     """

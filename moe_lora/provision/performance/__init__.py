@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Performance models of a machine, and its operating points."""
+"""Performance models of a machine, and operating points."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The highest rate at which a server holds its SLO: bracketing and bisection, whatever serves the requests.
+"""Operating points: the highest rate of a server within its SLO, by bracketing and bisection.
 
 Source: LoRAServe, section IV-A: "the maximum number of tokens per second the LLM inference server can process
 using an adapter of a specific rank under SLO constraints".
@@ -28,7 +28,7 @@ _GROWTH = 2.0
 
 
 class ServedRequest(Protocol):
-    """A request that was served: seconds on one clock."""
+    """A served request: seconds on one clock."""
 
     @property
     def arrival_s(self) -> float: ...
@@ -42,7 +42,7 @@ class ServedRequest(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SloGoal(Settings):
-    """P95 of TTFT (arrival to first token) and mean TPOT, in seconds, both at most."""
+    """Upper limits in seconds: P95 of TTFT (arrival to first token), and mean TPOT."""
 
     SECTION = "slo"
 
@@ -52,10 +52,10 @@ class SloGoal(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PointLoad(Settings):
-    """The requests that a point is found with: equal lengths, Poisson arrivals, adapters of one rank.
+    """Requests of an operating point: equal lengths, Poisson arrivals, adapters of one rank.
 
-    A run has num_requests, or as many as come within duration_s where these are more: a server that is too
-    slow by a share s is behind by s duration_s at the end, which must be far more than the SLO to be seen.
+    A run has num_requests, or the arrivals of duration_s if more.  A server too slow by a share s is behind
+    by s duration_s at the end; the backlog must exceed the SLO by far.
     """
 
     prompt_tokens: int = setting(least=1)
@@ -66,12 +66,13 @@ class PointLoad(Settings):
 
     @property
     def tokens_per_request(self) -> int:
-        """Of prompt and answer, as demand is counted."""
+        """Tokens of prompt and answer, as in demand."""
         return self.prompt_tokens + self.output_tokens
 
     def plan(self, rate_per_s: float, names: Sequence[str], seed: int) -> list[PlannedRequest]:
-        """Poisson arrivals, given that exactly as many come as the rate says: without that, a short run would
-        be judged by its luck.  Each request's adapter is drawn evenly.
+        """Poisson arrivals, conditioned on the expected number of requests: removes the luck of short runs.
+
+        Draws the adapter of each request evenly.
         """
         rng = np.random.default_rng(seed)
         count = max(self.num_requests, math.ceil(rate_per_s * self.duration_s))
@@ -85,7 +86,7 @@ class PointLoad(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a run at one rate showed.  overloaded: it was stopped, as requests waited far beyond the SLO."""
+    """Result of a run at one rate.  overloaded: the run stopped, after waits far beyond the SLO."""
 
     rate_per_s: float
     p95_ttft_s: float
@@ -96,7 +97,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatingPoint:
-    """rate_per_s: the highest found to hold; fails_at_per_s: the lowest found not to."""
+    """rate_per_s: highest rate that held; fails_at_per_s: lowest rate that failed."""
 
     lora_rank: int
     rate_per_s: float
@@ -106,7 +107,7 @@ class OperatingPoint:
 
 
 def judge(rate_per_s: float, requests: Iterable[ServedRequest], slo: SloGoal) -> Trial:
-    """Whether these requests were served within the SLO; the first tenth, of an empty server, is left out."""
+    """Judge the requests by the SLO; skips the first tenth, on an empty server."""
     served = sorted(requests, key=lambda request: request.arrival_s)
     served = served[len(served) // 10 :]
     ttft = float(np.percentile([one.first_token_s - one.arrival_s for one in served], 95))
@@ -116,7 +117,7 @@ def judge(rate_per_s: float, requests: Iterable[ServedRequest], slo: SloGoal) ->
 
 
 def overload(rate_per_s: float, waited_s: float) -> Trial:
-    """A run that was stopped because a request had waited for so long."""
+    """A run stopped by a wait of waited_s."""
     return Trial(rate_per_s=rate_per_s, p95_ttft_s=waited_s, mean_tpot_s=0.0, holds=False, overloaded=True)
 
 
@@ -131,12 +132,11 @@ def find_operating_point(
     max_doublings: int = 20,
     max_halvings: int = 6,
 ) -> OperatingPoint:
-    """Double or halve the rate until it brackets the SLO, then bisect (geometrically) to within tolerance.
+    """Double or halve the rate to bracket the SLO, then bisect (geometrically) to within tolerance.
 
-    run(rate, seed): a short run.  A rate holds if more than half of `repeats` runs do, with seeds 0, 1, …,
-    the same for every rate.  tolerance: of fails_at / rate - 1.  Raises ConfigError for settings that can't
-    work, SloError if not even start_per_s / 2^max_halvings holds (runs at ever lower rates take ever longer),
-    or if start_per_s * 2^max_doublings does.
+    run(rate, seed): a short run.  A rate holds if more than half of `repeats` runs hold, with seeds 0, 1, …,
+    the same at every rate.  tolerance: of fails_at / rate - 1.  Raises ConfigError for impossible settings,
+    SloError if start_per_s / 2^max_halvings fails or start_per_s * 2^max_doublings holds.
     """
     if not (0 < start_per_s < math.inf and tolerance > 0 and repeats >= 1):
         raise ConfigError(
@@ -173,7 +173,6 @@ def _bracket(
     lora_rank: int,
     trials: list[Trial],
 ) -> tuple[float, float]:
-    """A rate that holds and twice it, which does not.  max_steps: upwards, downwards."""
     rate = start_per_s
     if holds(rate):
         for _ in range(max_steps[0]):
@@ -195,9 +194,6 @@ def _bracket(
     )
 
 
-# Operating points in a JSON file: {rank: tokens/s}, and how they were found.
-
-
 FORMAT = "moe-lora operating points"
 KINDS = ("measured", "simulated")
 
@@ -211,7 +207,7 @@ def points_content(
     settings: Mapping[str, Any],
     env: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The file's fields.  kind: "measured" on an engine, or "simulated".  Tokens: of prompts and answers."""
+    """Fields of the file {rank: tokens/s}.  kind: "measured" or "simulated".  Tokens: prompts and answers."""
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r} is unknown; choose one of {', '.join(KINDS)}")
     return {
@@ -227,10 +223,9 @@ def points_content(
 
 
 def read_operating_points(path: str | Path) -> dict[int, float]:
-    """{rank: tokens/s} of a file of `moe-lora operating-points`, as `placement.place_adapters` takes it.
+    """{rank: tokens/s} from a file of `moe-lora operating-points`, for `placement.place_adapters`.
 
-    A file with nothing but {"rank": tokens/s} is taken too.  Raises ConfigError naming the file and what is
-    wrong with it.
+    Accepts a plain {"rank": tokens/s} file.  Raises ConfigError with the file and the fault.
     """
     content = read_object(path, "moe-lora operating-points MODEL_DIR --out FILE")
     if content.get("format", FORMAT) != FORMAT:
@@ -240,9 +235,6 @@ def read_operating_points(path: str | Path) -> dict[int, float]:
     if not points:
         raise ConfigError(f"{path}: it has no rank; it needs tokens/s of one or more")
     return dict(sorted(points.items()))
-
-
-# A run at one rate in the simulator, steps timed by a performance model; for operating points in seconds.
 
 
 def simulated_run(
@@ -256,9 +248,9 @@ def simulated_run(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> Trial:
-    """One instance, all adapters resident, a step of prompts and decode rows as long as both one by one.
+    """One simulated instance, all adapters resident, step times by a performance model.
 
-    That is more than the engine needs, which computes both in one step.
+    A mixed step takes a prefill step plus a decode step, more than the engine's joint step.
     """
     names = [str(index) for index in range(load.num_adapters)]
     config = SystemConfig(

@@ -20,8 +20,8 @@ from moe_lora.timing.step_model import PHASES, Row, StepModel, feature_names, fe
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """The time of one batch's steps.  samples_s: those that `seconds` stands for.  held_out: not fitted to,
-    but judged by.
+    """Time of one batch's steps.  samples_s: samples behind `seconds`.  held_out: for judging, not for
+    fitting.
     """
 
     phase: str
@@ -33,9 +33,9 @@ class MeasuredStep:
 
 @dataclass(frozen=True, kw_only=True)
 class FitQuality:
-    """R^2 = 1 - sum (t - t')^2 / sum (t - mean t)^2 of the steps fitted to, and of those held out.
+    """R^2 = 1 - sum (t - t')^2 / sum (t - mean t)^2 of fitted and of held-out steps.
 
-    mean_error: mean |t - t'| / t of those held out.  R^2 is None of steps that all take the same time.
+    mean_error: mean |t - t'| / t of held-out steps.  R^2 is None for equal times.
     """
 
     num_fitted: int
@@ -47,18 +47,17 @@ class FitQuality:
 
 @dataclass(frozen=True, kw_only=True)
 class FittedModel:
-    """A model and how well it tells the times of each phase."""
+    """A model and its fit quality by phase."""
 
     model: StepModel
     quality: Mapping[str, FitQuality]
 
 
 def fit_model(steps: Sequence[MeasuredStep], *, kernel: str, form: str, expert_share: float) -> FittedModel:
-    """argmin over c >= 0 of sum ((t - c . features) / t)^2, for decode and for prefill steps by themselves.
+    """argmin over c >= 0 of sum ((t - c . features) / t)^2, separately for decode and prefill steps.
 
-    Errors count relative to the step's time, so that short steps are told as well as long ones.  steps: of
-    this kernel.  Raises ConfigError if a phase has fewer steps to fit to than coefficients, none held out, or
-    a time that is not positive.
+    Relative errors weigh short steps like long steps.  steps: of this kernel.  Raises ConfigError if a phase
+    has fewer fitted steps than coefficients, no held-out step, or a time <= 0.
     """
     coefficients, quality = {}, {}
     for phase in PHASES:
@@ -89,7 +88,7 @@ def fit_model(steps: Sequence[MeasuredStep], *, kernel: str, form: str, expert_s
 
 
 def r_squared(times: NDArray[np.float64], predicted: NDArray[np.float64]) -> float | None:
-    """1 - sum (t - t')^2 / sum (t - mean t)^2; None where all times are equal."""
+    """1 - sum (t - t')^2 / sum (t - mean t)^2; None for equal times."""
     spread = float(np.sum((times - times.mean()) ** 2))
     return 1.0 - float(np.sum((times - predicted) ** 2)) / spread if spread > 0 else None
 
@@ -117,9 +116,6 @@ def _check_enough(
         raise ConfigError(f"a {phase} step of {len(bad.rows)} requests took {bad.seconds} s; measure again")
 
 
-# Performance models in a JSON file: what was measured, where, what was fitted to it and how well.
-
-
 FORMAT = "moe-lora performance models"
 
 
@@ -132,8 +128,9 @@ def file_content(
     env: Mapping[str, Any],
     weights: str = "none",
 ) -> dict[str, Any]:
-    """The file's fields.  steps: by kernel; settings, env: what it was measured with and on; weights: name of
-    the format that held the base model's."""
+    """The file's fields.  steps: by kernel.  settings, env: of the measurement.  weights: the base model's
+    format.
+    """
     return {
         "format": FORMAT,
         "kind": "measured",
@@ -165,11 +162,10 @@ def file_content(
 def read_step_model(
     path: str | Path, *, kernel: str | None = None, form: str = "full", weights: str | None = None
 ) -> StepModel:
-    """The model of this kernel and form in a file of `moe-lora profile-steps`.
+    """The model of this kernel and form from a file of `moe-lora profile-steps`.
 
-    kernel: None = the file's only one.  form: "full", or "toppings" for equation 2 alone.  weights: name of
-    the format that must have held the base model's; None: any.  Raises ConfigError naming the file and what
-    is wrong with it.
+    kernel: None: the file's only kernel.  form: "full", or "toppings" for equation 2 alone.  weights:
+    required format of the base model; None: any.  Raises ConfigError with the file and the fault.
     """
     content = read_object(path, "moe-lora profile-steps MODEL_DIR --out FILE")
     if content.get("format") != FORMAT:
@@ -188,8 +184,6 @@ def read_step_model(
 
 
 class _Listed(FileContent):
-    """A model as it stands in the file."""
-
     kernel: str
     form: str
     expert_share: float
@@ -199,8 +193,6 @@ class _Listed(FileContent):
 
 
 class _File(BaseModel):
-    """What of the file is read."""
-
     models: list[_Listed]
 
 
@@ -217,26 +209,23 @@ def _choose(models: Sequence[StepModel], kernel: str | None, form: str) -> StepM
     raise ConfigError(f"it has no {form} model of kernel {kernel!r}; it has {known or 'none'}")
 
 
-# Which batches to time so that every term of a performance model shows, and timing them in rounds.
-
-
 HELD_OUT_SHARE = 0.25
 MAX_PROMPT_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Requests that start together: a prefill step with their prompts, then decode steps."""
+    """Requests with a common start: a prefill step with their prompts, then decode steps."""
 
     rows: tuple[Row, ...]
     held_out: bool
 
 
 class TimedEngine(Protocol):
-    """An engine that runs batches and looks at the clock."""
+    """An engine that runs batches and reads a clock."""
 
     def run(self, rows: Sequence[Row]) -> tuple[float, list[float]]:
-        """Seconds of the prefill step with these rows, and of decode steps after it."""
+        """Seconds of the prefill step with these rows, and of the following decode steps."""
         ...
 
 
@@ -254,11 +243,12 @@ def batches_to_time(
     max_tokens: int,
     seed: int = 0,
 ) -> list[Batch]:
-    """Each (rank, batch size) with as many adapters as there are and with one for all; num_mixed batches of
-    random size, ranks and adapters; without adapters, each size.
+    """Batches that show every term of a performance model.
 
-    Prompt lengths are drawn from 1 to 64 tokens, at most max_tokens in all.  A quarter, drawn, is held out.
-    Raises ConfigError for no ranks or sizes, and where a batch has more requests than max_tokens.
+    Each (rank, batch size) with all adapters and with one; num_mixed batches of random size, ranks and
+    adapters; each size without adapters.  Prompts have 1 to 64 tokens, at most max_tokens in total.  Holds
+    out a random quarter.  Raises ConfigError for no ranks or sizes, and for a batch with more requests than
+    max_tokens.
     """
     if not ranks or not batch_sizes:
         raise ConfigError("no ranks or no batch sizes were given; give one or more of each")
@@ -297,10 +287,9 @@ def measure(
 ) -> dict[str, list[MeasuredStep]]:
     """By kernel: a prefill and a decode step of each batch.
 
-    In a round every kernel's clock runs each batch, in an order that is reversed in every second round, so
-    that what else the machine does falls on all of them alike.  One round before the first is not counted.
-    quantile: of a batch's samples, 0.5 is their median; others' work on the machine only ever lengthens a
-    step, so a lower one is nearer to what an idle machine shows.  Raises ConfigError if it is outside [0, 1].
+    In a round every kernel's clock runs each batch; every second round reverses the order, to spread noise of
+    the machine.  The first round is a warm-up.  quantile: of a batch's samples; a low quantile is nearer to
+    an idle machine.  Raises ConfigError outside [0, 1].
     """
     if not 0 <= quantile <= 1:
         raise ConfigError(f"quantile={quantile} must lie between 0 and 1 (0.5: the median)")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instances serve which adapters, by rank and demand."""
+"""Adapters to instances, by rank and demand."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dLoRA's proactive placement: which adapters to preload on which replicas.
+"""dLoRA's proactive placement: adapters to preload on replicas.
 
 Source: dLoRA, section 5.1.
 """
@@ -17,9 +17,9 @@ from .placement_problem import Placed, Server, Table
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """free_bytes: of each server's device, for adapters and requests together.  adapter_bytes: of each.
-    request_bytes: of a request's KV; one number for all adapters changes tolerances, not the placement.
-    max_adapters: on a server's device at once; None: as many as fit.
+    """free_bytes: device memory per server for adapters and requests.  adapter_bytes: by adapter.
+    request_bytes: KV of a request; scales tolerances, does not change the placement.
+    max_adapters: per device; None: limited by memory.
     """
 
     free_bytes: Mapping[Server, float]
@@ -29,12 +29,11 @@ class DeviceMemory:
 
 
 def preload(loads: Mapping[str, float], memory: DeviceMemory) -> dict[str, list[Server]]:
-    """Adapter -> servers that are to have it on their device before anybody asks for it.
+    """Adapter -> servers to preload the adapter on.
 
-    The burst tolerance of an adapter is the number of requests that the unallocated memory of the servers
-    with it can serve, by its load.  The adapter with the lowest goes to a server without it, the one with
-    most unallocated memory, until the lowest tolerance would fall, or nothing fits.  Adapters without load
-    are not preloaded.
+    Burst tolerance of an adapter: requests within the unallocated memory of its servers, over its load.  The
+    adapter of lowest tolerance goes to a further server, the server of most unallocated memory.  Stops before
+    the lowest tolerance falls, or without memory.  Adapters without load are not preloaded.
     loads: requests/s of each adapter, in any unit.  Raises ValueError for a load that is no number >= 0.
     """
     bad = next((name for name, load in loads.items() if not 0 <= load < math.inf), None)
@@ -72,7 +71,7 @@ def preload(loads: Mapping[str, float], memory: DeviceMemory) -> dict[str, list[
 def burst_tolerance(
     loads: Mapping[str, float], held: Mapping[str, Sequence[Server]], memory: DeviceMemory
 ) -> dict[str, float]:
-    """Requests that the unallocated memory where each adapter is can serve, by its load; inf of no load."""
+    """Requests within the unallocated memory of an adapter's servers, over its load; inf without load."""
     free = dict(memory.free_bytes)
     for name, servers in held.items():
         for server in servers:
@@ -96,7 +95,7 @@ def place_by_burst_tolerance(
 ) -> Table:
     """The table of `place_and_preload`.
 
-    memory: None: bytes are ranks, and every server has room for twice all adapters.
+    memory: None: bytes are ranks, and every server has room for all adapters twice.
     """
     if not servers:
         raise ValueError("there are no servers; give at least one")
@@ -112,11 +111,9 @@ def place_by_burst_tolerance(
 def place_and_preload(
     adapters: Iterable[str], demand: Mapping[str, float], memory: DeviceMemory
 ) -> tuple[Table, dict[Server, list[str]]]:
-    """`preload` as a placement: an adapter's requests in equal shares over the servers that have it.  With it
-    what each server is to preload, the heaviest load first.
+    """`preload` as a table of equal shares, and the adapters to preload by server, heaviest load first.
 
-    Without any demand all adapters count alike.  What is not preloaded goes to the server with the fewest
-    adapters.
+    Without demand all adapters count alike.  Further adapters go to the server of fewest adapters.
     """
     servers = list(memory.free_bytes)
     loads = {name: float(demand.get(name, 0.0)) for name in adapters}

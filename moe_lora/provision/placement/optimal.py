@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A placement whose worst server is as little loaded as can be, ranks apart, little copied."""
+"""Optimal placement: least load of the worst server, ranks apart, few copied bytes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,12 @@ from .placement_problem import (
 )
 from .slots import Cap, Slots, least_caps
 
-# The best shares on the servers that hold an adapter anyway: nothing is copied.
-
 
 def even_out(problem: PlacementProblem, shares: Shares) -> Shares:
-    """Shares of the same adapters on the same servers with the least worst load.
+    """Shares of the same adapters on the same servers with the least worst load; copies nothing.
 
-    A linear program over the adapters that are on several servers: minimise T subject to each server's load
-    <= T, sum of an adapter's shares = 1.  Servers count at the highest rank that they serve now.
+    A linear program over adapters on several servers: minimise T subject to each server's load <= T, shares
+    of an adapter sum to 1.  A server counts at its current highest rank.
     """
     split = [a for a, row in shares.items() if len(row) > 1 and problem.demand[a] > 0]
     if not split:
@@ -50,30 +48,27 @@ def even_out(problem: PlacementProblem, shares: Shares) -> Shares:
     rows, adapters, servers = np.array(pairs).T
     columns, every = np.arange(len(pairs)), np.arange(len(fixed))
     load = problem.demand[adapters] * per_token[servers]
-    worst = np.full(len(fixed), len(pairs))  # the column of T
+    worst = np.full(len(fixed), len(pairs))
     at = np.concatenate([servers, every]), np.concatenate([columns, worst])
     on_server = coo_matrix((np.concatenate([load, -np.ones(len(fixed))]), at))
     of_adapter = coo_matrix((np.ones(len(pairs)), (rows, columns)), shape=(len(split), len(pairs) + 1))
     cost = np.append(np.zeros(len(pairs)), 1.0)
     found = linprog(cost, on_server, -fixed, of_adapter, np.ones(len(split)), bounds=(0, None))
-    assert found.status == 0, found.message  # the shares as they are are a solution
+    assert found.status == 0, found.message  # the current shares are a solution
     for (_, adapter, server), share in zip(pairs, found.x[:-1], strict=True):
         if share > ROUNDING:
             evened.setdefault(adapter, {})[server] = float(share)
     return evened
 
 
-# The part of a change of placement that a bound on copied bytes leaves.
-
-
 def within_bytes(
     problem: PlacementProblem, shares: Shares, before: Shares, max_copied_bytes: float
 ) -> Shares:
-    """A placement between `before` and `shares` that copies at most so many bytes.
+    """A placement between `before` and `shares` with at most max_copied_bytes copied.
 
-    From the server with the worst load, adapters go to their new places one after the other, first the one
-    that takes most load from it per byte; the best state on the way, its shares evened out, is the result, so
-    it is never worse than staying.  Adapters that were nowhere before take their new places and cost nothing.
+    From the server of worst load, adapters move one by one, first the adapter of most load per byte.  The
+    result is the best state on the way, its shares evened out: never worse than `before`.  New adapters cost
+    nothing.
     """
     if copied_bytes(problem, shares, before) <= max_copied_bytes:
         return shares
@@ -86,7 +81,7 @@ def within_bytes(
     moved: dict[int, None] = {}
 
     def next_from(queue: list[int]) -> int | None:
-        """The best adapter to leave the server now; those that cost too much never will cost less."""
+        """The best adapter to leave the server now; drops adapters beyond the budget for good."""
         while queue:
             adapter = queue.pop()
             if adapter not in moved and cost[adapter] <= left:
@@ -110,7 +105,6 @@ def within_bytes(
 def _leaving(
     problem: PlacementProblem, shares: Shares, now: Shares, cost: Mapping[int, float]
 ) -> list[list[int]]:
-    """Of each server the adapters of which it will have less, the best to move last."""
     queues: list[list[tuple[float, int]]] = [[] for _ in problem.servers]
     for adapter, row in now.items():
         for server, share in row.items():
@@ -121,7 +115,7 @@ def _leaving(
 
 
 def _whole(row: dict[int, float]) -> dict[int, float]:
-    """Shares that sum to 1: a server that is gone leaves its share to the others."""
+    """Shares that sum to 1: the share of a removed server goes to the rest."""
     total = sum(row.values())
     if total <= 0:
         return {min(row): 1.0}
@@ -133,10 +127,9 @@ _SLACKS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimalPlacement:
-    """worst_load: of a server, padded to its highest rank unless asked otherwise.  optimum: the least worst
-    load that any table can have, however much it copies.  target_utilisation: mean load without padding, the
-    bound that the linear program gives (servers and adapters divisible).  copied_bytes: as of
-    `PlacementQuality`.
+    """worst_load: of a server, padded to its highest rank by default.  optimum: least worst load of any
+    table.  target_utilisation: mean load without padding, the bound of the linear program.
+    copied_bytes: as in `PlacementQuality`.
     """
 
     table: Table
@@ -158,17 +151,17 @@ def optimal_placement(
     max_copied_bytes: float | None = None,
     adapter_bytes: Mapping[str, float] | None = None,
 ) -> OptimalPlacement:
-    """Least worst load first, then least copied from `previous`; arguments as of `place_adapters`.
+    """Least worst load first, then fewest bytes copied from `previous`; arguments as of `place_adapters`.
 
-    padded: a server's tokens all count at its highest rank, which joins the two aims, even loads and ranks
-    apart, in one number; without, adapters count at their own ranks and servers fill evenly.  slack: loads up
-    to (1 + slack) times the optimum are as good as it, if they save copies; a previous table within it stays
-    as it is.  max_copied_bytes: never more; where that is too little for the optimum, the best state on the
-    way to it, never worse than staying.  adapter_bytes: sizes, in proportion to ranks if None.
+    padded: a server's tokens count at its highest rank, which joins even loads and separate ranks in one
+    number; False: adapters count at their own ranks.  slack: accepts loads up to (1 + slack) times the
+    optimum to save copies; a previous table within the slack stays.  max_copied_bytes: hard limit; below the
+    optimum's need, the best state on the way, never worse than staying.  adapter_bytes: None: proportional to
+    ranks.
 
-    Without a bound, worst load <= (1 + slack) · optimum, and, with K ranks in demand on S >= K servers,
+    Without a limit, worst load <= (1 + slack) · optimum, and, with K ranks in demand on S >= K servers,
     optimum <= target utilisation · min(S / (S - K + 1), highest / lowest operating point of them).
-    Raises ValueError as `place_adapters` does, for a slack below 0 and for a negative bound.
+    Raises ValueError as `place_adapters`, for a negative slack and for a negative limit.
     """
     if not slack >= 0:
         raise ValueError(f"slack={slack} must be 0 or more; 0.05 lets loads be 5 % above the optimum")
@@ -200,15 +193,15 @@ def optimal_placement(
 
 
 def _is_whole(problem: PlacementProblem, before: Shares) -> bool:
-    """Whether every adapter has all its shares on servers that are there."""
     return len(before) == len(problem.names) and all(
         abs(sum(row.values()) - 1.0) < ROUNDING for row in before.values()
     )
 
 
 def _bounded(slots: Slots, caps: Sequence[Cap], slack: float, max_copied_bytes: float) -> Iterator[Shares]:
-    """Two: a part of the way without further slack, and the whole way at the least slack of a few at which it
-    copies little enough, if there is one."""
+    """Up to two placements: part of the way without further slack, and the whole way at the least affordable
+    slack.
+    """
     problem, before = slots.problem, slots.before
     yield within_bytes(problem, slots.fill(caps, slack), before, max_copied_bytes)
     filled = cache(lambda more: slots.fill(caps, slack + more))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRAServe's placement: which servers serve an adapter, and what share of its requests each.
+"""LoRAServe's placement: servers of an adapter, and the share phi of its requests on each.
 
-Source: LoRAServe, Algorithm 1 and section IV-A, steps 1 to 5.  Where the paper leaves a choice, it is said
-here; step 1's estimate of the demand is `policies.routing.demand`, step 6 is `policies.routing.routers`.
+Source: LoRAServe, Algorithm 1 and section IV-A, steps 1 to 5.  Step 1's demand: `policies.routing.demand`;
+step 6: `policies.routing.routers`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .placement_problem import (
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlacement:
-    """Algorithm 1's table and how it came about.
+    """Algorithm 1's table.
 
-    rank_budgets: servers dedicated to each rank, after the repair.  overshoot: servers that rounding gave out
-    beyond those there are (negative: too few); the repair took away (gave) as many.
+    rank_budgets: servers per rank, after the repair.  overshoot: surplus (negative: lack) of servers by
+    rounding, before the repair.
     """
 
     table: Table
@@ -55,10 +55,9 @@ def place_adapters(
 ) -> Table:
     """{adapter: [(server, phi), ...]} by LoRAServe's Algorithm 1; phi of an adapter sum to 1.
 
-    adapters: name -> rank.  servers: names, in a fixed order.  operating_points: rank -> tokens/s that a
-    server can serve of that rank alone within its SLO.  demand: name -> tokens/s, absent = 0.  previous: the
-    table of before, from which as little as possible is moved.  Deterministic; names decide only between
-    adapters of equal rank, demand and previous servers.
+    adapters: name -> rank.  servers: names, in a fixed order.  operating_points: rank -> tokens/s of a server
+    with this rank alone within its SLO.  demand: name -> tokens/s, absent = 0.  previous: the last table; few
+    adapters move.  Deterministic; names break ties.
     Raises ValueError for no or doubled servers, bad numbers, ranks outside of the operating points, and a
     demand for an unknown adapter.  Source: LoRAServe, Algorithm 1.
     """
@@ -72,7 +71,7 @@ def place_by_rank(
     demand: Mapping[str, float],
     previous: Placed | None = None,
 ) -> RankPlacement:
-    """`place_adapters`, with what it decided on the way."""
+    """`place_adapters` with intermediate results."""
     problem = placement_problem(adapters, servers, operating_points, demand)
     before = problem.shares(previous)
     budgets, overshoot = rank_budgets(problem)
@@ -86,12 +85,11 @@ def place_by_rank(
 
 
 def rank_budgets(problem: PlacementProblem) -> tuple[dict[int, int], int]:
-    """Servers of each rank: round(rank's load / target utilisation), made to sum to the servers there are.
+    """Servers of each rank: round(rank's load / target utilisation), repaired to sum to the servers.
 
-    The paper does not say what happens where rounding gives out more servers than there are, or fewer.  Here
-    the rank that was rounded up most gives one back, the lowest of equal ones (its adapters fit on servers of
-    a higher rank), and the one that was rounded down most gets one, the highest of equal ones.
-    Returns the budgets, and by how many the rounded ones missed.
+    Our choice, absent in the paper: the rank rounded up most loses a server (ties: the lowest, whose adapters
+    fit on higher servers); the rank rounded down most gains a server (ties: the highest).
+    Returns the budgets, and the error of the rounded sum.
     """
     target = problem.target_utilisation
     wanted = {
@@ -102,7 +100,7 @@ def rank_budgets(problem: PlacementProblem) -> tuple[dict[int, int], int]:
     overshoot = sum(budgets.values()) - len(problem.servers)
     if target > 0:
         for _ in range(overshoot):
-            # All differences are rounded, so that equal ones in truth are equal here.
+            # Rounded: equal differences must be equal floats.
             most = max(
                 (r for r in budgets if budgets[r]), key=lambda r: (round(budgets[r] - wanted[r], 9), -r)
             )
@@ -114,8 +112,6 @@ def rank_budgets(problem: PlacementProblem) -> tuple[dict[int, int], int]:
 
 
 class _Packing:
-    """Steps 3 and 4: the servers are still without names, one after the other from the highest rank down."""
-
     def __init__(self, problem: PlacementProblem) -> None:
         self._problem = problem
         self._shares: Shares = {}
@@ -124,7 +120,7 @@ class _Packing:
         self._held = [0] * num_servers
         self._max_rank = [0] * num_servers
         self._target = problem.target_utilisation
-        self._order = sorted(  # heaviest first; numbers are in the order of names
+        self._order = sorted(
             range(len(problem.names)), key=lambda a: (-problem.ranks[a], -problem.load[a], a)
         )
 
@@ -142,9 +138,9 @@ class _Packing:
         return self._shares
 
     def _pack_rank(self, adapters: Iterable[int], own: range) -> list[tuple[int, float]]:
-        """Fractional bin packing: a server is filled to the target, the next gets the rest of the adapter.
+        """Fractional bin packing: fills a server to the target, then the next with the rest of the adapter.
 
-        Adapters without demand go where the fewest are.  Returns what did not fit, as shares.
+        Adapters without demand go to the server of fewest.  Returns the remaining shares.
         """
         left = []
         servers = iter(own)
@@ -167,13 +163,14 @@ class _Packing:
         return left
 
     def _place_left(self, adapter: int, share: float) -> None:
-        """Where its load stays within the target: the highest maximum rank, then the least use.  Where no
-        server has room: the least use, then the highest maximum rank.  (The paper: "the server with highest
-        max rank and least utilization", "if possible".)
+        """Within the target: the highest maximum rank, then the least use.  Without room: the least use
+        first.
+
+        Source: "the server with highest max rank and least utilization", "if possible".
         """
         load = float(self._problem.load[adapter]) * share
         servers = range(len(self._load))
-        if load <= 0:  # any server will do; where no rank is raised, and fewest are
+        if load <= 0:
             rank = int(self._problem.ranks[adapter])
             fitting = [one for one in servers if self._max_rank[one] >= rank] or list(servers)
             self._put(adapter, min(fitting, key=lambda one: (self._held[one], one)), share)
@@ -196,11 +193,7 @@ class _Packing:
             self._max_rank[server] = max(self._max_rank[server], int(self._problem.ranks[adapter]))
 
 
-# Placements to compare with: random, contiguous, everything everywhere.  Called as `place_adapters`.
-
-
 def _by_names(place: Callable[..., Shares]) -> Callable[..., Table]:
-    """What `place(problem, before)` decides by numbers, as a table."""
 
     @functools.wraps(place)
     def placed(
@@ -219,9 +212,9 @@ def _by_names(place: Callable[..., Shares]) -> Callable[..., Table]:
 
 @_by_names
 def random_placement(problem: PlacementProblem, before: Shares, seed: int = 0) -> Shares:
-    """Each adapter on one server drawn evenly; one that has a place keeps it, as S-LoRA Random is static.
+    """Each adapter on one random server; placed adapters stay, as S-LoRA Random is static.
 
-    Source: LoRAServe, section V-D.  Raises ValueError as `place_adapters` does.
+    Source: LoRAServe, section V-D.  Raises ValueError as `place_adapters`.
     """
     rng = random.Random(seed)
     drawn = [rng.randrange(len(problem.servers)) for _ in problem.names]
@@ -231,9 +224,9 @@ def random_placement(problem: PlacementProblem, before: Shares, seed: int = 0) -
 
 @_by_names
 def contiguous_placement(problem: PlacementProblem, before: Shares) -> Shares:
-    """By rank, an equal number of adapters on each server; neither demand nor `before` changes anything.
+    """By rank, an equal number of adapters on each server; ignores demand and `before`.
 
-    Source: LoRAServe, section V-D.  Raises ValueError as `place_adapters` does.
+    Source: LoRAServe, section V-D.  Raises ValueError as `place_adapters`.
     """
     order = np.argsort(problem.ranks, kind="stable").tolist()
     return {a: {place * len(problem.servers) // len(order): 1.0} for place, a in enumerate(order)}
@@ -241,10 +234,10 @@ def contiguous_placement(problem: PlacementProblem, before: Shares) -> Shares:
 
 @_by_names
 def disjoint_placement(problem: PlacementProblem, before: Shares) -> Shares:
-    """Each adapter on one server, the heaviest first, each on the server with the least load so far.
+    """Each adapter on one server: heaviest first, on the least loaded server.
 
-    Servers then exchange names, so that as few bytes as possible move from `before`.
-    Source: InfiniLoRA, section 6.1.  Raises ValueError as `place_adapters` does.
+    Servers then exchange names to move few bytes from `before`.
+    Source: InfiniLoRA, section 6.1.  Raises ValueError as `place_adapters`.
     """
     loads = dict(zip(problem.names, problem.load.tolist(), strict=True))
     owner = balanced_assignment(loads, len(problem.servers))
@@ -260,7 +253,6 @@ def replicate_everywhere(problem: PlacementProblem, before: Shares) -> Shares:
 
 
 def _optimal(*arguments: Any) -> Table:
-    """`optimal_placement` with the slack that keeps it from following noise."""
     return optimal_placement(*arguments, slack=0.05).table
 
 
@@ -273,4 +265,3 @@ PLACEMENTS: dict[str, Callable[..., Table]] = {
     "everywhere": replicate_everywhere,
     "burst_tolerance": place_by_burst_tolerance,
 }
-"""Placements by the names users give."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a placement is asked: adapters with their ranks and demands, servers, operating points."""
+"""Input and quality of a placement: adapters with ranks and demands, servers, operating points."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from moe_lora.core.records import PlacementQuality
 
 Server: TypeAlias = Hashable
 Table: TypeAlias = dict[str, list[tuple[Server, float]]]
-"""Routing table: the servers of each adapter with the share phi of its requests; a row's phi sum to 1."""
+"""Routing table: adapter -> [(server, share phi of its requests)]; phi of an adapter sum to 1."""
 Placed: TypeAlias = Mapping[str, Iterable[tuple[Server, float]]]
-"""A table that is read."""
 Shares: TypeAlias = dict[int, dict[int, float]]
 """A table by numbers: adapter -> server -> phi > 0 (0 allowed for an adapter's only server)."""
 ROUNDING = 1e-9
-"""A share of an adapter, or of a server's room, below this is none: sums of floats differ by less."""
+"""Least share of an adapter, or of a server's room: float sums differ by less."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacementProblem:
     """Checked input, adapters and servers numbered; A adapters, S servers.
 
-    names: [A] sorted, so that the order in which they were given changes nothing.  ranks: [A].  demand: [A]
-    tokens/s.  tokens_per_s: operating point of each rank that occurs, not increasing.  load: [A] seconds of a
-    server per second, demand / operating point: 1 is a server's whole capacity.  nbytes: [A].
+    names: [A] sorted, for independence of input order.  ranks: [A].  demand: [A] tokens/s.
+    tokens_per_s: operating point by occurring rank, not increasing.  load: [A] demand / operating point, 1 is
+    a server's whole capacity.  nbytes: [A].
     """
 
     names: tuple[str, ...]
@@ -45,23 +44,23 @@ class PlacementProblem:
 
     @property
     def target_utilisation(self) -> float:
-        """Mean load of a server: no placement's worst server has less (LoRAServe Algorithm 1, lines 7-14)."""
+        """Mean load of a server, a bound on the worst load (LoRAServe Algorithm 1, lines 7-14)."""
         return math.fsum(self.load) / len(self.servers)
 
     @cached_property
     def columns(self) -> NDArray[np.int64]:
-        """[A] The place of each adapter's rank among those that occur, rising."""
+        """[A] Index of each adapter's rank among the occurring ranks, rising."""
         return np.searchsorted(np.array(list(self.tokens_per_s)), self.ranks)
 
     def without_padding(self) -> PlacementProblem:
-        """The same where ranks don't matter to a server: tokens are loads, all of one rank."""
+        """The problem for servers indifferent to rank: tokens are loads of one rank."""
         highest = max(self.tokens_per_s, default=1)
         return replace(
             self, ranks=np.full_like(self.ranks, highest), demand=self.load, tokens_per_s={highest: 1.0}
         )
 
     def table(self, shares: Shares) -> Table:
-        """By names, servers in their order; phi sum to 1 exactly as floats allow."""
+        """The table by names, servers in order; phi sum to 1 within float error."""
         found: Table = {}
         for adapter, name in enumerate(self.names):
             row = shares[adapter]
@@ -72,7 +71,7 @@ class PlacementProblem:
         return found
 
     def shares(self, table: Placed | None) -> Shares:
-        """By numbers what a table says of these adapters and servers; the others are left out."""
+        """The table by numbers; skips unknown adapters and servers."""
         if table is None:
             return {}
         number = {server: index for index, server in enumerate(self.servers)}
@@ -85,8 +84,8 @@ class PlacementProblem:
 
 
 def operating_point(points: Mapping[int, float], lora_rank: int) -> float:
-    """Tokens/s of a server that serves this rank alone; between given ranks the time of a token,
-    1 / (tokens/s), is linear in the rank (Toppings equation 2).  Raises ValueError outside of them.
+    """Tokens/s of a server with this rank alone.  Between known ranks 1 / (tokens/s) is linear in the rank
+    (Toppings equation 2).  Raises ValueError outside of these ranks.
     """
     ranks = sorted(points)
     if not ranks[0] <= lora_rank <= ranks[-1]:
@@ -104,10 +103,10 @@ def placement_problem(
     demand: Mapping[str, float],
     adapter_bytes: Mapping[str, float] | None = None,
 ) -> PlacementProblem:
-    """Check the input; adapters without a demand have 0, bytes are in proportion to the rank where not given.
+    """Check the input.  Missing demand is 0, missing bytes are proportional to the rank.
 
-    An operating point above that of a smaller rank counts as that: measured ones are noisy, and a server of
-    high rank can serve a low one.  Raises ValueError, naming what is wrong.
+    An operating point above a smaller rank's is lowered to that: measurements are noisy, and a server of high
+    rank can serve a low rank.  Raises ValueError with the fault.
     """
     if not servers:
         raise ValueError("servers is empty; name at least one")
@@ -154,19 +153,14 @@ def placement_problem(
     )
 
 
-# Which server takes which part of a new placement, so that least is copied.
-
-
 _SHARE_WEIGHT = 1e-3
-"""Of two ways to copy equally little, the one that changes phi less."""
 
 
 def least_moves(problem: PlacementProblem, shares: Shares, before: Shares) -> Shares:
-    """The same placement under the permutation of servers that keeps most bytes where they were.
+    """The placement under the permutation of servers that keeps most bytes in place.
 
-    An assignment problem over kept[i, j]: bytes of the adapters of part i that server j had.  Then adapters
-    equal in rank and demand, which the paper does not mention, change places among each other if that leaves
-    more of them where they were.  Source: LoRAServe, Algorithm 1, step 5.
+    An assignment problem over kept[i, j]: bytes of part i's adapters already on server j.  Then adapters
+    equal in rank and demand swap (not in the paper).  Source: LoRAServe, Algorithm 1, step 5.
     """
     if not before:
         return shares
@@ -178,7 +172,7 @@ def least_moves(problem: PlacementProblem, shares: Shares, before: Shares) -> Sh
             for part, share in row.items():
                 for server, phi in had.items():
                     kept[part, server] += problem.nbytes[adapter] * (1 + _SHARE_WEIGHT * min(share, phi))
-    # Equal sums must be equal floats, or rounding would prefer one of two equal permutations to staying.
+    # Equal sums must be equal floats: rounding must not prefer a permutation to staying.
     kept = np.round(kept / max(kept.max(), 1e-300), 9)
     _, server_of = linear_sum_assignment(kept, maximize=True)
     moved = {
@@ -189,7 +183,6 @@ def least_moves(problem: PlacementProblem, shares: Shares, before: Shares) -> Sh
 
 
 def _swap_equal(problem: PlacementProblem, shares: Shares, before: Shares) -> Shares:
-    """Of equal adapters, each takes a row on the servers that it had, its own first, if there is one."""
     equal: dict[tuple[int, float], list[int]] = {}
     for adapter in shares:
         equal.setdefault((int(problem.ranks[adapter]), float(problem.demand[adapter])), []).append(adapter)
@@ -217,7 +210,7 @@ def _swap_equal(problem: PlacementProblem, shares: Shares, before: Shares) -> Sh
 
 
 def copied_bytes(problem: PlacementProblem, shares: Shares, before: Shares) -> float:
-    """Bytes of adapters on servers that did not have them; those that were nowhere before do not count."""
+    """Bytes of adapters on new servers; new adapters do not count."""
     return sum(
         float(problem.nbytes[adapter])
         for adapter, row in shares.items()
@@ -225,9 +218,6 @@ def copied_bytes(problem: PlacementProblem, shares: Shares, before: Shares) -> f
         for server in row
         if server not in before[adapter]
     )
-
-
-# What a placement is worth: loads, ranks mixed, adapters held, bytes copied.
 
 
 def placement_quality(
@@ -239,7 +229,7 @@ def placement_quality(
     previous: Placed | None = None,
     adapter_bytes: Mapping[str, float] | None = None,
 ) -> PlacementQuality:
-    """Judge a table (arguments as of `place_adapters`).  Raises ValueError if it lacks an adapter."""
+    """Judge a table (arguments as of `place_adapters`).  Raises ValueError for a missing adapter."""
     problem = placement_problem(adapters, servers, operating_points, demand, adapter_bytes)
     shares, before = problem.shares(table), problem.shares(previous)
     lacking = next((name for number, name in enumerate(problem.names) if number not in shares), None)
@@ -261,7 +251,7 @@ def placement_quality(
 
 
 def tokens_by_rank(problem: PlacementProblem, shares: Shares) -> NDArray[np.float64]:
-    """[S, ranks that occur, rising] tokens/s of each server."""
+    """[S, occurring ranks, rising] tokens/s of each server."""
     tokens = np.zeros((len(problem.servers), max(1, len(problem.tokens_per_s))))
     columns, demand = problem.columns.tolist(), problem.demand.tolist()
     for adapter, row in shares.items():
@@ -271,8 +261,7 @@ def tokens_by_rank(problem: PlacementProblem, shares: Shares) -> NDArray[np.floa
 
 
 def loads_of(problem: PlacementProblem, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Load by tokens of each rank, [..., ranks] -> [...]: all at the operating point of the highest that has
-    any, as kernels pad them."""
+    """[..., ranks] tokens -> [...] load, padded: all tokens at the highest rank with tokens."""
     if not problem.tokens_per_s:
         return np.zeros(tokens.shape[:-1])
     total = tokens.sum(axis=-1)

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which server serves up to which rank, and what it then gets."""
+"""Highest rank of each server (exact optimum for divisible shares), and shares under these caps.
+
+A server of highest rank R pads every row to R (Punica's BGMV, S-LoRA; LoRAServe section III-A5): at load T
+it serves T · p(R) tokens/s, p the operating points.  With x(R) servers of each R, ranks >= r fit if and only
+if their demand is at most T · sum over R >= r of x(R) p(R), for every r.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +19,12 @@ from scipy.optimize import linear_sum_assignment
 
 from .placement_problem import ROUNDING, PlacementProblem, Shares, tokens_by_rank
 
-# How many servers serve up to which rank: the exact optimum where shares may be split at will.
-#
-# A server whose highest rank is R computes every row padded to R (Punica's BGMV, S-LoRA's kernels by
-# LoRAServe section III-A5), so at load T it serves T · p(R) tokens/s, p the operating points.  With x(R)
-# servers of each R, ranks >= r fit if and only if their demand is at most T · sum over R >= r of x(R) p(R),
-# for every r.
-
-
 _STEPS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:
-    """num_servers that serve ranks up to lora_rank, each at `load` (1: its whole capacity)."""
+    """num_servers for ranks up to lora_rank, each at `load` (1: its whole capacity)."""
 
     lora_rank: int
     num_servers: int
@@ -35,10 +32,10 @@ class Cap:
 
 
 def rank_caps(demand: dict[int, float], tokens_per_s: dict[int, float], num_servers: int) -> list[Cap]:
-    """The caps whose worst load is least, then, of the servers left, whose worst is least, and so on.
+    """Caps of least worst load; then, of the remaining servers, least worst load, and so on.
 
     demand: rank -> tokens/s.  tokens_per_s: rank -> operating point, not increasing with the rank.
-    Within each group of equal load, servers are filled exactly.  Ranks fall; none is without servers.
+    Fills servers of equal load exactly.  Ranks fall; each has servers.
     """
     ranks = sorted((rank for rank in demand if demand[rank] > 0), reverse=True)
     caps: list[Cap] = []
@@ -48,7 +45,7 @@ def rank_caps(demand: dict[int, float], tokens_per_s: dict[int, float], num_serv
         counts = _least_counts(tokens, points, num_servers)
         load, last = _tightest(tokens, points, counts)
         if last == len(ranks) - 1:
-            counts[last] += num_servers - sum(counts)  # a server too many can only be of use here
+            counts[last] += num_servers - sum(counts)
             load, last = _tightest(tokens, points, counts)
         for place in range(last + 1):
             if counts[place]:
@@ -59,9 +56,8 @@ def rank_caps(demand: dict[int, float], tokens_per_s: dict[int, float], num_serv
 
 
 def _least_counts(tokens: Sequence[float], points: Sequence[float], num_servers: int) -> list[int]:
-    """Servers of each rank, at most num_servers, at the least load for which that is possible."""
     low = math.fsum(t / p for t, p in zip(tokens, points, strict=True)) / num_servers
-    high = math.fsum(tokens) / (num_servers * points[0])  # all servers take all ranks
+    high = math.fsum(tokens) / (num_servers * points[0])
     if sum(counts := _needed(tokens, points, low * (1 + ROUNDING))) <= num_servers:
         return counts
     for _ in range(_STEPS):
@@ -74,10 +70,6 @@ def _least_counts(tokens: Sequence[float], points: Sequence[float], num_servers:
 
 
 def _needed(tokens: Sequence[float], points: Sequence[float], load: float) -> list[int]:
-    """The fewest servers of each rank that serve all at this load.
-
-    From the highest rank down, as few as needed: one more would serve more tokens at a lower rank.
-    """
     counts = []
     room = wanted = 0.0
     for demand, point in zip(tokens, points, strict=True):
@@ -89,20 +81,17 @@ def _needed(tokens: Sequence[float], points: Sequence[float], load: float) -> li
 
 
 def _tightest(tokens: Sequence[float], points: Sequence[float], counts: Sequence[int]) -> tuple[float, int]:
-    """The load, and the place of the highest rank down to which servers are full at it."""
+    """The load, and the index of the highest rank with full servers at this load."""
     loads = np.cumsum(tokens) / np.cumsum(np.multiply(counts, points))
     place = int(np.argmax(loads >= loads.max() / (1 + ROUNDING)))
     return float(loads[place]), place
 
 
-# Shares of adapters on servers whose highest rank and room are given, as much as may be where it was.
-
-
 class Filling:
-    """caps: highest rank that each server may serve.  room: tokens/s that each may serve.
+    """Fills servers of given highest rank (caps) and room (tokens/s); adapters stay in place if possible.
 
-    Ranks come by falling order, so an adapter takes room from servers of its rank or more only, and if every
-    rank and those above it fit in the servers open to them, no order within a rank can fail.
+    Ranks fall, so an adapter takes room only from servers of its rank or more.  If every rank and all above
+    fit, no order within a rank can fail.
     """
 
     def __init__(self, slots: Slots, caps: Sequence[int], room: Sequence[float]) -> None:
@@ -123,7 +112,6 @@ class Filling:
         return self._shares
 
     def _keep(self, rank: int, adapters: Iterable[int]) -> list[tuple[float, int]]:
-        """What they had they have, as far as there is room.  Returns what is left of them."""
         left = []
         for adapter in adapters:
             rest = amount = self._amounts[adapter]
@@ -135,12 +123,10 @@ class Filling:
         return left
 
     def _place(self, rank: int, left: list[tuple[float, int]]) -> None:
-        """The rest: first where the adapter is anyway, then on servers of the lowest rank that may."""
         allowed = sorted(
             (server for server, cap in enumerate(self._caps) if cap >= rank),
             key=lambda one: (self._caps[one], one),
         )
-        # Where no server may by its rank (it is noise of rounding), the highest do.
         allowed = allowed or [max(range(len(self._caps)), key=lambda one: (self._caps[one], -one))]
         place = 0
         for amount, adapter in sorted(left, key=lambda one: (-one[0], one[1])):
@@ -158,8 +144,9 @@ class Filling:
                 self._put(adapter, roomiest, rest)
 
     def _place_idle(self, adapters: Iterable[int]) -> None:
-        """Those without demand stay at one of their places, or go where the fewest are: on servers of their
-        rank or more, because a request that comes after all would raise the rank of any other."""
+        """Adapters without demand stay, or go to the server of fewest: of their rank or more, as a later
+        request would raise the rank of a lower server.
+        """
         heaps: dict[int, list[tuple[int, int]]] = {}
         for adapter in adapters:
             least = min(self._ranks[adapter], max(self._caps))
@@ -171,14 +158,13 @@ class Filling:
                 heaps[least] = [(self._held[s], s) for s, cap in enumerate(self._caps) if cap >= least]
                 heapq.heapify(heaps[least])
             heap = heaps[least]
-            while heap[0][0] < self._held[heap[0][1]]:  # others have come by another rank's heap
+            while heap[0][0] < self._held[heap[0][1]]:
                 heapq.heapreplace(heap, (self._held[heap[0][1]], heap[0][1]))
             server = heap[0][1]
             self._hold(adapter, server, 1.0)
             heapq.heapreplace(heap, (self._held[server], server))
 
     def _put(self, adapter: int, server: int, amount: float) -> float:
-        """As much of it as there is room for; where that is no more than rounding makes, nothing."""
         room = self._room[server]
         amount, enough = min(amount, room), amount <= room
         if amount <= (0.0 if enough else self._least):
@@ -194,17 +180,16 @@ class Filling:
 
 
 def least_caps(problem: PlacementProblem) -> list[Cap]:
-    """The caps with the least worst load."""
+    """Caps of least worst load."""
     demand = {rank: float(problem.demand[problem.ranks == rank].sum()) for rank in problem.tokens_per_s}
     return rank_caps(demand, problem.tokens_per_s, len(problem.servers))
 
 
 class Slots:
-    """Caps for servers, by number, and the shares that follow; who comes when, for any number of fillings.
+    """Caps for numbered servers, and the shares under the caps, for any number of fillings.
 
-    by_rank: (rank, adapters with demand) by falling rank.  What is big in bytes and small in load comes first
-    and stays; what gives way is the other.  idle: adapters without demand.  had: places of before by
-    adapter, the greatest share first.
+    by_rank: (rank, adapters with demand) by falling rank; adapters of many bytes and little load come first
+    and stay.  idle: adapters without demand.  had: previous servers by adapter, greatest share first.
     """
 
     def __init__(self, problem: PlacementProblem, before: Shares) -> None:
@@ -222,14 +207,15 @@ class Slots:
         }
 
     def fill(self, caps: Sequence[Cap], slack: float) -> Shares:
-        """Shares under these caps, one a server, with loads up to (1 + slack) times theirs."""
+        """Shares under these caps, one per server, with loads up to (1 + slack) times the caps' loads."""
         per_s = self.problem.tokens_per_s
         room = [cap.load * (1 + slack) * per_s[cap.lora_rank] if cap.load else 0.0 for cap in caps]
         return Filling(self, [cap.lora_rank for cap in caps], room).fill()
 
     def least_moved(self, caps: Sequence[Cap]) -> list[Cap]:
-        """Which server gets which cap: bytes of its adapters of that very rank count whole, of lower ranks
-        half (they may stay if there is room), of higher ranks, which have to leave, nothing."""
+        """Assign caps to servers.  Bytes of the cap's rank count whole, of lower ranks half, of higher ranks
+        0.
+        """
         slots = [cap for cap in caps for _ in range(cap.num_servers)]
         slots += [Cap(lora_rank=0, num_servers=1, load=0.0)] * (len(self.problem.servers) - len(slots))
         if not self.before:
@@ -246,8 +232,9 @@ class Slots:
         return [slots[int(one)] for one in slot]
 
     def as_they_are(self) -> list[Cap]:
-        """Every server up to the highest rank that it serves now (idle ones up to the lowest in demand), the
-        highest of them up to the highest in demand, at the least load that this allows."""
+        """Caps from the highest rank of each server now (idle: the lowest in demand), at the least feasible
+        load.  The highest server covers the highest rank in demand.
+        """
         problem = self.problem
         ranks = [rank for rank in problem.tokens_per_s if problem.demand[problem.ranks == rank].sum() > 0]
         served = tokens_by_rank(problem, self.before) > 0

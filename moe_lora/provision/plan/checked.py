@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan that holds in the simulator before it is handed out.
+"""Plans checked in the simulator.
 
-The models say where to begin; clusters of so many GPUs are replayed, the most promising first, until one
-holds.  From there fewer GPUs are tried until none does at two successive numbers.
+Starts at the models' plan.  Replays clusters of equal GPU count, most promising first, until one holds;
+then tries fewer GPUs, up to two successive misses.
 """
 
 from __future__ import annotations
@@ -27,28 +27,26 @@ from .sizing import candidate
 from .verify import PlannedLoad, Replay, holds, missed_texts, planned_load, replays, verdicts
 
 TRIED_AT_ONCE = 4
-"""Clusters of equally many GPUs that are replayed before more GPUs are."""
+"""Replayed clusters per GPU count before the next larger count."""
 PATIENCE = 2
-"""Successive numbers of GPUs none of whose clusters holds, after which no smaller ones are tried."""
+"""Successive failed GPU counts before the search downwards ends."""
 FARTHEST = 1.3
-"""Clusters are replayed whose models miss a goal by less than this factor."""
+"""Replays clusters up to this factor over a goal by the models."""
 BUSIEST = 1.1
-"""... and those whose links are that busy at most, by the model of misses."""
+"""Replays clusters up to this link utilisation by the model of misses."""
 SEEDS = 0, 2
-"""Of the draws that a plan is chosen by."""
 CHUNKS, LEAST_REQUESTS = 4, 1500
-"""Requests of the search are fewer where a prompt takes more steps, but not fewer than these."""
+"""Long prompts (above CHUNKS steps) reduce the requests of a search, down to LEAST_REQUESTS."""
 GROWTH = 10
-"""Where nothing holds, a tenth more GPUs are tried next; up to MOST times as many and MORE."""
+"""After a miss, tries a tenth more GPUs; up to MOST times as many and MORE."""
 MOST, MORE = 2, 16
 
 
 class PlaceSearch:
-    """Clusters by number of GPUs, and what became of them in replays.
+    """Clusters by number of GPUs, and their replays.
 
-    loads: a cluster holds if it does in all of them, tried in turn: near the most that links can load, one
-    draw of arrivals and adapters may hold where the next does not.  farthest, busiest: see FARTHEST and
-    BUSIEST.
+    loads: a cluster must hold in all, tried in turn; near the links' limit draws differ.  farthest, busiest:
+    see FARTHEST and BUSIEST.
     """
 
     def __init__(
@@ -69,15 +67,15 @@ class PlaceSearch:
 
     @property
     def num_replayed(self) -> int:
-        """Clusters."""
+        """Number of replayed clusters."""
         return len(self._found)
 
     def holds(self, place: SizedCluster) -> bool:
-        """Whether it keeps all targets in every kind of arrivals of every load."""
+        """True if the cluster keeps all targets in every arrival kind of every load."""
         return holds(self._inputs, self.replayed(place))
 
     def replayed(self, place: SizedCluster) -> list[Replay]:
-        """Replays of the last load, or of the first that it does not hold, up to where it no longer can."""
+        """Replays of the last load, or of the first failed load up to the failure."""
         if place not in self._found:
             for load in self._loads:
                 self._found[place] = replays(self._cluster, place, load, to_the_end=False)
@@ -86,7 +84,7 @@ class PlaceSearch:
         return self._found[place]
 
     def of(self, num_gpus: int, farthest: float | None = None) -> list[SizedCluster]:
-        """Clusters of so many GPUs that may hold by the models, those with most to spare first."""
+        """Clusters of num_gpus GPUs within the models' limits, largest margin first."""
         near = [
             (self._nearness(layout, number), layout.ep, number, layout)
             for layout, number in self._all_of(num_gpus)
@@ -95,18 +93,18 @@ class PlaceSearch:
         return [SizedCluster(layout, number) for *_, number, layout in sorted(near, key=lambda one: one[:2])]
 
     def holding(self, num_gpus: int, at_most: int = TRIED_AT_ONCE) -> SizedCluster | None:
-        """The first of the most promising ones that holds."""
+        """The first promising cluster that holds, or None."""
         return next((place for place in self.of(num_gpus)[:at_most] if self.holds(place)), None)
 
     def fewest_gpus(self, refusal: str) -> int:
-        """Of any cluster that may hold.  Raises SloError with the refusal if none does."""
+        """Fewest GPUs of a promising cluster.  Raises SloError with the refusal without any."""
         for number in range(1, 64 * self._inputs.instance_gpus):
             if self.of(number):
                 return number
         raise SloError(refusal)
 
     def shortfall(self, place: SizedCluster, most: int) -> str:
-        """Why a load is refused: what this place misses.  most: GPUs, up to which others were tried."""
+        """Text of a refusal: the goals that this place misses.  most: largest tried number of GPUs."""
         said = missed_texts(verdicts(self._inputs, self.replayed(place)))
         return (
             f"simulated, none of {self.num_replayed} clusters of up to {most} GPUs holds it; the models' "
@@ -122,7 +120,6 @@ class PlaceSearch:
                     yield layout, num_instances
 
     def _nearness(self, layout: Layout, num_instances: int) -> float:
-        """The largest of what the models predict, by what is allowed; infinite where out of question."""
         cluster, inputs = self._cluster, self._inputs
         most = cluster.max_batch[0]
         alone = cluster.batch(layout, num_instances, loads=False)
@@ -130,16 +127,16 @@ class PlaceSearch:
         if alone > self._farthest * most or slots < 1:
             return math.inf
         batch = cluster.batch(layout, num_instances, loads=True)
-        if batch > self._farthest * most:  # loads that the links can't keep up with, or nearly
+        if batch > self._farthest * most:
             batch = alone
         one = candidate(cluster, layout, 1, num_instances, batch)
         busy = one.queue.utilisation
         if inputs.global_batch is None:
-            assert inputs.rate_per_s is not None  # one of the two is given
+            assert inputs.rate_per_s is not None
             busy = cluster.load_queue(layout, inputs.rate_per_s * (1 + cluster.margin)).utilisation
         if busy > self._busiest:
             return math.inf
-        # A slot is held for a step more than a request has tokens: while its lease is asked for.
+        # A slot is busy for one step more than a request has tokens: the lease call takes a step.
         held = (
             batch * cluster.in_service * num_instances * inputs.adapter_share * (1 + 1 / inputs.output_tokens)
         )
@@ -155,9 +152,9 @@ class PlaceSearch:
 
 
 def checked_server_plan(inputs: PlanInputs, trace: Trace) -> Plan:
-    """The plan of `make_plan`, or the nearest one that holds in replays of the trace and of Poisson arrivals.
+    """The plan of `make_plan`, or the nearest that holds in replays of the trace and of Poisson arrivals.
 
-    Raises SloError where none is found, and as `make_plan`.
+    Raises SloError without such a plan, and as `make_plan`.
     """
     modelled: Plan | None = None
     refusal = ""
@@ -177,7 +174,7 @@ def checked_server_plan(inputs: PlanInputs, trace: Trace) -> Plan:
 
 
 def replaced(cluster: Cluster, place: SizedCluster, modelled: Plan | None) -> Plan:
-    """The plan of a place beside a LoRA Server that the simulated check chose instead of the modelled one."""
+    """The plan of a place beside a LoRA Server, chosen by the simulated check over the modelled plan."""
     assert place.layout is not None
     return replace(
         plan_of(cluster, place.num_instances, place.layout),
@@ -190,9 +187,9 @@ def replaced(cluster: Cluster, place: SizedCluster, modelled: Plan | None) -> Pl
 def searched_loads(
     inputs: PlanInputs, rate_per_s: float, trace: Trace, seeds: tuple[int, int] = SEEDS
 ) -> list[PlannedLoad]:
-    """What places are tried with: two thirds of the requests of a check, and then as many by other draws.
+    """Loads of the search: two thirds of a check's requests, in two draws.
 
-    Half of these where prompts count, and fewer of prompts that take more than CHUNKS steps.
+    Half of these with prompts, fewer for prompts of more than CHUNKS steps.
     """
     most = verify.NUM_REQUESTS
     if inputs.prompts is not None:
@@ -205,17 +202,17 @@ def searched_loads(
 
 
 def place_of(plan: Plan) -> SizedCluster:
-    """Where the plan puts its load."""
+    """The plan's place."""
     if plan.kind == "coupled":
         return SizedCluster(None, plan.instances, plan.slots)
     return SizedCluster(Layout.parse(plan.layout), plan.instances)
 
 
 def planned_rate(inputs: PlanInputs, plan: Plan) -> float:
-    """Requests per second: the given ones, or those that keep a given global batch running as predicted."""
+    """Requests per second: given, or those of a given global batch by prediction."""
     if inputs.global_batch is not None:
         return plan.global_batch / (inputs.output_tokens * plan.tpot_s)
-    assert inputs.rate_per_s is not None  # PlanInputs has one of the two
+    assert inputs.rate_per_s is not None
     return inputs.rate_per_s * (1 + inputs.load_margin)
 
 
@@ -248,7 +245,6 @@ def _smallest(search: PlaceSearch, modelled: Plan | None, refusal: str) -> Sized
 
 
 def _in_budget(search: PlaceSearch, modelled: Plan) -> SizedCluster:
-    """The split of highest rate if it holds, else the most promising other one."""
     nearest = place_of(modelled)
     if search.holds(nearest):
         return nearest

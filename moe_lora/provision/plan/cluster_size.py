@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is sized, and what keeps running on it (InfiniLoRA section 4.2.2).
+"""Load and limits of a cluster to size (InfiniLoRA section 4.2.2).
 
 Legend: B rows per instance, L instances, x * y ranks of EPx-PPy, M adapters resident at once.
 
@@ -7,8 +7,8 @@ Legend: B rows per instance, L instances, x * y ranks of EPx-PPy, M adapters res
     (5)  receive + compute + send <= SLO_FFN
     (6)  max(receive, compute, send) * ceil(L / y) <= SLO_Layer
 
-Equation 6 as printed has L; that is y = 1.  With y stages the layers that L instances are at are spread over
-y groups of ranks, each of which serves one request at a time.
+The paper prints L in equation 6, i.e. y = 1.  With y stages the layers of L instances spread over y groups
+of ranks; a group serves one request at a time.
 """
 
 from __future__ import annotations
@@ -33,25 +33,23 @@ CONSTRAINTS = (MEMORY, LOADS, FIRST_TOKEN, EQ5, EQ6)
 MS = 1e3
 _PRECISION = 1e-6
 MOST_STEP_TOKENS, LEAST_STEP_TOKENS = 8192, 64
-"""Of a step's token budget; it is a multiple of the second."""
+"""Bounds of a step's token budget, a multiple of the second."""
 GRID = 1.05
 PARTS_OF_A_ROW = 16
-"""A mean step of prompts may have less than one decode row: batches are counted in such parts then."""
+"""Batches count in parts of a row: a mean step of prompts may have less than one decode row."""
 
 
 class Cluster:
-    """What the inputs ask to size: a model on a device, with its SLOs.
+    """A model on a device with SLOs: the inputs to size.
 
-    The load is a given global batch of requests that decode at once, or output tokens per second (rate times
-    length): then what keeps running follows from the layout's own TPOT, and a plan is made for the margin
-    more.  capacity_of: M* of a global batch, by estimator.
+    The load is a global batch of decoding requests, or output tokens per second.  Of the latter the running
+    batch follows from the layout's TPOT, plus the margin.  capacity_of: M* of a global batch, by estimator.
     """
 
     def __init__(self, inputs: PlanInputs) -> None:
         self.inputs = inputs
         self.margin = inputs.load_margin if inputs.global_batch is None else 0.0
         self.layer_budget_s = inputs.slo_tpot_s / inputs.shape.num_layers
-        """SLO_Layer."""
         self.stages = StageTimes(
             inputs.profile,
             inputs.shape,
@@ -78,7 +76,7 @@ class Cluster:
 
     @cached_property
     def in_service(self) -> float:
-        """Requests that hold an adapter and KV by requests that decode: the others' prompts are computed."""
+        """Requests with an adapter and KV over decoding requests; the rest are in prefill."""
         prompts = self.inputs.prompts
         if prompts is None:
             return 1.0
@@ -86,9 +84,9 @@ class Cluster:
         return 1 + steps / self.inputs.output_tokens
 
     def step_tokens(self, ep: int | None, rows: float) -> int:
-        """Most rows of a step that meets the TPOT SLO with so many decode rows among them.
+        """Most rows of a step within the TPOT SLO, with `rows` decode rows.
 
-        ep: of the LoRA Server; None: deltas on the instance.  Never less than LEAST_STEP_TOKENS.
+        ep: of the LoRA Server; None: deltas on the instance.  At least LEAST_STEP_TOKENS.
         """
 
         def in_time(parts: int) -> bool:
@@ -107,7 +105,6 @@ class Cluster:
 
     @cached_property
     def _context_of_a_token(self) -> float:
-        """Tokens that a computed prompt token attends to, mean."""
         per_row = self.stages.prompts
         return per_row.pairs / per_row.tokens if per_row.tokens else 0.0
 
@@ -119,7 +116,7 @@ class Cluster:
     def needed(self, global_batch: float) -> int:
         """M* of a global batch, by the estimator of the inputs.
 
-        Beside prompts of the next batch of a grid, as M* of many nearly equal batches is asked for.
+        With prompts, M* of the next batch on a grid, to limit calls.
         """
         in_service = global_batch * self.in_service
         if self.inputs.prompts is not None and in_service > 0:
@@ -128,7 +125,7 @@ class Cluster:
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
-        """Every EPx-PPy that the model and its instances allow, by number of ranks.
+        """Every EPx-PPy allowed by the model and its instances, by number of ranks.
 
         Raises ConfigError if an instance's GPUs can't share the experts.
         """
@@ -136,13 +133,13 @@ class Cluster:
         return tuple(sorted(self._layouts(), key=lambda layout: (layout.num_ranks, layout.ep)))
 
     def slots(self, layout: Layout) -> int:
-        """Adapters that a server of this layout holds."""
+        """Adapter slots of a server with this layout."""
         inputs = self.inputs
         return int(server_bytes(inputs.profile.gpu) / inputs.mix.bytes_on_rank(inputs.shape, layout))
 
     @cached_property
     def kv_requests(self) -> float:
-        """Requests whose KV fits beside an instance's weights.  Raises ConfigError if those don't fit."""
+        """Requests whose KV fits beside an instance's weights.  Raises ConfigError for too large weights."""
         shape, gpu, gpus = self.inputs.shape, self.inputs.profile.gpu, self.inputs.instance_gpus
         usable = gpus * gpu.memory_bytes * gpu.instance_memory_share
         weights = base_bytes(shape, self.inputs.weights)
@@ -156,10 +153,10 @@ class Cluster:
 
     @cached_property
     def max_batch(self) -> tuple[float, str]:
-        """Most rows an instance can decode on average without LoRA, and what limits them: "tpot" or "kv".
+        """Most mean decode rows of an instance without LoRA, and the limit: "tpot" or "kv".
 
-        KV has to hold the mean and four standard deviations of a Poisson count: b + 4 sqrt(b) requests.
-        Raises SloError if a single row takes longer than the SLO, ConfigError if the model does not fit.
+        KV holds the mean and four standard deviations of a Poisson count: b + 4 sqrt(b) requests.
+        Raises SloError if a single row exceeds the SLO, ConfigError if the model does not fit.
         """
         room = self.kv_requests
         parts = 1 if self.inputs.prompts is None else PARTS_OF_A_ROW
@@ -180,11 +177,10 @@ class Cluster:
         return batch / parts, "kv" if batch == kv else "tpot"
 
     def steady_rows(self, layout: Layout, num_instances: int, *, loads: bool) -> float:
-        """Rows B of an instance that its own TPOT keeps running: B = tokens per second * tpot_s(B) / L.
+        """Rows B of an instance in steady state: B = tokens per second * tpot_s(B) / L.
 
-        Little's law.  The smallest solution, approached from an idle cluster, so it does not depend on the
-        SLOs; or the first B on that way that is over a limit, where there is none within.  loads: whether
-        steps wait for those of adapters.
+        Little's law.  The smallest solution, from an idle cluster, independent of the SLOs; without a
+        solution, the first B over a limit.  loads: include waits for adapter loads.
         """
         inputs = self.inputs
         if inputs.global_batch is not None:
@@ -196,7 +192,6 @@ class Cluster:
             return self.alone[key]
         assert inputs.rate_per_s is not None, "a load has a rate or a global batch"
         queue = self.load_queue(layout, inputs.rate_per_s)
-        # No step is shorter than without loads, so the way leads over the rows of those.
         return self.fixed_point(
             lambda rows: queue.step_s(self.tpot_s(layout.ep, rows), num_instances, inputs.shape.num_layers),
             self.steady_rows(layout, num_instances, loads=False),
@@ -204,7 +199,7 @@ class Cluster:
         )
 
     def fixed_point(self, longer_s: Callable[[float], float], rows: float, num_instances: int) -> float:
-        """Rows that keep running, from `rows` on.  longer_s: a step of so many rows."""
+        """Steady rows, from `rows` on.  longer_s: step time by rows."""
         assert self.inputs.rate_per_s is not None
         per_instance = self.inputs.rate_per_s * self.inputs.output_tokens / num_instances
         most = self.max_batch[0] / (1 + self.margin)
@@ -216,8 +211,8 @@ class Cluster:
             tpot_s = longer_s(rows)
             if self.inputs.prompts is None or rows <= before:
                 continue
-            # Beside prompts steps nearly fill up and the way is long: the secant shortens the way.  Times are
-            # convex there, so that a secant stays below the solution; beyond, the secant is not taken.
+            # The secant shortens the long way with prompts.  Times are convex here, so a secant stays below
+            # the solution.
             slope = (tpot_s - before_s) * per_instance / (rows - before)
             if slope < 1:
                 further = rows + (tpot_s * per_instance - rows) / (1 - slope)
@@ -227,21 +222,21 @@ class Cluster:
         return rows
 
     def batch(self, layout: Layout, num_instances: int, *, loads: bool) -> float:
-        """Rows of an instance that a plan is made for: those that keep running, and the margin."""
+        """Planned rows of an instance: steady rows and the margin."""
         return self.steady_rows(layout, num_instances, loads=loads) * (1 + self.margin)
 
     def tokens_at(self, layout: Layout, num_instances: int, global_batch: float) -> float:
-        """Output tokens per second of the load that a plan for this global batch is made for."""
+        """Output tokens per second of the load behind a plan for this global batch."""
         running = global_batch / (1 + self.margin)
         return running / self.step_s(layout, num_instances, running / num_instances)[0]
 
     def load_s(self, layout: Layout) -> float:
-        """Of an adapter, over the link of the fullest rank."""
+        """Load time of an adapter, over the link of the fullest rank."""
         inputs = self.inputs
         return inputs.mix.bytes_on_rank(inputs.shape, layout) / self._load_bytes_per_s
 
     def load_queue(self, layout: Layout, requests_per_s: float) -> LoadQueue:
-        """The loads of so many requests on the fullest rank of the layout."""
+        """The loads of this request rate on the fullest rank of the layout."""
         misses = self._miss_share(self.slots(layout))
         return LoadQueue(
             loads_per_s=requests_per_s * self.inputs.adapter_share * misses,
@@ -250,10 +245,10 @@ class Cluster:
         )
 
     def step_s(self, layout: Layout, num_instances: int, batch: float) -> tuple[float, LoadQueue]:
-        """A step of an instance that runs `batch` rows, waits for loads included, and those loads.
+        """A step with `batch` rows, including waits for loads, and the loads.
 
-        As a closed system: rows that take longer ask for new adapters less often, so there is a solution
-        t = step(batch L / (output tokens t)) for every batch, found by bisection.
+        A closed system: longer steps ask for fewer adapters.  Solves t = step(batch L / (output tokens t)) by
+        bisection.
         """
         unhindered_s = self.tpot_s(layout.ep, batch)
         requests = num_instances * max(self.least_rows, batch) / self.inputs.output_tokens
@@ -274,17 +269,15 @@ class Cluster:
         return high_s, at(high_s)[1]
 
     def tpot_s(self, ep: int, batch: float) -> float:
-        """layers * (attention + max(experts, LoRA round)) of a mean step, which has one token at least."""
+        """layers * (attention + max(experts, LoRA round)) of a mean step; at least one token."""
         return self.inputs.shape.num_layers * self.stages.layer_s(ep, max(self.least_rows, batch))
 
     def first_token_s(self, layout: Layout, tpot_s: float) -> tuple[float, float]:
-        """(load, steps): P95 TTFT of requests that start at once, and whose prompts wait for no other, is the
-        sum.
+        """(load, steps): the sum is P95 TTFT with an immediate start and no wait for further prompts.
 
-        load: the first layer of an adapter of the largest rank, each of the x ranks of a stage loading its
-        part; later layers come while earlier ones compute (InfiniLoRA section 5.3).  steps: 0.95 of the step
-        under way at arrival, one during which the lease is asked for, and the request's first one, and those
-        of a long prompt.
+        load: the first layer of an adapter of largest rank, in x parts; later layers overlap (InfiniLoRA
+        section 5.3).  steps: 0.95 of the current step, one for the lease, the request's first, and those of a
+        long prompt.
         """
         shape = self.inputs.shape
         largest = self.inputs.mix.largest().bytes_on_rank(shape, Layout(ep=layout.ep))
@@ -292,9 +285,9 @@ class Cluster:
         return load_s, STEPS_TO_FIRST_TOKEN * tpot_s + self.prefill_s(layout.ep, tpot_s)
 
     def prefill_s(self, ep: int | None, tpot_s: float) -> float:
-        """What the longest prompt but 5 % adds to the steps to the first token, beside no other prompt.
+        """Extra time of a 95th-percentile prompt before the first token, without further prompts.
 
-        tpot_s: of a mean step; the prompt's last step is a mean step and its own tokens.
+        tpot_s: of a mean step; the prompt's last step is a mean step plus its own tokens.
         """
         prompts = self.inputs.prompts
         if prompts is None:
@@ -305,7 +298,7 @@ class Cluster:
         return further * max(tokens * self.token_s(ep), tpot_s) + last * self.token_s(ep)
 
     def check_prompts(self) -> None:
-        """Raises SloError if the base model alone takes too long for the longest prompt but 5 %."""
+        """Raises SloError if the base model alone is too slow for the 95th-percentile prompt."""
         prompts, slo_s = self.inputs.prompts, self.inputs.slo_ttft_s
         if prompts is None:
             return
@@ -323,7 +316,7 @@ class Cluster:
             )
 
     def token_s(self, ep: int | None) -> float:
-        """Of a prompt token in a full step."""
+        """Time of a prompt token in a full step."""
         tokens = self.step_tokens(ep, 0.0)
         step = StepTokens(0.0, tokens, 1.0, tokens * self._context_of_a_token)
         layer_s = self.stages.coupled_layer_s(step) if ep is None else self.stages.remote_layer_s(ep, step)
@@ -335,13 +328,13 @@ class Cluster:
         return profile.gpu.needed("load_bytes_per_s", profile.name)
 
     def base_holds(self, batch: float) -> bool:
-        """Whether the base model alone decodes so many rows within the TPOT SLO."""
+        """True if the base model alone decodes `batch` rows within the TPOT SLO."""
         return self.stages.attention_s(batch) + self.stages.experts_s(batch) <= self.layer_budget_s
 
     def _layouts(self) -> Iterator[Layout]:
         shape = self.inputs.shape
         for ep in range(1, (shape.num_experts or len(shape.sites)) + 1):
-            with suppress(ConfigError):  # what is wrong is x, whatever y
+            with suppress(ConfigError):
                 self._partition(Layout(ep=ep))
                 yield from (Layout(ep=ep, pp=pp) for pp in range(1, shape.num_layers + 1))
 

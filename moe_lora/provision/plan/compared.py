@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cheaper of coupled instances and of instances beside a LoRA Server, and why."""
+"""The cheaper of coupled instances and of instances beside a LoRA Server, with reasons."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .place import SizedCluster
 from .plan import CHECK, TAIL, Plan, assumptions
 
 MOST = 4
-"""A LoRA Server is sized by the models for up to so many times the GPUs of coupled instances."""
+"""Models size a LoRA Server up to this factor of the coupled GPUs."""
 
 
 def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     """The cheaper kind of cluster; the plan holds in replays of the trace and of Poisson arrivals.
 
-    Where another device computes prompts, only a LoRA Server is looked at (InfiniLoRA).  Raises SloError
-    if neither kind holds, ConfigError for inputs without a size.
+    If another device computes prompts, sizes only a LoRA Server (InfiniLoRA).  Raises SloError if neither
+    kind holds, ConfigError for inputs without a size.
     """
     if inputs.prompts is None:
         return checked_server_plan(inputs, trace)
@@ -64,7 +64,6 @@ def _server_only(inputs: PlanInputs, trace: Trace, refused: Exception | None) ->
 
 
 def _cheaper(cluster: Cluster, coupled: Plan, trace: Trace) -> Plan:
-    """The coupled plan, unless a LoRA Server takes fewer GPUs."""
     inputs = cluster.inputs
     if inputs.global_batch is not None or inputs.gpus is not None or inputs.instances is not None:
         return _of_given(inputs, coupled, trace)
@@ -89,7 +88,6 @@ def _cheaper(cluster: Cluster, coupled: Plan, trace: Trace) -> Plan:
 
 
 def _of_given(inputs: PlanInputs, coupled: Plan, trace: Trace) -> Plan:
-    """With a given batch, number of GPUs or of instances: whichever kind holds by fewer GPUs."""
     try:
         plan = checked_server_plan(inputs, trace)
     except (SloError, MissingRateError) as refused:
@@ -106,7 +104,6 @@ def _of_given(inputs: PlanInputs, coupled: Plan, trace: Trace) -> Plan:
 
 
 def _server_below(search: PlaceSearch, limit: int) -> SizedCluster | None:
-    """The smallest cluster with a LoRA Server and fewer GPUs than `limit`; None if all miss a goal."""
     low = _first(lambda number: bool(search.of(number)), 1, limit - 1) or limit
     tried = range(limit - 1, max(low, limit - PATIENCE) - 1, -1)
     found = next(filter(None, map(search.holding, tried)), None)
@@ -121,7 +118,7 @@ def _server_below(search: PlaceSearch, limit: int) -> SizedCluster | None:
 
 
 def _walked_down(search: PlaceSearch, place: SizedCluster) -> SizedCluster:
-    """Fewer GPUs sometimes hold after more missed: tries as many numbers as an instance has GPUs."""
+    """Tries fewer GPUs past misses, as many numbers as an instance has GPUs."""
     number, missed = place.num_gpus(search.instance_gpus) - 1, 0
     while missed < max(PATIENCE, search.instance_gpus) and number >= 1:
         found = search.holding(number)
@@ -131,7 +128,6 @@ def _walked_down(search: PlaceSearch, place: SizedCluster) -> SizedCluster:
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The smallest number from low to high with holds(number), by bisection; None if not holds(high)."""
     if not holds(high):
         return None
     while low < high:
@@ -141,7 +137,6 @@ def _first(holds: Callable[[int], bool], low: int, high: int) -> int | None:
 
 
 def _coupled_wins(cluster: Cluster, coupled: Plan, search: PlaceSearch) -> str:
-    """Why, and how far a LoRA Server is by the models."""
     total = coupled.total_gpus
     number, by = _first(lambda gpus: bool(search.of(gpus, 1.0)), total, MOST * total), " by the models"
     if number == total:
@@ -156,7 +151,6 @@ def _coupled_wins(cluster: Cluster, coupled: Plan, search: PlaceSearch) -> str:
 
 
 def _replayed_from(search: PlaceSearch, number: int) -> int | None:
-    """GPUs of the first cluster with a LoRA Server and all goals met; tries a quarter more at a time."""
     most = 2 * number
     while number <= most:
         if search.holding(number) is not None:
@@ -166,7 +160,7 @@ def _replayed_from(search: PlaceSearch, number: int) -> int | None:
 
 
 def _server_cost(cluster: Cluster) -> str:
-    """What a prompt token costs beside a LoRA Server, in bytes."""
+    """Bytes of a prompt token beside a LoRA Server."""
     shape = cluster.inputs.shape
     chosen, width, inner = max(1, shape.num_experts_per_token), shape.hidden_size, shape.intermediate_size
     values = shape.num_layers * chosen * (2 * width + 3 * inner)
@@ -184,7 +178,7 @@ _NO_SERVER: dict[str, Any] = {
 
 
 def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
-    """The plan of a place from the simulated search.  Counts of adapters are of one instance."""
+    """The plan of a place from the simulated search.  Counts of adapters are per instance."""
     inputs, coupled = cluster.inputs, Coupled(cluster)
     num_instances, probabilities = place.num_instances, inputs.probabilities
     batch = coupled.batch(num_instances)
@@ -244,14 +238,12 @@ def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
 
 
 def _kv_bytes(cluster: Cluster, place: SizedCluster) -> float:
-    """Of an instance."""
     inputs = cluster.inputs
     context = inputs.shape.kv_bytes_per_token() * inputs.context_tokens
     return Coupled(cluster).kv_requests(place.slots) * context
 
 
 def _layer_ms(cluster: Cluster, batch: float) -> dict[str, float]:
-    """Times of one layer of a mean step, in ms."""
     stages = cluster.stages
     times_s = {
         "slo_layer": cluster.layer_budget_s,

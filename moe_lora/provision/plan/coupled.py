@@ -25,13 +25,13 @@ MOST_PROMPTS = 0.95
 
 
 class Coupled:
-    """Coupled clusters for the load of `cluster`, whose LoRA Server is left out."""
+    """Coupled clusters for the load of `cluster`, without its LoRA Server."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._inputs = cluster, cluster.inputs
 
     def tpot_s(self, batch: float) -> float:
-        """Of a mean step with this number of decode rows, prompts and deltas included."""
+        """TPOT of a mean step with this number of decode rows, prompts and deltas included."""
         stages, rows = self._cluster.stages, max(self._cluster.least_rows, batch)
         return self._inputs.shape.num_layers * stages.coupled_layer_s(stages.prompts.step(rows))
 
@@ -51,7 +51,7 @@ class Coupled:
         return cluster.alone[key] * (1 + cluster.margin)
 
     def prompt_share(self, num_instances: int) -> float:
-        """Of an instance's time, in full steps: the prompts of the load."""
+        """Prompts of the load, over an instance's time in full steps."""
         inputs, cluster = self._inputs, self._cluster
         if inputs.prompts is None or inputs.rate_per_s is None:
             return 0.0
@@ -59,12 +59,12 @@ class Coupled:
         return rate_per_s * inputs.prompts.computed_tokens * cluster.token_s(None)
 
     def kv_requests(self, slots: int) -> float:
-        """Requests whose KV fits beside the weights and so many adapters."""
+        """Requests whose KV fits beside the weights and `slots` adapters."""
         context = self._inputs.shape.kv_bytes_per_token() * self._inputs.context_tokens
         return (self._room - slots * self._inputs.adapter_bytes) / context
 
     def load_s(self, slots: int) -> float:
-        """Of an adapter: each GPU of an instance loads its part.  0 if all adapters have a slot.
+        """Load time of an adapter; every GPU loads its part.  0 if all adapters have a slot.
 
         Raises ConfigError for adapters without a slot and a profile without a rate.
         """
@@ -89,7 +89,7 @@ class Coupled:
             return []
         least = min(most, self._cluster.needed(self.batch(num_instances)))
         slots = dict.fromkeys(least + round(part * (most - least)) for part in SPLITS)
-        if most == len(self._inputs.probabilities):  # every adapter has a slot, and nothing is loaded
+        if most == len(self._inputs.probabilities):
             slots = {most: None} | (slots if loads else {})
         return [SizedCluster(None, num_instances, one) for one in slots]
 
@@ -122,12 +122,12 @@ class Coupled:
         )
 
     def p95_ttft_s(self, place: SizedCluster, tpot_s: float, queue: LoadQueue) -> float:
-        """Without a wait for a slot or for other prompts."""
+        """P95 TTFT without a wait for a slot or for further prompts."""
         load_s = queue.load_s if queue.misses > 0.05 else 0.0
         return load_s + STEPS_TO_FIRST_TOKEN * tpot_s + self._cluster.prefill_s(None, tpot_s)
 
     def most_rows(self, place: SizedCluster) -> int:
-        """Most requests of an instance at once: within the TPOT SLO and its KV."""
+        """Most concurrent requests of an instance: within the TPOT SLO and its KV."""
         cluster = self._cluster
 
         def in_time(rows: int) -> bool:
@@ -138,7 +138,6 @@ class Coupled:
 
     @cached_property
     def _room(self) -> float:
-        """Bytes of an instance beside the weights."""
         inputs = self._inputs
         gpu = inputs.profile.gpu
         usable = inputs.instance_gpus * gpu.memory_bytes * gpu.instance_memory_share

@@ -15,7 +15,7 @@ from .place import SizedCluster
 from .verify import PlannedLoad, Replay, holds, missed_texts, replays, verdicts
 
 GROWTH = 16
-"""Where nothing holds, a sixteenth more instances are tried next; up to MOST times as many and MORE."""
+"""After a miss, tries a sixteenth more instances; up to MOST times as many and MORE."""
 MOST, MORE = 2, 8
 WAITED = 0.01
 """Share of requests with a wait for a slot: above, the next split has more slots; below, more KV."""
@@ -76,7 +76,6 @@ class CoupledSearch:
         return high
 
     def _least(self) -> int:
-        """Instances of as many GPUs as the lower bound."""
         inputs = self._cluster.inputs
         bound = None if inputs.rate_per_s is None else bound_of(inputs, inputs.rate_per_s)
         if bound is None or inputs.global_batch is not None:
@@ -104,7 +103,6 @@ class CoupledSearch:
         return self._held[num_instances]
 
     def _first_split(self, places: list[SizedCluster]) -> SizedCluster | None:
-        """The first place if it meets the goals; else the place with more slots, or with more KV."""
         if not places:
             return None
         inputs, first = self._cluster.inputs, places[0]
@@ -116,13 +114,12 @@ class CoupledSearch:
         return other if other != first and holds(inputs, self.replayed(other)) else None
 
     def _bisected(self, first: int) -> SizedCluster:
-        """Bisects between a number with a missed goal and a number without."""
         low, high, most = self._least() - 1, first, MOST * first + MORE
         while (found := self.holding(high)) is None:
             if high >= most:
                 raise SloError(self._shortfall(first))
             low, high = high, min(most, high + max(1, high // GROWTH))
-        if low < first:  # near the models' number first
+        if low < first:
             low = max(low, self._first_miss(low, high))
         while high - low > 1:
             middle = (low + high) // 2
@@ -151,18 +148,16 @@ class CoupledSearch:
         )
 
     def _why_no_place(self, num_instances: int) -> str:
-        """Raises MissingRateError for loads of adapters without a rate in the profile."""
         share = self._coupled.prompt_share(num_instances)
         if share > MOST_PROMPTS:
             return (
                 f"full steps of prompts take {share:.0%} of their time, {MOST_PROMPTS:.0%} at most is planned"
             )
         gpu, name = self._cluster.inputs.profile.gpu, self._cluster.inputs.profile.name
-        gpu.needed("load_bytes_per_s", name)  # not all adapters fit
+        gpu.needed("load_bytes_per_s", name)
         return "the KV of requests that run, or of the longest one, leaves no room for an adapter"
 
     def _too_slow(self, num_instances: int) -> str:
-        """Why no number of coupled instances meets the goals."""
         inputs, coupled, cluster = self._cluster.inputs, self._coupled, self._cluster
         places = coupled.places(num_instances)
         if not places:

@@ -26,7 +26,7 @@ TEXTS: dict[Part, str] = {
 
 
 def bound_of(inputs: PlanInputs, rate_per_s: float) -> LowerBound | None:
-    """Of a rate in requests per second, and the margin; None without peak rates in the profile."""
+    """The bound of a rate in requests per second, and the margin; None without peak rates in the profile."""
     gpu = inputs.profile.gpu
     if gpu.flop_per_s is None or gpu.bytes_per_s is None:
         return None
@@ -65,7 +65,6 @@ def evidence(inputs: PlanInputs, place: SizedCluster, rate_per_s: float) -> dict
 
 
 def _parts(inputs: PlanInputs, place: SizedCluster) -> list[Part]:
-    """What the plan consists of."""
     resident = place.layout is None and place.slots >= len(inputs.probabilities)
     used: dict[Part, bool] = {
         "decode": True,
@@ -87,7 +86,7 @@ def ran(inputs: PlanInputs, place: SizedCluster) -> tuple[str, ...]:
 
 
 def never_ran(inputs: PlanInputs, place: SizedCluster) -> tuple[str, ...]:
-    """Parts of the plan without a run there: their numbers are foreign, derived or assumed."""
+    """Parts of the plan without a run there: foreign, derived or assumed numbers."""
     profile = inputs.profile
     missing = [TEXTS[part] for part in _parts(inputs, place) if part not in profile.ran]
     if inputs.model not in profile.models_run:

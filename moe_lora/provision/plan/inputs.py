@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan is made of."""
+"""Inputs of a plan."""
 
 from __future__ import annotations
 
@@ -32,14 +32,12 @@ _FROM_TRACE = {
 class PlanInputs(PlanGoals):
     """A model, its adapters, a load, a device and two SLOs.
 
-    model: name or folder, as given.  mix: of the adapters.  probabilities: [N], of each adapter.
-    weights: how an instance holds the base model's.
-    rate_per_s, output_tokens, context_tokens: of the load, means.  prompts: those that instances compute;
-    None: another device computes prompts (InfiniLoRA section 2.1).
-    trace_rate_per_s: the trace's mean where rate_per_s is that, or the trace's peak; else None.
-    assumed: rates of the profile that the user gave.  adapters_are_traces: probabilities are those of the
-    adapters that the trace names.  adapter_share: of the requests, those for an adapter; the others ask
-    the base model. Raises ConfigError for numbers that can't be right.
+    model: name or folder.  mix: of adapters.  probabilities: [N], by adapter.  weights: format on an
+    instance.  rate_per_s, output_tokens, context_tokens: means of the load.  prompts: computed by the
+    instances; None: by another device (InfiniLoRA section 2.1).
+    trace_rate_per_s: the trace's mean if rate_per_s is the trace's mean or peak; else None.
+    assumed: the user's rates for the profile.  adapters_are_traces: probabilities come from the trace.
+    adapter_share: requests for an adapter over all requests.  Raises ConfigError for impossible numbers.
     """
 
     model: str
@@ -80,7 +78,7 @@ class PlanInputs(PlanGoals):
         return self.mix.adapter_bytes(self.shape)
 
     def to_json(self) -> dict[str, Any]:
-        """All that is not an array, as JSON holds it."""
+        """All fields except arrays, as JSON values."""
         own = ("model", "instance_gpus", "rate_per_s", "output_tokens", "context_tokens")
         names = (*own, *settings_of(PlanGoals), "popularity_source", "adapter_share")
         return {

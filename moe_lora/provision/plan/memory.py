@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many adapters fit on a LoRA Server, and how many requests' KV beside an instance's weights."""
+"""Capacity of adapters on a LoRA Server, and of KV beside an instance's weights; queues of adapter loads.
+
+Layers, experts, top-k, LoRA rank and GPUs per instance of known models follow InfiniLoRA's table 3; further
+sizes follow the published configurations.  `note` states differences.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +22,13 @@ from moe_lora.core.shape import DEFAULT_TARGETS, MAX_CUDA_LORA_RANK, ModelShape
 from moe_lora.core.weight_format import WeightFormat
 from moe_lora.provision.device_profile import Gpu
 
-# The five models of InfiniLoRA's table 3, by name.
-#
-# Layers, experts, top-k, LoRA rank and GPUs per instance are table 3's; the other sizes are those of the
-# published configurations.  Where table 3 and the published model differ, `note` says how.
-
 
 @dataclass(frozen=True, kw_only=True)
 class KnownModel:
-    """A shape with the settings that table 3 serves it with.
+    """A shape with its settings in table 3.
 
-    lora_rank: of its adapters.  instance_gpus: GPUs of one LLM instance.  note: what isn't the published
-    model's, or is assumed; "" if nothing.
+    lora_rank: of its adapters.  instance_gpus: GPUs of one LLM instance.  note: assumptions, and differences
+    from the published model; "" if none.
     """
 
     name: str
@@ -42,7 +41,7 @@ class KnownModel:
 def base_parameters(shape: ModelShape) -> int:
     """Weights of the base model: embedding, output head, and per layer attention, gate, MLP and two norms.
 
-    Biases, and norms inside attention, are left out (less than 0.1 % of any model here).
+    Leaves out biases, and norms inside attention (below 0.1 % of these models).
     """
     heads = shape.num_heads + shape.num_kv_heads
     layer = 2 * shape.hidden_size * shape.head_dim * heads + 2 * shape.hidden_size
@@ -52,7 +51,7 @@ def base_parameters(shape: ModelShape) -> int:
 
 
 def base_bytes(shape: ModelShape, weights: WeightFormat) -> float:
-    """What an instance takes for the base model; what `weights` does not hold is in the model's dtype."""
+    """Bytes of the base model on an instance; parts outside `weights` keep the model's dtype."""
     plain = 8.0 * shape.dtype_bytes
     heads = shape.num_heads + shape.num_kv_heads
     attention = shape.num_layers * 2 * shape.hidden_size * shape.head_dim * heads
@@ -64,7 +63,7 @@ def base_bytes(shape: ModelShape, weights: WeightFormat) -> float:
 
 
 def known_model(name: str) -> KnownModel:
-    """The model of that name, in any case.  Raises ConfigError with the known names."""
+    """The named model, in any case.  Raises ConfigError with the known names."""
     for model in KNOWN_MODELS:
         if model.name.lower() == name.lower():
             return model
@@ -162,15 +161,13 @@ _EXPERT_TARGETS = ("gate_up", "down")
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterMix:
-    """The adapters of a workload: (LoRA rank, share of requests) pairs, and their form.
+    """Adapters of a workload: (LoRA rank, share of requests) pairs, and their form.
 
-    adapter_ranks: (LoRA rank, share of adapters) pairs, where they are not the same.  Which adapters are
-    resident lies between the two: nearly those of the last requests while few fit, all of them in the end.
-    So memory counts the larger mean of the two, computation the mean over requests.
-
-    form: "separate": gate and up of an expert have an A each; "shared": one A for both (PEFT's fused form).
-    On a model with experts an adapter has gate_up and down of every expert, else all of a layer's matrices:
-    what a LoRA Server holds by default.  Raises ConfigError for shares that do not sum to 1.
+    adapter_ranks: (LoRA rank, share of adapters) pairs, if different.  Memory counts the larger of both
+    means, computation the mean over requests.
+    form: "separate": gate and up of an expert have an A each; "shared": one A (PEFT's fused form).
+    With experts, an adapter has gate_up and down of every expert; else all matrices of a layer: the LoRA
+    Server's default.  Raises ConfigError for shares that do not sum to 1.
     """
 
     ranks: tuple[tuple[int, float], ...]
@@ -185,7 +182,7 @@ class AdapterMix:
 
     @property
     def mean_rank(self) -> float:
-        """Over requests."""
+        """Mean over requests."""
         return sum(lora_rank * share for lora_rank, share in self.ranks)
 
     def largest(self) -> AdapterMix:
@@ -193,15 +190,15 @@ class AdapterMix:
         return AdapterMix(ranks=((max(rank for rank, share in self.ranks if share), 1.0),), form=self.form)
 
     def adapter_bytes(self, shape: ModelShape) -> float:
-        """Mean bytes of a packed adapter, over requests or over adapters, whichever is more."""
+        """Mean bytes of a packed adapter: the larger of the means over requests and over adapters."""
         targets = _EXPERT_TARGETS if shape.num_experts else DEFAULT_TARGETS
         return self._mean(shape, targets, 1)
 
     def bytes_on_rank(self, shape: ModelShape, layout: Layout) -> float:
         """Mean bytes of an adapter on the fullest rank of the layout.
 
-        adapter bytes * ceil(layers / y) / layers / x for a model with experts; without, its sites are dealt
-        out over the x ranks.
+        adapter bytes * ceil(layers / y) / layers / x for a model with experts; else sites are dealt to x
+        ranks.
         """
         if shape.num_experts:
             whole = self._mean(shape, _EXPERT_TARGETS, layout.ep)
@@ -230,48 +227,29 @@ def _check_shares(shares: tuple[tuple[int, float], ...]) -> None:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """In GB, or MB where that is less than 0.1 GB."""
+    """In GB, or MB below 0.1 GB."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
 
 
 def server_bytes(gpu: Gpu) -> float:
-    """Of a LoRA Server's rank for adapters, rounded down to three digits of GB: what a plan's file says."""
+    """Adapter memory of a LoRA Server's rank, rounded down to three digits of GB, as in a plan's file."""
     usable_gb = gpu.memory_bytes * gpu.server_memory_share / 1e9
     unit = 10.0 ** (math.floor(math.log10(usable_gb)) - 2)
     return round(math.floor(usable_gb / unit) * unit, 9) * 1e9
 
 
-# Loads of adapters into a LoRA Server: how many, how long they queue, and what that does to steps and TTFT.
-#
-# Legend: lambda loads per second, D seconds of one on the links of a rank (all ranks load their parts of an
-# adapter side by side, so their queues are alike), rho = lambda D, L instances, t seconds of a step, t0 of
-# one that waits for nothing, l layers.
-#
-# - Misses: Che's approximation of an LRU cache (`miss_share`); a share of the requests, whatever their
-#   rate.
-# - Queue: M/D/1.  Its backlog exceeds x with probability exp(-theta x), lambda (exp(theta D) - 1) = theta
-#   (Lundberg's exponent, Kingman's bound); below rho = 1 only.
-# - Stall: a load is asked for at the begin of a step, a step ahead of the request's first one (prefetch), and
-#   needs to be whole at the last layer of that one (layer-wise loading): there are t + t0 (1 - 1/l) for it,
-#   and later ones hold up the whole batch.  lambda t / L loads are asked for at a time, so t = t0 + (1 -
-#   exp(-lambda t / L)) exp(-theta (t + t0 (1 - 1/l))) / theta.
-# - TTFT: P95 is that of steps alone, or the quantile of the backlog and two steps: a request asks up to one
-#   after it came, and those before it did, so that the queue is up to one behind that of M/D/1.
-
-
 STEPS_TO_FIRST_TOKEN = 2.95
-"""P95 of a decode TTFT where nothing is waited for: 0.95 of the step under way at arrival, one during which
-the lease is asked for, and the request's first one."""
+"""Steps in the P95 decode TTFT without waits: 0.95 of the current, one for the lease, the request's first."""
 _TAIL = 0.05
 _PRECISION = 1e-6
 _MAX_ROUNDS = 1000
 
 
 def miss_share(probabilities: NDArray[np.float64], slots: int) -> float:
-    """Share of the requests whose adapter is in none of `slots` slots, idle ones being given up LRU.
+    """Share of requests whose adapter is in none of `slots` LRU slots.
 
-    sum_i p_i exp(-p_i W), where W solves sum_i (1 - exp(-p_i W)) = slots: an adapter is in its slot if it was
-    among the last W requests.  probabilities: [N], sum 1.  0 if every adapter that is asked for has a slot.
+    sum_i p_i exp(-p_i W), where W solves sum_i (1 - exp(-p_i W)) = slots: a slot holds the adapters of the
+    last W requests.  probabilities: [N], sum 1.  0 if every used adapter has a slot.
     Source: Che et al., "Hierarchical Web caching systems" (IEEE JSAC 2002).
     """
     rates = probabilities[probabilities > 0]
@@ -292,9 +270,13 @@ def miss_share(probabilities: NDArray[np.float64], slots: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadQueue:
-    """Loads on their way to a LoRA Server.
+    """An M/D/1 queue of loads on a LoRA Server's links.
 
-    loads_per_s: lambda.  load_s: D.  misses: share of the requests with an adapter that need one.
+    Legend: lambda loads per second, D seconds of a load, rho = lambda D, L instances, t seconds of a step, t0
+    of a step without waits, l layers.  Ranks load their parts in parallel, so their queues are alike.
+    loads_per_s: lambda.  load_s: D.  misses: share of adapter requests with a load.
+    Backlog: P(> x) = exp(-theta x), lambda (exp(theta D) - 1) = theta (Lundberg's exponent, Kingman's bound),
+    for rho < 1.
     """
 
     loads_per_s: float
@@ -303,18 +285,18 @@ class LoadQueue:
 
     @property
     def utilisation(self) -> float:
-        """rho, the share of the links' time."""
+        """rho, the busy share of the links."""
         return self.loads_per_s * self.load_s
 
     @property
     def wait_s(self) -> float:
-        """Mean time until a load begins, rho D / (2 (1 - rho)); infinite from rho = 1 on."""
+        """Mean time before a load starts, rho D / (2 (1 - rho)); infinite for rho >= 1."""
         rho = self.utilisation
         return rho * self.load_s / (2 * (1 - rho)) if rho < 1 else math.inf
 
     @property
     def decay_per_s(self) -> float:
-        """theta; 0 from rho = 1 on, infinite without loads."""
+        """theta; 0 for rho >= 1, infinite without loads."""
         rho = self.utilisation
         if rho >= 1:
             return 0.0
@@ -324,7 +306,11 @@ class LoadQueue:
         return (-rho - float(lambertw(-rho * math.exp(-rho), -1).real)) / self.load_s
 
     def step_s(self, unhindered_s: float, num_instances: int, num_layers: int) -> float:
-        """t of a step that takes t0 = unhindered_s where no load is late; infinite from rho = 1 on."""
+        """t of a step with t0 = unhindered_s; infinite for rho >= 1.
+
+        A load has t + t0 (1 - 1/l): prefetch starts a step ahead, and the last layer needs the whole adapter.
+        t = t0 + (1 - exp(-lambda t / L)) exp(-theta (t + t0 (1 - 1/l))) / theta.
+        """
         decay = self.decay_per_s
         if decay == 0.0:
             return math.inf
@@ -339,12 +325,13 @@ class LoadQueue:
         return step_s
 
     def p95_ttft_s(self, step_s: float, num_instances: int) -> float:
-        """Of requests that find a slot; step_s: t."""
+        """P95 TTFT of requests with a slot: of steps alone, or the backlog's quantile and two steps.  step_s:
+        t.
+        """
         unhindered_s = STEPS_TO_FIRST_TOKEN * step_s
         decay = self.decay_per_s
         if decay == 0.0 or math.isinf(step_s):
             return math.inf
-        # Those that need a load, or begin with one that does.
         beside = -math.expm1(-self.loads_per_s * step_s / num_instances)
         waiting = self.misses + (1 - self.misses) * beside
         if waiting <= _TAIL or math.isinf(decay):

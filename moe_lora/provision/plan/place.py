@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster of a certain size."""
+"""A cluster of known size."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from moe_lora.core.partition import Layout
 
 @dataclass(frozen=True)
 class SizedCluster:
-    """num_instances instances beside a LoRA Server of `layout`, or coupled: each with `slots` adapters."""
+    """num_instances instances beside a LoRA Server of `layout`, or coupled: `slots` adapters on each."""
 
     layout: Layout | None
     num_instances: int
     slots: int = 0
 
     def num_gpus(self, instance_gpus: int) -> int:
-        """GPUs in all."""
+        """Total GPUs."""
         return self.num_instances * instance_gpus + (self.layout.num_ranks if self.layout else 0)
 
     def __str__(self) -> str:

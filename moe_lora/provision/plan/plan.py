@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a load and two SLOs to a cluster: how many GPUs, in which layout, and why."""
+"""From a load and two SLOs to a cluster: GPUs, layout, reasons."""
 
 from __future__ import annotations
 
@@ -36,15 +36,13 @@ from .sizing import (
 )
 from .verify import Replay
 
-# Whether what was given, GPUs or instances, holds the load.
-
 
 def check_budget(inputs: PlanInputs, split: Split) -> None:
     """Raises SloError if the best split holds less than the load."""
     if inputs.global_batch is not None:
         held, asked, unit = float(split.global_batch), inputs.global_batch, "requests at once"
     else:
-        assert inputs.rate_per_s is not None  # one of the two is given
+        assert inputs.rate_per_s is not None
         held, asked, unit = split.tokens_per_s / inputs.output_tokens, inputs.rate_per_s, "requests/s"
     if asked <= held:
         return
@@ -56,7 +54,7 @@ def check_budget(inputs: PlanInputs, split: Split) -> None:
 
 
 def check_instances(cluster: Cluster, num_instances: int) -> None:
-    """Raises SloError if so many can't take the load, with the number that can."""
+    """Raises SloError with the sufficient number if num_instances can't take the load."""
     most, limit = cluster.max_batch
     least = fewest_instances(cluster)
     if num_instances >= least:
@@ -67,9 +65,6 @@ def check_instances(cluster: Cluster, num_instances: int) -> None:
         f"--instances {num_instances}: {batch:.1f} requests each or more, {batch - most:.1f} more than "
         f"the {most:g} that {why}; give {least} or more"
     )
-
-
-# What a plan takes for granted, in sentences that are printed with it.
 
 
 _FORMS = {
@@ -90,7 +85,7 @@ _COUPLED = (
 
 
 def assumptions(inputs: PlanInputs, global_batch: float, *, coupled: bool = False) -> tuple[str, ...]:
-    """One sentence each: adapter form, load, popularity, hardware, model."""
+    """Assumptions of a plan, one sentence each: adapter form, load, popularity, hardware, model."""
     shape, mix = inputs.shape, inputs.mix
     other = "shared" if mix.form == "separate" else "separate"
     other_bytes = replace(mix, form=other).adapter_bytes(shape)
@@ -139,9 +134,6 @@ def _load(inputs: PlanInputs, global_batch: float) -> str:
     )
 
 
-# What a plan says of one layer: times, budgets, communication.
-
-
 def layer_ms(cluster: Cluster, chosen: Candidate) -> dict[str, float]:
     """Times and budgets of one layer, in ms."""
     stages, served, batch = cluster.stages, chosen.round, chosen.batch
@@ -158,7 +150,7 @@ def layer_ms(cluster: Cluster, chosen: Candidate) -> dict[str, float]:
 
 
 def table_1_metrics(inputs: PlanInputs, layout: Layout, batch: float) -> dict[str, float] | None:
-    """Table 1's metrics of a batch whose rows choose experts evenly; None for a model without experts."""
+    """Table 1's metrics of a batch with an even choice of experts; None for a model without experts."""
     shape = inputs.shape
     if not shape.num_experts:
         return None
@@ -173,28 +165,27 @@ BUDGET, CHECK = "budget: highest rate", "simulated check"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A cluster, and the numbers that led to it.
+    """A cluster, and its derivation.
 
-    kind: "lora_server", or "coupled": adapters beside the weights, `slots` on each instance, no LoRA Server.
-    capacity: M*, adapters that must be resident at once, by the estimator of the inputs; capacity_paper,
-    capacity_corrected: by each; for the global batch and all smaller ones.  iar, iar_corrected: admitted at
-    once with M*, by the paper's model and the corrected one.  slots: adapters that the server's GPUs hold
-    (>= M*), with slots_iar and slots_iar_corrected.  mean_wait_s: of the requests that don't start at once,
-    with M*.  loads_per_s: of adapters, with all slots; loading_share: of the time of the server's links;
-    load_wait_s: mean time until a load begins.  Times have the waits for loads in them.  max_num_seqs: all
-    that an instance can run within the TPOT SLO, so that bursts need not wait.
-    binding_constraint: what asked for the number of server GPUs, of gpus_by_constraint, or the budget;
-    rate_limited_by: what stops a budget's rate.  p95_ttft_s: None where requests would queue for adapters.
-    p95_decode_ttft_s: without the prompt.  prompt_share: of an instance's time, in full steps.
-    max_num_batched_tokens: rows of a step; None where another device computes prompts.  kv_gb_per_rank: of
-    coupled instances, which divide their memory between KV and adapters.
-    rate_per_s: requests.  running_per_instance, tpot_s: what keeps running at that rate, and its TPOT.
+    kind: "lora_server", or "coupled": `slots` adapters beside the weights of each instance, no LoRA Server.
+    capacity: M* by the estimator of the inputs, for the global batch and all smaller; capacity_paper,
+    capacity_corrected: by each estimator.  iar, iar_corrected: share of immediate starts with M*.  slots:
+    adapters on the server's GPUs (>= M*), with slots_iar and slots_iar_corrected.  mean_wait_s: of requests
+    without an immediate start, with M*.  loads_per_s: of adapters, with all slots; loading_share: busy share
+    of the server's links; load_wait_s: mean time before a load starts.  Times include waits for loads.
+    max_num_seqs: most requests of an instance within the TPOT SLO, so that bursts need not wait.
+    binding_constraint: reason for the server's GPUs, from gpus_by_constraint, or the budget; rate_limited_by:
+    limit of a budget's rate.  p95_ttft_s: None if requests would queue for adapters.  p95_decode_ttft_s:
+    without the prompt.  prompt_share: of an instance's time, in full steps.
+    max_num_batched_tokens: rows of a step; None if another device computes prompts.  kv_gb_per_rank: of
+    coupled instances.
+    rate_per_s: requests.  running_per_instance, tpot_s: steady state at this rate.
     global_batch, batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1's): with the margin.
-    requests_in_service: those of the global batch, and those whose prompts are being computed.
-    serviceable_rate_per_s: the highest rate that the budget holds; None without one.
-    checked: the replays that it was chosen by.  lower_bound: GPUs that the load needs at peak rates; None
-    where the profile has none.  compared: why this kind and not the other, and how far the other is.  ran,
-    never_ran: parts of the plan by whether they ran on such hardware.
+    requests_in_service: decoding and in prefill.
+    serviceable_rate_per_s: highest rate of the budget; None without a budget.
+    checked: replays behind the choice.  lower_bound: GPUs at peak rates; None without rates in the profile.
+    compared: reason for this kind, and distance of the alternative.  ran, never_ran: parts of the plan with
+    and without a run on this hardware.
     """
 
     capacity: int
@@ -249,8 +240,8 @@ class Plan:
 def make_plan(inputs: PlanInputs) -> Plan:
     """The smallest cluster for the load, or the best split of `inputs.gpus`.
 
-    Raises SloError if none holds the SLOs, ConfigError for what can't be sized, ValueError for popularity
-    that is none.
+    Raises SloError if no cluster holds the SLOs, ConfigError for inputs without a size, ValueError for a bad
+    popularity.
     """
     checked_probabilities(inputs.probabilities)
     cluster, split = Cluster(inputs), None
@@ -268,7 +259,7 @@ def make_plan(inputs: PlanInputs) -> Plan:
 
 
 def plan_of(cluster: Cluster, num_instances: int, layout: Layout) -> Plan:
-    """The plan of a cluster that was chosen otherwise, whatever the models say of it."""
+    """The plan of a given cluster, without the models' consent."""
     chosen = loaded(cluster, layout, num_instances)
     chosen = with_capacity(chosen, cluster.needed(chosen.batch * num_instances))
     return _plan(cluster, server_size(chosen, candidates(cluster, num_instances)), None)
@@ -278,7 +269,7 @@ def _plan(cluster: Cluster, server: ServerSize, split: Split | None) -> Plan:
     inputs, chosen, layout = cluster.inputs, server.chosen, server.chosen.layout
     num_instances, load = chosen.num_instances, chosen.batch * chosen.num_instances
     running = cluster.steady_rows(layout, num_instances, loads=True)
-    if running > chosen.batch:  # the loads' model has no solution, the simulator had
+    if running > chosen.batch:
         running = cluster.steady_rows(layout, num_instances, loads=False)
     tpot_s, queue = cluster.step_s(layout, num_instances, running)
     decode_s = cluster.first_token_s(layout, tpot_s)[0] + queue.p95_ttft_s(tpot_s, num_instances)
@@ -336,7 +327,6 @@ def _plan(cluster: Cluster, server: ServerSize, split: Split | None) -> Plan:
 
 
 def _of_prompts(cluster: Cluster, layout: Layout, num_instances: int, rate_per_s: float) -> dict[str, Any]:
-    """What a plan beside a LoRA Server says of prompts."""
     prompts = cluster.inputs.prompts
     if prompts is None:
         return {"prompt_share": None, "max_num_batched_tokens": None}

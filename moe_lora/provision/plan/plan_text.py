@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as lines for a person."""
+"""A plan as text for a person, and as a cluster file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from .verify import ARRIVALS, Replay
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """What to deploy, why, what to expect, and what was assumed.  Adapters of coupled instances: of each."""
+    """Deployment, reasons, expectations and assumptions.  Adapter counts of coupled instances are per
+    instance.
+    """
     lines = [f"{name:<18} {text}" for name, text in (*_deployed(plan), *_sized(plan), *_expected(plan))]
     return [*lines, "", "Assumed:", *(f"- {sentence}" for sentence in plan.assumptions)]
 
@@ -106,7 +108,7 @@ def _expected(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def deployment(plan: Plan) -> str:
-    """What runs on the GPUs."""
+    """Roles on the GPUs."""
     each = _gpus(plan.instance_gpus)
     instances = f"1 instance of {each}" if plan.instances == 1 else f"{plan.instances} instances of {each}"
     if plan.kind == "coupled":
@@ -115,7 +117,7 @@ def deployment(plan: Plan) -> str:
 
 
 def ranks_text(plan: Plan) -> str:
-    """The ranks, with their shares if there are several."""
+    """The ranks, with shares if several."""
     ranks = plan.inputs["lora_ranks"]
     return ", ".join(f"{rank} ({share:.0%})" if len(ranks) > 1 else str(rank) for rank, share in ranks)
 
@@ -148,15 +150,11 @@ def _gpus(number: int) -> str:
 
 
 def _beside_weights(plan: Plan) -> dict[str, Any]:
-    """Settings of an instance that holds its adapters; memory is of each of its processes."""
     return {
         "max_loras": plan.slots,
         "lora_memory_gb": round(plan.memory_gb_per_rank * 1.001, 3),
         "kv_cache_gb": round((plan.kv_gb_per_rank or 0.0) * 0.999, 3),
     }
-
-
-# A plan as the file that `moe-lora serve --config` takes.
 
 
 PLACEHOLDER_DIR = "MODEL_DIR"
@@ -168,10 +166,10 @@ def plan_yaml(
     adapters: Sequence[tuple[str, str]] = (),
     engine: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    """cluster.yaml for the plan (fields: docs/reference/cluster_file.md).
+    """cluster.yaml of the plan, for `moe-lora serve --config` (fields: docs/reference/cluster_file.md).
 
-    model_dir: None writes a placeholder, and a comment that says so.  adapters: (name, directory) pairs;
-    others come over HTTP or from --lora-dir.  engine: further settings of instances.
+    model_dir: None writes a commented placeholder.  adapters: (name, directory) pairs; more come over HTTP or
+    from --lora-dir.  engine: further settings of instances.
     """
     tokens = plan.max_num_batched_tokens
     content: dict[str, Any] = {

@@ -24,10 +24,9 @@ CHUNK_TOKENS = 512
 class PromptLoad:
     """Prompts of a load, computed by the instances.
 
-    prompt_tokens: mean.  hit_share: of these, found by an endless cache.  p95_computed: 95 %
-    of the prompts compute at most so many tokens.  output_tokens: mean.  work: of a mean request.
-    stated: hit_share is given by an option, not found in the trace.
-    longest: most tokens of a prompt and its answer.
+    prompt_tokens: mean.  hit_share: share of prompt tokens in an endless cache.  p95_computed: computed
+    tokens of the 95th-percentile prompt.  output_tokens: mean.  work: of a mean request.
+    stated: hit_share comes from an option, not from the trace.  longest: most tokens of prompt and answer.
     """
 
     prompt_tokens: float
@@ -45,14 +44,14 @@ class PromptLoad:
 
     @property
     def per_row(self) -> PromptsPerRow:
-        """Beside a decode row of a mean step."""
+        """Prompt work beside a decode row of a mean step."""
         reads = 1 + self.computed_tokens / CHUNK_TOKENS
         parts = self.computed_tokens, reads, self.work.prompt_pairs
         return PromptsPerRow(*(part / self.output_tokens for part in parts))
 
     @property
     def prefix_hits(self) -> Callable[[], PrefixHits] | None:
-        """Of a simulated instance; None without any."""
+        """Prefix hits of a simulated instance; None without hits."""
         if self.stated:
             return partial(StatedHits, share=self.hit_share)
         return partial(BlockHits, MOONCAKE_BLOCK) if self.hit_share else None
@@ -83,7 +82,6 @@ def prompt_load(requests: Sequence[TraceRequest], stated: float | None = None) -
 
 
 def _block_hits(requests: Sequence[TraceRequest]) -> list[int]:
-    """Tokens of each prompt in blocks of earlier prompts: an endless cache for all adapters."""
     seen: set[int] = set()
     hits = []
     for one in requests:

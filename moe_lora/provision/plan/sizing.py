@@ -22,10 +22,10 @@ ROUND = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One layout under one load: what fits, how long a round takes, and which constraints it meets.
+    """One layout under one load: capacity, times, and met constraints.
 
-    batch: rows of each of num_instances.  capacity: adapters that the load needs.  step_s: of an instance,
-    waits for the loads of `queue` included.  p95_ttft_s: of requests that find a slot.
+    batch: rows of each of num_instances.  capacity: needed adapters.  step_s: of an instance, including waits
+    for the loads of `queue`.  p95_ttft_s: of requests with a slot.
     """
 
     layout: Layout
@@ -45,12 +45,12 @@ class Candidate:
 
     @property
     def longest_s(self) -> float:
-        """Of the stages of a server's round, for all instances that a stage serves in turn (equation 6)."""
+        """Longest stage of a server's round, over all instances served in turn (equation 6)."""
         return self.round.longest[1] * math.ceil(self.num_instances / self.layout.pp)
 
 
 def candidate(cluster: Cluster, layout: Layout, capacity: int, num_instances: int, batch: float) -> Candidate:
-    """How this layout fares with M = capacity and L = num_instances of `batch` rows each."""
+    """This layout with M = capacity and L = num_instances of `batch` rows each."""
     served = cluster.stages.server(layout.ep, batch)
     slots = cluster.slots(layout)
     step_s, queue = cluster.step_s(layout, num_instances, batch)
@@ -76,7 +76,6 @@ def candidate(cluster: Cluster, layout: Layout, capacity: int, num_instances: in
 
 
 def _equations(cluster: Cluster, layout: Layout, num_instances: int, batch: float) -> dict[str, bool]:
-    """Whether (5) and (6) hold."""
     served = cluster.stages.server(layout.ep, batch)
     return {
         EQ5: served.total_s <= cluster.ffn_budget_s(batch),
@@ -85,10 +84,10 @@ def _equations(cluster: Cluster, layout: Layout, num_instances: int, batch: floa
 
 
 def candidates(cluster: Cluster, num_instances: int) -> list[Candidate]:
-    """Every layout with the batch that it keeps running, but those whose batch the base model or KV forbid.
+    """Every layout with its steady batch, except those forbidden by the base model or KV.
 
-    M* is asked for only of layouts that meet all but memory, up to the first that does that too; beyond, it
-    is that one's, and of the others the one of the batch without loads.
+    Computes M* only for layouts that meet all but memory, up to the first that meets memory too; later
+    layouts share its M*, the rest use the batch without loads.
     """
     alone = {layout: cluster.batch(layout, num_instances, loads=False) for layout in cluster.layouts}
     found = [
@@ -100,7 +99,7 @@ def candidates(cluster: Cluster, num_instances: int) -> list[Candidate]:
         return found
     fewest: int | None = None
     sized = []
-    if cluster.inputs.prompts is not None:  # batches differ by EP degree: M* of the largest stands for them
+    if cluster.inputs.prompts is not None:
         alone = dict.fromkeys(alone, max(alone[one.layout] for one in found))
     for one in found:
         own = one.feasible and fewest in (None, one.layout.num_ranks)
@@ -113,14 +112,14 @@ def candidates(cluster: Cluster, num_instances: int) -> list[Candidate]:
 
 
 def with_capacity(one: Candidate, capacity: int) -> Candidate:
-    """The same, when so many adapters must be resident."""
+    """The candidate with this needed capacity."""
     return replace(one, capacity=capacity, met={**one.met, MEMORY: one.slots >= capacity})
 
 
 def loaded(cluster: Cluster, layout: Layout, num_instances: int) -> Candidate:
-    """With the batch that steps and loads keep running, for one adapter.
+    """With the steady batch of steps and loads, for one adapter.
 
-    Where only the waits for loads make it too large, it is the batch without them, and LOADS is not met.
+    If waits for loads make the batch too large: the batch without waits, and LOADS is not met.
     """
     batch = cluster.batch(layout, num_instances, loads=True)
     if batch <= cluster.max_batch[0]:
@@ -130,14 +129,14 @@ def loaded(cluster: Cluster, layout: Layout, num_instances: int) -> Candidate:
 
 
 def most_rows(cluster: Cluster, layout: Layout, num_instances: int) -> int:
-    """Most requests that an instance may decode at once: within the TPOT SLO, (5), (6) and its KV.
+    """Most decoding requests of an instance: within the TPOT SLO, (5), (6) and its KV.
 
-    MOST_ROWS at most, as an engine keeps tables of that many, but always the mean requests in service and
-    four standard deviations of a Poisson count.  A multiple of ROUND where that is not too few.
+    At most MOST_ROWS, the engine's table size; at least the mean requests in service and four standard
+    deviations of a Poisson count.  A multiple of ROUND if large enough.
     """
 
     def in_time(rows: int) -> bool:
-        if cluster.inputs.prompts is not None:  # the step's budget sees to the prompts beside these rows
+        if cluster.inputs.prompts is not None:
             return cluster.stages.remote_layer_s(layout.ep, StepTokens(rows)) <= cluster.layer_budget_s
         return cluster.base_holds(rows) and all(_equations(cluster, layout, num_instances, rows).values())
 
@@ -161,13 +160,10 @@ def most_running(
     return max(least, found - found % ROUND)
 
 
-# Why no layout will do: which term exceeds which budget, and by how much.
-
-
 def shortfall(cluster: Cluster, found: Sequence[Candidate]) -> str:
-    """What to tell a user whose load no candidate holds.
+    """Text for a user without a feasible candidate.
 
-    The first constraint that no layout meets, by the layout that comes closest; else that none meets all.
+    The first constraint missed by every layout, at the closest layout; else, that no layout meets all.
     """
     best_round = min(found, key=lambda one: one.round.total_s)
     if not any(one.met[EQ5] for one in found):
@@ -236,22 +232,22 @@ def _first_token(cluster: Cluster, found: Sequence[Candidate]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSize:
-    """The chosen layout.  gpus_by_constraint: the fewest ranks that each constraint alone needs."""
+    """The chosen layout.  gpus_by_constraint: fewest ranks by constraint alone."""
 
     chosen: Candidate
     gpus_by_constraint: Mapping[str, int]
 
     @property
     def binding(self) -> str:
-        """The constraint that needs most ranks; of equals the first of CONSTRAINTS."""
+        """The constraint of most ranks; ties: the first of CONSTRAINTS."""
         return max(self.gpus_by_constraint, key=lambda name: self.gpus_by_constraint[name], default=MEMORY)
 
 
 def smallest_server(cluster: Cluster, found: Sequence[Candidate], num_gpus: int | None = None) -> ServerSize:
-    """The fewest ranks, and among their layouts the one whose round is shortest, that meet all constraints.
+    """The fewest ranks that meet all constraints, and among their layouts the shortest round.
 
-    found: by number of ranks.  num_gpus: exactly so many.  Among equal rounds the smaller sync scope x wins
-    (table 1).  Raises SloError that says which term exceeds which budget, and by how much.
+    found: by number of ranks.  num_gpus: exact number of ranks.  Ties: the smaller sync scope x (table 1).
+    Raises SloError with the term, its budget and the excess.
     """
     allowed = [one for one in found if num_gpus in (None, one.layout.num_ranks)]
     if not allowed:
@@ -271,7 +267,7 @@ def smallest_server(cluster: Cluster, found: Sequence[Candidate], num_gpus: int 
 
 
 def server_size(chosen: Candidate, found: Sequence[Candidate]) -> ServerSize:
-    """The layout with what each constraint alone needs, where any of `found` meets it."""
+    """The layout with the ranks of each constraint, for constraints met in `found`."""
     needs = {
         name: next(one.layout.num_ranks for one in found if one.met[name])
         for name in CONSTRAINTS
@@ -281,7 +277,7 @@ def server_size(chosen: Candidate, found: Sequence[Candidate]) -> ServerSize:
 
 
 def fewest_instances(cluster: Cluster) -> int:
-    """L from which on the base model's time and KV allow the load's batches on some layout."""
+    """Least L with the load's batches within the base model's time and KV on some layout."""
     degrees = [layout for layout in cluster.layouts if layout.pp == 1]
 
     def enough(num_instances: int) -> bool:
@@ -295,11 +291,11 @@ def fewest_instances(cluster: Cluster) -> int:
 
 
 def smallest_cluster(cluster: Cluster) -> ServerSize:
-    """Of the fewest GPUs in all, of equals of the fewest instances.
+    """Fewest total GPUs; ties: fewest instances.
 
-    More instances have smaller batches, quicker steps, and so fewer requests at once: where nothing holds the
-    load their number grows, by an eighth a time; from the first that does, all numbers are tried that may
-    save more server ranks than they cost.  Raises SloError of the last try if none does.
+    More instances have smaller batches and quicker steps.  L grows by an eighth until a load holds; from
+    there, tries every L that may save more server ranks than it costs.  Raises the last SloError if none
+    holds.
     """
 
     def size(num_instances: int) -> ServerSize:
@@ -330,17 +326,16 @@ def smallest_cluster(cluster: Cluster) -> ServerSize:
 
 
 def _load(cluster: Cluster, num_instances: int) -> float:
-    """The smallest global batch of any layout."""
     batches = (cluster.batch(layout, num_instances, loads=False) for layout in cluster.layouts)
     return num_instances * min(batches)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """L instances beside a server of `layout`, and the largest load that they hold.
+    """L instances beside a server of `layout`, and their largest load.
 
-    global_batch: requests at once.  tokens_per_s: output tokens per second of that load.  binding: what a
-    larger batch would violate first: a name of CONSTRAINTS, or "instances".
+    global_batch: concurrent requests.  tokens_per_s: output tokens per second.  binding: first constraint of
+    a larger batch: a name of CONSTRAINTS, or "instances".
     """
 
     layout: Layout
@@ -351,10 +346,11 @@ class Split:
 
 
 def best_split(cluster: Cluster) -> Split:
-    """The split of the inputs' GPUs that holds the highest rate; L = (GPUs - m) // GPUs of an instance.
+    """The split of the inputs' GPUs of highest rate; L = (GPUs - m) // GPUs of an instance.
 
-    Where the load is a given global batch, the split that holds the largest one.  Of equals the one with
-    fewer server GPUs wins, then the one with the shorter round.  Raises SloError if no split works.
+    For a given global batch, the split of the largest batch.  Ties: fewer server GPUs, then the shorter
+    round.
+    Raises SloError if no split works.
     """
     inputs = cluster.inputs
     capacity_of = cluster.capacity_of[inputs.estimator]
@@ -362,7 +358,7 @@ def best_split(cluster: Cluster) -> Split:
     best: tuple[tuple[float, ...], Split] | None = None
 
     def split(layout: Layout, num_instances: int, global_batch: int, binding: str) -> tuple[float, Split]:
-        """With its value: the rate, or the batch where that is given."""
+        """With its value: the rate, or the given batch."""
         tokens_per_s = cluster.tokens_at(layout, num_instances, global_batch)
         found = Split(
             layout=layout,
@@ -398,7 +394,7 @@ def best_split(cluster: Cluster) -> Split:
 
 
 def _fastest(cluster: Cluster, layout: Layout) -> tuple[int, int, str] | None:
-    """L, the largest load within (5), (6) and the first token's time, and what stops it; None: none."""
+    """L, the largest load within (5), (6) and the first token's time, and its limit; None: no load."""
     assert cluster.inputs.gpus is not None
     num_instances = (cluster.inputs.gpus - layout.num_ranks) // cluster.inputs.instance_gpus
     if num_instances < 1 or cluster.slots(layout) < 1:

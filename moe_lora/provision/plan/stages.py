@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the parts of one layer take for a given model: a profile's times carried over to its sizes.
+"""Times of the parts of one layer: a profile's times, scaled to a model's sizes.
 
 Legend: B rows of one instance, p its GPUs, x the EP degree of the LoRA Server, E experts, K experts per row,
 D hidden size, F expert hidden size, R LoRA rank.
@@ -33,7 +33,7 @@ US = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """Token rows of a step: decode rows, prompt tokens, the prompts of these, and their attended pairs."""
+    """Token rows of a step: decode rows, prompt tokens, number of their prompts, and attended pairs."""
 
     rows: float
     prompt_tokens: float = 0.0
@@ -47,9 +47,9 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptsPerRow:
-    """Prompt work beside a decode row, in a mean step: one request's prompt over its output tokens.
+    """Prompt work per decode row in a mean step: one request's prompt over its output tokens.
 
-    Every output token of the load comes with tokens prompt tokens, prompts prompts and pairs attended pairs.
+    Per output token of the load: prompt tokens, prompts and attended pairs.
     """
 
     tokens: float = 0.0
@@ -57,7 +57,7 @@ class PromptsPerRow:
     pairs: float = 0.0
 
     def step(self, rows: float) -> StepTokens:
-        """A mean step of so many decode rows."""
+        """A mean step with `rows` decode rows."""
         return StepTokens(rows, rows * self.tokens, rows * self.prompts, rows * self.pairs)
 
 
@@ -78,7 +78,7 @@ class ServerRound:
 
     @property
     def longest(self) -> tuple[str, float]:
-        """Name and time of the stage that limits how many instances one stage of the server can serve."""
+        """Name and time of the stage that limits the instances per server stage."""
         return max(
             (("receive", self.receive_s), ("compute", self.compute_s), ("send", self.send_s)),
             key=lambda stage: stage[1],
@@ -86,7 +86,7 @@ class ServerRound:
 
 
 def sizes_of(shape: ModelShape, lora_rank: float, instance_gpus: int, weights: str = "none") -> Sizes:
-    """What stage times depend on, of a model; a dense MLP counts as one expert."""
+    """Sizes of a model for stage times; a dense MLP counts as one expert."""
     return Sizes(
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -102,13 +102,13 @@ def sizes_of(shape: ModelShape, lora_rank: float, instance_gpus: int, weights: s
 class StageTimes:
     """Times of one layer of a model on a profile's device, in seconds.
 
-    lora_rank: mean over requests.  context_tokens: mean tokens of KV that a decode row reads.
-    probabilities: of the adapters, for a roofline's distinct adapters in a batch.  weights: how they are
-    held; their bytes are read at the rates that the profile reaches.  prompts: prompt work beside a decode
-    row; a method that takes a batch has the time of a mean step of so many decode rows, prompts included.
-    Raises ConfigError where the profile has no rates and is of another model or format.
-    Rules (docs/reference/profiles.md): a row here counts as row_inputs, row_outputs or row_pair_values
-    here / there rows of the profiled model; activations also by NICs of the instance, there / here.
+    lora_rank: mean over requests.  context_tokens: mean KV tokens per decode row.  probabilities: of the
+    adapters, for a roofline's distinct adapters in a batch.  weights: their format; their bytes are read at
+    the profile's reached rates.  prompts: prompt work per decode row.  Methods with a batch return the time
+    of a mean step with this number of decode rows, prompts included.
+    Raises ConfigError if the profile has no rates and is of another model or format.
+    Rules (docs/reference/profiles.md): a row counts as row_inputs, row_outputs or row_pair_values here /
+    there rows of the profiled model; activations also scale by NICs of the instance, there / here.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class StageTimes:
     def server_of(self, ep: int, step: StepTokens) -> ServerRound:
         """Receive, compute and send of a step's rows at a stage of x ranks.
 
-        Every row moves.  A prompt reads its adapter as a decode row does, and computes all its tokens.
-        Raises ConfigError where the profile has no times of a network.
+        Every row moves.  A prompt reads its adapter once, and computes every token.
+        Raises ConfigError for a profile without network times.
         """
         found = self._round(ep, step.all_rows, step.rows + step.prompts)
         return replace(found, compute_s=found.compute_s + self._prompt_deltas_s(ep, step))
@@ -152,7 +152,7 @@ class StageTimes:
         return compute_s + self._prompt_deltas_s(gpus, step)
 
     def coupled_layer_s(self, step: StepTokens) -> float:
-        """attention + experts + deltas, one after the other."""
+        """attention + experts + deltas, in sequence."""
         return self.attention_of(step) + self.experts_of(step) + self.local_deltas_s(step)
 
     def _round(self, ep: int, rows_moved: float, rows_read: float) -> ServerRound:
@@ -170,17 +170,16 @@ class StageTimes:
         )
 
     def _rows_computed(self, rows: float) -> float:
-        """Rows of the profiled model that compute as long."""
         assert isinstance(self._profile, MeasuredProfile)
         sizes, there = self._sizes, self._profile.taken_at
         width = sizes.value_bytes / there.value_bytes
         return rows * width * sizes.row_pair_values / there.row_pair_values
 
     def _prompt_deltas_s(self, gpus: int, step: StepTokens) -> float:
-        """Operations of the deltas of prompt tokens; their adapters' bytes count as a decode row's."""
+        """Operations of prompt tokens' deltas; adapter bytes count as a decode row's."""
         if not step.prompt_tokens:
             return 0.0
-        if self._efficiency is None:  # measured rows of this model: every token counts as one
+        if self._efficiency is None:
             assert isinstance(self._profile, MeasuredProfile)
             least, most = (self._rows_computed(rows) for rows in (step.rows, step.all_rows))
             both_s = [_at_degree(self._profile, gpus, "compute", rows) for rows in (least, most)]
@@ -193,8 +192,7 @@ class StageTimes:
         return self.experts_of(self.prompts.step(batch))
 
     def experts_of(self, step: StepTokens) -> float:
-        """max(weights / memory rate, rows * FLOP per row / FLOP rate), and no less than the table, if the
-        table is of these sizes."""
+        """max(weights / memory rate, rows * FLOP per row / FLOP rate); at least a table of these sizes."""
         measured_s = derived_s = 0.0
         if self._own:
             measured_s = self._own["base_us.experts"].seconds(step.all_rows)
@@ -203,13 +201,13 @@ class StageTimes:
         return max(measured_s, derived_s)
 
     def attention_s(self, batch: float) -> float:
-        """All of a layer but its experts, in a mean step."""
+        """A layer without experts, in a mean step."""
         return self.attention_of(self.prompts.step(batch))
 
     def attention_of(self, step: StepTokens) -> float:
-        """All of a layer but its experts: of the decode rows, and the operations of prompt tokens.
+        """A layer without experts: decode rows, and operations of prompt tokens.
 
-        A step without decode rows takes the weights and the fixed time of an empty one.
+        Without decode rows: weights and the fixed time of an empty step.
         """
         own = self._own.get("base_us.attention")
         if own is None:
@@ -219,7 +217,7 @@ class StageTimes:
             decode_s = own.seconds(max(1.0, step.rows) if step.prompt_tokens else step.rows)
         if not step.prompt_tokens:
             return decode_s
-        if self._efficiency is None:  # measured rows of this model: every token counts as one
+        if self._efficiency is None:
             assert own is not None
             return own.seconds(step.all_rows)
         flops = 2.0 * self._attention_weights * step.prompt_tokens
@@ -232,7 +230,7 @@ class StageTimes:
         return 2.0 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
 
     def layer_s(self, ep: int, batch: float) -> float:
-        """Of a mean step: deltas are computed beside the base GEMMs."""
+        """A mean step; deltas overlap the base GEMMs."""
         return self.remote_layer_s(ep, self.prompts.step(batch))
 
     def remote_layer_s(self, ep: int, step: StepTokens) -> float:
@@ -241,7 +239,7 @@ class StageTimes:
 
     @cached_property
     def pair_s(self) -> float:
-        """Of a layer, for a prompt token and a token that it attends to; 0 where only rows were measured."""
+        """Time per layer of a prompt token and an attended token; 0 for measured rows."""
         if self._efficiency is None:
             return 0.0
         flops = 4.0 * self._shape.num_heads * self._shape.head_dim
@@ -270,13 +268,12 @@ class StageTimes:
         )
 
     def _share(self, bits: float | None) -> float:
-        """What a weight of so many bits takes, of the dtype's."""
         return 1.0 if bits is None else bits / (8 * self._shape.dtype_bytes)
 
     def _server_roofline(
         self, profile: RooflineProfile, ep: int, rows_moved: float, rows_read: float
     ) -> ServerRound:
-        """Bytes over the busiest NIC, beside what the ranks compute."""
+        """Bytes over the busiest NIC, beside the ranks' computation."""
         sizes, fixed, gpu = self._sizes, profile.fixed_us, profile.gpu
         rate = gpu.needed("net_bytes_per_s", profile.name)
         net = rate * (profile.efficiency.net or 1.0) * min(ep, sizes.instance_gpus)
@@ -287,7 +284,7 @@ class StageTimes:
         )
 
     def _compute_roofline(self, profile: RooflineProfile, ranks: int, rows: float) -> float:
-        """Distinct (adapter, expert) pairs read, or operations, on so many ranks."""
+        """Distinct (adapter, expert) pairs read, or operations, over the ranks."""
         sizes, fixed, reached, gpu = self._sizes, profile.fixed_us, profile.efficiency, profile.gpu
         share = sizes.num_experts_per_token / sizes.num_experts
         pairs = sizes.num_experts * float(-np.expm1(-rows * share * self._probabilities).sum())
@@ -325,8 +322,7 @@ class SimulatedLayers:
     """`provision.replayed.system_config.LayerTimes`.
 
     ep: of the LoRA Server; None: the instance computes its deltas.
-
-    Where one request of a step has an adapter, every row counts as a row with one.
+    One request with an adapter makes every row of a step count as a row with an adapter.
     """
 
     def __init__(self, stages: StageTimes, ep: int | None) -> None:
@@ -334,7 +330,7 @@ class SimulatedLayers:
         self._found: dict[tuple[int, int, int, bool], tuple[float, float]] = {}
 
     def layer_s(self, step: StepRows) -> tuple[float, float]:
-        """Seconds of a layer, and the seconds of it that the LoRA Server is busy."""
+        """Seconds of a layer, and busy seconds of the LoRA Server in the layer."""
         key = step.num_rows, step.num_prompt_tokens, step.num_prompts, step.num_with_adapter > 0
         found = self._found.get(key)
         if found is None:
@@ -355,21 +351,20 @@ class SimulatedLayers:
 
 
 def table_efficiency(profile: MeasuredProfile, bytes_per_s: float, flop_per_s: float) -> Efficiency:
-    """Rates reached by the measured expert GEMMs: bound by memory at the first batch, by FLOP at the last."""
+    """Reached rates of measured expert GEMMs: memory at the first batch, FLOP at the last."""
     there, gpus, table = profile.taken_at, profile.taken_at.instance_gpus, profile.tables["base_us.experts"]
-    return Efficiency.model_construct(  # a faster one than its data sheet says is taken at its word
+    return Efficiency.model_construct(
         memory=there.expert_bytes / (gpus * bytes_per_s) / table.times_s[0],
         flop=table.batches[-1] * there.row_flop / (gpus * flop_per_s) / table.times_s[-1],
     )
 
 
 def _base(sizes: Sizes) -> dict[str, Any]:
-    """What times of the base model depend on."""
     return sizes.model_dump(exclude={"model", "lora_rank"})
 
 
 def _at_degree(profile: MeasuredProfile, ep: int, stage: str, batch: float) -> float:
-    """Time at EP degree x: as listed, else on the line in log2 x; beyond the ends as at the nearest."""
+    """Time at EP degree x: listed, or interpolated in log2 x; clamped at the ends."""
     listed = profile.tables.get(f"server_us.{ep}.{stage}")
     if listed is not None:
         return listed.seconds(batch)

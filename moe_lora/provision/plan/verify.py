@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster as the simulator runs it, and its load as requests: what plans are chosen and checked by.
+"""Replays of a cluster and its load in the simulator, to choose and to check plans.
 
-The cluster is the one that would be deployed: its instances, the slots and the layout of its LoRA Server, the
-links of the fullest rank, steps as long as the plan predicts for the requests in them.  It begins as after a
-long time: with the most popular adapters on its server (prefetched), and with as many requests under way as
-the plan keeps running; a request is under way with a probability that grows with its length (a trace's few
-long answers are most of what runs, and would come too late otherwise).
+The cluster is the deployed one: instances, LoRA Server slots and layout, links of the fullest rank, predicted
+step times.  The start is a steady state: popular adapters are prefetched, and the planned number of requests
+is under way, drawn in proportion to length.
 
-Up to three kinds of arrivals: the trace's, where the plan is for its mean or peak rate; the trace's, scaled
-to the plan's rate, where that is another; and a Poisson process of the plan's rate, which is what the models
-of admission assume.  Between the last two the difference is the trace's burstiness.  A short trace is
-repeated.
+Arrivals: the trace's, if the plan is for its mean or peak rate; the trace's, scaled to the plan's rate; and
+Poisson at the plan's rate, as in the admission models.  The last two differ by the trace's burstiness.  Short
+traces repeat.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ from .sizing import most_rows
 from .stages import SimulatedLayers
 
 NUM_REQUESTS = 12_000
-"""Of a check, of each kind of arrivals; of the search for a plan two thirds."""
+"""Requests of a check per arrival kind; a search uses two thirds."""
 WARM_UP_SHARE = 0.2
 ARRIVALS = {
     "trace": "the trace's own arrivals",
@@ -59,14 +56,13 @@ TAIL = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What became of the requests of one kind of arrivals ("trace", "scaled" or "poisson").
+    """Result of one arrival kind: "trace", "scaled" or "poisson".
 
-    admitted_at_once: share of the requests that found their adapter's slot at once, the IAR; where another
-    device computes prompts, also KV and a place in the batch.  waited_for_adapter, waited_for_room: shares
-    that waited for an adapter's slot, and for KV, the batch or the tokens of a step.  p95_ttft_s: queue,
-    adapter load and prompt.  p95_decode_ttft_s: queue, adapter load and first decode step, without the
-    prompt.  Values are None of no requests.  loads_per_s: of adapters.  stopped: given up, as it could no
-    longer hold the goals; the values are those of the requests until then.
+    admitted_at_once: share of requests with an immediate slot, the IAR; if another device computes prompts,
+    also KV and a place in the batch.  waited_for_adapter, waited_for_room: share with a wait for a slot, and
+    for KV, batch or step tokens.  p95_ttft_s: queue, adapter load and prompt.  p95_decode_ttft_s: queue,
+    adapter load and first decode step.  None without requests.  loads_per_s: of adapters.  stopped: ended
+    early, goals out of reach; values cover the requests until then.
     """
 
     arrivals: str
@@ -90,7 +86,7 @@ _SUMMARY = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLoad:
-    """Requests by kind of arrivals, and the adapters by popularity.  rate_per_s: of Poisson arrivals."""
+    """Requests by arrival kind, and the adapters by popularity.  rate_per_s: of Poisson arrivals."""
 
     rate_per_s: float
     requests: Mapping[str, Sequence[PlannedRequest]]
@@ -100,9 +96,9 @@ class PlannedLoad:
 def planned_load(
     inputs: PlanInputs, rate_per_s: float, trace: Trace, *, num_requests: int | None = None, seed: int = 0
 ) -> PlannedLoad:
-    """The requests of each kind of arrivals that applies, NUM_REQUESTS unless given, in the trace's order.
+    """The requests of each applicable arrival kind, NUM_REQUESTS by default, in the trace's order.
 
-    Adapters are the trace's where their popularity is, else drawn from the plan's.
+    Adapters come from the trace if the popularity does, else from a draw.
     """
     num_requests = NUM_REQUESTS if num_requests is None else num_requests
     trace = replace(trace, requests=trace.requests[:num_requests])
@@ -138,10 +134,7 @@ def planned_load(
 
 
 def _by_conversation(requests: list[PlannedRequest]) -> list[PlannedRequest]:
-    """Requests whose prompts share the first block ask the adapter of the first of them.
-
-    KV depends on the adapter, so that prompts of another one would find nothing.
-    """
+    """Requests with a common first block get the adapter of the first: KV depends on the adapter."""
     adapters: dict[int, str | None] = {}
     return [
         replace(one, adapter=adapters.setdefault(one.hash_ids[0], one.adapter)) if one.hash_ids else one
@@ -152,10 +145,9 @@ def _by_conversation(requests: list[PlannedRequest]) -> list[PlannedRequest]:
 def replays(
     cluster: Cluster, place: SizedCluster, load: PlannedLoad, *, to_the_end: bool = True
 ) -> list[Replay]:
-    """A replay for each kind of arrivals; the first fifth of the time is not judged.
+    """A replay per arrival kind; the first fifth of the time is not judged.
 
-    to_the_end: False gives the first replay up in which so many requests missed a goal that it can't be held,
-    and leaves out those after it.
+    to_the_end: False stops at the first replay with goals out of reach.
     """
     config = system_of(cluster, place, load.popular)
     rows = min(_running(cluster, place), config.instance.max_num_seqs)
@@ -180,14 +172,13 @@ def replays(
 
 
 def _running(cluster: Cluster, place: SizedCluster) -> float:
-    """Rows of an instance that the plan keeps running."""
     if place.layout is None:
         return Coupled(cluster).batch(place.num_instances)
     return cluster.batch(place.layout, place.num_instances, loads=True)
 
 
 def system_of(cluster: Cluster, place: SizedCluster, popular: Sequence[str]) -> SystemConfig:
-    """So many instances, and a LoRA Server of this layout or slots on each instance."""
+    """num_instances instances, and a LoRA Server of this layout or slots on each instance."""
     if place.layout is None:
         return _coupled_system(cluster, place, popular)
     inputs, layout = cluster.inputs, place.layout
@@ -243,7 +234,7 @@ def _instance(cluster: Cluster, place: SizedCluster, max_num_seqs: int, kv_reque
 
 @dataclass(frozen=True)
 class SampledStage(StageTime):
-    """Exact seconds of each number of rows, from 0, in place of a line."""
+    """Exact seconds by number of rows from 0, in place of a line."""
 
     times_s: Sequence[float]
 
@@ -252,7 +243,7 @@ class SampledStage(StageTime):
 
 
 def step_profile(cluster: Cluster, layout: Layout, most: int) -> StepProfile:
-    """The plan's own stage times of up to `most` rows."""
+    """The plan's stage times up to `most` rows."""
     stages, rows = cluster.stages, range(1, most + 1)
     served = [stages.server(layout.ep, number) for number in rows]
     return StepProfile(
@@ -264,8 +255,6 @@ def step_profile(cluster: Cluster, layout: Layout, most: int) -> StepProfile:
 
 
 class _Watch:
-    """Counts the judged requests that missed; True once no end could hold the goals."""
-
     def __init__(self, inputs: PlanInputs, requests: Sequence[PlannedRequest], since_s: float) -> None:
         judged = sum(request.arrival_s >= since_s for request in requests)
         self._most_late = TAIL * judged + 1
@@ -283,10 +272,9 @@ class _Watch:
 
 
 def _under_way(requests: Sequence[PlannedRequest], number: int) -> list[PlannedRequest]:
-    """So many requests that began before the first one, with what is left of them.
+    """`number` requests from before the first arrival, with their remaining tokens.
 
-    Of those that run at a moment, length l has a share in proportion to l times its share of the requests,
-    and any part of it is left.
+    Length l has a share proportional to l times its frequency; the remaining part is uniform.
     """
     lengths = np.array([request.output_tokens for request in requests], dtype=float)
     rng = np.random.default_rng(0)
@@ -304,9 +292,9 @@ def _under_way(requests: Sequence[PlannedRequest], number: int) -> list[PlannedR
 
 
 def _repeated(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
-    """The trace over and over, a mean distance between its end and its next beginning; one request once.
+    """The trace repeated, with a mean gap between repetitions; a single request once.
 
-    Prompts of one repetition share no block with those of another.
+    Prompts of different repetitions share no block.
     """
     if len(requests) < 2:
         return iter(requests)
@@ -323,13 +311,10 @@ def _repeated(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
     )
 
 
-# Whether replays of a cluster keep its three targets, and by how much they don't.
-
-
 class Target(NamedTuple):
-    """A goal of the plan, and the value of a replay that it is held against.
+    """A goal of the plan, and the replay's value for comparison.
 
-    share: found must be at least the goal; else a time, at most.  form: how its values are shown.
+    share: found must be at least the goal; else a time, at most.  form: format of its values.
     """
 
     goal: str
@@ -349,7 +334,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far off a target still counts as held: points of a share, and a part of a time."""
+    """Tolerance of a target: points of a share, and a part of a time."""
 
     share: float = 0.0
     time: float = 0.0
@@ -357,16 +342,14 @@ class Tolerance:
 
 STRICT = Tolerance()
 OTHER_DRAWS = Tolerance(share=0.02, time=0.1)
-"""For a check by other arrivals and adapters than those that a plan was chosen by."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One target in the replay of one kind of arrivals.
+    """One target in the replay of one arrival kind.
 
-    target: the name of its goal.  goal, found: shares or seconds; found is None where no request was judged,
-    and then so are held and missed_by.  missed_by: 0 where the goal itself is kept.  held: within the
-    tolerance.
+    target: the goal's name.  goal, found: shares or seconds.  found, held and missed_by are None without
+    judged requests.  missed_by: 0 if the goal is kept.  held: within the tolerance.
     """
 
     target: str
@@ -378,7 +361,7 @@ class Verdict:
 
 
 def verdicts(inputs: PlanInputs, replays: Sequence[Replay], tolerance: Tolerance = STRICT) -> list[Verdict]:
-    """A verdict for each target and kind of arrivals; by target."""
+    """A verdict per target and arrival kind; by target."""
     return [_judged(inputs, target, replay, tolerance) for target in TARGETS for replay in replays]
 
 
@@ -395,13 +378,13 @@ def _judged(inputs: PlanInputs, target: Target, replay: Replay, tolerance: Toler
 
 
 def holds(inputs: PlanInputs, replays: Sequence[Replay], tolerance: Tolerance = STRICT) -> bool:
-    """Whether none of the replays was given up, and none missed a target."""
+    """True if every replay ended and kept every target."""
     judged = verdicts(inputs, replays, tolerance)
     return not any(one.stopped for one in replays) and all(one.held is not False for one in judged)
 
 
 def missed_texts(judged: Iterable[Verdict]) -> list[str]:
-    """Of each that was missed by how much, and with which arrivals."""
+    """Texts of missed targets with amount and arrival kind."""
     by_goal = {target.goal: target for target in TARGETS}
     said = []
     for verdict in judged:

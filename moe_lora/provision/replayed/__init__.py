@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast model of a cluster that the search of a plan replays."""
+"""The fast cluster model behind the search of a plan."""

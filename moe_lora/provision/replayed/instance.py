@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated LLM instance: continuous batching, the real admission policy, a model of the step's time.
+"""A simulated LLM instance: continuous batching, the real admission policy, modelled step times.
 
-Steps between two changes of the batch are alike, so they are one event: a `Stretch` lasts until the first
-request ends, and is cut short, at the end of the step under way, by whatever may change the next step.
+Equal steps form one event: a `Stretch` ends with the first finished request, or is cut at the end of the
+current step by anything that may change the next step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from .sources import AdapterSource
 from .step_time import StepTime, delayed_step_s
 from .system_config import InstanceConfig
 
-# Equal steps taken together.
-
 
 @dataclass(slots=True, eq=False)
 class Stretch:
-    """num_steps steps from start_s on: the first takes first_s, each other one step_s.
+    """num_steps steps from start_s on: the first takes first_s, the rest step_s each.
 
-    Of no steps: the moment before a step, so that all that happens at start_s comes before it.
+    Zero steps: the moment before a step, after all events of start_s.
     """
 
     start_s: float
@@ -44,7 +42,7 @@ class Stretch:
         return self.start_s + self.first_s + (self.num_steps - 1) * self.step_s
 
     def steps_done(self, now_s: float) -> int:
-        """Steps that have ended by now_s."""
+        """Steps finished at now_s."""
         over_s = now_s - self.start_s - self.first_s
         if over_s < 0:
             return 0
@@ -53,12 +51,12 @@ class Stretch:
         return min(self.num_steps, 1 + math.floor(over_s / self.step_s))
 
     def cut(self, now_s: float) -> bool:
-        """End with the step under way; False if it does so anyway."""
+        """End with the current step; False if already the end."""
         if self.num_steps < 2 or self.step_s == 0:
             return False
         over_s = now_s - self.start_s - self.first_s
         begun = 1 + max(0, math.ceil(over_s / self.step_s))
-        if self.start_s + self.first_s + (begun - 1) * self.step_s < now_s:  # by rounding
+        if self.start_s + self.first_s + (begun - 1) * self.step_s < now_s:
             begun += 1
         if begun >= self.num_steps:
             return False
@@ -67,9 +65,9 @@ class Stretch:
 
 
 class SimInstance:
-    """`policies.routing.routing.InstanceView`; `connect` it to the source of its adapters before any request.
+    """`policies.routing.routing.InstanceView`; needs `connect` to an adapter source before the first request.
 
-    on_finish: called with every request that is done.
+    on_finish: called with every finished request.
     """
 
     def __init__(
@@ -107,7 +105,7 @@ class SimInstance:
         return self._outstanding_tokens - done * self._running.num_rows
 
     def add(self, request: SimRequest) -> None:
-        """Queue a request.  Raises CapacityError if it could never run."""
+        """Queue a request.  Raises CapacityError for a request too large for the instance."""
         room = self._config.kv_tokens
         if room is not None and request.num_tokens > room:
             raise CapacityError(
@@ -122,12 +120,12 @@ class SimInstance:
         self.look_again()
 
     def freed(self) -> None:
-        """Requests that were turned away may find room now."""
+        """Refused requests may find room now."""
         self._waiting.freed()
         self.look_again()
 
     def look_again(self) -> None:
-        """Begin a step, or plan anew when the one under way has ended."""
+        """Start a step, or plan again after the last."""
         now_s = self._events.now_s()
         if self._stretch is None:
             self._go_on(Stretch(now_s))
@@ -139,7 +137,6 @@ class SimInstance:
         self._events.at(stretch.end_s, partial(self._end, stretch, stretch.end_s))
 
     def _end(self, stretch: Stretch, end_s: float) -> None:
-        """Take the tokens of a stretch, unless it was cut short meanwhile, and begin the next one."""
         if stretch is not self._stretch or end_s != stretch.end_s:
             return
         running = self._running
@@ -170,7 +167,6 @@ class SimInstance:
         self._go_on(Stretch(now_s, first_s, step_s, running.steps_alike()))
 
     def _first_step_s(self, step_s: float, started: list[SimRequest], now_s: float) -> float:
-        """A step that has prompt tokens, and waits for the adapters of those that start with it."""
         step_s += self._step_time.prompts_s(self._running)
         loaded_s = self._source.loaded_s(started)
         if loaded_s is None:
@@ -179,7 +175,6 @@ class SimInstance:
         return delayed_step_s(step_s, self._config.num_layers, first_layer_s, last_layer_s)
 
     def _admit(self, now_s: float) -> list[SimRequest]:
-        """Take what may start out of the queue; those that start now."""
         admitted: list[SimRequest] = []
         started: list[SimRequest] = []
         self.load.held_back = False
@@ -216,7 +211,6 @@ class SimInstance:
         return len(self._running) < self._config.max_num_seqs and self._running.has_room
 
     def _take(self, request: SimRequest, now_s: float) -> bool:
-        """Give the request its place; whether it starts now."""
         self._free_kv_tokens -= request.num_tokens
         if self._prefix_hits is not None:
             request.num_cached = self._prefix_hits.match(request)

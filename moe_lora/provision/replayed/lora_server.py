@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated LoRA Server: the real one's lease table, a link to load over, and its computing time."""
+"""The simulated LoRA Server: the real lease table, a load link, and compute time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .system_config import AdapterBytes, SimLoraServerConfig, bytes_of
 
 
 class SimLoraServer:
-    """Decides by the table that the real leader keeps (capacity in slots, not in pages)."""
+    """Uses the real leader's lease table (capacity in slots, not in pages)."""
 
     def __init__(
         self, config: SimLoraServerConfig, adapter_bytes: AdapterBytes, num_layers: int, clock: Clock
@@ -31,15 +31,15 @@ class SimLoraServer:
         self._prefetch(config.prefetched)
 
     def client(self, on_grant: Callable[[], None], on_contention: Callable[[], None]) -> RemoteAdapters:
-        """A further instance's access.  on_grant: an adapter that it waited for is ready, or being loaded.
-        on_contention: its layers may take another time from now on, because of other instances.
+        """Access for a further instance.  on_grant: an awaited adapter is ready or loading.
+        on_contention: its layer times may change through further instances.
         """
         client = RemoteAdapters(self, str(len(self._clients)), on_grant, on_contention)
         self._clients.append(client)
         return client
 
     def acquire(self, instance: str, name: str) -> None:
-        """Give the instance its lease, now or when there is room."""
+        """Give the instance its lease, now or later."""
         self._table.register(name, {})
         self._table.acquire(instance, name, self.clock.now_s())
         self._carry_out()
@@ -49,7 +49,7 @@ class SimLoraServer:
         self._carry_out()
 
     def work(self, client: RemoteAdapters, layer_s: float, delta_s: float) -> float:
-        """See `AdapterSource.work`; tells the other instances where it makes a difference to them."""
+        """See `AdapterSource.work`; notifies affected instances."""
         before_s = sum(one.delta_s for one in self._clients)
         client.layer_s, client.delta_s = layer_s, delta_s
         after_s = sum(one.delta_s for one in self._clients)
@@ -61,7 +61,6 @@ class SimLoraServer:
         return after_s / self._num_stages if delta_s else 0.0
 
     def _prefetch(self, names: Sequence[str]) -> None:
-        """Make them resident before anything happens, the first of them the last to be given up."""
         for before, name in enumerate(reversed(names), start=-len(names)):
             self._table.register(name, {})
             self._table.prefetch(name, float(before))
@@ -84,10 +83,9 @@ class SimLoraServer:
 class RemoteAdapters(AdapterSource):
     """`AdapterSource` of one instance: an adapter is ready while the instance has a lease.
 
-    The lease table stops those that come after a starving request.  Were the instances to do so too, each
-    could keep the others waiting for ever: with leases given to it for requests behind a starving one, which
-    itself waits for a slot.
-    layer_s, delta_s: what the instance said last (`work`).
+    Only the lease table stops requests behind a starving request.  Instances that did too could block each
+    other forever.
+    layer_s, delta_s: the instance's last values (`work`).
     """
 
     def __init__(
@@ -117,10 +115,10 @@ class RemoteAdapters(AdapterSource):
     def let_go(self, adapter: SimAdapter) -> bool:
         self._leases.remove(adapter.name)
         self._server.release(self._instance, adapter.name)
-        return False  # whoever finds room is told by a grant
+        return False
 
     def take(self, name: str, told_s: float, first_layer_s: float, last_layer_s: float) -> None:
-        """The lease is given: heard of at told_s, first and last layer loaded at the other times."""
+        """Record the lease: known at told_s, first and last layer loaded at the given times."""
         self._leases.add(name)
         adapter = self._adapters[name]
         adapter.told_s, adapter.first_layer_s, adapter.last_layer_s = told_s, first_layer_s, last_layer_s

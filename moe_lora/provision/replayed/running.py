@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that an instance runs: whose prompt is computed, whose answer, when each ends."""
+"""The requests of an instance: waiting, in prefill, decoding, finished."""
 
 from __future__ import annotations
 
@@ -13,22 +13,18 @@ from itertools import chain, islice
 from moe_lora.policies.admission.admission import shortest_first
 from moe_lora.timing.step_model import Row, StepModel, StepWork
 
-# A request on its way through the simulated system.
-
 
 @dataclass(slots=True, eq=False)
 class SimRequest:
-    """What is asked for, and when what happened to it (seconds; NaN: not yet).
+    """A simulated request with its timestamps (seconds; NaN: not yet).
 
-    arrival_s: at the instance that serves it.  adapter: None for the base model.
-    num_cached: tokens of its prompt with KV from earlier requests.
-    admitted_s: it has left the queue, and the load of its adapter is over where that holds up the step.
+    arrival_s: at its instance.  adapter: None for the base model.
+    num_cached: prompt tokens with KV from earlier requests.
+    admitted_s: out of the queue, with any blocking adapter load over.
     first_token_s, finish_s: first and last token.  decode_ttft_s: queue, adapter load and first decode step,
-    without prefill (InfiniLoRA section 2.3, footnote).  at_once: it started with the first step after its
-    arrival.  waited_for_adapter: it did not, as its adapter got no slot at some step; of the others KV or the
-    batch had no room.
-    num_steps_before: those that its instance had begun when it came.  prompt_left: tokens of its prompt
-    that no step was planned for, once it is computed here.
+    without prefill (InfiniLoRA section 2.3, footnote).  at_once: starts with the first step after arrival.
+    waited_for_adapter: at some step no slot was free; otherwise KV or the batch had no room.
+    num_steps_before: steps of its instance before arrival.  prompt_left: prompt tokens not yet planned.
     """
 
     index: int
@@ -51,22 +47,22 @@ class SimRequest:
 
     @property
     def adapter_uid(self) -> str | None:
-        """For admission: a name stands for one adapter here."""
+        """For admission: a name is one adapter here."""
         return self.adapter
 
     @property
     def num_left(self) -> int:
-        """Tokens that it will generate; asked while it waits."""
+        """Output tokens to generate, for a waiting request."""
         return self.output_tokens
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer: what it takes of the KV budget."""
+        """Prompt and answer: its share of the KV budget."""
         return self.prompt_tokens + self.output_tokens
 
     @property
     def ttft_s(self) -> float:
-        """From arrival to the first token.  Equal to decode_ttft_s where prompts are computed elsewhere."""
+        """From arrival to the first token.  Equal to decode_ttft_s if prompts are computed elsewhere."""
         return self.first_token_s - self.arrival_s
 
     @property
@@ -78,11 +74,11 @@ class SimRequest:
 
 
 class RunningRequests:
-    """Decode rows, and prompts in the order in which they came.
+    """Decode rows, and prompts in order of arrival.
 
-    prefill_tokens: rows and prompt tokens of a step, at most; None: prompts are computed elsewhere, and every
-    request begins as a decode row.  num_rows: decode rows of the next step.  steps: makes the batches below;
-    None: nobody asks for them.
+    prefill_tokens: most rows and prompt tokens of a step; None: prompts are computed elsewhere, and every
+    request starts as a decode row.  num_rows: decode rows of the next step.  steps: makes the batches below,
+    or None.
     """
 
     def __init__(self, prefill_tokens: int | None, steps: StepModel | None = None) -> None:
@@ -90,9 +86,7 @@ class RunningRequests:
         self.num_prompt_tokens = self.num_prompt_pairs = 0
         """Of the next step: see `system_config.StepRows`."""
         self.decode: StepWork | None = None if steps is None else steps.work()
-        """Decode rows of the next step."""
         self.prompts: list[Row] = []
-        """Prompt tokens of the next step."""
         self._prefill_tokens = prefill_tokens
         self._ends: list[tuple[int, int, SimRequest]] = []
         self._prompts: deque[SimRequest] = deque()
@@ -109,32 +103,32 @@ class RunningRequests:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the next step would have nothing to do."""
+        """True if the next step would be empty."""
         return not self.num_rows and not self._prompts
 
     @property
     def next_join_s(self) -> float | None:
-        """When the next one may join that may not yet."""
+        """Earliest join time of a pending request."""
         return min((moment_s for moment_s, _ in self._joining), default=None)
 
     @property
     def has_room(self) -> bool:
-        """Whether the next step may have another row or prompt token."""
+        """True if the next step has room for a row or prompt token."""
         limit = self._prefill_tokens
         return limit is None or self.num_rows + self.num_prompt_tokens < limit
 
     def work(self, request: SimRequest) -> int:
-        """Decode rows and prompt tokens that all its steps have together."""
+        """Total decode rows and prompt tokens of a request."""
         if self._prefill_tokens is None:
             return request.output_tokens
         return max(1, request.prompt_tokens) + request.output_tokens - 1
 
     def join_at(self, moment_s: float, request: SimRequest) -> None:
-        """Start the request with the first step from then on."""
+        """Start the request with the first step after moment_s."""
         self._joining.append((moment_s, request))
 
     def join(self, now_s: float) -> list[SimRequest]:
-        """Those that may now; to be started."""
+        """Requests with a join time up to now; the caller starts them."""
         joined = [request for moment_s, request in self._joining if moment_s <= now_s]
         if joined:
             self._joining = [later for later in self._joining if later[0] > now_s]
@@ -151,7 +145,7 @@ class RunningRequests:
             self._plan(request)
 
     def continue_prompts(self) -> None:
-        """Plan the next step: tokens of prompts that are under way, the oldest first."""
+        """Plan prompt tokens of the next step, oldest prompt first."""
         self.num_prompt_tokens = self.num_prompt_pairs = 0
         self.prompts.clear()
         for request in self._prompts:
@@ -160,11 +154,11 @@ class RunningRequests:
             self._plan(request)
 
     def steps_alike(self) -> int:
-        """Steps until the batch changes by itself."""
+        """Steps until the batch changes."""
         return 1 if self._prompts or self._joining else self._ends[0][0] - self.num_steps
 
     def stamp_first_decode(self, end_s: float) -> None:
-        """The next step, the first decode step of some, ends then."""
+        """Stamp the end of the next step on requests with their first decode step there."""
         for request in self._fresh:
             if self._prefill_tokens is None:
                 request.first_token_s = end_s
@@ -175,7 +169,7 @@ class RunningRequests:
         self._fresh.clear()
 
     def advance(self, num_steps: int, now_s: float) -> list[SimRequest]:
-        """These steps have ended now; the requests that are done."""
+        """End num_steps steps now; returns finished requests."""
         self.num_steps += num_steps
         done = []
         while self._ends and self._ends[0][0] <= self.num_steps:
@@ -214,14 +208,11 @@ class RunningRequests:
         self.prompts.append(Row(request.adapter, request.lora_rank, num_tokens))
 
 
-# The requests that wait for an instance, and which of them admission has to look at.
-
-
 class WaitingRequests:
     """First come first served, or shortest first.
 
-    While nothing has fallen free since a whole scan, those that it turned away can't start, and only newer
-    ones are looked at, after the oldest, whose starvation would stop them: what a scan of all would decide.
+    After a whole scan without freed room, scans only the oldest (starvation) and newer requests: same
+    decisions as a full scan.
     """
 
     def __init__(self, *, shortest_first: bool) -> None:
@@ -239,15 +230,15 @@ class WaitingRequests:
         self._new[request.index] = request
 
     def freed(self) -> None:
-        """Those turned away may find room now."""
+        """Refused requests may find room now."""
         self._freed = True
 
     def next_step(self) -> None:
-        """A step begins, whether or not there is room for further requests."""
+        """A step starts, with or without room for further requests."""
         self._num_steps += 1
 
     def candidates(self) -> Iterable[SimRequest]:
-        """What to scan now; followed by `scanned`."""
+        """Requests to scan now; `scanned` follows."""
         if self._shortest_first:
             return shortest_first(chain(self._refused.values(), self._new.values()))
         if self._freed:
@@ -259,9 +250,9 @@ class WaitingRequests:
     def scanned(
         self, started: Iterable[SimRequest], turned_away: Collection[str | None], *, whole: bool
     ) -> None:
-        """These of the candidates have started.  whole: none of the others wants anything but its adapter.
+        """These candidates have started.  whole: the rest lack only an adapter slot.
 
-        turned_away: adapters that got no slot.
+        turned_away: adapters without a slot.
         """
         for request in started:
             request.at_once = self._num_steps == request.num_steps_before + 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a simulated instance's adapters come from: the interface, and the link they come over."""
+"""Adapter sources of a simulated instance: the interface, and the load link."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from .system_config import AdapterBytes, LocalConfig, bytes_of
 
 @dataclass(slots=True, eq=False)
 class SimAdapter:
-    """An adapter as one instance knows it (`policies.admission.admission.ResidentView`).
+    """An adapter in the view of one instance (`policies.admission.admission.ResidentView`).
 
-    first_layer_s, last_layer_s: when these are, or were, loaded.  told_s: when the instance hears, or heard,
-    that it may use it.
+    first_layer_s, last_layer_s: load times of these layers.  told_s: time of the grant at the instance.
     """
 
     name: str
@@ -33,11 +32,11 @@ class SimAdapter:
 
 
 class AdapterSource(ABC):
-    """Counts one instance's requests of each adapter and makes adapters ready for them, as
-    `engine.adapters.manager` does.
+    """Counts requests per adapter of one instance and makes adapters ready, as `engine.adapters.manager`
+    does.
 
-    loads_first: a request leaves the queue only when its adapter is there, holding up the step meanwhile.
-    starvation_s: see `policies.admission.admission.admissible`; inf where somebody else sees to it.
+    loads_first: a request leaves the queue only with a loaded adapter; the load blocks the step.
+    starvation_s: see `policies.admission.admission.admissible`; inf if handled elsewhere.
     """
 
     loads_first = False
@@ -49,19 +48,19 @@ class AdapterSource(ABC):
 
     @abstractmethod
     def hold(self, adapter: SimAdapter) -> bool:
-        """Make the adapter ready, or begin to, and keep it so; False if that can't be done now.
+        """Make the adapter ready, or start to, and pin; False without room.
 
         Sets the adapter's times.
         """
 
     @abstractmethod
     def let_go(self, adapter: SimAdapter) -> bool:
-        """Its last running request ended; whether another adapter of this instance may find room by that."""
+        """Its last running request ended; True if another adapter may find room now."""
 
     def work(self, layer_s: float, delta_s: float) -> float:
-        """From now on the instance's layers take layer_s each, of which a server computes for delta_s.
+        """Set the instance's time per layer, and the server's compute time in a layer.
 
-        Returns the time that a server needs for a layer of all instances.
+        Returns a server's time for a layer of all instances.
         """
         return 0.0
 
@@ -81,7 +80,7 @@ class AdapterSource(ABC):
             adapter.num_waiting += 1
 
     def acquire(self, request: SimRequest) -> bool:
-        """Have the adapter made ready and hold it for the request; False if there is no place now."""
+        """Make the adapter ready and pin for the request; False without room."""
         adapter = self.adapter(request)
         if adapter is None:
             return True
@@ -93,7 +92,7 @@ class AdapterSource(ABC):
         return True
 
     def release(self, request: SimRequest) -> bool:
-        """The request has ended; whether another adapter may find room by that."""
+        """The request has ended; True if another adapter may find room now."""
         adapter = self.adapter(request)
         if adapter is None:
             return False
@@ -102,7 +101,7 @@ class AdapterSource(ABC):
         return adapter.num_running == 0 and self.let_go(adapter)
 
     def loaded_s(self, requests: Iterable[SimRequest]) -> tuple[float, float] | None:
-        """When first and last layer of all their adapters are there; None if they have none."""
+        """Load times of first and last layer over these adapters; None without adapters."""
         adapters = [adapter for request in requests if (adapter := self.adapter(request)) is not None]
         if not adapters:
             return None
@@ -113,8 +112,8 @@ class AdapterSource(ABC):
 class LoadLink:
     """Loads over one link of `bytes_per_s`, in parts of 1 / num_layers.
 
-    layer_wise: a layer of each adapter under way in turn (InfiniLoRA section 5.3); else whole adapters one
-    after the other, of which nothing is ready before all is.
+    layer_wise: a layer of each current load in turn (InfiniLoRA section 5.3); else whole adapters in
+    sequence.
     """
 
     def __init__(self, bytes_per_s: float, num_layers: int = 1, *, layer_wise: bool = False) -> None:
@@ -125,9 +124,9 @@ class LoadLink:
         self.num_loads = 0
 
     def load(self, now_s: float, num_bytes: float) -> tuple[float, float]:
-        """When the first and the last part are there.
+        """Times of the first and the last part, without later loads.
 
-        As if nothing came after it: a later load takes turns with this one and makes its last parts later.
+        A later load takes turns with this load and delays its last parts.
         """
         load_s = num_bytes / self._bytes_per_s
         self._free_s = max(self._free_s, now_s) + load_s
@@ -141,9 +140,9 @@ class LoadLink:
 
 
 class LocalAdapters(AdapterSource):
-    """Of a coupled instance: `capacity` slots of its own, idle adapters evicted.  See `LocalConfig.blocking`.
+    """Adapters of a coupled instance: `capacity` slots, idle adapters evicted.  See `LocalConfig.blocking`.
 
-    link: from the host's memory.  fetches: to it, from other hosts', one after the other.
+    link: from host memory.  fetches: from further hosts, in sequence.
     """
 
     def __init__(self, config: LocalConfig, adapter_bytes: AdapterBytes, clock: Clock) -> None:
@@ -158,16 +157,16 @@ class LocalAdapters(AdapterSource):
         self._on_host: set[str] | None = None
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """Make these resident before anything happens, the last of them evicted first."""
+        """Make these resident at the start; the last is evicted first."""
         for before, name in enumerate(reversed(names), start=-len(names)):
             self._resident[name] = self._adapters[name] = SimAdapter(name, last_used_s=float(before))
 
     def begin_with(self, names: Iterable[str]) -> None:
-        """The host has these adapters and no others.  If this is never called, it has all."""
+        """Set the host's adapters.  Without this call the host has all."""
         self._on_host = set(names)
 
     def keep(self, names: Iterable[str]) -> None:
-        """The placement has these here from now on: the host drops others; what it lacks comes when used."""
+        """Set the placement: the host drops the rest, and fetches missing adapters at first use."""
         if self._on_host is not None:
             self._on_host &= set(names)
 
@@ -193,4 +192,4 @@ class LocalAdapters(AdapterSource):
         return True
 
     def let_go(self, adapter: SimAdapter) -> bool:
-        return True  # it stays, but may be evicted now
+        return True

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step of an instance takes: by the formulas that pace an emulated one (`lora.paced`), or by
-a performance model.
-"""
+"""Step times: by the formulas of emulated instances (`lora.paced`), or by a performance model."""
 
 from __future__ import annotations
 
@@ -10,13 +8,11 @@ from .system_config import InstanceConfig
 
 
 class StepTime:
-    """Asked before each step; it has decode rows, or prompt tokens, or both.  remote: a LoRA Server computes
-    the deltas.
+    """Time of a step with decode rows, prompt tokens, or both.  remote: a LoRA Server computes the deltas.
 
     By a profile, a layer of T rows: attention(T) + experts(T) + lora(T), deltas on the instance;
-    attention(T) + max(experts(T), transfer(T) + lora(T)), or the sum without overlap, when they are remote.
-    By a model: a decode step over the decode rows and a prefill step over the prompts, one after the other;
-    the whole is then one layer.  By times of layers: as these say, prompts included.
+    remote: attention(T) + max(experts(T), transfer(T) + lora(T)), or the sum without overlap.
+    By a model: a decode step plus a prefill step, as one layer.  By layer times: as given, prompts included.
     """
 
     def __init__(self, config: InstanceConfig, *, remote: bool) -> None:
@@ -24,9 +20,9 @@ class StepTime:
         self._remote = remote
 
     def layer_s(self, running: RunningRequests) -> tuple[float, float]:
-        """Seconds of a layer's rows, the LoRA Server working for nobody else, and of their deltas.
+        """Seconds of a layer's rows with an idle LoRA Server, and of their deltas.
 
-        Times of layers include prompt tokens; by a profile or a model `prompts_s` adds these.
+        Layer times include prompt tokens; otherwise `prompts_s` adds the prompts.
         """
         if self._config.layers is not None:
             return self._config.layers.layer_s(running)
@@ -44,26 +40,25 @@ class StepTime:
         return profile.attention.seconds(num_rows) + both_s, lora_s
 
     def prompts_s(self, running: RunningRequests) -> float:
-        """What the prompt tokens add."""
+        """Extra time of the prompt tokens."""
         if self._config.steps is not None:
             return self._config.steps.prefill_step_s(running.prompts)
         prefill = self._config.prefill
         return 0.0 if prefill is None else prefill.seconds(running.num_prompt_tokens)
 
     def step_s(self, layer_s: float, server_s: float = 0.0) -> float:
-        """A step whose layers take layer_s each, and for each of which the server is busy for server_s.
+        """A step with layers of layer_s, and server_s of the LoRA Server's time per layer.
 
-        server_s: of a layer, for all instances together.  It works for one at a time, so none gets through a
-        layer faster than that; instances that step alike fall into line, and below that nobody waits.
+        server_s: for all instances.  The server works for one at a time, a lower limit of a layer's time.
         """
         return self._config.num_layers * max(layer_s, server_s)
 
 
 def delayed_step_s(step_s: float, num_layers: int, first_layer_s: float, last_layer_s: float) -> float:
-    """A step that waits for adapters being loaded.
+    """A step that waits for adapter loads.
 
-    first_layer_s, last_layer_s: from the step's begin until that layer is loaded; those between come evenly.
-    Layer l can't end before it is loaded, and the layers after it take their time.
+    first_layer_s, last_layer_s: load times from the step's start; layers between come evenly.
+    A layer ends after its load; later layers follow in sequence.
     """
     after_last_s = step_s / num_layers
     return max(step_s, first_layer_s + step_s, last_layer_s + after_last_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated system: requests come, a router chooses an instance, everybody's events share one queue."""
+"""A simulated system: requests, a router, instances and one event queue."""
 
 from __future__ import annotations
 
@@ -25,16 +25,12 @@ from .sources import LoadLink, LocalAdapters
 from .step_time import StepTime
 from .system_config import PlacementConfig, SimLoraServerConfig, SystemConfig
 
-# Placements made while requests come, as the front end's controller makes them, on the virtual clock.
-
 
 class SimPlacement:
-    """Asks a planner every interval, routes by its table, and tells hosts what to keep.
+    """Runs a planner every interval on the virtual clock, routes by its table, and updates hosts.
 
-    Tokens count when their request comes, as the front end counts them; placing takes no time.  An adapter
-    that comes to an instance is fetched when it is first used there.  goes_on: whether there is another
-    interval.
-    held: adapters of each instance by each table.
+    Tokens count at arrival, as in the front end; placing takes no time.  An instance fetches new adapters at
+    first use.  goes_on: True while intervals continue.  held: adapters per instance, by table.
     """
 
     def __init__(
@@ -55,7 +51,7 @@ class SimPlacement:
         self._meter = DemandMeter(config.mean_output_tokens)
 
     def begin(self) -> None:
-        """The first table; hosts have what it says."""
+        """Install the first table and the hosts' adapters."""
         for source, names in zip(self._sources, self._place(0.0), strict=True):
             source.begin_with(names)
         self._events.at(self._interval_s, self._step)
@@ -91,11 +87,11 @@ def simulate(
     requests: Sequence[PlannedRequest],
     give_up: Callable[[SimRequest], bool] | None = None,
 ) -> System:
-    """The system after every request's last token.  Nothing is drawn: equal arguments, equal results.
+    """The system after every request's last token.  Deterministic: equal arguments, equal results.
 
-    requests: by arrival.  give_up: told of each request that is done; True ends the simulation there.
-    Raises ValueError if requests are not by arrival, or one has no token to generate, CapacityError for one
-    that is too long for an instance, ConfigError for a placement whose router does not go by it.
+    requests: by arrival.  give_up: called per finished request; True ends the simulation.
+    Raises ValueError for unsorted requests or no output tokens, CapacityError for a request too long for an
+    instance, ConfigError for a placement without a placement router.
     """
     system = System(config, give_up)
     system.replay(requests)
@@ -103,10 +99,10 @@ def simulate(
 
 
 class System:
-    """Instances, what their adapters come from, and the router before them.
+    """Instances, adapter sources, and the router.
 
-    requests: the finished ones with their stamps, in the order in which they finished.  stopped: given up
-    before all were done.  links: over which adapters are loaded.  sources: of the instances, each its own.
+    requests: finished, in order of finish.  stopped: ended before all were done.  links: of adapter loads.
+    sources: one per instance.
     """
 
     def __init__(self, config: SystemConfig, give_up: Callable[[SimRequest], bool] | None = None) -> None:
@@ -143,29 +139,29 @@ class System:
 
     @property
     def num_fetches(self) -> int:
-        """Adapters that came from another host."""
+        """Adapters fetched from another host."""
         return sum(source.fetches.num_loads for source in self.sources)
 
     @property
     def held(self) -> Sequence[Sequence[int]]:
-        """Adapters that each table of a placement gave each instance."""
+        """Adapters per instance, by placement table."""
         return [] if self.placement is None else self.placement.held
 
     @property
     def end_s(self) -> float:
-        """When the last one was done."""
+        """Time of the last finish."""
         return max((request.finish_s for request in self.requests), default=0.0)
 
     def column(self, name: str, since_s: float = 0.0) -> NDArray[np.float64]:
-        """A number of every request that arrived at since_s or later, by its attribute's name."""
+        """The named attribute of every request with arrival >= since_s."""
         return np.array([getattr(r, name) for r in self.requests if r.arrival_s >= since_s], dtype=np.float64)
 
     def summary(self, since_s: float = 0.0) -> dict[str, Any]:
-        """Of the requests that arrived at since_s or later; None where there is nothing to average.
+        """Summary of requests with arrival >= since_s; None for empty means.
 
-        admitted_at_once: share that started with the first step after their arrival.  waited_for_adapter,
-        waited_for_room: of the others, those that waited for an adapter's slot, and for KV or the batch; the
-        three sum to 1.  ttft, decode_ttft: as in `SimRequest`.
+        admitted_at_once: share with a start in the first step after arrival.  waited_for_adapter,
+        waited_for_room: share with a wait for a slot, and for KV or the batch; the three sum to 1.  ttft,
+        decode_ttft: as in `SimRequest`.
         """
         at_once = self.column("at_once", since_s)
         for_adapter = self.column("waited_for_adapter", since_s)
@@ -185,7 +181,7 @@ class System:
         }
 
     def replay(self, requests: Sequence[PlannedRequest]) -> None:
-        """Let the requests come, and run until nothing is left to do."""
+        """Feed the requests and run to the end."""
         self._num_expected = len(requests)
         if self.placement is not None:
             self.placement.begin()

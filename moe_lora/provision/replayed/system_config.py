@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulated system is made of."""
+"""Configuration of a simulated system."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from moe_lora.timing.step_model import StepModel
 from .prefix_hits import PrefixHits
 
 AdapterBytes: TypeAlias = float | Mapping[str, float]
-"""Bytes of every adapter, or of each by name."""
 
 
 def bytes_of(adapter_bytes: AdapterBytes, name: str) -> float:
-    """Bytes of the adapter.  Raises ConfigError for one that is not among those named."""
+    """Bytes of the adapter.  Raises ConfigError for an unknown name."""
     if not isinstance(adapter_bytes, Mapping):
         return adapter_bytes
     if name not in adapter_bytes:
@@ -32,13 +31,11 @@ def bytes_of(adapter_bytes: AdapterBytes, name: str) -> float:
 
 
 def _positive(place: str, value: float) -> None:
-    """Infinity is allowed: at once."""
     if not value > 0:
         raise ConfigError(f"{place}={value} brings nothing; choose more than 0")
 
 
 def _not_negative(place: str, value: float) -> None:
-    """Infinity is allowed: nobody is stopped for another."""
     if not value >= 0:
         raise ConfigError(f"{place}={value} must be 0 or more")
 
@@ -47,8 +44,8 @@ class StepRows(Protocol):
     """The token rows of one step.
 
     num_rows: decode rows.  num_prompts, num_prompt_tokens: prompts with tokens in the step, and these tokens.
-    num_prompt_pairs: pairs of a prompt token and a token that it attends to.  num_with_adapter: requests with
-    an adapter.
+    num_prompt_pairs: pairs of a prompt token and an attended token.  num_with_adapter: requests with an
+    adapter.
     """
 
     num_rows: int
@@ -61,10 +58,10 @@ class StepRows(Protocol):
 
 
 class LayerTimes(Protocol):
-    """Times of an instance's equal layers, with the prompt tokens of a step in them."""
+    """Times of an instance's equal layers, including prompt tokens."""
 
     def layer_s(self, step: StepRows) -> tuple[float, float]:
-        """Seconds of a layer, and the seconds of a layer that the LoRA Server is busy for the instance."""
+        """Seconds of a layer, and busy seconds of the LoRA Server for this instance in a layer."""
         ...
 
 
@@ -72,14 +69,13 @@ class LayerTimes(Protocol):
 class InstanceConfig(Settings):
     """An LLM instance.
 
-    profile: of one of its num_layers equal layers; or steps: times of whole steps by the ranks in them, where
-    a step with prompts takes as long as a prefill and a decode step one after the other; or layers: times of
-    a layer, prompts included.  max_num_seqs: requests that run at once.  kv_tokens: room for prompts and
-    whole answers of these; None: enough.
+    profile: of one of its num_layers equal layers; or steps: times of whole steps by rank (a mixed step is a
+    prefill plus a decode step); or layers: layer times, prompts included.  max_num_seqs: concurrent requests.
+    kv_tokens: room for their prompts and whole answers; None: unlimited.
     prefill: time of a step's prompt tokens, at most max_num_batched_tokens with the decode rows; None,
-    without `steps` and `layers`: prompts are computed elsewhere, and a request's first step here is a decode
-    step (InfiniLoRA section 2.1).  prefix_hits: makes an instance's record of computed prefixes; None: every
-    prompt token is computed.  shortest_first: see `policies.admission.admission`.
+    without `steps` and `layers`: prompts are computed elsewhere, and the first step is a decode step
+    (InfiniLoRA section 2.1).  prefix_hits: makes an instance's record of computed prefixes; None: no reuse.
+    shortest_first: see `policies.admission.admission`.
     """
 
     profile: StepProfile | None = None
@@ -109,19 +105,18 @@ class InstanceConfig(Settings):
 
     @property
     def has_prompts(self) -> bool:
-        """Whether the instance computes prompts."""
+        """True if the instance computes prompts."""
         return self.prefill is not None or self.profile is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalConfig(Settings):
-    """Every instance has `capacity` adapter slots of its own and loads at load_bytes_per_s (inf: at once).
+    """Every instance has `capacity` adapter slots and loads at load_bytes_per_s (inf: at once).
 
-    fetch_bytes_per_s: at which an adapter that a placement has put elsewhere so far comes from another host's
-    memory, before it is loaded.  starvation_s: a request that has waited for a slot for longer stops younger
-    ones.  blocking: a load holds up the steps, as in vLLM's S-LoRA; False: only requests for that adapter
-    wait.  prefetched: adapters that are resident before the first request, the last of them evicted first; at
-    most `capacity`.
+    fetch_bytes_per_s: from another host's memory, before the load.  starvation_s: a request that waits longer
+    for a slot stops younger requests.  blocking: a load blocks steps, as in vLLM's S-LoRA; False: only
+    requests for that adapter wait.  prefetched: resident at the start, the last evicted first; at most
+    `capacity`.
     """
 
     capacity: int = setting(least=1)
@@ -141,11 +136,10 @@ class LocalConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class SimLoraServerConfig(LocalConfig):
-    """One LoRA Server for all instances, of `capacity` slots.
+    """One LoRA Server of `capacity` slots for all instances.
 
-    load_bytes_per_s: of all its GPUs together.  num_stages: groups of GPUs that work on different layers
-    (y of EPx-PPy).  layer_wise: see `sources.LoadLink`.  control_s: from asking for a lease to hearing of
-    it; a step begins without those that wait for that.
+    load_bytes_per_s: of all its GPUs.  num_stages: groups of GPUs on different layers (y of EPx-PPy).
+    layer_wise: see `sources.LoadLink`.  control_s: round trip of a lease; steps do not wait for leases.
     """
 
     num_stages: int = setting(1, least=1)
@@ -154,15 +148,16 @@ class SimLoraServerConfig(LocalConfig):
 
 
 Planner: TypeAlias = Callable[[Mapping[str, float], float], Mapping[str, Iterable[tuple[int, float]]]]
-"""(tokens of each adapter in the interval that has ended, its seconds) -> {adapter: [(instance, phi), ...]};
-first asked before any request, about no tokens in no time."""
+"""(tokens per adapter in the last interval, its seconds) -> {adapter: [(instance, phi), ...]}; the first call
+has no tokens and no time.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig(Settings):
-    """planner: makes that of a run, which is asked every interval_s while requests come.
+    """planner: makes the planner of a run, called every interval_s.
 
-    mean_output_tokens: of an answer, while no adapter has any.
+    mean_output_tokens: of an answer, before any observation.
     """
 
     planner: Callable[[], Planner]
@@ -172,11 +167,11 @@ class PlacementConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class SystemConfig(Settings):
-    """Equal instances and where their adapters are.
+    """Equal instances and their adapters.
 
-    adapters: slots of each instance, or a LoRA Server.  lora_ranks: of the adapters, which steps go by; one
-    that is not named counts as base model.  router: makes the router of a run.  placement: made
-    anew while requests come, for a router that is a `PhiRouting`; None: every host has all adapters.
+    adapters: slots of each instance, or a LoRA Server.  lora_ranks: of the adapters, for step times; unnamed
+    adapters count as base model.  router: makes the router of a run.  placement: renewed during the run, for
+    a `PhiRouting` router; None: every host has all adapters.
     """
 
     num_instances: int = setting(least=1)

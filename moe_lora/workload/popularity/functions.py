@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Azure Functions traces with functions as adapters: who is invoked when, or how often.
+"""Azure Functions traces with functions as adapters: invocations by time, or counts.
 
+Identities, most frequent first, go to the adapters round robin in blocks of `skewness`.
 Source: dLoRA section 7.1.
 """
 
@@ -21,16 +22,11 @@ from moe_lora.workload.traces.records import Trace, need
 
 from .popularity import Popularity, from_weights
 
-# Identities of a trace (functions, models) mapped to the adapters there are, as dLoRA does it.
-#
-# Identities, most frequent first, go to the adapters round robin in blocks of `skewness`.
-# Source: dLoRA section 7.1.
-
 
 def map_identities(counts: Mapping[str, int], adapters: Sequence[str], skewness: int = 1) -> dict[str, int]:
     """Index of each identity's adapter: (place // skewness) mod number of adapters, by falling count.
 
-    skewness: identities per block of the round robin; the larger, the more uneven the adapters' load.
+    skewness: identities per block of the round robin; larger is more uneven.
     """
     need(skewness >= 1, "skewness", skewness, "a whole number >= 1")
     if not adapters:
@@ -40,7 +36,7 @@ def map_identities(counts: Mapping[str, int], adapters: Sequence[str], skewness:
 
 
 def mapped_popularity(counts: Mapping[str, int], adapters: Sequence[str], skewness: int = 1) -> Popularity:
-    """Each adapter's share of the counts of the identities mapped to it."""
+    """Each adapter's share of its identities' counts."""
     weights = [0] * len(adapters)
     for name, index in map_identities(counts, adapters, skewness).items():
         weights[index] += counts[name]
@@ -48,7 +44,7 @@ def mapped_popularity(counts: Mapping[str, int], adapters: Sequence[str], skewne
 
 
 def map_adapters(trace: Trace, adapters: Sequence[str], skewness: int = 1) -> Trace:
-    """The trace with its own adapter names replaced by those they map to; unnamed requests stay so.
+    """The trace with its adapter names mapped to `adapters`; unnamed requests stay.
 
     Raises ValueError if the trace names no adapter.
     """
@@ -64,12 +60,12 @@ def map_adapters(trace: Trace, adapters: Sequence[str], skewness: int = 1) -> Tr
 
 
 MINUTE_S = 60.0
-MAX_INVOCATIONS = 5_000_000  # held in memory at once
+MAX_INVOCATIONS = 5_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Invocations:
-    """Who is invoked when: arrivals_s[i] (sorted, from 0 on) asks for adapters[adapter_index[i]]."""
+    """arrivals_s[i] (sorted, from 0 on) asks for adapters[adapter_index[i]]."""
 
     adapters: tuple[str, ...]
     arrivals_s: FloatArray
@@ -90,12 +86,11 @@ def read_invocations(
     duration_s: float | None = None,
     seed: int = 0,
 ) -> Invocations:
-    """The invocations as arrivals of adapters; equal arguments give equal arrivals.
+    """The invocations as arrivals of adapters.  Deterministic.
 
     2019 counts by minute: arrivals are uniform within the minute.  2021: end_timestamp - duration.
-    request_rate_per_s: keep invocations at random, so many a second on average over the whole file; the
-        pattern stays.  None: all of them.
-    duration_s: only the file's first so many seconds.
+    request_rate_per_s: thin invocations at random to this mean rate over the file.  None: all.
+    duration_s: only the file's first seconds.
     Raises ValueError as `function_counts`, for a rate above the file's own, and above MAX_INVOCATIONS.
     """
     for name, value in (("request_rate", request_rate_per_s), ("duration_s", duration_s)):
@@ -115,7 +110,7 @@ def read_invocations(
 
 
 def with_invocations(lengths: Trace, invocations: Invocations) -> Trace:
-    """The invocations' times and adapters with the lengths (and texts) of `lengths`, going round its rows."""
+    """The invocations' times and adapters with the lengths (and texts) of `lengths`, repeated as needed."""
     rows, names = lengths.requests, invocations.adapters
     requests = tuple(
         replace(rows[i % len(rows)], arrival_s=float(arrival_s), adapter=names[index])
@@ -158,7 +153,7 @@ def _take_2019(
         if function in mapping:
             index = mapping[function]
             by_adapter[index] = minutes + by_adapter.get(index, 0)
-    counts = np.stack([by_adapter[index] for index in sorted(by_adapter)])  # [adapters in use, minutes]
+    counts = np.stack([by_adapter[index] for index in sorted(by_adapter)])
     num_minutes = counts.shape[1]
     kept = rng.binomial(counts, _kept_share(path, rate_per_s, total, num_minutes * MINUTE_S))
     kept[:, math.ceil(min(duration_s / MINUTE_S, num_minutes)) :] = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Popularity by name: what `--popularity` takes, in every command that has it."""
+"""Popularity by name, for `--popularity`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,11 @@ from moe_lora.workload.traces.records import need
 from .functions import functions_popularity, mapped_popularity
 from .popularity import Popularity, from_weights, read_counts, uniform, zipf
 
-# Shapes of popularity beside Zipf and uniform: two levels, Dirichlet, long tail, Gaussian, turns, shifts.
-
-
-_STEEPEST = 60.0  # a power law this steep leaves nothing to the second adapter
+_STEEPEST = 60.0
 
 
 def two_level(adapters: Sequence[str], num_hot: int, hot_share: float) -> Popularity:
-    """The first num_hot adapters have hot_share of the requests, evenly; the others the rest, evenly.
-
-    num_hot = 1 is one hot adapter.
-    """
+    """The first num_hot adapters share hot_share of the requests evenly; the rest share the remainder."""
     need(1 <= num_hot < len(adapters), "num_hot", num_hot, f"1 to {len(adapters) - 1}, below all adapters")
     need(0 <= hot_share <= 1, "hot_share", hot_share, "a number from 0 to 1")
     num_cold = len(adapters) - num_hot
@@ -37,7 +31,7 @@ def two_level(adapters: Sequence[str], num_hot: int, hot_share: float) -> Popula
 
 
 def dirichlet(adapters: Sequence[str], concentration: float, seed: int = 0) -> Popularity:
-    """One draw from the symmetric Dirichlet distribution; the smaller the concentration, the more uneven."""
+    """One draw from the symmetric Dirichlet distribution; smaller concentration is more uneven."""
     need(0 < concentration < math.inf, "concentration", concentration, "a finite number > 0")
     need(seed >= 0, "seed", seed, "a whole number >= 0")
     drawn = np.random.default_rng(seed).gamma(concentration, size=len(adapters))
@@ -47,11 +41,11 @@ def dirichlet(adapters: Sequence[str], concentration: float, seed: int = 0) -> P
 
 
 def long_tail(adapters: Sequence[str], num_head: int = 5, head_share: float = 0.7) -> Popularity:
-    """P(i-th adapter) ~ 1 / i**s, s such that the first num_head adapters have head_share of the requests.
+    """P(i-th adapter) ~ 1 / i**s, with s for head_share of the requests on the first num_head adapters.
 
     Source: LoRAServe section IV and figure 8 (the top five of an adapter fleet have more than 70 %).
     """
-    from scipy.optimize import brentq  # a third of a second, for this shape only
+    from scipy.optimize import brentq
 
     num_adapters = len(adapters)
     need(1 <= num_head < num_adapters, "num_head", num_head, f"1 to {num_adapters - 1}, below all adapters")
@@ -63,7 +57,7 @@ def long_tail(adapters: Sequence[str], num_head: int = 5, head_share: float = 0.
         weights = places**-s
         return float(weights[:num_head].sum() / weights.sum()) - head_share
 
-    if beyond(0.0) >= 0.0:  # rounding, where head_share is that of even popularity
+    if beyond(0.0) >= 0.0:
         return uniform(adapters)
     return zipf(adapters, float(brentq(beyond, 0.0, _STEEPEST)))
 
@@ -71,8 +65,8 @@ def long_tail(adapters: Sequence[str], num_head: int = 5, head_share: float = 0.
 def gaussian(adapters: Sequence[str], sigma: float) -> Popularity:
     """P(i-th of N adapters): mass of a normal distribution (mean 1/2, deviation sigma) on (i, i + 1) / N.
 
-    Cut to [0, 1]: the adapters in the middle are asked for most.
-    Source: FastLibra section 6.9 (Skewed-0.1, Skewed-0.3); it gives the deviation, not the mean or the unit.
+    Cut to [0, 1]: middle adapters are the most popular.
+    Source: FastLibra section 6.9 (Skewed-0.1, Skewed-0.3); mean and unit are not in the paper.
     """
     need(0 < sigma < math.inf, "sigma", sigma, "a finite number > 0 (0.1 and 0.3 are usual)")
     num_adapters = len(adapters)
@@ -83,7 +77,7 @@ def gaussian(adapters: Sequence[str], sigma: float) -> Popularity:
 
 @dataclass(frozen=True, slots=True)
 class Distinct(Popularity):
-    """Adapters in turn, each as often as the others ("distinct").
+    """Adapters in turn, equally often ("distinct").
 
     Source: FastLibra section 6.9.
     """
@@ -99,7 +93,7 @@ def distinct(adapters: Sequence[str]) -> Distinct:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shifting(Popularity):
-    """P(t) = (1 - t) · probabilities + t · end, with t the share of the time that has passed."""
+    """P(t) = (1 - t) · probabilities + t · end, with t the passed share of the time."""
 
     end: tuple[float, ...]
 
@@ -110,7 +104,7 @@ class Shifting(Popularity):
         return from_weights(self.adapters, mixed.tolist(), self.lora_ranks)
 
     def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
-        """A request at t draws by `end` with probability t, else by `probabilities`: that is P(t)."""
+        """A request at t draws by `end` with probability t, else by `probabilities`."""
         from_end = rng.random(len(time_shares)) < time_shares
         early = self.sample(len(time_shares), rng)
         late = Popularity(self.adapters, self.end).sample(len(time_shares), rng)
@@ -119,11 +113,11 @@ class Shifting(Popularity):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drifting(Popularity):
-    """The k-th of N adapters at time share t is as popular as the (k + m) mod N-th of `probabilities`, with
-    m = int(t · num_moves).
+    """The k-th of N adapters at time share t has the popularity of the (k + m) mod N-th of `probabilities`,
+    with m = int(t · num_moves).
 
-    Every 1 / num_moves of the time the least popular adapter becomes the most popular one, as when a new
-    function is rolled out, and all others lose a place (probabilities: falling).
+    Every 1 / num_moves of the time the least popular adapter becomes the most popular, as a new function
+    would (probabilities: falling).
     """
 
     num_moves: int
@@ -139,19 +133,15 @@ class Drifting(Popularity):
         return [self.adapters[index] for index in moved.tolist()]
 
 
-# LoRAServe's popularities, which are over ranks: 8, 16, 32, 64, 128, each with its own adapters.
-#
-# Every shape splits the adapters over the five ranks in order, as evenly as may be (25 adapters: 5 a rank),
-# and a rank's share evenly over its adapters unless it says otherwise.
-# Source: LoRAServe sections V-E and V-H.
-
-
 LORA_RANKS = (8, 16, 32, 64, 128)
 _HALF = 0.5
 
 
 def _ranks(adapters: Sequence[str]) -> tuple[int, ...]:
-    """Rank of each adapter, non-decreasing; the lowest ranks get one more where 5 does not divide."""
+    """Rank of each adapter, non-decreasing, over ranks 8, 16, 32, 64, 128; remainders go to the lowest ranks.
+
+    Source: LoRAServe sections V-E and V-H.
+    """
     if len(adapters) < len(LORA_RANKS):
         raise ValueError(
             f"{len(adapters)} adapters for the ranks {LORA_RANKS}; name at least {len(LORA_RANKS)}"
@@ -161,7 +151,6 @@ def _ranks(adapters: Sequence[str]) -> tuple[int, ...]:
 
 
 def _over_ranks(adapters: Sequence[str], shares: Sequence[float], alpha: float = 0.0) -> Popularity:
-    """Each rank's share, split over its adapters in proportion to 1 / place**alpha."""
     if len(shares) != len(LORA_RANKS):
         raise ValueError(f"{len(shares)} shares for the ranks {LORA_RANKS}; give one a rank")
     ranks = _ranks(adapters)
@@ -176,24 +165,24 @@ def _over_ranks(adapters: Sequence[str], shares: Sequence[float], alpha: float =
 def exponential_ranks(adapters: Sequence[str], decay: float = 1.0) -> Popularity:
     """Share of the k-th rank ~ exp(-decay · k), the smallest rank first.
 
-    The paper does not state the decay; 1.0 gives 64, 23, 9, 3 and 1 %.
+    Not in the paper: the decay; 1.0 gives 64, 23, 9, 3 and 1 %.
     """
     need(0 <= decay < math.inf, "decay", decay, "a finite number >= 0 (0 is uniform)")
     return _over_ranks(adapters, [math.exp(-decay * place) for place in range(len(LORA_RANKS))])
 
 
 def power_ranks(adapters: Sequence[str], alpha: float = 1.0) -> Popularity:
-    """Share of the k-th rank ~ k**-alpha, k = 1 the smallest rank; alpha 0: every rank a fifth.
+    """Share of the k-th rank ~ k**-alpha, k = 1 the smallest rank; alpha 0: a fifth each.
 
-    alpha was 1/3 … 3 over 100 adapters. That places are ranks, not single adapters, follows from the largest
-    rank's share: 16 % at alpha = 1/3, as the paper says (14 % over single adapters).
+    alpha was 1/3 … 3 over 100 adapters.  Places are ranks: the largest rank's share is then 16 % at alpha =
+    1/3, as in the paper.
     """
     need(0 <= alpha < math.inf, "alpha", alpha, "a finite number >= 0 (1/3 to 3 are usual)")
     return _over_ranks(adapters, [place**-alpha for place in range(1, len(LORA_RANKS) + 1)])
 
 
 def shifting_ranks(adapters: Sequence[str]) -> Shifting:
-    """Rank 128 has half of the requests, moving linearly to rank 8 having half; the others share the rest."""
+    """Rank 128 has half of the requests, moving linearly to rank 8; the rest share the other half."""
     others = _HALF / (len(LORA_RANKS) - 1)
     shares = [others] * (len(LORA_RANKS) - 1) + [_HALF]
     start, end = _over_ranks(adapters, shares), _over_ranks(adapters, shares[::-1])
@@ -203,14 +192,14 @@ def shifting_ranks(adapters: Sequence[str]) -> Shifting:
 def production_ranks(adapters: Sequence[str], *rank_shares: float) -> Popularity:
     """Each rank's share split over its adapters by a power law of alpha = 1 (50, 100 or 200 adapters in all).
 
-    rank_shares: one a rank; the paper shows them in a figure only (15), so even where not given.
+    rank_shares: one per rank; only a figure (15) in the paper, so even by default.
     """
     return _over_ranks(adapters, rank_shares or (1.0,) * len(LORA_RANKS), alpha=1.0)
 
 
 USUAL_ZIPF = 1.2  # InfiniLoRA section 6.1
 
-# name: (what follows it, type of each argument, least number of arguments, shape)
+# name: (argument text, type of each argument, least number of arguments, shape)
 _Shape = tuple[str, tuple[type, ...], int, Callable[..., Popularity]]
 _SHAPES: dict[str, _Shape] = {
     "uniform": ("", (), 0, uniform),
@@ -235,12 +224,12 @@ POPULARITY_NAMES = (
 
 
 def parse_popularity(text: str, adapters: Sequence[str] = ()) -> Popularity:
-    """The popularity that `text` names (`POPULARITY_NAMES`), over `adapters`.
+    """The named popularity (`POPULARITY_NAMES`), over `adapters`.
 
-    FILE holds counts and names the adapters itself (`read_counts`), so none may be given.  trace:FILE names
-    them too; where `adapters` are given, its names are mapped to them, as functions of an Azure Functions
-    trace always are (`map_identities`).
-    Raises ValueError, listing what is known, for an unknown name or arguments that do not fit.
+    FILE holds counts and names the adapters itself (`read_counts`): no `adapters`.  trace:FILE names adapters
+    too; with `adapters`, its names are mapped to them, as functions of an Azure Functions trace always are
+    (`map_identities`).
+    Raises ValueError with the known names for an unknown name or bad arguments.
     """
     name, arguments = _split(text)
     if name in _SHAPES:
@@ -261,7 +250,6 @@ def parse_popularity(text: str, adapters: Sequence[str] = ()) -> Popularity:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Name and what follows its colon; the name may have a colon in it (`loraserve:power`)."""
     known = [name for name in (*_SHAPES, "functions", "trace") if text == name or text.startswith(f"{name}:")]
     name = max(known, key=len, default="")
     return name, text[len(name) + 1 :]

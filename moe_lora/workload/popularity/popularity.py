@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapter a request asks for: Zipf, uniform, or counts from a file."""
+"""Popularity of adapters: Zipf, uniform, or counts from a file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from moe_lora.workload.traces.records import RowReader, need, open_text
 
 @dataclass(frozen=True, slots=True)
 class Popularity:
-    """Probability of each adapter; `probabilities` sums to 1.  The same at all times, or as a subclass says.
+    """Probability of each adapter; `probabilities` sums to 1.  Constant over time, except in subclasses.
 
-    lora_ranks: rank of each adapter, in the order of `adapters`; empty where the shape does not say.
+    lora_ranks: rank of each adapter, in the order of `adapters`; empty if unknown.
     """
 
     adapters: tuple[str, ...]
@@ -43,16 +43,16 @@ class Popularity:
             raise ValueError(f"{len(self.adapters)} adapters with {len(self.lora_ranks)} ranks")
 
     def at(self, time_share: float) -> Popularity:
-        """The popularity when `time_share` (0: start, 1: end) of the time has passed."""
+        """The popularity at `time_share` (0: start, 1: end)."""
         return self
 
     def sample(self, num_requests: int, rng: np.random.Generator) -> list[str]:
-        """Independent draws, one a request."""
+        """Independent draws, one per request."""
         drawn = rng.choice(len(self.adapters), size=num_requests, p=np.asarray(self.probabilities))
         return [self.adapters[index] for index in drawn]
 
     def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
-        """The adapter of each request, given when it arrives, as a share of the whole time."""
+        """The adapter of each request, by arrival as a share of the whole time."""
         return self.sample(len(time_shares), rng)
 
 
@@ -61,7 +61,7 @@ def from_weights(
 ) -> Popularity:
     """P(adapter) = weight / sum of weights.
 
-    Raises ValueError if no adapter is given, a weight is negative or not finite, or none is > 0.
+    Raises ValueError for no adapter, a negative or infinite weight, or no weight > 0.
     """
     if not adapters:
         raise ValueError("no adapter to choose from; name at least one")
@@ -88,7 +88,7 @@ def uniform(adapters: Sequence[str]) -> Popularity:
 def read_counts(path: str | Path) -> Popularity:
     """Popularity in proportion to counts in a file: JSON {"adapter": count} or CSV with header adapter,count.
 
-    Raises ValueError naming file, line and column for a bad count, and if all counts are 0.
+    Raises ValueError with file, line and column for a bad count, and if all counts are 0.
     """
     reader = RowReader(str(path))
     counts: dict[str, int] = {}
@@ -120,18 +120,15 @@ def _count_rows(lines: TextIO, reader: RowReader) -> Iterator[tuple[str, object]
         yield row[0].strip(), row[1].strip()
 
 
-# Checks of the inputs that capacity questions share: a popularity, a global batch, a number of slots.
-
-
 SUM_TOLERANCE = 1e-6
 
 Probabilities = Sequence[float] | np.ndarray
 
 
 def checked_probabilities(popularity: Probabilities) -> np.ndarray:
-    """The probability of each adapter, [N], scaled to sum 1 where it is off by up to a millionth.
+    """The probability of each adapter, [N], scaled to sum 1 within a millionth.
 
-    Raises ValueError for no adapter, for values that are negative or not finite, and for another sum.
+    Raises ValueError for no adapter, negative or infinite values, and another sum.
     """
     probabilities = np.asarray(popularity, dtype=float)
     if probabilities.ndim != 1 or not len(probabilities):
@@ -148,7 +145,7 @@ def checked_probabilities(popularity: Probabilities) -> np.ndarray:
 
 
 def checked_global_batch(global_batch: float) -> float:
-    """Requests in service over all instances, on average. Raises ValueError if it is not finite and > 0."""
+    """Mean requests in service over all instances.  Raises ValueError unless finite and > 0."""
     real = isinstance(global_batch, numbers.Real) and not isinstance(global_batch, bool)
     if not (real and math.isfinite(global_batch) and global_batch > 0):
         raise ValueError(f"global_batch={global_batch!r} is not allowed; give requests in service, > 0")
@@ -156,7 +153,7 @@ def checked_global_batch(global_batch: float) -> float:
 
 
 def checked_capacity(capacity: int) -> int:
-    """Adapters that fit. Raises ValueError if it is no whole number >= 1."""
+    """Adapter slots.  Raises ValueError unless an integer >= 1."""
     if isinstance(capacity, bool) or not isinstance(capacity, numbers.Integral) or capacity < 1:
         raise ValueError(f"capacity={capacity!r} is not allowed; give a whole number of adapters, 1 or more")
     return int(capacity)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of the CSV formats: Azure LLM inference traces and BurstGPT."""
+"""Readers of CSV formats: Azure LLM inference traces, BurstGPT, and Azure Functions traces (no lengths).
+
+Source: Microsoft's AzurePublicDataset, AzureFunctionsDataset2019.md,
+AzureFunctionsInvocationTrace2021.md.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +31,12 @@ _TIMESTAMP_ALLOWED = "YYYY-MM-DD HH:MM:SS[.fraction][+HH:MM]"
 
 
 def normalise(column: str) -> str:
-    """Column names are compared without case, surrounding blanks and byte order mark."""
+    """A column name without case, surrounding blanks and byte order mark."""
     return column.strip().lstrip("\ufeff").strip('"').lower()
 
 
 def table(lines: TextIO, reader: RowReader) -> tuple[list[str], Iterator[list[str]]]:
-    """The normalised header, and the rows that are not blank; `reader` stands at the line of each."""
+    """The normalised header, and the non-blank rows; `reader` follows their lines."""
     rows = csv.reader(lines)
 
     def checked() -> Iterator[list[str]]:
@@ -50,7 +54,7 @@ def table(lines: TextIO, reader: RowReader) -> tuple[list[str], Iterator[list[st
 
 
 def csv_rows(lines: TextIO, reader: RowReader, columns: tuple[str, ...]) -> Iterator[list[str]]:
-    """The named columns of each row, in that order, whatever the file's order and extra columns."""
+    """The named columns of each row, in that order."""
     header, rows = table(lines, reader)
     missing = [column for column in columns if normalise(column) not in header]
     if missing:
@@ -64,7 +68,7 @@ def csv_rows(lines: TextIO, reader: RowReader, columns: tuple[str, ...]) -> Iter
 
 
 def parse_timestamp(text: str, reader: RowReader) -> tuple[int, int]:
-    """(whole seconds since 1970, nanoseconds): split, as a float would lose the 7th fractional digit."""
+    """(whole seconds since 1970, nanoseconds): a float would lose the 7th fractional digit."""
     match = _TIMESTAMP.fullmatch(text)
     if match is None:
         raise reader.error("TIMESTAMP", f"{text!r:.60} is no time", _TIMESTAMP_ALLOWED)
@@ -78,7 +82,6 @@ def parse_timestamp(text: str, reader: RowReader) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)
 def _minute_start(minute: str, zone: str | None) -> int:
-    """Seconds since 1970, cached: a busy trace has thousands of rows a minute."""
     moment = datetime.fromisoformat(
         minute.replace("T", " ") + ":00" + (zone or "+00:00").replace("Z", "+00:00")
     )
@@ -108,19 +111,13 @@ def iter_burstgpt(lines: TextIO, reader: RowReader) -> Requests:
         )
 
 
-# Readers of the Azure Functions traces, 2019 and 2021.  They hold arrivals and identities, no lengths.
-#
-# Source: Microsoft's AzurePublicDataset, AzureFunctionsDataset2019.md,
-# AzureFunctionsInvocationTrace2021.md.
-
-
 COLUMNS_2019 = ("HashApp", "HashFunction")  # HashOwner and Trigger add nothing; minutes are columns 1 … 1440
 COLUMNS_2021 = ("app", "func", "end_timestamp", "duration")
 _NEEDED = f"{','.join(COLUMNS_2019)},1,2,… (2019) or {','.join(COLUMNS_2021)} (2021)"
 
 
 def is_2019(path: str | Path) -> bool:
-    """Whether the file counts by minute (2019) or lists invocations (2021); ValueError if neither."""
+    """True for counts by minute (2019), False for a list of invocations (2021); ValueError otherwise."""
     with open_text(path, "functions trace") as lines:
         header, _ = table(lines, RowReader(str(path)))
     if {column.lower() for column in COLUMNS_2019} <= set(header):
@@ -161,7 +158,7 @@ def rows_2021(path: str | Path) -> Iterator[tuple[str, float]]:
 def function_counts(path: str | Path) -> dict[str, int]:
     """Invocations by function ("app/function"), most invoked first.
 
-    Raises ValueError naming file, line and column for a bad value, and if nothing is invoked.
+    Raises ValueError with file, line and column for a bad value, and without invocations.
     """
     counts: Counter[str] = Counter()
     if is_2019(path):

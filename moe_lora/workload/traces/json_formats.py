@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of the JSON-lines formats: Mooncake, vLLM's custom data set, and this project's own."""
+"""Readers of JSON formats: Mooncake, vLLM's custom data set, this project's own, ShareGPT and LMSYS-Chat."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any, TextIO
 
 from .records import Requests, RowReader
 
-CHARS_PER_TOKEN = 4  # what English text takes with the vocabularies in use
-VLLM_OUTPUT_TOKENS = 256  # vLLM's default where a row does not say (--custom-output-len)
+CHARS_PER_TOKEN = 4
+VLLM_OUTPUT_TOKENS = 256  # vLLM's default (--custom-output-len)
 _OWN_KEYS = ("arrival_s", "prompt_tokens", "output_tokens", "adapter", "prompt", "hash_ids")
 
 
 def estimate_tokens(text: str) -> int:
-    """max(words, characters / 4): a length estimate that needs no tokenizer."""
+    """max(words, characters / 4): a length estimate without a tokenizer."""
     return max(len(text.split()), math.ceil(len(text) / CHARS_PER_TOKEN))
 
 
 def json_lines(lines: Iterable[str], reader: RowReader) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file, blank lines left out; `reader` stands at the line of each."""
+    """The objects of a JSON-lines file; `reader` follows their lines."""
     for reader.line, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -69,7 +69,7 @@ def _text(row: dict[str, Any], key: str, reader: RowReader) -> str | None:
 def iter_own(lines: TextIO, reader: RowReader) -> Requests:
     """{"arrival_s", "prompt_tokens", "output_tokens"[, "adapter", "prompt", "hash_ids"]} a line.
 
-    With "prompt" given, "prompt_tokens" may be left out and is then estimated. Unknown keys are errors.
+    With "prompt", a missing "prompt_tokens" is estimated.  Unknown keys are errors.
     """
     for row in json_lines(lines, reader):
         unknown = [key for key in row if key not in _OWN_KEYS]
@@ -90,9 +90,9 @@ def iter_own(lines: TextIO, reader: RowReader) -> Requests:
 
 
 def iter_vllm(lines: TextIO, reader: RowReader) -> Requests:
-    """{"prompt": text[, "output_tokens": n]} a line, what `vllm bench serve --dataset-name custom` reads.
+    """{"prompt": text[, "output_tokens": n]} a line, as in `vllm bench serve --dataset-name custom`.
 
-    Prompt lengths are estimates (`estimate_tokens`); no arrival times; other keys are passed over.
+    Prompt lengths are estimates (`estimate_tokens`); no arrival times; ignores other keys.
     """
     reader.has_arrival_times = False
     for row in json_lines(lines, reader):
@@ -109,16 +109,12 @@ def iter_vllm(lines: TextIO, reader: RowReader) -> Requests:
         )
 
 
-# Readers of conversations: ShareGPT and LMSYS-Chat, as a JSON array or as JSON lines, read as a stream.
-
-
 _CHUNK_CHARS = 1 << 20
-_MAX_OBJECT_CHARS = 1 << 26  # a conversation longer than this is a broken file
+_MAX_OBJECT_CHARS = 1 << 26
 _BETWEEN_OBJECTS = re.compile(r"[\s,\[\]\ufeff]*")
 
 
 def _objects(lines: TextIO, reader: RowReader) -> Iterator[Any]:
-    """The objects of a JSON array (or of JSON lines), one by one, without loading the file whole."""
     decoder, buffer, position = json.JSONDecoder(), "", 0
     while True:
         start = _BETWEEN_OBJECTS.match(buffer, position).end()  # type: ignore[union-attr]
@@ -142,7 +138,6 @@ def _objects(lines: TextIO, reader: RowReader) -> Iterator[Any]:
 
 
 def _first_turns(item: Any, reader: RowReader, text_key: str, example: str) -> tuple[str, str] | None:
-    """Prompt and answer; None, with a count in `dropped`, for a conversation without an answer."""
     turns = item.get("conversations", item.get("conversation")) if isinstance(item, dict) else None
     if not isinstance(turns, list):
         raise reader.error("conversations", "missing", "a list of turns in every conversation")
@@ -172,8 +167,8 @@ def iter_sharegpt(lines: TextIO, reader: RowReader) -> Requests:
 def iter_lmsys(lines: TextIO, reader: RowReader) -> Requests:
     """{"model": name, "conversation": [{"role", "content"}, ...][, "tstamp": s]}: the model is the adapter.
 
-    The first two turns are prompt and answer; lengths are estimates. LMSYS-Chat-1M has no times; the "tstamp"
-    of other exports is used where the first conversation has it, and must then be in all.
+    The first two turns are prompt and answer; lengths are estimates.  "tstamp" is optional: in all
+    conversations, or in none (LMSYS-Chat-1M).
     """
     timed: bool | None = None
     for item in _objects(lines, reader):

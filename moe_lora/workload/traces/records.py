@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record that every trace format is read into, and the checks all formats share."""
+"""The record of every trace format, and checks shared by all formats."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _COUNT_ALLOWED = f"a whole number >= 0 and <= {MAX_COUNT}"
 
 
 def need(allowed: bool, name: str, value: object, range_text: str) -> None:
-    """Raises ValueError that says what may be chosen, unless the value is allowed."""
+    """Raises ValueError with the allowed range, unless the value is allowed."""
     if not allowed:
         raise ValueError(f"{name}={value} is not allowed; choose {range_text}")
 
 
 @contextmanager
 def open_text(path: str | Path, what: str) -> Iterator[TextIO]:
-    """The file, open for reading.  Raises ValueError, naming `what`, if it can't be read or is not UTF-8."""
+    """The file, open for reading.  Raises ValueError, naming `what`, if unreadable or not UTF-8."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as lines:
             yield lines
@@ -38,10 +38,9 @@ def open_text(path: str | Path, what: str) -> Iterator[TextIO]:
 class TraceRequest:
     """One request of a trace.
 
-    arrival_s: seconds after the first request of the trace (0.0 where the format has no times).
+    arrival_s: seconds after the first request of the trace (0.0 without times).
     prompt_tokens, output_tokens: lengths, both >= 1.
-    adapter: adapter named by the trace; None where it names none.
-    prompt: text, where the trace holds text.
+    adapter: from the trace, or None.  prompt: text, if the trace has text.
     hash_ids: ids of the prompt's 512-token blocks (Mooncake); equal ids mean equal tokens.
     """
 
@@ -54,15 +53,14 @@ class TraceRequest:
 
 
 Requests: TypeAlias = Iterator["TraceRequest | None"]
-"""What a reader of a format finds; None where a row was left out."""
+"""A format reader's requests; None for a skipped row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     """A whole trace in memory.
 
-    dropped: how many rows were left out, by reason.
-    has_arrival_times: False for formats without timestamps (sharegpt).
+    dropped: skipped rows, by reason.  has_arrival_times: False for formats without timestamps (sharegpt).
     """
 
     path: str
@@ -74,10 +72,9 @@ class Trace:
 
 @dataclass(slots=True)
 class RowReader:
-    """Where in a file a reader stands; turns a bad value into an error that names the place.
+    """A reader's position in a file; raises errors with the place.
 
-    dropped: rows left out, by reason, for the caller to report.
-    has_arrival_times: set to False by the reader of a file without timestamps.
+    dropped: skipped rows, by reason.  has_arrival_times: set to False for a file without timestamps.
     """
 
     path: str
@@ -89,9 +86,9 @@ class RowReader:
         return ValueError(f"{self.path}, line {self.line}, column {column!r}: {problem}; allowed: {allowed}")
 
     def count(self, column: str, value: Any) -> int:
-        """A count: whole number from 0 to MAX_COUNT, as text or JSON number."""
+        """A count: integer from 0 to MAX_COUNT, as text or JSON number."""
         if isinstance(value, str) and len(value) < 10 and value.isascii() and value.isdecimal():
-            return int(value)  # nearly always so, and millions of them
+            return int(value)
         number = self.number(column, value, _COUNT_ALLOWED)
         if not 0 <= number <= MAX_COUNT or number != int(number):
             raise self.error(column, f"{value!r:.60} is no count", _COUNT_ALLOWED)
@@ -121,7 +118,7 @@ class RowReader:
     def request(
         self, arrival_s: float, prompt_tokens: int, output_tokens: int, **extra: Any
     ) -> TraceRequest | None:
-        """The record; None, with a count in `dropped`, for a request that failed when the trace was taken."""
+        """The record; None, with a count in `dropped`, for a request recorded as failed."""
         if output_tokens == 0:
             self.dropped["no output tokens (failed request)"] += 1
             return None

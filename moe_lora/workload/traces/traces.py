@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a trace of any known format: `read_trace(path)`, or `iter_trace(path)` for one too big for memory."""
+"""Reads traces of any known format: `read_trace(path)`, or `iter_trace(path)` for large traces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _json_format(line: str, head: str) -> str | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
-        row = None  # an array over many lines, or one line longer than the part looked at
+        row = None
     keys = set(row) if isinstance(row, dict) else set()
     if {"timestamp", "input_length"} <= keys:
         return "mooncake"
@@ -53,7 +53,7 @@ def _json_format(line: str, head: str) -> str | None:
 
 
 def detect_format(path: str | Path) -> str:
-    """The format's name, from the first line. Raises ValueError if it fits none."""
+    """The format's name, from the first line.  Raises ValueError for an unknown format."""
     with open_text(path, "trace") as lines:
         head = lines.read(_HEAD_CHARS)
     text = head.lstrip()
@@ -82,7 +82,7 @@ def detect_format(path: str | Path) -> str:
 
 
 def iter_requests(reader: RowReader, format: str | None = None) -> Iterator[TraceRequest]:
-    """As `iter_trace`, on a reader of the caller's, which can be asked afterwards what was found."""
+    """As `iter_trace`, on the caller's reader."""
     path, name = reader.path, format or detect_format(reader.path)
     if name not in FORMATS:
         raise ValueError(f"--format {name} is unknown; choose one of {', '.join(FORMATS)}")
@@ -103,11 +103,10 @@ def iter_requests(reader: RowReader, format: str | None = None) -> Iterator[Trac
 def iter_trace(
     path: str | Path, format: str | None = None, dropped: Counter[str] | None = None
 ) -> Iterator[TraceRequest]:
-    """Requests of the trace in file order, read as a stream; arrival_s counts from the first request.
+    """Requests of the trace in file order, as a stream; arrival_s counts from the first request.
 
-    format: a key of FORMATS; None detects it.  dropped: counts, by reason, the rows left out.
-    Raises ValueError naming file, line and column for a bad value, for times that go backwards, and if there
-    is no request.
+    format: a key of FORMATS; None detects it.  dropped: counts skipped rows by reason.
+    Raises ValueError with file, line and column for a bad value, for decreasing times, and for no request.
     """
     return iter_requests(RowReader(str(path), dropped=Counter() if dropped is None else dropped), format)
 
@@ -115,7 +114,7 @@ def iter_trace(
 def read_trace(path: str | Path, format: str | None = None, limit: int | None = None) -> Trace:
     """The whole trace (or its first `limit` requests).
 
-    Raises ValueError as `iter_trace` does.
+    Raises ValueError as `iter_trace`.
     """
     name = format or detect_format(path)
     reader = RowReader(str(path))

@@ -15,7 +15,7 @@ from moe_lora.dist.deltas.session import FrameLayout
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.lora_server.server_store import ServerAdapterStore
 from moe_lora.lora.row_routing import local_routing
-from tests.dist.lora_server.client.test_remote_backend import (
+from tests.dist.deltas.test_remote_backend import (
     assert_equal,
     leased_routing,
     local_backend,

@@ -26,7 +26,7 @@ from moe_lora.lora.row_routing import (
     local_routing,
     no_terms,
 )
-from tests.dist.lora_server.client.test_remote_backend import (
+from tests.dist.deltas.test_remote_backend import (
     NUM_ROWS,
     STEP,
     assert_equal,

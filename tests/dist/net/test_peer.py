@@ -39,6 +39,21 @@ def test_messages_arrive_in_order_and_calls_are_answered(place):
     asyncio.run(talk())
 
 
+def test_who_awaits_an_answer_goes_on_before_the_next_message_is_heard(place):
+    async def talk() -> None:
+        heard_before: list[int] = []
+        async with serving(place) as (server, _), dialled(place) as peer:
+            for number in range(20):
+                peer.call("wait").add_done_callback(lambda _: heard_before.append(len(peer.heard)))
+                await until(lambda number=number: len(server.waiting) > number)
+                server.waiting[-1].answer(None)
+                server.peers[0].send(Note(number))
+                await until(lambda number=number: len(peer.heard) > number)
+        assert heard_before == list(range(20))
+
+    asyncio.run(talk())
+
+
 def test_error_of_a_call_is_raised_where_it_was_made(place):
     async def talk() -> None:
         async with serving(place), dialled(place) as peer:

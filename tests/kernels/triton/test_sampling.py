@@ -7,7 +7,7 @@ import torch
 from moe_lora.engine.step import sampler
 from moe_lora.kernels.triton import sampling
 from moe_lora.kernels.triton.configs import interpreted
-from tests.engine.test_sampler import EOS, sampled, sequence
+from tests.engine.step.test_sampler import EOS, sampled, sequence
 
 KINDS = (
     {},

@@ -3,13 +3,12 @@
 
 Legend: T token rows, S sequences, N heads, M kv heads, G = N / M heads of a group, D head_dim, P parts.
 
-A program of `attend` holds a tile of query rows: one or several consecutive rows of a sequence times the G
-heads that read the same kv head, so that each key is loaded once for all of them (GQA packing).  It walks
-over blocks of keys that begin at multiples of BLOCK_N with a running maximum and sum (online softmax, in
-fp32, base 2).  A block that a row does not see leaves its sums as they are, bit for bit, so a row's result
-depends on its own sequence alone.
+A program of `attend` holds a tile of query rows: consecutive rows of a sequence times the G heads of a kv
+head (GQA packing).  It walks over key blocks at multiples of BLOCK_N with a running maximum and sum (online
+softmax, fp32, base 2).  Invisible blocks leave a row's sums unchanged, bit for bit: a row depends on its own
+sequence alone.
 
-Keys and values lie as `operands.KvLayout` says; `pages` is the arena in their dtype.
+`pages` is the arena in the dtype of K and V, laid out by `operands.KvLayout`.
 Source: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding (parts), PagedAttention (arXiv 2309.06180).
 """
 
@@ -22,15 +21,15 @@ from moe_lora.kernels.triton.entries import wait_for_kernel_before
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SEQUENCES = tl.constexpr(128)
-"""Sequences whose parts are counted at once."""
 _NUMBERS = ("window", "num_seqs", "table_stride")
-"""Numbers that change from step to step, which must not lead to another compilation."""
+"""Numbers that change per step and must not trigger a compilation."""
 
 
 @triton.jit
 def sequence_of(item, query_start, num_seqs, ROWS: tl.constexpr):
-    """The sequence that tile `item` belongs to: the last whose first tile, query_start // ROWS + its
-    number, is no later.  With one row a tile and no number added this is the sequence of a row.
+    """The sequence of tile `item`: the last with query_start // ROWS + its number <= item.
+
+    With one row per tile and no number added: the sequence of a row.
     """
     low, high = 0, num_seqs
     while low < high:
@@ -47,7 +46,6 @@ def sequence_of(item, query_start, num_seqs, ROWS: tl.constexpr):
 
 @triton.jit
 def _first_key(seq_len, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the walk of a sequence's last row begins."""
     if HAS_WINDOW:
         return tl.maximum(seq_len - window, 0) // BLOCK_N * BLOCK_N
     return seq_len * 0
@@ -64,7 +62,7 @@ def _num_parts(
     BLOCK_N: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Parts of each sequence of one row, at least one; none of others, nor from num_seqs on."""
+    """Parts of each sequence of one row, at least one; 0 otherwise and from num_seqs on."""
     inside = seq < num_seqs
     start = tl.load(query_start + seq, mask=inside, other=0)
     rows = tl.load(query_start + seq + 1, mask=inside, other=0) - start
@@ -84,8 +82,7 @@ def _sequence_and_part(
     BLOCK_N: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """The sequence (num_seqs if there is none) and the part of it that stands at `place`, where the parts
-    of sequences of one row follow each other."""
+    """The sequence (num_seqs: no sequence) and its part at `place`, in the list of all parts."""
     seq, begin, total = 0, 0, 0
     for first in tl.range(0, num_seqs, _SEQUENCES):
         one = first + tl.arange(0, _SEQUENCES)
@@ -129,8 +126,7 @@ def _walk(
 ):
     """Maximum, sum and products of a tile's rows after the keys from `first` up to `last`.
 
-    MASKED: a row does not see them all; one that does has the same bits either way, as what is rounded is the
-    same.  factor: of logits, in base 2.
+    MASKED: some row does not see all keys; the bits of further rows stay.  factor: of logits, in base 2.
     """
     top, total, acc_MD = sums_so_far
     column = tl.arange(0, acc_MD.shape[1])
@@ -156,7 +152,7 @@ def _walk(
             logits = tl.where(seen, logits, float("-inf"))
         higher = tl.maximum(top, tl.max(logits, 1) * factor)
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        p_MN = tl.exp2(logits * factor - shift[:, None])  # one rounding or two, with a mask as without
+        p_MN = tl.exp2(logits * factor - shift[:, None])
         fade = tl.exp2(top - shift)
         total = total * fade + tl.sum(p_MN, 1)
         if MASKED or acc_MD.shape[1] != HEAD_DIM:
@@ -203,12 +199,12 @@ def attend(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out = softmax(scale * q @ K.T) @ V of a tile, or the sums of a part of it.
+    """out = softmax(scale * q @ K.T) @ V of a tile, or the sums of a part.
 
     SINGLE: one program per sequence of one row, kv head and part of its keys; else one per tile of ROWS rows
-    and kv head, of the sequences that have several.  Programs of the other kind of sequence end at once.
-    A sequence of several parts leaves sums [P, N, D] and weights [P, N, 2] (maximum, sum) of each to
-    `join_parts`; one of a single part is done here, however many parts others have.
+    and kv head, for sequences of several rows.  Programs of the other kind of sequence end at once.
+    A sequence of several parts leaves sums [P, N, D] and weights [P, N, 2] (maximum, sum) to `join_parts`; a
+    single part ends here.
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -249,7 +245,7 @@ def attend(
         parted = end - first > PART
         first += part * PART
         end = tl.minimum(end, first + PART)
-        if first >= end + (seq_len == 0):  # padding has a result: zero
+        if first >= end + (seq_len == 0):
             return
     head_start = kv_head * (BLOCK_SIZE * HEAD_DIM)
     keys, values = pages + key_start + head_start, pages + value_start + head_start
@@ -261,7 +257,7 @@ def attend(
     sums_so_far = (top, total, acc_MD)
     about = (q_MD, keys, values, table, position, end, scale * _LOG2_E, window, page_stride)
     seen_by_all = first
-    if not (SINGLE or HAS_WINDOW):  # keys that each row of the tile sees
+    if not (SINGLE or HAS_WINDOW):  # keys visible to every row of the tile
         seen_by_all = tl.maximum((seq_len - num_rows + tile_row + 1) // BLOCK_N * BLOCK_N, first)
         sums_so_far = _walk(
             first,
@@ -329,7 +325,7 @@ def join_parts(
     BLOCK_P: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out of one head of a sequence of one row, from the sums of its parts, in their order."""
+    """out of one head of a sequence of one row, from the sums of its parts, in order."""
     if DEPENDENT:
         wait_for_kernel_before()
     seq, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS

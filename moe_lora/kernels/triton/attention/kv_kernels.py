@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernel that writes K and V of a step's rows to their pages, q and k rotated before.
+"""Triton kernel that writes K and V of a step's rows to their pages, with rotation of q and k.
 
-Legend: T token rows, N heads, M kv heads, D head_dim.  Pages lie as `operands.KvLayout` says.
+Legend: T token rows, N heads, M kv heads, D head_dim.  Pages follow `operands.KvLayout`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .attention_kernels import sequence_of
 
 @triton.jit
 def _clamped(x, clip, INTERPRETED: tl.constexpr):
-    """x in its dtype, no further than clip from 0; what is no number stays."""
+    """x clamped to -clip .. clip in its dtype; NaN stays."""
     wide = x.to(tl.float32)
     wide = tl.where(wide > clip, clip, tl.where(wide < -clip, -clip, wide))
     return rounded(wide, x.dtype, INTERPRETED)
@@ -36,7 +36,7 @@ def _rotated(
     NORMS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Both halves of heads, normed over head_dim if NORMS, then rotated; rounded after each.
+    """Both halves of heads: norm over head_dim if NORMS, then rotation; rounded after each.
 
     first, second: [heads, D / 2].  weight: pointers to the norm's first half.  angle: pointers' offset.
     """
@@ -90,9 +90,9 @@ def write_kv(
     BLOCK_D: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """K and V of up to BLOCK_H heads of one row to the row's place in its page.  ROTATES: K and Q rotated
-    before, Q of HEADS heads to rotated_q [T, N, D]; programs of a row are Q's, then K's, then V's.
+    """Write K and V of up to BLOCK_H heads of one row to the row's place in its page.
 
+    ROTATES: also rotate K, and Q of HEADS heads to rotated_q [T, N, D]; programs of a row: Q, then K, then V.
     SINGLE: every sequence has one row.  HEADS: 0 without ROTATES.  rotation: cos and sin [T, D / 2], weights
     of norms of q and k [D].
     """

@@ -1,22 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention on a GPU: K and V to their pages, then causal attention of each row over its sequence.
-
-What writes K also clamps, norms and rotates q and k, where it is told to.
+"""Paged attention on a GPU: write (and rotate) K and V, then causal attention of each row.
 
 Legend: T token rows, S sequences, N heads, M kv heads, D head_dim, P parts.
 
-Sequences of one row (decode) have their keys split into parts of `PART_TOKENS`, counted from the first key
-that the row sees: enough programs for a GPU at small batches, and parts of a size that does not depend on the
-batch.  Parts of all sequences follow each other; programs and workspace are as many as there are tokens for.
-Sequences of several rows (chunks of prompts) go in tiles of `AttentionTiles.block_m` packed rows.  A step
-that has both kinds is two launches, so a decoding sequence gets the same bits whatever is computed beside it.
-Grids come from lengths on the host (`operands.StepBounds`): nothing waits for the device.
-
-Bytes bound decode: K and V of a token are 2 * M * D * itemsize in each layer, 2 KB for Qwen3-30B-A3B (M 4, D
-128, bf16), so 64 sequences of 1024 tokens are 134 MB a layer and 6.4 GB a step of 48 layers, 1.5 ms at 4.2
-TB/s; sums of parts add 6 % where a group has 8 heads, written and read.  At 930 tokens each an H200 takes 38
-us a layer, and 9 for joining; a sequence alone takes 7.3 and 2.  A layer is three launches in decode, of
-which joining falls away where no sequence has two parts.
+Sequences of one row (decode) split their keys into parts of `PART_TOKENS` from the first visible key: enough
+programs for small batches, and a size independent of the batch.  Sequences of several rows (prompt chunks) go
+in tiles of `AttentionTiles.block_m` packed rows.  A step with both kinds is two launches, so a decoding
+sequence keeps its bits in any batch.  Grids come from host lengths (`operands.StepBounds`): no wait for the
+device.  Decode is bound by bytes: see docs/explanation/kernels.md.
 """
 
 from __future__ import annotations
@@ -29,7 +20,7 @@ from moe_lora.kernels.operands import AttentionOperands, Rotation, StepBounds
 from moe_lora.kernels.triton import configs
 
 PART_TOKENS = 256
-"""Keys that one program of a decoding sequence reads.  It fixes the order of sums, so nothing may vary it."""
+"""Keys per program of a decoding sequence.  Fixes the order of sums, hence constant."""
 _JOINED_AT_ONCE = 16
 _HEADS_AT_ONCE = 8
 _MIN_DOT = 16
@@ -37,7 +28,7 @@ _MIN_DOT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTiles:
-    """How `attend` is launched.  block_m: packed query rows; block_n: keys of a step of the walk."""
+    """Launch of `attend`.  block_m: packed query rows; block_n: keys of a step of the walk."""
 
     block_m: int
     block_n: int
@@ -47,10 +38,9 @@ class AttentionTiles:
 
 
 def tiles_for(dtype: torch.dtype, head_dim: int, *, single: bool) -> AttentionTiles:
-    """Those that were fastest on an H200 of the few tried; fp32 multiplies without tensor cores, in small
-    tiles.
+    """The fastest tried tiles on an H200; fp32 multiplies without tensor cores, in small tiles.
 
-    Triton keeps (num_stages - 1) // 2 blocks of keys in shared memory: pages must be known before keys.
+    Triton keeps (num_stages - 1) // 2 key blocks in shared memory: pages must be known before keys.
     """
     if dtype == torch.float32:
         stages = 2 if single else 1  # with 2, tiles of prompts with sinks and a window spill in Triton 3.6
@@ -72,9 +62,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """See `reference.paged_attention`.  [T, N, D]; rows of padding sequences are zero.
 
-    Rows of q, k and v may be strided (parts of one fused buffer).  The step's `bounds` must be those of its
-    lengths, or above them.  rotation: of q and k, before.  single, several: launches of sequences of one
-    row, and of several.
+    Rows of q, k and v may be strided (a fused buffer).  The step's `bounds` must cover its lengths.
+    rotation: of q and k, before.  single, several: launches of sequences of one row, and of several.
     Raises ValueError for operands that don't fit.
     """
     _check(operands)
@@ -93,7 +82,7 @@ def launch(
     single: AttentionTiles | None = None,
     several: AttentionTiles | None = None,
 ) -> None:
-    """`paged_attention` of operands that fit, into out."""
+    """`paged_attention` of checked operands, into out."""
     q, step = operands.q, operands.step
     bounds = step.bounds or StepBounds.of(step.query_start, step.seq_lens)
     all_single = not bounds.has_several and len(q) == len(step.seq_lens)
@@ -105,7 +94,7 @@ def launch(
 
 
 def _write_kv(operands: AttentionOperands, rotation: Rotation | None, *, all_single: bool) -> torch.Tensor:
-    """K, rotated, and V to their pages; returns q, rotated."""
+    """Write K, rotated, and V to their pages; returns rotated q."""
     q, k, v, layout = operands.q, operands.k, operands.v, operands.layout
     heads = q.shape[1]
     blocks = 2 * -(-layout.num_kv_heads // _HEADS_AT_ONCE)
@@ -142,11 +131,11 @@ def _write_kv(operands: AttentionOperands, rotation: Rotation | None, *, all_sin
 def _attend_single(
     operands: AttentionOperands, out: torch.Tensor, bounds: StepBounds, tiles: AttentionTiles
 ) -> None:
-    """Sequences of one row, in parts, and the parts joined where some sequence has more than one."""
+    """Sequences of one row, in parts; joins parts of split sequences."""
     q, sinks, window, layout = operands.q, operands.sinks, operands.window, operands.layout
     num_seqs, heads, head_dim = len(operands.step.seq_lens), q.shape[1], q.shape[2]
     seen = bounds.longest_single
-    if window > 0:  # the walk begins at the block that the window begins in
+    if window > 0:
         seen = min(seen, window + tiles.block_n - 1)
     most_parts = max(1, -(-seen // tiles.part_tokens))
     num_parts = num_seqs * most_parts
@@ -175,7 +164,7 @@ def _attend_single(
 
 
 def _attend_several(operands: AttentionOperands, out: torch.Tensor, tiles: AttentionTiles) -> None:
-    """Sequences of several rows, in tiles; tiles of a sequence begin at its query_start // rows + number."""
+    """Sequences of several rows, in tiles; a sequence's tiles start at query_start // rows + number."""
     rows = _rows_of(operands, tiles)
     num_tiles = operands.q.shape[0] // rows + len(operands.step.seq_lens)
     programs = num_tiles * operands.layout.num_kv_heads
@@ -220,14 +209,14 @@ def _attend(
 
 
 def _rows_of(operands: AttentionOperands, tiles: AttentionTiles) -> int:
-    """Token rows of a tile of packed rows."""
     group = operands.q.shape[1] // operands.layout.num_kv_heads
     return max(tiles.block_m, _power_of_two(group)) // group
 
 
 def _pages(operands: AttentionOperands) -> tuple[torch.Tensor, int, int, int]:
-    """The arena in the layout's dtype; in its elements the size of a page, and where this layer's K and V
-    begin in one."""
+    """The arena in the layout's dtype; in elements: page size, and offsets of this layer's K and V in a
+    page.
+    """
     layout, itemsize = operands.layout, operands.layout.dtype.itemsize
     half = layout.layer_bytes // 2 // itemsize
     start = operands.layer * 2 * half

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of experts: rows grouped by expert, their linear layers, what lies between and after them.
+"""Triton kernels of experts: choice, grouping of rows by expert, linear layers, activation, sum.
 
 Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.
 
-Operands are swapped as in `wgmma_shrink`: wgmma's 64 rows are rows of a weight and its N the rows of a tile,
-16 to 128, so that an expert with few rows wastes little.  All tiles, those of one row too, add along H in the
-same steps of the same instruction: the bits of a row don't depend on what else is in the batch.
-
-Loads go by pointer: x is gathered as it is read, and a tile's end is a number, not a descriptor.  Bytes in
-flight: 4.2 TB/s at about 0.8 us of latency asks for 26 KB per SM; 3 programs per SM keep 3 of 4 stages of 128
-rows of weights by 64 on the way, 144 KB.  An H200 read 3.4 to 4.2 TB/s so for 4 to 64 tokens.
+Operands are swapped as in `wgmma_shrink`: wgmma's 64 rows are rows of a weight, its N the rows of a tile, 16
+to
+128.  All tiles add along H in the same steps of the same instruction: a row's bits don't depend on the batch.
+Loads go by pointer: x is gathered, and a tile's end is a number, not a descriptor.
 """
 
 from __future__ import annotations
@@ -35,8 +32,10 @@ def _choose(
     NORM: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """A token's TOP_K experts of the largest scores, ascending by number, and their weights: see
-    `experts.choose`.  EXPERTS: a power of 2, E at least."""
+    """A token's TOP_K experts of largest score, ascending by number, and their weights: see `experts.choose`.
+
+    EXPERTS: a power of 2, E at least.
+    """
     e = tl.arange(0, EXPERTS)
     logit_E = tl.load(logits + token * num_experts + e, mask=e < num_experts, other=-float("inf")).to(
         tl.float32
@@ -45,7 +44,7 @@ def _choose(
     largest = tl.maximum(tl.max(logit_E, axis=0), -3e38)
     exp_E = tl.exp(logit_E - largest)
     score_E = exp_E / tl.sum(exp_E, axis=0) if SOFTMAX_FIRST else logit_E
-    score_E = tl.where(score_E == score_E, score_E, 0.0)  # so that each time some expert has the largest
+    score_E = tl.where(score_E == score_E, score_E, 0.0)
     left_E = e < num_experts
     for _ in tl.static_range(TOP_K):
         best = tl.max(tl.where(left_E, score_E, -float("inf")), axis=0)
@@ -84,7 +83,7 @@ def choose_experts(
 
 @triton.jit
 def _expert_of(ids, row, num_rows, first, num_experts):
-    """Expert of each row, counted from `first`; E for one without, E + 1 past the last row."""
+    """Expert of each row, counted from `first`; E without an expert, E + 1 past the last row."""
     expert = tl.load(ids + row, mask=row < num_rows, other=-1)
     expert = tl.where((expert >= first) & (expert < first + num_experts), expert - first, num_experts)
     return tl.where(row < num_rows, expert, num_experts + 1)
@@ -92,7 +91,6 @@ def _expert_of(ids, row, num_rows, first, num_experts):
 
 @triton.jit
 def _order(mine, ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
-    """`order_rows` of expert `mine`: counts the rows that come before its own, then writes these."""
     place = 0
     for start in tl.range(0, num_rows, BLOCK):
         expert = _expert_of(ids, start + tl.arange(0, BLOCK), num_rows, first, num_experts)
@@ -110,7 +108,7 @@ def _order(mine, ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("num_rows", "first"))
 def order_rows(ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
-    """order: the first position of each expert's rows, of rows without one, and R; then the row at each
+    """order: the first position of each expert's rows, of rows without expert, and R; then the row at each
     position.  [E + 2 + R].  first: number of the first of the E experts.
 
     A program per expert, and one for rows without; stable.
@@ -120,7 +118,7 @@ def order_rows(ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
 
 @triton.jit
 def _all_chosen(chosen, num_tokens, INTERPRETED: tl.constexpr):
-    """Ends when so many programs have counted themselves; what they wrote before is seen from then on."""
+    """Wait for `num_tokens` programs to count themselves; their writes are visible afterwards."""
     seen = tl.atomic_add(chosen, 0, sem="acquire")
     if INTERPRETED:
         tl.device_assert(seen == num_tokens, "programs run one after the other")
@@ -161,14 +159,14 @@ def choose_and_order(
     BLOCK_OTHER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """`choose_experts`; then of the rows chosen `order_rows` if `ordered` is E + 1, not 0, and if SORTS
-    `segment_kernels.sort_rows` too.
+    """`choose_experts`; then `order_rows` of the chosen rows if `ordered` is E + 1, not 0, and
+    `segment_kernels.sort_rows` if SORTS.
 
-    An item a program: tokens, then experts of the order, then blocks of rows to sort, which wait until all
-    tokens are done.  Programs take their item's number from a counter as they begin, so whoever waits has a
-    number above all tokens', and each of these is done or held by a program that runs: as in `wgmma_site`.
-    counters: [2] int32, zeros: the next number, and the tokens done.  first, num_held: experts ordered.
-    to_sort: operands of the sort, of num_slots slots, experts of_model, and tiles of so many rows.
+    An item per program: tokens, then experts of the order, then blocks of rows to sort, which wait for all
+    tokens.  Programs draw item numbers from a counter, so a waiting program has a number above all tokens':
+    no deadlock, as in `wgmma_site`.
+    counters: [2] int32, zeros: the next number, and the finished tokens.  first, num_held: ordered experts.
+    to_sort: operands of the sort, of num_slots slots, experts of_model, and tiles of tile_rows rows.
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -176,7 +174,7 @@ def choose_and_order(
     item = tl.atomic_add(counters, 1, sem="relaxed")
     if item < num_tokens:
         _choose(item, logits, live, weights, ids, num_experts, power, TOP_K, SOFTMAX_FIRST, NORM, EXPERTS)
-        tl.debug_barrier()  # all threads have stored
+        tl.debug_barrier()
         tl.atomic_add(counters + 1, 1, sem="release")
     else:
         _all_chosen(counters + 1, num_tokens, INTERPRETED)
@@ -219,8 +217,9 @@ def gated(gate, up, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def ends_of_tiles(order, num_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Where each expert's rows begin and end, and how many tiles there are up to its last; rows without
-    an expert are expert E's."""
+    """Start and end of each expert's rows, and the running number of tiles; expert E: rows without an
+    expert.
+    """
     e = tl.arange(0, EXPERTS)
     begin_E = tl.load(order + e, mask=e <= num_experts, other=0)
     end_E = tl.load(order + e + 1, mask=e <= num_experts, other=0)
@@ -229,7 +228,7 @@ def ends_of_tiles(order, num_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constex
 
 @triton.jit
 def tile_and_block(item, num_tiles, blocks, GROUP: tl.constexpr):
-    """GROUP tiles side by side walk the blocks of columns, so that tiles of one expert share its weights."""
+    """GROUP adjacent tiles walk the column blocks together, to share an expert's weights."""
     group = item // (GROUP * blocks)
     size = tl.minimum(num_tiles - group * GROUP, GROUP)
     within = item - group * GROUP * blocks
@@ -250,7 +249,7 @@ def rows_of_tile(
     EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """(expert, rows [BLOCK_T], which of them are its own).  Not SORTED: a tile is one row as it comes."""
+    """(expert, rows [BLOCK_T], mask of its own rows).  Not SORTED: a tile is one row in the given order."""
     t = tl.arange(0, BLOCK_T)
     if SORTED:
         e = tl.arange(0, EXPERTS)
@@ -283,8 +282,7 @@ def _with_deltas(
     ROWS_PER_INPUT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """round(y + delta) of a tile's rows in columns n of one half, [n, rows], in fp32; y where there is no
-    delta."""
+    """round(y + delta) of a tile's rows in columns n of one half, [n, rows], in fp32; y without a delta."""
     slot_T = tl.load(token_slots + row // ROWS_PER_INPUT, mask=inside, other=-1)
     entry_T = entry_of(slot_T, expert, half, slot_stride, table_base, 2)
     rank_T = tl.load(lora_rank + entry_T, mask=slot_T >= 0, other=0)
@@ -329,10 +327,10 @@ def expert_linear(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """y[row] = x[row / ROWS_PER_INPUT] @ weight[expert].T + bias[expert], zero where there is no expert.
+    """y[row] = x[row / ROWS_PER_INPUT] @ weight[expert].T + bias[expert], zero without an expert.
 
-    GATED: then `gated` of the two halves of N, each rounded before, and again after its deltas are added if
-    HAS_DELTAS: see `problem.Deltas`.  x: [R / ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or
+    GATED: then `gated` of the two halves of N, each rounded before, and again after its deltas if HAS_DELTAS:
+    see `problem.Deltas`.  x: [R / ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or
     [R, N / 2] if GATED.  EVEN: BLOCK_K divides H.  EXPERTS: a power of 2 above E.
     """
     if DEPENDENT:
@@ -352,8 +350,8 @@ def expert_linear(
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         y_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         if expert < num_experts:
-            # Past the last row of the weight or the tile another one is read, without a mask.  But in a small
-            # tile, which most rows are missing of, that would be row 0 for all programs.
+            # Past the last row of weight or tile, read another row without a mask; but in a small, mostly
+            # empty tile that would be row 0 for all programs.
             first = (expert.to(tl.int64) * out_width).to(tl.int64) * width
             w_rows = weight + first + tl.minimum(n, columns - 1)[:, None].to(tl.int64) * width
             x_rows = x + (row // ROWS_PER_INPUT)[:, None].to(tl.int64) * width
@@ -406,8 +404,9 @@ def gate_rows(y, out, columns, limit, CLAMPED: tl.constexpr, INTERPRETED: tl.con
 def sum_experts(
     y, weights, out, columns, TOP_K: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[t] = sum over k, in this order, of weights[t, k] * y[t*K + k].  y: [R, columns], weights: [T, K]
-    fp32."""
+    """out[t] = sum over k, in order, of weights[t, k] * y[t*K + k].  y: [R, columns], weights: [T, K]
+    fp32.
+    """
     blocks = tl.cdiv(columns, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     n = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)

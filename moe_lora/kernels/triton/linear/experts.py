@@ -4,15 +4,14 @@
 Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.
 
     choose         each token's experts and their weights, from the logits
-    order          rows by expert, made once for the layers of a step's experts; of few rows with `choose`
-    linear         y = x_row @ weight[expert].T + bias; with a gate, the activation too, of y + deltas
-    gate           the activation alone, where deltas were added to y otherwise
+    order          rows by expert, once for a layer's experts; few rows: with `choose`
+    linear         y = x_row @ weight[expert].T + bias; with a gate: activation of y + deltas
+    gate           the activation alone
     weighted_sum   sum over k of weights[t, k] * y[t*K + k]
 
-Sums are in fp32, in an order that depends on H and dtype alone, without atomics; a gated `linear` rounds
-what it gates as `linear`, `triton_lora.lora_expand` and `gate` do.  So a row has the same bits whatever else
-is in the batch, and whether others in it have deltas.  Launches never wait for the device: grids are bounded
-by host numbers.
+Sums are in fp32, in an order that depends on H and dtype alone, without atomics; a gated `linear` rounds as
+`linear`, `triton_lora.lora_expand` and `gate` do.  So a row has the same bits in any batch, with or without
+deltas of further rows.  Launches never wait for the device: host numbers bound grids.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from moe_lora.kernels.triton.lora.problem import Deltas
 from moe_lora.kernels.triton.lora.segments import RowsToSort, Zeros, rows_to_sort
 
 ROW_MAX_TOKENS = 8
-"""Up to as many tokens, if they have no more rows than there are experts, each row is a tile of its own."""
+"""Up to this number of tokens, with at most E rows, each row is a tile."""
 ONE_LAUNCH_MAX_ROWS = 1024
-"""Up to as many rows, choosing and ordering are one launch, whose programs are one warp each."""
+"""Up to this number of rows, choosing and ordering are one launch of one-warp programs."""
 _COLUMN_BLOCK, _BLOCK_K, _BLOCK_SORTED, _BLOCK_OTHER = 1024, 64, 8, 256
 _ROW_COLUMNS, _DEEP_PER_SM, _LONG_WIDTH = 64, 2, 2560
 _SORT_BLOCK, _MANY_ROWS, _SORT_BLOCK_OF_MANY = 1024, 8192, 8192
 
 
 class Gate(NamedTuple):
-    """How the halves of gate_up's output become down's input; see `models.causal_lm.glu`."""
+    """Activation from gate_up's halves to down's input; see `models.causal_lm.glu`."""
 
     clamped: bool
     limit: float
 
 
 class TileConfig(NamedTuple):
-    """Blocks of one launch.  block_t: rows; block_n: of N; group: tiles that walk N side by side."""
+    """Blocks of one launch.  block_t: rows; block_n: of N; group: tiles in parallel along N."""
 
     block_t: int
     block_n: int
@@ -55,11 +54,12 @@ class TileConfig(NamedTuple):
 
 
 def tile_config(dtype: torch.dtype, width: int, block_t: int, gated: bool) -> TileConfig:
-    """Tiles of so many rows, or fewer.  block_k follows from dtype and width alone: it fixes the order of
-    sums."""
-    if dtype == torch.float32:  # threads multiply
+    """Tiles of at most block_t rows.  block_k depends on dtype and width alone: it fixes the order of
+    sums.
+    """
+    if dtype == torch.float32:
         return TileConfig(min(block_t, 32), 32, 32, 8, 2, 4, 2)
-    if width % _BLOCK_K:  # loads need masks, and perhaps go element by element, which takes registers
+    if width % _BLOCK_K:
         return TileConfig(min(block_t, 32), 64, 32, 8, 2, 4, 2)
     if block_t == 16 and gated:
         return TileConfig(16, 64, _BLOCK_K, 8, 5, 4, 2)
@@ -70,11 +70,10 @@ def tile_config(dtype: torch.dtype, width: int, block_t: int, gated: bool) -> Ti
 
 
 def row_config(dtype: torch.dtype, width: int, gated: bool, all_at_once: bool) -> TileConfig:
-    """Where each row is a tile of its own: narrow blocks, since there are few rows to fill the device.
+    """For tiles of one row: narrow blocks, to fill the device.
 
-    all_at_once: two programs per SM hold all items.  Then, and in wide rows, each has more bytes on the way,
-    for which a third program has no room.  On an H200 that gained 1.04 to 1.34 at 1 token; at 4 tokens of
-    Qwen3-30B-A3B, whose rows are short and whose items need a second wave so, it lost 1.12.
+    all_at_once: two programs per SM hold all items.  Then, and in wide rows, programs have more bytes in
+    flight, without room for a third program.
     """
     config = tile_config(dtype, width, 16, gated)
     if config.block_k == _BLOCK_K:
@@ -85,7 +84,7 @@ def row_config(dtype: torch.dtype, width: int, gated: bool, all_at_once: bool) -
 
 
 def rows_of_tiles(num_rows: int, num_experts: int) -> int:
-    """block_t where rows are sorted: one and a half times the rows that an expert has on average."""
+    """block_t for sorted rows: 1.5 times an expert's mean number of rows."""
     block_t = 16
     while block_t < 128 and 2 * block_t * num_experts < 3 * num_rows:
         block_t *= 2
@@ -95,10 +94,11 @@ def rows_of_tiles(num_rows: int, num_experts: int) -> int:
 def choose(
     logits: torch.Tensor, live: torch.Tensor, top_k: int, softmax_first: bool, norm: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expert weights [T, K] fp32 and ids [T, K] int32, ids ascending in each row; of equal scores the first.
+    """Expert weights [T, K] fp32 and ids [T, K] int32, ids ascending in each row; ties: the first.
 
-    softmax_first: the largest of the softmax over all experts, divided by their p-norm if `norm`, p, is not
-    0; else the softmax over the largest logits.  live: [T] bool; ids of other rows are -1.  logits: [T, E].
+    softmax_first: largest values of the softmax over all experts, divided by their p-norm if `norm`, p, is
+    not 0; else the softmax over the largest logits.  live: [T] bool; ids of other rows are -1.  logits: [T,
+    E].
     Raises ValueError for operands that don't fit.
     """
     weights, ids, operands, constants = _chosen(logits, live, top_k, softmax_first, norm)
@@ -120,8 +120,8 @@ def choose_and_order(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`choose`, and `order` of the rows of experts `held`, numbered from its first; one launch if few rows.
 
-    zeros: where counters are taken from.  rows_to_sort: says, given the ids, what rows of LoRA the launch
-    sorts as well; not asked where there are more rows than one launch takes.
+    zeros: source of counters.  rows_to_sort: from the ids, LoRA rows to sort in the same launch; not called
+    above the rows of one launch.
     """
     num_tokens, num_experts = logits.shape
     if not 0 < num_tokens * top_k <= ONE_LAUNCH_MAX_ROWS:
@@ -155,7 +155,6 @@ def choose_and_order(
 def _chosen(
     logits: torch.Tensor, live: torch.Tensor, top_k: int, softmax_first: bool, norm: float
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], dict[str, Any]]:
-    """Memory of `choose`'s results, what its kernel reads and writes, and its constants."""
     num_tokens, num_experts = logits.shape
     if live.shape != (num_tokens,) or live.dtype != torch.bool or not 1 <= top_k <= num_experts:
         raise ValueError(
@@ -164,7 +163,7 @@ def _chosen(
         )
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
-    by_sum = norm == 1 or not softmax_first  # a softmax over the chosen is their exponentials by their sum
+    by_sum = norm == 1 or not softmax_first
     constants = {
         "TOP_K": top_k,
         "SOFTMAX_FIRST": softmax_first,
@@ -175,14 +174,14 @@ def _chosen(
 
 
 def by_rows(ids: torch.Tensor, num_experts: int) -> bool:
-    """Whether rows are taken one by one, without an order."""
+    """True if every row is a tile, without an order."""
     return ids.shape[0] <= ROW_MAX_TOKENS and ids.numel() <= num_experts
 
 
 def order(ids: torch.Tensor, num_experts: int, first: int = 0) -> torch.Tensor:
-    """[E + 2 + R] int32: see `expert_kernels.order_rows`; left empty where rows are taken one by one.
+    """[E + 2 + R] int32: see `expert_kernels.order_rows`; not filled for `by_rows`.
 
-    ids: [T, K] int32; what is not one of E experts' numbers, from `first` on, counts as none.
+    ids: [T, K] int32; numbers outside of the E experts from `first` on count as no expert.
     """
     if ids.dtype != torch.int32 or ids.dim() != 2:
         raise ValueError(f"ids is {tuple(ids.shape)} {ids.dtype}; it must be [T, K] int32")
@@ -200,7 +199,7 @@ def _empty_order(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def adds_deltas(ids: torch.Tensor, num_experts: int) -> bool:
-    """Whether `linear` can be given deltas: tiles of 128 rows leave no registers for them."""
+    """True if `linear` accepts deltas: tiles of 128 rows leave no registers for deltas."""
     return by_rows(ids, num_experts) or rows_of_tiles(ids.numel(), num_experts) < 128
 
 
@@ -216,8 +215,8 @@ def linear(
     """As `reference.expert_linear`, [R, N]; with a gate its activation, [R, N / 2].
 
     x: [T, H] or [R, H], bf16, fp16 or fp32.  order: `order` of the same ids.  deltas: added before the gate,
-    where x is [T, H] and `adds_deltas`; table_base is the first of these experts'.  Raises ValueError for
-    operands that don't fit.
+    for x [T, H] and `adds_deltas`; table_base is the first expert's.  Raises ValueError for operands that
+    don't fit.
     """
     num_experts, out_width, width = weight.shape
     _check(x, weight, bias, ids, order)
@@ -349,11 +348,11 @@ def _check_deltas(
 
 
 _SHAPES = (128, 8, 2048, 768, False), (32, 4, 2880, 2880, True), (8, 2, 1001, 517, True)
-"""Experts, experts per token, hidden and inner size, bias: Qwen3-30B-A3B's, GPT-OSS-20B's, no model's."""
+"""Experts, experts per token, hidden and inner size, bias: Qwen3-30B-A3B, GPT-OSS-20B, no model."""
 
 
 def launch_all(dtype: torch.dtype) -> None:
-    """Launch every kernel as a model and a batch of each kind do, on empty tensors: for `aot` to record."""
+    """Launch every kernel by kind of model and batch, on empty tensors, for `aot`."""
     for num_experts, top_k, hidden, inner, biased in _SHAPES:
         weights = [
             torch.empty(num_experts, *shape, dtype=dtype) for shape in ((2 * inner, hidden), (hidden, inner))
@@ -389,7 +388,6 @@ def _launch_choice(
     norm: float,
     tile_rows: int | None,
 ) -> None:
-    """`choose_and_order`, with rows of LoRA cut into such tiles, or not cut (0), or without (None)."""
     slots, zeros, num_experts = live.int(), Zeros(), logits.shape[1]
 
     def rows(ids: torch.Tensor) -> RowsToSort:

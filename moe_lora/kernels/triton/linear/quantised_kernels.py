@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of linear layers over quantised weights; see `quantised_linear`.
 
-Legend: E experts, R rows, N output width, H input width, S parts of the inputs that are summed apart.
+Legend: E experts, R rows, N output width, H input width, S separate sums over the inputs.
 
 weight: a `quantised_linear.Weight`.  PACKED: two values of 4 bits in a byte.
 """
@@ -16,7 +16,7 @@ from moe_lora.kernels.triton.entries import dot, rounded
 
 @triton.jit
 def inputs_of(byte, part, PACKED: tl.constexpr):
-    """Which inputs a row's bytes are for; part: 0 is the lower half of a byte that holds two, 1 the upper."""
+    """Input indices of a row's bytes; part: 0: lower half of a packed byte, 1: upper half."""
     if PACKED:
         return byte // 32 * 64 + byte % 32 + 32 * part
     return byte
@@ -24,7 +24,7 @@ def inputs_of(byte, part, PACKED: tl.constexpr):
 
 @triton.jit
 def bf16_of(bits, INTERPRETED: tl.constexpr):
-    """The bf16 numbers of these bits, int32; fp32 in the interpreter, which can't compute with bf16."""
+    """The bf16 numbers of these bits, int32; fp32 in the interpreter, without bf16 arithmetic."""
     if INTERPRETED:
         return (bits << 16).to(tl.float32, bitcast=True)
     return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -32,10 +32,9 @@ def bf16_of(bits, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def values_of(stored, part: tl.constexpr, NAME: tl.constexpr, INTERPRETED: tl.constexpr):
-    """What bytes stand for before zero and scale, exactly: fp32, or of 4 bits bf16.
+    """Exact values of the bytes before zero and scale: fp32, or bf16 for 4 bits.
 
-    Codes of 4 bits are put into the bits of bf16 numbers: that needs no conversion, and these are computed
-    with in pairs.
+    Codes of 4 bits go into the bits of bf16 numbers: no conversion, and arithmetic in pairs.
     """
     if NAME == "int8":
         values = stored.to(tl.float32)
@@ -78,8 +77,8 @@ def weight_tile(
 ):
     """scale * (q - zero) of outputs n and the inputs of some bytes, fp32 [n, bytes].
 
-    stored: [n, bytes] of the data of one of several matrices, from first_byte of each row on; n within the
-    matrix.  ONE_GROUP: these inputs share a scale.
+    stored: [n, bytes] of one matrix's data, from first_byte of each row on; n within the matrix.  ONE_GROUP:
+    these inputs share a scale.
     """
     values = values_of(stored, part, NAME, INTERPRETED)
     num_groups, group = 1, 0
@@ -128,8 +127,8 @@ def quantised_tiles(
 ):
     """out[row] = x[row / X_DIVISOR] @ weight.T + bias, or with APART out[s, row] = part s of the product.
 
-    x: [., H].  out: [R, N] of x's dtype; APART: fp32 [S, R, N].  rows, tiles: HAS_IDS: of the experts' rows.
-    Each item is a tile of rows and a block of outputs, and one of S parts if APART.
+    x: [., H].  out: [R, N] of x's dtype; APART: fp32 [S, R, N].  rows, tiles: of experts, if HAS_IDS.
+    An item is a tile of rows and a block of outputs, and one of S parts if APART.
     """
     dtype = x.dtype.element_ty
     row_bytes = tl.cdiv(width, 64) * 32 if PACKED else width

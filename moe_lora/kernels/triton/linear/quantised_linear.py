@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers over quantised weights, dense and of experts: `cpu.quantised_linear` for a GPU.
 
-Legend: T tokens, K experts per token, E experts, R rows (T, or T*K), N output width, H input width, S parts
-of the inputs that are summed apart.
+Legend: T tokens, K experts per token, E experts, R rows (T, or T*K), N output width, H input width, S
+separate sums over the inputs.
 
-One kernel serves every format of `kernels.quantised` whose inputs stay as they are.  A tile of bytes becomes
-round(scale * q) in the dtype of x (`weight_tile`) and meets a tile of x on tensor cores.  So the weights are
-bit for bit those of `quantised.dequantise`; what differs from a product with these is the order of its fp32
-sums.  That order is fixed by H, the format and the dtype.  That tensor cores add a tile of 16 rows as one of
-64, so that a row has the same bits in any batch, the tests marked `gpu` look at.
-Experts' rows are sorted (`segments`); nothing waits for the device.
+One kernel for every weights-only format of `kernels.quantised`.  A tile of bytes becomes round(scale * q) in
+x's dtype (`weight_tile`), with the bits of `quantised.dequantise`, and multiplies on tensor cores.  H, format
+and dtype fix the order of fp32 sums; tests marked `gpu` check equal bits in any batch.  Experts' rows are
+sorted (`segments`); nothing waits for the device.
 
-Two values of 4 bits that share a byte are 32 inputs apart: lower and upper halves are tiles of their own,
-each with its columns of x, and nothing is interleaved.  A step takes inputs of one group, whose scales are
-then a vector; groups of another size than multiples of 32 (8 bits: 16) have a scale loaded for each value.
-With few tiles the S parts are programs of their own, else one program's: the same sums in the same order.
-On an H200, beside other work, layers of few rows took 0.85 to 1.3 of the time of torch's in bf16.
+Two 4-bit values of a byte are 32 inputs apart: lower and upper halves are separate tiles.  A step covers
+inputs of one group, with a vector of scales; group sizes off multiples of 32 (8 bits: 16) load a scale per
+value.  With few tiles the S parts are separate programs: same sums, same order.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ _PROGRAMS_PER_SM = 4
 
 
 class Weight(NamedTuple):
-    """A `QuantisedOperand`'s tensors; data stands where there is no zero."""
+    """A `QuantisedOperand`'s tensors; without zero points `zero` is data."""
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -50,10 +46,10 @@ def quantised_linear(
     ids: torch.Tensor | None,
     num_out: int,
 ) -> torch.Tensor:
-    """x @ dequantised weight.T + bias, of one matrix or (with ids) of the experts that rows have.
+    """x @ dequantised weight.T + bias, of one matrix or (with ids) of the rows' experts.
 
     x: [T, H] or [T*K, H], bf16, fp16 or fp32, rows contiguous.  bias: [N] or [E, N] of x's dtype.
-    ids: [T, K] int32, other than 0..E-1 gives a zero row.  Returns [R, N] of x's dtype.
+    ids: [T, K] int32, outside 0..E-1 gives a zero row.  Returns [R, N] of x's dtype.
     Raises ValueError for operands that don't fit, and for a dynamic format.
     """
     _check(x, weight, bias, ids, num_out)
@@ -67,7 +63,7 @@ def launch(
     ids: torch.Tensor | None,
     num_out: int,
 ) -> torch.Tensor:
-    """`quantised_linear` of operands that fit."""
+    """`quantised_linear` of checked operands."""
     num_rows = x.shape[0] if ids is None else ids.numel()
     if num_rows == 0:
         return x.new_empty(0, num_out)
@@ -125,7 +121,7 @@ def launch(
 
 
 def _steps(form: Format, dtype: torch.dtype) -> dict[str, Any]:
-    """Bytes of a row that a step takes, and how many steps are under way."""
+    """Bytes of a row per step, and stages."""
     packed, group, exact = form.bits == 4, form.group_size, dtype == torch.float32
     one_group = group % (32 if packed else 16) == 0
     if packed:
@@ -185,8 +181,9 @@ _FORMATS = (
 
 
 def launch_all(dtype: torch.dtype) -> None:
-    """Launch both kernels with every format, as dense layers and experts of few and of many rows do, on empty
-    tensors: for `aot` to record.  In fp16 one group size of each stands for all."""
+    """Launch both kernels with every format, dense and experts of few and many rows, on empty tensors, for
+    `aot`.
+    """
     width = 1024
     for form in _FORMATS if dtype != torch.float16 else _FORMATS[1::2]:
         for experts, tokens, num_out in (((), 1, 256), ((2,), 4, 1024), ((), 65, 1024), ((2,), 256, 64)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One site's LoRA operands, checked before anything is launched.
+"""One site's LoRA operands, checked before a launch.
 
 Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), H input width.
 """
@@ -24,7 +24,7 @@ _MAX_MODULES = 3
 
 
 class Tables(NamedTuple):
-    """The slot table's columns and the arena, as kernels take them."""
+    """The slot table's columns and the arena, for kernels."""
 
     a_offset: torch.Tensor
     b_offset: torch.Tensor
@@ -34,8 +34,10 @@ class Tables(NamedTuple):
 
 
 class Deltas(NamedTuple):
-    """Deltas of a site of experts, for a base layer that adds them: values [R, C], undefined where a module
-    has none, which its rank says: see `entries.entry_of` for the entry of a row's slot in the table."""
+    """Deltas of an expert site for a fused addition: values [R, C], undefined for modules of rank 0.
+
+    Entries of a row's slot: see `entries.entry_of`.
+    """
 
     values: torch.Tensor
     token_slots: torch.Tensor
@@ -44,15 +46,15 @@ class Deltas(NamedTuple):
     table_base: int
 
     def from_expert(self, first: int) -> Deltas:
-        """The same for a base layer whose expert 0 is this one; gate and up of each have an entry."""
+        """The deltas for a base layer whose expert 0 is `first`; gate and up have an entry each."""
         return self._replace(table_base=self.table_base + 2 * first)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What a site's kernels share.
+    """Shared operands of a site's kernels.
 
-    max_lora_rank: no adapter that may take part is larger.  padded_rank: what "bgmv" computes every row at.
+    max_lora_rank: largest possible rank.  padded_rank: rank of every row in "bgmv".
     """
 
     x: torch.Tensor
@@ -73,7 +75,7 @@ class Problem:
 
     @property
     def rows_per_input(self) -> int:
-        """Output rows that each row of x feeds."""
+        """Output rows per row of x."""
         return self.num_rows // max(1, self.x.shape[0])
 
     @property
@@ -82,12 +84,12 @@ class Problem:
 
     @property
     def out_widths(self) -> tuple[int, ...]:
-        """Widths of three modules, 0 for absent ones."""
+        """Widths of three modules, 0 for absent modules."""
         return (*self.site.out_features, *[0] * (_MAX_MODULES - self.modules))
 
     @property
     def h_width(self) -> int:
-        """Columns of the workspace: the largest rank, rounded up to the tile that writes zeros beyond it."""
+        """Columns of the workspace: the largest rank, rounded up to the zero-writing tile."""
         return -(-self.max_lora_rank // 64) * 64
 
     @property
@@ -102,7 +104,7 @@ class Problem:
         return layers * entries, self.layer * entries + self.site.entry_base
 
     def batch_rank(self) -> int:
-        """The largest rank that a row's adapter has here; waits for the device."""
+        """Largest rank of a row's adapter here; waits for the device."""
         slot, expert = self.segments.described[:, 2].long(), self.segments.described[:, 3].long()
         chosen = slot >= 0
         slot_stride, table_base = self.entry_strides
@@ -133,7 +135,7 @@ def checked_problem(
 ) -> Problem:
     """The operands as a `Problem`.  rows: `segments.rows_for` of the same operands.
 
-    max_lora_rank: of all slots; batch_rank: of this batch, which is believed.  Without either the table's.
+    max_lora_rank: of all slots; batch_rank: of this batch, unchecked.  Default: the table's.
 
     Raises ValueError for operands that don't fit each other or the kernels.
     """
@@ -196,7 +198,7 @@ def checked_problem(
 
 
 def check_output(y: torch.Tensor, problem: Problem, name: str, *, or_fp32: bool = False) -> None:
-    """Raises ValueError unless y takes the site's rows and columns in x's dtype (or fp32), on its device."""
+    """Raises ValueError unless y has the site's rows and columns in x's dtype (or fp32), on its device."""
     width = sum(problem.site.out_features)
     dtypes = (problem.x.dtype, torch.float32) if or_fp32 else (problem.x.dtype,)
     if y.dtype not in dtypes or y.device != problem.x.device:

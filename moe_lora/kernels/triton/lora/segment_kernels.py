@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels that sort rows into segments and cut segments into tiles; see `segments`.
 
-Legend: R rows, N slots, E experts, K experts per token.  Each sorted position has a description of four
-int32: first and last + 1 position of its segment, slot, expert.  Tiles have the same four, for their own
-rows.
+Legend: R rows, N slots, E experts, K experts per token.  A sorted position has four int32: first and last + 1
+position of its segment, slot, expert.  A tile has the same four for its own rows.
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ import triton
 import triton.language as tl
 
 _SIZES = ("num_rows", "num_slots", "num_experts", "tile_rows")
-"""Numbers that change from one prompt to the next, or as slots are added: none leads to another compilation
-in the middle of serving."""
+"""Numbers that change per prompt or with added slots and must not trigger a compilation."""
 
 
 @triton.jit
 def _row_keys(
     row, token_slots, ids, num_rows, num_slots, num_experts, TOP_K: tl.constexpr, HAS_IDS: tl.constexpr
 ):
-    """expert * N + slot of each row; E * N where the row has no adapter, E * N + 1 past the last row."""
+    """expert * N + slot of each row; E * N without an adapter, E * N + 1 past the last row."""
     inside = row < num_rows
     slot = tl.load(token_slots + row // TOP_K, mask=inside, other=-1)
     expert = tl.zeros_like(slot)
@@ -33,7 +31,6 @@ def _row_keys(
 
 @triton.jit
 def _cut(described, total, tiles, num_tiles, tile_rows, BLOCK: tl.constexpr):
-    """One tile per `tile_rows` positions of each segment, in order of position."""
     written = 0
     for first in tl.range(0, total, BLOCK):
         position = first + tl.arange(0, BLOCK)
@@ -100,7 +97,7 @@ def sort_block(
     if block == 0:
         tl.store(count, with_adapter)
     if CUT:
-        tl.debug_barrier()  # all threads have stored
+        tl.debug_barrier()
         done_before = tl.atomic_add(sorted_blocks, 1, sem="acq_rel")
         if done_before == num_blocks - 1:
             _cut(described, with_adapter, tiles, num_tiles, tile_rows, BLOCK_CUT)
@@ -127,10 +124,10 @@ def sort_rows(
     BLOCK_OTHER: tl.constexpr,
     BLOCK_CUT: tl.constexpr,
 ):
-    """Stable sort by counting: a row's position is how many rows have a smaller key, or its own and come
-    first.  CUT: the program that is done last cuts `tiles`; sorted_blocks [1] is 0 before.
+    """Stable counting sort: a row's position is the number of rows before it in (key, row) order.
 
-    Quadratic in R, but one launch: right for decode steps, where sorting must cost microseconds.
+    CUT: the last program cuts `tiles`; sorted_blocks [1] starts at 0.  Quadratic in R, but a single launch:
+    for decode steps.
     """
     sort_block(
         tl.program_id(0),

@@ -3,8 +3,8 @@
 
 Legend: R rows (T, or T*K at an expert site), T tokens, K experts per token.
 
-Everything is built on the device with sizes known on the host, so nothing waits and graphs can be captured.
-Sorted once per (token_slots, ids), it serves gate_up and down of a layer, or all dense sites of a step.
+Built on the device with host-known sizes: no waits, and graphs can capture.  One sort per (token_slots, ids)
+serves gate_up and down of a layer, or all dense sites of a step.
 """
 
 from __future__ import annotations
@@ -18,31 +18,29 @@ from moe_lora.kernels.operands import LoraOperands
 from moe_lora.kernels.triton import configs
 
 SORT_MAX_ROWS = 4096
-"""Above this many rows `torch.sort` replaces the counting sort; both are stable and give the same order."""
+"""Above this number of rows `torch.sort` replaces the counting sort; both are stable."""
 
 _ZEROS, _LINE = 1 << 16, 32
 
 
 class Tiles(NamedTuple):
-    """table: [R, 4] int32, of which the first `num` ([1] int32) rows are (first position, last + 1, slot,
-    expert)."""
+    """table: [R, 4] int32; the first `num` ([1] int32) rows are (first position, last + 1, slot, expert)."""
 
     table: torch.Tensor
     num: torch.Tensor
 
 
 class Zeros:
-    """Integers of a device that are 0 when they are taken: one fill serves many launches.
+    """Zero integers on a device: one fill serves many launches.
 
-    For what is launched on one stream while the object lives, and for replays of a graph that was captured
-    meanwhile: the fill is in it.
+    For launches on one stream during the object's life, and for replays of a graph captured meanwhile.
     """
 
     def __init__(self) -> None:
         self._left: torch.Tensor | None = None
 
     def take(self, count: int, device: torch.device) -> torch.Tensor:
-        """[count] int32 that nobody else gets, from a cache line's begin on."""
+        """[count] unshared int32 zeros, aligned to a cache line."""
         if self._left is None or self._left.numel() < count:
             self._left = torch.zeros(max(count, _ZEROS), dtype=torch.int32, device=device)
         taken = self._left[:count]
@@ -51,10 +49,10 @@ class Zeros:
 
 
 class RowsToSort(NamedTuple):
-    """Segments that a launch fills: `sort_rows`, or one that makes the ids too.
+    """Segments filled by a launch: `sort_rows`, or a launch with the choice of experts.
 
-    operands: token_slots, the memory of the result, then (num_slots, num_experts, tile_rows).  cuts: into
-    tiles too.
+    operands: token_slots, the result's memory, then (num_slots, num_experts, tile_rows).  cuts: also into
+    tiles.
     """
 
     segments: Segments
@@ -64,12 +62,11 @@ class RowsToSort(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Rows in sorted order, or as they come.
+    """Rows in sorted order, or in the given order.
 
     rows: [R] int32, row at each position; rows with an adapter come first.  described: [R, 4] int32, per
-    position the first and last + 1 position of its segment, slot and expert (-1, -1 where the row has no
-    adapter).
-    count: [1] int32 rows with an adapter.  is_sorted: False for the baselines' rows, see `unsorted_rows`.
+    position the first and last + 1 position of its segment, slot and expert (-1, -1 without an adapter).
+    count: [1] int32 rows with an adapter.  is_sorted: False for `unsorted_rows`.
     """
 
     rows: torch.Tensor
@@ -86,13 +83,13 @@ class Segments:
         return self._tiles[tile_rows]
 
     def new_tiles(self, tile_rows: int) -> Tiles:
-        """Memory of `tiles`, which the caller has filled."""
+        """Memory of `tiles`, filled by the caller."""
         made = Tiles(torch.empty_like(self.described), torch.empty_like(self.count))
         return self._tiles.setdefault(tile_rows, made)
 
 
 def rows_for(operands: LoraOperands, kernel: str, tile_rows: int = 0, zeros: Zeros | None = None) -> Segments:
-    """What `kernel` walks: `build_segments` for "sgmv", `unsorted_rows` for the baselines."""
+    """`build_segments` for "sgmv", `unsorted_rows` for the baselines."""
     rows = (operands.token_slots, operands.ids, operands.slots.num_slots, operands.site.num_experts)
     return build_segments(*rows, tile_rows, zeros) if kernel == "sgmv" else unsorted_rows(*rows)
 
@@ -105,7 +102,7 @@ def rows_to_sort(
     tile_rows: int = 0,
     zeros: Zeros | None = None,
 ) -> RowsToSort:
-    """What `build_segments` of these fills, not filled yet."""
+    """The unfilled result of `build_segments`."""
     numbers = token_slots if ids is None else ids
     rows = torch.empty(numbers.numel(), dtype=torch.int32, device=numbers.device)
     segments = Segments(rows=rows, described=rows.new_empty(len(rows), 4), count=rows.new_empty(1))
@@ -129,10 +126,10 @@ def build_segments(
 ) -> Segments:
     """Sort rows by (expert, slot), stably; rows without adapter or expert go last.
 
-    tile_rows, zeros: cut tiles of so many rows in the same launch, with a counter from there.
+    tile_rows, zeros: also cut tiles of this size in the same launch, with a counter from zeros.
 
     token_slots: [T] int32, -1 = no adapter.  ids: [T, K] int32, -1 = no expert here, or None at dense sites.
-    Slots outside 0..num_slots-1 and experts outside 0..num_experts-1 count as none (num_experts 0 is taken as
+    Slots outside 0..num_slots-1 and experts outside 0..num_experts-1 count as none (num_experts 0 counts as
     1).
     Raises ValueError for other shapes, dtypes or devices.  Does not wait for the device.
     """
@@ -165,7 +162,7 @@ def build_segments(
 def unsorted_rows(
     token_slots: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
 ) -> Segments:
-    """Every row in its own place, as the per-row baselines take them; `count` is R.
+    """Every row in its own place, for the per-row baselines; `count` is R.
 
     Slots and experts outside the tables count as none; raises as `build_segments`.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One function per kernel: workspace, grid and constants of its launch.
 
-Legend: R rows, M modules of the site, S parts of the input width that are summed apart.
+Legend: R rows, M modules of the site, S separate sums over the input width.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _TENSOR_CORE_DTYPES = (torch.bfloat16, torch.float16)
 _RANK_ROWS = 64
 _ALIGNED = 16
-"""Elements of which widths must be multiples for Triton to know that rows begin at multiples of 16 bytes."""
+"""Width multiple (elements) at which Triton may assume 16-byte aligned rows."""
 
 
 def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
@@ -77,12 +77,12 @@ def wgmma_expand(
 
 
 def tile_rows(x: torch.Tensor, site: Site, decode: bool) -> int:
-    """Rows of the tiles that `wgmma_shrink` takes at a site; 0 for a dtype that it doesn't take."""
+    """Rows of `wgmma_shrink`'s tiles at a site; 0 for an unsupported dtype."""
     return config_of("wgmma_shrink", x, site, decode)["block_t"] if x.dtype in _TENSOR_CORE_DTYPES else 0
 
 
 def takes_one_launch(problem: Problem) -> bool:
-    """Whether weights come by pointer in both halves, as `wgmma_site` takes them."""
+    """True if weights come by pointer in both halves, for `wgmma_site`."""
     return not (_shrink_config(problem)["tma"] or _expand_config(problem)["tma"])
 
 
@@ -136,19 +136,16 @@ def num_parts(config: Config, width: int) -> int:
 
 
 def _is_even(config: Config, width: int) -> bool:
-    """Whether the parts are whole steps."""
     return width % (config["block_k"] * num_parts(config, width)) == 0
 
 
 def _column_groups(problem: Problem, config: Config) -> int:
-    """Work items of one tile of tokens in expand."""
     columns = config["block_c"] * config["blocks_per_item"]
     return sum(-(-width // columns) for width in problem.out_widths)
 
 
 def vector_shrink(problem: Problem, choice: Choice, kernel: str) -> torch.Tensor:
-    """h of all rows in S parts: [S, M, R, h_width] fp32.  kernel: a baseline is launched without
-    persistence."""
+    """h of all rows in S parts: [S, M, R, h_width] fp32.  kernel: baselines launch without persistence."""
     config, segments, x = problem.config("vector_shrink"), problem.segments, problem.x
     rank = problem.padded_rank if kernel == "bgmv" else problem.max_lora_rank
     split_k, lanes = config["split_k"], -(-rank // config["block_r"])
@@ -209,7 +206,6 @@ def check_choice(problem: Problem, choice: Choice) -> None:
 
 
 def _span(problem: Problem, choice: Choice) -> tuple[int, int, int, int]:
-    """Which of the tables' entries a launch is about: slot_stride, table_base, min_rank, max_rank."""
     return *problem.entry_strides, choice.min_rank, choice.max_rank
 
 
@@ -219,10 +215,10 @@ def _workspace(problem: Problem, parts: int) -> torch.Tensor:
 
 
 def pipeline(config: Config, aligned: bool) -> Config:
-    """The configuration as launched where rows are, or are not, multiples of 16 elements.
+    """The launched configuration for rows aligned, or not, to 16 elements.
 
-    Only aligned rows can go by TMA.  Element-wise loads of odd rows need many registers: smaller steps, one
-    at a time, and more threads keep them from spilling.
+    Only aligned rows can use TMA.  Element-wise loads need many registers: smaller steps, one stage, more
+    threads.
     """
     if aligned:
         return config

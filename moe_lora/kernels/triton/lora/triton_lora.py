@@ -5,19 +5,18 @@ Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), H i
 
     lora_shrink  h = x_row @ A.T            for the adapter of each row (and its expert)
     lora_expand  y = round(y + delta)       delta = round(scale * h @ B.T), in the model's dtype
-    lora_delta   out = delta                zero where there is none
+    lora_delta   out = delta                zero without an adapter
 
-Sums are in fp32, in an order that depends on widths, rank and dtype alone, without atomics: a row's delta
-is the same bits whatever else is in the batch, in decode and in prefill.  Mixed ranks 1..512 go in one
-launch; nothing is padded in memory.  In fp16 the h of `wgmma`, two numbers of that dtype without a
-scale, is no number where x_row @ A.T exceeds 65504; `vector` keeps h in fp32.
-Launches never wait for the device: bounds of ranks are kept on the host (`SlotTable.ranks`).  When they are
-captured into a CUDA graph, give `max_lora_rank`: a bound of every adapter that replays may meet, since
-replays skip the check against it.
+Sums are in fp32, in an order that depends on widths, rank and dtype alone, without atomics: a row's delta has
+the same bits in any batch, in decode and in prefill.  Ranks 1..512 mix in one launch, without padding in
+memory.  In fp16 the h of `wgmma` overflows for x_row @ A.T above 65504; `vector` keeps h in fp32.
+Launches never wait for the device: the host keeps bounds of ranks (`SlotTable.ranks`).  For capture into a
+CUDA graph, set `max_lora_rank` to a bound over all replays.
 
-kernel: "sgmv" takes the algorithm that `choose` picks, or the one named by `algorithm`.  Baselines: "bgmv" is
-Punica's (each row at the batch's maximum rank, in compute and traffic), "mbgmv" S-LoRA's (each row at its
-true rank).
+algorithm, for "sgmv": `wgmma` (SGMV, tensor-core tiles, swapped operands) or `vector` (BGMV, a row per work
+item, sums by threads); `choose` picks by site shape, rank and dtype, never by batch or phase.  Classes of
+ranks with different algorithms are separate launches.  Baselines: "bgmv" (Punica: rows at the batch's maximum
+rank), "mbgmv" (S-LoRA: rows at true rank).
 Source: Punica (arXiv 2310.18547), S-LoRA (arXiv 2311.03285), InfiniLoRA section 5.2.
 """
 
@@ -42,24 +41,13 @@ if TYPE_CHECKING:
     from moe_lora.core.shape import Site
 
 
-# Which algorithm computes a delta: a rule over site shape, rank and dtype, never over the batch or phase.
-#
-# `wgmma`: SGMV, tensor-core tiles with swapped operands.
-# `vector`: BGMV, one row per work item, sums by threads.
-#
-# A row's result must not depend on the rows beside it, so neither segment length nor the number of rows may
-# decide, nor whether the step is a decode one, which is a matter of the rows beside it too.  Where the table
-# gives classes of ranks different algorithms, each class is a launch of its own that passes over the other
-# ranks.
-
-
 ALGORITHMS = ("wgmma", "vector")
 
 
 def choose(site: Site, dtype: str, table: ConfigTable) -> tuple[Choice, ...]:
-    """The table's choices that apply here; together they cover each rank from 1 on exactly once.
+    """The applicable choices of the table; together they cover each rank from 1 on exactly once.
 
-    dtype: "bf16", "fp16" or "fp32".  Raises ValueError if the table's choices overlap or leave a rank out.
+    dtype: "bf16", "fp16" or "fp32".  Raises ValueError for overlaps or missing ranks.
     """
     wanted = (dtype, site.in_features, sum(site.out_features))
     found = [
@@ -79,7 +67,6 @@ def choose(site: Site, dtype: str, table: ConfigTable) -> tuple[Choice, ...]:
 
 
 def _first_group(choices: list[Choice]) -> tuple[Choice, ...]:
-    """The choices that share the first one's key: classes of ranks of one rule."""
     if not choices:
         return ()
     keys = [(choice.dtype, choice.in_features, choice.out_features) for choice in choices]
@@ -87,7 +74,7 @@ def _first_group(choices: list[Choice]) -> tuple[Choice, ...]:
 
 
 def forced(algorithm: str) -> tuple[Choice, ...]:
-    """One class of all ranks for an algorithm that the caller names. Raises ValueError if it is unknown."""
+    """One class of all ranks for a named algorithm.  Raises ValueError for an unknown name."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}")
     return (Choice(algorithm=algorithm),)
@@ -95,9 +82,9 @@ def forced(algorithm: str) -> tuple[Choice, ...]:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What `lora_shrink` leaves for `lora_expand`: h of each class of ranks, on the device.
+    """Result of `lora_shrink`: h of each class of ranks, on the device.
 
-    zeros: for counters of classes without h, which expand computes in the same launch.
+    zeros: counters of classes without h, for expand in the same launch.
     """
 
     problem: Problem
@@ -117,15 +104,14 @@ def lora_shrink(
     batch_rank: int | None = None,
     zeros: Zeros | None = None,
 ) -> Shrunk:
-    """h = x_row @ A.T for each row that has an adapter and each module of the site.
+    """h = x_row @ A.T for each row with an adapter and each module of the site.
 
     x: bf16, fp16 or fp32, rows contiguous (row stride free).  decode: the phase, for tiles and grids.
-    segments: `rows_for` of the same kernel, token_slots and ids, to share them between sites.
-    batch_rank: no row of this batch has a larger rank; workspaces are of that width, and "bgmv" pads to it
-    (without it, it waits for the device to learn it).  Modules that share A (same a_offset and rank) are
-    computed once.
-    zeros: where counters are taken from.  With them, where `steps.takes_one_launch`, `lora_expand` launches
-    both halves as one kernel, with the same bits, and x must be as it is until then.
+    segments: `rows_for` of the same kernel, token_slots and ids, to share between sites.
+    batch_rank: largest rank of this batch: width of workspaces, and the padded rank of "bgmv" (default: read
+    from the device, with a wait).  Modules with a common A (same a_offset and rank) are computed once.
+    zeros: source of counters.  With zeros and `steps.takes_one_launch`, `lora_expand` launches both halves as
+    one kernel, with the same bits; x must not change before.
     Raises ValueError for operands that don't fit.
     """
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
@@ -133,10 +119,10 @@ def lora_shrink(
 
 
 def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
-    """y[row, columns of module] = round(y + round(scale * h @ B.T)) for each row that has an adapter, or -.
+    """y[row, columns of module] = round(y + round(scale * h @ B.T)) for each row with an adapter, or -.
 
-    y: [R, C] in x's dtype, rows contiguous (row stride free); may be wider than the site.  In fp32 whatever
-    x is, where deltas are summed before they are rounded: there the delta is added as it is.
+    y: [R, C] in x's dtype, rows contiguous (row stride free); may be wider than the site.  fp32 y, for sums
+    of deltas: the delta stays unrounded.
     Raises ValueError if y does not fit.
     """
     check_output(y, shrunk.problem, "y", or_fp32=True)
@@ -146,7 +132,7 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> N
 def deltas_of(shrunk: Shrunk) -> Deltas | None:
     """The deltas alone, for `experts.linear`, which adds them with the bits of `lora_expand`.
 
-    None in fp32: there a scale and an addition may be one instruction in one kernel and two in another.
+    None in fp32: scale and addition may fuse in one kernel and not in the other.
     """
     problem = shrunk.problem
     if problem.x.dtype == torch.float32:
@@ -168,10 +154,10 @@ def lora_delta(
     batch_rank: int | None = None,
     zeros: Zeros | None = None,
 ) -> None:
-    """out = delta of each row, zeros where it has no adapter; all of out is overwritten.
+    """out = delta of each row, zero without an adapter; overwrites out.
 
-    Adding out to y in its dtype gives the bits of `lora_shrink` and `lora_expand`.  out: like y of
-    `lora_expand`.  The rest is `lora_shrink`'s.
+    y + out in y's dtype has the bits of `lora_shrink` and `lora_expand`.  out: like y of `lora_expand`.  The
+    rest as in `lora_shrink`.
     """
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     check_output(out, problem, "out")
@@ -203,7 +189,6 @@ def _problem(
 
 
 def _choices(problem: Problem, kernel: str, algorithm: str | None) -> tuple[Choice, ...]:
-    """Classes of ranks that some adapter may belong to."""
     if kernel != "sgmv":
         if algorithm is not None:
             raise ValueError(

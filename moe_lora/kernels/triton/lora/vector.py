@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BGMV: one row per work item, products summed by threads, no tensor cores; and the papers' per-row
-baselines.
+"""BGMV: one row per work item, sums by threads, no tensor cores; and the papers' per-row baselines.
 
-Legend: R rows, H input width, C output columns, S parts of H summed apart, M modules of the site.
+Legend: R rows, H input width, C output columns, S separate sums over H, M modules of the site.
 
-A work item reads a few rank rows (shrink) or a block of columns (expand) of one matrix with 16-byte loads.
-Small programs keep bytes in flight: 4 programs per SM (110 registers a thread allow 4) with four stages of an
-8 x 512 two-byte tile have 3 x 8 KB each on the way, 96 KB per SM, where 4.2 TB/s at 0.8 us of latency asks
-for 26 KB.  An H200 reads 1.1 to 2.6 TB/s so for 64 rows, each with a matrix of its own.
+A work item reads a few rank rows (shrink) or a column block (expand) of one matrix with 16-byte loads.  Small
+programs keep bytes in flight: 4 per SM, with four stages of an 8 x 512 two-byte tile.
 
-The layout in which threads hold a tile decides in which order its products are added, and the compiler may
-choose another for an x or y that is less aligned: neither their addresses nor their strides are specialized.
+A tile's layout over threads decides the order of sums.  So addresses and strides of x and y are not
+specialized: the compiler might choose another layout.
 
-PADDED is Punica's BGMV as it runs mixed ranks: every row is computed, and read, at the batch's maximum rank.
-What lies behind a matrix is read within the arena's bounds and discarded by a select.
+PADDED is Punica's BGMV for mixed ranks: rows at the batch's maximum rank.  Reads behind a matrix stay inside
+the arena and are discarded.
 Source: Punica (arXiv 2310.18547); S-LoRA (arXiv 2311.03285), MBGMV.
 """
 
@@ -85,7 +82,7 @@ def vector_shrink(
 ):
     """h[s, module, position] = part s of x[row] @ A.T, fp32 [S, M, R, h_width].
 
-    Each item is a row, BLOCK_R rows of one A, and one of S parts of H.  Row `i` reads x row i / X_DIVISOR.
+    An item is a row, BLOCK_R rows of one A, and one of S parts of H.  Row `i` reads x row i / X_DIVISOR.
     """
     steps = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLIT_K)
     per_lane = tl.load(count) * MODULES * SPLIT_K
@@ -143,9 +140,9 @@ def vector_expand(
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """y[row, columns of module] (+)= scale * (sum over s of h[s]) @ B.T, rounded as `entries.add_delta` says.
+    """y[row, columns of module] (+)= scale * (sum over s of h[s]) @ B.T, rounded as in `entries.add_delta`.
 
-    Each item is a row and a block of columns of one module.  x: the shrink's, for the matrices' dtype.
+    An item is a row and a column block of one module.  x: the shrink's, for the matrices' dtype.
     """
     blocks = num_blocks(widths, BLOCK_C)
     for item in tl.range(tl.program_id(0), tl.load(count) * blocks, tl.num_programs(0)):

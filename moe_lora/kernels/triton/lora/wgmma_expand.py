@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGMV's second half with operands swapped: delta.T = B h.T; `wgmma_shrink` says how both work.
+"""SGMV's second half with swapped operands: delta.T = B h.T; see `wgmma_shrink`.
 
 Legend: R rows, C output columns, S parts of h, M modules of the site.
 
-h is the sum of its parts in their order, as a sum of two numbers of the model's dtype (hi + lo, about 16 bits
-for bf16), so that tensor cores can be used and still nothing is lost that the delta's rounding would keep.
-Blocks of columns follow each other in one loop, so that the next ones are on their way while one is computed.
+h, the sum of its parts in order, is split into two numbers of the model's dtype (hi + lo, about 16 bits for
+bf16): tensor cores then lose nothing above the delta's rounding.  One loop pipelines the column blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from moe_lora.kernels.triton.entries import (
 
 BLOCK_R = tl.constexpr(64)
 _LINE = tl.constexpr(64)
-"""Elements of two bytes that the L2 cache brings at once."""
+"""Two-byte elements per L2 cache line."""
 _ASK_FOR = tl.constexpr("{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }")
 
 
@@ -55,9 +54,9 @@ def _hi_and_lo(
 
 @triton.jit
 def _wait(done, wanted, b, rank, width, c_first, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Ends when `done` is at least `wanted`; what others wrote before they counted is seen from then on.
+    """Wait until `done` >= `wanted`; earlier writes of the counting programs are then visible.
 
-    What the item reads of B is meanwhile asked for, into the L2 cache.
+    Meanwhile prefetches the item's part of B into the L2 cache.
     """
     seen = tl.atomic_add(done, 0, sem="acquire")
     if INTERPRETED:
@@ -106,7 +105,7 @@ def expand_item(
     BLOCKS_PER_ITEM: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One tile of tokens and one of `groups`: up to BLOCKS_PER_ITEM blocks of columns of one module.
+    """One tile of tokens and one of `groups`: up to BLOCKS_PER_ITEM column blocks of one module.
 
     WAITS: for h, until done[tile, first module of the same A] is `wanted`.
     """
@@ -149,12 +148,12 @@ def expand_item(
                 mask_RC = (r_lane < rank)[:, None] & (c < width)[None, :]
                 b_RC = tl.load(b + r_lane[:, None] * width + c[None, :], mask=mask_RC, other=0.0)
             written = width
-            if not ONE_LANE:  # nothing before the block's last lane
+            if not ONE_LANE:
                 written = tl.where(step % lanes + 1 == lanes, width, 0)
             mask_CT = inside[None, :] & (c < written)[:, None]
             y_CT = y_rows + c[:, None]
             before = tl.zeros((BLOCK_C, BLOCK_T), y.dtype.element_ty)
-            if ADD:  # asked for before what it is added to is waited for
+            if ADD:
                 before = tl.load(y_CT, mask=mask_CT, other=0.0)
             if not ONE_LANE:
                 high, low = _hi_and_lo(h_rows, r_lane, rank, inside, part_stride, dtype, SPLIT_K, INTERPRETED)
@@ -193,9 +192,9 @@ def wgmma_expand(
     BLOCKS_PER_ITEM: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """y[row, columns of module] (+)= scale * (sum over s of h[s]) @ B.T, rounded as `entries.add_delta` says.
+    """y[row, columns of module] (+)= scale * (sum over s of h[s]) @ B.T, rounded as in `entries.add_delta`.
 
-    x: the shrink's, for the matrices' dtype.  ONE_LANE: no rank is above 64, so h is read once an item.
+    x: the shrink's, for the matrices' dtype.  ONE_LANE: no rank above 64, so h is read once per item.
     """
     groups = num_blocks(widths, BLOCK_C * BLOCKS_PER_ITEM)
     for item in tl.range(tl.program_id(0), tl.load(tiles.num) * groups, tl.num_programs(0)):

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGMV with operands swapped: h.T = A x.T here, delta.T = B h.T in `wgmma_expand`.
+"""SGMV with swapped operands: h.T = A x.T here, delta.T = B h.T in `wgmma_expand`.
 
-Legend: R rows, H input width, C output columns, S parts of H summed apart, M modules of the site.
+Legend: R rows, H input width, C output columns, S separate sums over H, M modules of the site.
 
-wgmma's 64 rows are rank rows (or output columns) and its N the tile's tokens, 16 to 64, so that a tile of few
-tokens wastes little.  Rows of x are gathered as they are read.  A persistent grid walks the tiles that
-`segments` counted.
+wgmma's 64 rows are rank rows (or output columns), its N the tile's tokens, 16 to 64: small tiles waste
+little.  Rows of x are gathered.  A persistent grid walks the tiles of `segments`.
 
-Weights come in one of two ways, each through buffers that the loop fills STAGES - 1 steps ahead.  By pointer:
-16-byte copies, of which those past the true rank read nothing.  Or by TMA: a descriptor per matrix is made on
-the device from the slot table, and its bounds leave rows past the true rank unread; it takes fewer
-instructions a byte, and a write and a fence through L2 per matrix.  Rows that are not multiples of 16 bytes
-come by pointer, element by element.
+Weights come through buffers, STAGES - 1 steps ahead.  By pointer: 16-byte copies, masked past the true rank;
+odd rows element by element.  By TMA: a descriptor per matrix, made on the device from the slot table; fewer
+instructions per byte, but a write and a fence through L2 per matrix.
 
-Loops are not warp-specialized: Triton then gives the whole walk over the items to the warps that load, and
-these write the next matrix's descriptor into the place of the last one without waiting for the loads that
-read it.  In a loop without specialization every warp has waited for every load before an item ends.
+Loops are not warp-specialized: Triton would then overwrite a descriptor before its loads end.
 
-h is fp32, [S, M, R, width] by sorted position; expand adds up its parts.  As S fixes the order of sums it
-must be the same in decode and prefill.
+h is fp32, [S, M, R, width] by sorted position; expand adds its parts.  S fixes the order of sums: the same
+in decode and prefill.
 """
 
 from __future__ import annotations
@@ -86,7 +81,7 @@ def shrink_item(
         for step in tl.range(0, steps, num_stages=STAGES):
             k0 = (split * steps + step) * BLOCK_K
             k = k0 + tl.arange(0, BLOCK_K)[None, :]
-            # Most tiles of decode have one row. Read for the missing ones, row 0 would be read by all.
+            # Most decode tiles have one row; without a mask all programs would read row 0.
             mask_RK, mask_TK = (r < rank)[:, None], inside[:, None]
             if not EVEN:
                 mask_RK, mask_TK = mask_RK & (k < width), mask_TK & (k < width)

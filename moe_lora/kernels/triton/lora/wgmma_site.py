@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shrink and expand of a site in one launch, for decode: items of `wgmma_shrink`, then of `wgmma_expand`.
 
-Legend: R rows, C output columns, S parts of H summed apart, M modules of the site.
+Legend: R rows, C output columns, S separate sums over H, M modules of the site.
 
-An expand item waits until all parts of its tile's h are there: each shrink item counts itself, by an addition
-with release, when all its threads have stored, and the expand item reads that count with acquire.
-Sums are those of the two launches, in the same order: only when an item runs is another matter.
+An expand item waits for all parts of its tile's h: a shrink item counts itself with release after its stores,
+an expand item reads the count with acquire.  Sums equal the two launches' in order.
 
-No item waits for one that may never run.  Items are numbered, shrink before expand, and a program takes the
-next number from a counter when it has done the last one.  So whoever waits holds a number above all shrink
-items', each of these is done or held by a program that runs, and shrink items wait for nothing.  This needs
-neither all programs on the device at once nor an order in which they begin.
+No deadlock: programs draw item numbers, shrink before expand, from a counter.  A waiting item has a number
+above all shrink items, which are done or running and wait for nothing.
 
-Counters are integers that are zero before the launch; a fill for all launches of a step makes them so.
-Source: the look-back of single-pass scans (Merrill and Garland 2016) waits for predecessors in this way.
+A fill zeroes the counters of a step's launches.
+Source: the look-back of single-pass scans (Merrill and Garland 2016).
 """
 
 from __future__ import annotations
@@ -63,9 +60,9 @@ def wgmma_site(
     EXPAND_STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """y[row, columns of module] (+)= the delta of x[row]; h as `wgmma_shrink` leaves it.
+    """y[row, columns of module] (+)= the delta of x[row]; h as in `wgmma_shrink`.
 
-    counters: [1 + R * M] int32, zeros: the next item's number, then by tile and module the shrink items done.
+    counters: [1 + R * M] int32, zeros: the next item's number, then finished shrink items by tile and module.
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -101,7 +98,7 @@ def wgmma_site(
                 SPLIT_K,
                 SHRINK_STAGES,
             )
-            tl.debug_barrier()  # all threads have stored
+            tl.debug_barrier()
             tl.atomic_add(counters + 1 + tile_and_module, 1, sem="release")
         else:
             expand_item(

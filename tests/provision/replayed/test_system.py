@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from moe_lora.config.emulation import StageTime, StepProfile
 from moe_lora.provision.replayed.running import RunningRequests
 from moe_lora.provision.replayed.system import System, simulate
-
-from .systems import asked, coupled, served, server
+from tests.sim.systems import asked, coupled, served, server
 
 GOLDEN = Path(__file__).parent / "golden_stamps.json"
 

@@ -22,8 +22,7 @@ from moe_lora.policies.migration.problem import (
     lower_bound,
 )
 from moe_lora.policies.migration.relaxed import plan_relaxed
-
-from .migration_cases import check_plan, problems
+from tests.policies.migration_cases import check_plan, problems
 
 
 @settings(max_examples=80, deadline=None)

@@ -10,8 +10,7 @@ from moe_lora.provision.replayed.prefix_hits import BlockHits, StatedHits
 from moe_lora.provision.replayed.running import SimRequest
 from moe_lora.provision.replayed.system import simulate
 from moe_lora.workload.replay_plan import PlannedRequest
-
-from .systems import STEP_S, coupled
+from tests.sim.systems import STEP_S, coupled
 
 
 def prompt(*blocks: int, adapter: str = "a", tokens: int | None = None) -> SimRequest:

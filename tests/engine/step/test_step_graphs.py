@@ -16,13 +16,12 @@ from moe_lora.kernels.lora import lora_delta
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.kernels.triton.configs import interpreted
 from moe_lora.kernels.triton.lora import triton_lora
+from tests.engine.on_device import OnDevice, Recorder
 from tests.families import ALL_TARGETS, make_adapter, make_checkpoint
 from tests.kernels.kernel_cases import SiteCase
 from tests.kernels.triton.gpu_cases import make_batch
 from tests.models.harness import MAX_TOKENS, Harness
 from tests.stand_in_device import DeviceTensor, launches, stand_in_device
-
-from .on_device import OnDevice, Recorder
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="in a process of its own, with TRITON_INTERPRET=1")
 PROMPTS = [(0, [3]), (-1, [11]), (-1, [13]), (1, [5])]

@@ -19,8 +19,7 @@ from moe_lora.policies.migration.problem import (
     RequestView,
     swapped_bytes,
 )
-
-from .migration_cases import check_plan, problems
+from tests.policies.migration_cases import check_plan, problems
 
 A, B = AdapterSize("a", 10.0), AdapterSize("b", 10.0)
 

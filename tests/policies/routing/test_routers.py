@@ -26,8 +26,7 @@ from moe_lora.policies.routing.routers import (
 from moe_lora.policies.routing.routing import InstanceLoad
 from moe_lora.timing.answer_lengths import FIRST_TOKENS
 from moe_lora.timing.step_model import StepModel
-
-from .routing_parts import BASE, Instance, Request
+from tests.policies.routing_parts import BASE, Instance, Request
 
 RANKS = {"small": 8, "large": 128}
 

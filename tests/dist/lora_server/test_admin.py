@@ -13,8 +13,8 @@ from moe_lora.dist.lora_server.control import LoraServerAdmin, join, network
 from moe_lora.dist.lora_server.lease_client import LeaseClient
 from moe_lora.dist.lora_server.messages import ServerHello
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
-from tests.dist.lora_server.server.test_leader import granted, joined
 from tests.dist.lora_server.shapes import model_shape
+from tests.dist.lora_server.test_leader import granted, joined
 
 SHAPE = model_shape(num_experts=4, num_layers=2)
 

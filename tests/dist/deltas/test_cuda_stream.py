@@ -11,10 +11,10 @@ import torch
 
 from moe_lora.dist.deltas.cuda_stream import CudaStream
 from moe_lora.lora.backend import AddTo
-from tests.dist.lora_server.client.test_remote_backend import STEP, random_rows
+from tests.dist.host_workers.test_stream import Streamed
 from tests.stopped_processes import stop
 
-from .test_stream import Streamed
+from .test_remote_backend import STEP, random_rows
 
 pytestmark = pytest.mark.gpu
 

@@ -18,8 +18,7 @@ from moe_lora.kernels.triton.lora.segments import Zeros, build_segments, rows_to
 from moe_lora.models.causal_lm import MoeMlp, glu
 from moe_lora.models.spec import model_spec
 from tests.kernels.kernel_cases import popularity, random
-
-from .gpu_cases import GATE_UP, LAYER, TOLERANCE, make_batch
+from tests.kernels.triton.gpu_cases import GATE_UP, LAYER, TOLERANCE, make_batch
 
 KINDS = ["distinct", "uniform", "zipf", "identical"]
 # Experts, experts per token, hidden and inner size, activation, bias: the families' kinds of experts.

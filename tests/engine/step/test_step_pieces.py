@@ -30,15 +30,14 @@ from moe_lora.kernels.operands import StepTables
 from moe_lora.kernels.triton.configs import interpreted
 from moe_lora.lora.backend import RoutedBackend
 from moe_lora.lora.row_routing import RowRouting, Source
+from tests.dist.deltas.test_remote_backend import leased_routing
 from tests.dist.host_workers.queued_stream import InlineStream
-from tests.dist.lora_server.client.test_remote_backend import leased_routing
 from tests.dist.lora_server.cluster import Cluster, random_adapter
 from tests.dist.lora_server.shapes import model_shape
+from tests.engine.on_device import OnDevice, OnHost, Recorder
 from tests.families import ALL_TARGETS, NUM_LAYERS, make_adapter, make_checkpoint
 from tests.models.harness import Harness
 from tests.stand_in_device import CUDA, DeviceTensor, noting, stand_in_device
-
-from .on_device import OnDevice, OnHost, Recorder
 
 whole_steps = pytest.mark.skipif(not interpreted(), reason="in a process of its own, with TRITON_INTERPRET=1")
 PROMPTS = [(0, [3]), (-1, [11]), (1, [13]), (0, [5])]
