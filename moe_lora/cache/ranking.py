@@ -5,15 +5,27 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.policies.caching.arena_shares import BEYOND, REST, WITHIN, ArenaShares
-from moe_lora.policies.caching.caching import CacheLoad, CachingPolicy, Floats, ascending
+from moe_lora.policies.caching.caching import (
+    BEYOND,
+    NOBODY,
+    REST,
+    WITHIN,
+    CacheLoad,
+    CachingPolicy,
+    Floats,
+    ascending,
+)
 
 from .node import BACKED, CAN_BACK_UP, CAN_LEAVE, CAN_LEAVE_HOST, DYING, HAS_DEVICE_PAGES, Node
 from .node_mover import NodeMover
+
+if TYPE_CHECKING:
+    from moe_lora.policies.caching.arena_shares import ArenaShares
 
 BATCH = 256
 """Victims ranked at once."""
@@ -42,15 +54,14 @@ class Ranking:
     """Asks the policy about all candidates at once; what tenants hold beyond their shares goes first.
 
     Victims are ranked in batches, for each tenant that asks its own, and used for up to `FRESH_S`: one that
-    was used or changed meanwhile is passed over.  shares: of tenants.  num_queries: requests matched so far.
+    was used or changed meanwhile is passed over.  shares: None before the second tenant.  num_queries:
+    requests matched so far.
     """
 
-    def __init__(
-        self, mover: NodeMover, policy: CachingPolicy, shares: ArenaShares, max_adapters: int | None
-    ) -> None:
+    def __init__(self, mover: NodeMover, policy: CachingPolicy, max_adapters: int | None) -> None:
         self.mover = mover
         self.policy = policy
-        self.shares = shares
+        self.shares: ArenaShares | None = None
         self._max_adapters = max_adapters
         self.columns = mover.tree.columns
         self.num_queries = 0
@@ -62,6 +73,11 @@ class Ranking:
         self._num_loads = 0
         self._soon: tuple[NDArray[np.int64], Floats] = np.zeros(0, np.int64), np.zeros(0)
         self._soon_asking, self._soon_until_s = -1, -np.inf
+
+    @property
+    def asking(self) -> int:
+        """The tenant that room is made for."""
+        return NOBODY if self.shares is None else self.shares.asking
 
     def note_batch(self, now_s: float, batch_size: int) -> None:
         """One sample of the number of running requests."""
@@ -99,7 +115,7 @@ class Ranking:
         pages and by adapter places.  BEYOND for dying nodes, and for all with a single tenant.
         """
         columns, shares = self.columns, self.shares
-        if not (rows.size and shares.is_divided(now_s)):
+        if shares is None or not (rows.size and shares.is_divided(now_s)):
             return np.full(len(rows), BEYOND)
         there = columns.where(BACKED if host else HAS_DEVICE_PAGES)
         tier = self.mover.host if host else self.mover.device
@@ -145,7 +161,7 @@ class Ranking:
             for within in self._within:  # a tenant may be beyond its share now
                 self._queues.pop(within, None)
             self._within.clear()
-        key = kind, self.shares.asking
+        key = kind, self.asking
         queue = self._queues.get(key, [])
         if now_s - self._ranked_s.get(key, -np.inf) > (HOST_FRESH_S if kind is Kind.HOST else FRESH_S):
             queue = []
@@ -164,7 +180,7 @@ class Ranking:
 
     def has_victims(self, kind: Kind, num_pages: int) -> bool:
         """True if the last ranked victims have num_pages pages; otherwise more may exist."""
-        for node, used_s in reversed(self._queues.get((kind, self.shares.asking), ())):
+        for node, used_s in reversed(self._queues.get((kind, self.asking), ())):
             if self._still(node, used_s, kind):
                 num_pages -= node.num_pages
                 if num_pages <= 0:
@@ -173,7 +189,7 @@ class Ranking:
 
     def put_back(self, node: Node, kind: Kind) -> None:
         """Make the node the next victim."""
-        queue = self._queues[kind, self.shares.asking]
+        queue = self._queues[kind, self.asking]
         queue.append((node, float(self.columns.last_used_s[node.row])))
 
     def _still(self, node: Node, used_s: float, kind: Kind) -> bool:
@@ -204,7 +220,7 @@ class Ranking:
         backed = backed | dying  # nothing is lost with them either
         least = order[~dying].min(initial=WITHIN)
         if least == WITHIN and kind is not Kind.HOST:
-            self._within.add((kind, self.shares.asking))
+            self._within.add((kind, self.asking))
         first = order <= least  # all that go only after these are ranked when these are gone
         chosen = [ascending(rows[part], values[part], BATCH) for part in (backed & first, first & ~backed)]
         victims = np.concatenate(chosen)[:BATCH][::-1].tolist()
@@ -215,7 +231,7 @@ class Ranking:
 
         Reuses the last result for `SOON_S_PER_NODE` per node, without nodes used or busy since.
         """
-        columns, asking = self.columns, self.shares.asking
+        columns, asking = self.columns, self.asking
         if now_s >= self._soon_until_s or asking != self._soon_asking:
             rows = columns.where(CAN_LEAVE | CAN_BACK_UP)
             num_pages = int(LEAVING_SHARE * self.mover.device.num_pages)

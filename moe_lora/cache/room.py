@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.policies.caching.arena_shares import REST, WITHIN
+from moe_lora.policies.caching.caching import REST, WITHIN
 
 from .node import HAS_DEVICE_PAGES, Node
 from .pages import PRIVATE

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.policies.caching.arena_shares import BEYOND, WITHIN
-from moe_lora.policies.caching.caching import Floats
+from moe_lora.policies.caching.caching import BEYOND, WITHIN, Floats
 
 from .node import BACKED, CAN_BACK_UP, CAN_ENTER, CAN_LEAVE, Node
 from .ranking import Ranking, first_to_go
@@ -46,7 +45,8 @@ class KnownValues:
         """
         if self._order is None:
             ranking = self._ranking
-            others = WITHIN if ranking.shares.is_divided(self._now_s) else BEYOND
+            shares = ranking.shares
+            others = WITHIN if shares is not None and shares.is_divided(self._now_s) else BEYOND
             self._order = np.full(len(ranking.columns), others)
             leaving = ranking.columns.where(CAN_LEAVE)
             self._order[leaving] = ranking.eviction_order(leaving, self.of(leaving), self._now_s)

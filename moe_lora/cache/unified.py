@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Literal
 
 from moe_lora.core.errors import CapacityError
-from moe_lora.policies.caching.arena_shares import ANYBODY, NOBODY, ArenaShares, Asker
-from moe_lora.policies.caching.caching import CachingPolicy
+from moe_lora.policies.caching.caching import ANYBODY, FIRST, NOBODY, Asker, CachingPolicy
 
 from .node import DYING, HAS_DEVICE_PAGES, TOKEN_BYTES, Node, encode
 from .node_mover import NodeMover, first_pages
@@ -58,8 +58,7 @@ class UnifiedCache:
             adapter_recent_s=policy.adapter_recent_s,
         )
         self._mover = NodeMover(self._tree, Tier(num_device_pages), Tier(num_host_pages))
-        self._shares = ArenaShares()
-        self._ranking = Ranking(self._mover, policy, self._shares, max_adapters)
+        self._ranking = Ranking(self._mover, policy, max_adapters)
         self._room = Room(self._ranking, max_kv_pages, max_adapters)
         self._swapper = Swapper(self._room, upper=upper, lower=lower)
         self._sharing = prefix_caching
@@ -67,6 +66,7 @@ class UnifiedCache:
         self.asker = ANYBODY
         """Whom what is held from now on counts for."""
         self._tenant = NOBODY
+        self._asked_s = -math.inf
         self._block_size = block_size
         self.counters = self._mover.counters
         self._traits = traits
@@ -78,8 +78,17 @@ class UnifiedCache:
         """Set the tenant of later holds and matches; share: its weight in the arenas
         (`policies.caching.arena_shares`).
         """
-        self.asker = Asker(tenant, share)
-        self._tenant = self._shares.ask(tenant, share, now_s)
+        if self._tenant != NOBODY and self._ranking.shares is None and tenant != self.asker.tenant:
+            self._divide()
+        self.asker, self._asked_s, shares = Asker(tenant, share), now_s, self._ranking.shares
+        self._tenant = FIRST if shares is None else shares.ask(tenant, share, now_s)
+
+    def _divide(self) -> None:
+        """Start shares at the second tenant.  What was used so far counts for the first tenant."""
+        from moe_lora.policies.caching.arena_shares import ArenaShares
+
+        self._ranking.shares = ArenaShares()
+        self._ranking.shares.ask(*self.asker, self._asked_s)
 
     # -- adapters
 
@@ -237,7 +246,8 @@ class UnifiedCache:
         """
         missing = -(-num_tokens // self._block_size) - len(table.pages)
         if missing > 0:
-            self._shares.make_room_for(table.tenant, now_s)
+            if self._ranking.shares is not None:
+                self._ranking.shares.make_room_for(table.tenant, now_s)
             pages = self._room.take_kv(missing, PRIVATE, now_s)
             if pages is None:
                 self._swapper.note_shortage()
@@ -292,7 +302,8 @@ class UnifiedCache:
         Returns True if more is to be forgotten.  batch_size: running requests (averaged over 5 s for equation
         3).
         """
-        self._shares.make_room_for(NOBODY, now_s)
+        if self._ranking.shares is not None:
+            self._ranking.shares.make_room_for(NOBODY, now_s)
         return self._swapper.tick(now_s, batch_size)
 
     def look_ahead(self, queued: Iterable[tuple[Namespace, Sequence[int], str]]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,7 +40,6 @@ from moe_lora.engine.merging.merging_times import (
     expected_step_times,
     expected_swap_times,
 )
-from moe_lora.engine.moving.kv_transfer import KvTransfer
 from moe_lora.engine.ranks.followers import HOST_STORE, Allocate, Followers, RankReport, start_followers
 from moe_lora.engine.ranks.rank import Rank
 from moe_lora.engine.step.runner import ModelRunner
@@ -52,12 +51,16 @@ from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
 from moe_lora.policies.merging.merging import make_merging_policy
 from moe_lora.policies.merging.merging_costs import MergingCosts, Uid
+from moe_lora.scheduling.queues import RequestQueue, shortest_first
 from moe_lora.scheduling.scheduler import Scheduler
 
 from .arena_size import ArenaSize, arena_size, free_bytes, kept_originals, max_model_len, within_share
 from .core import EngineCore
 from .ranks import exchange
 from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from moe_lora.engine.moving.kv_transfer import KvTransfer
 
 
 def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> CachingPolicy:
@@ -277,17 +280,25 @@ def _core(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         starvation_s=config.starvation_s,
-        shortest_first=config.queue == "sjf-oracle",
+        queue=RequestQueue(shortest_first) if config.queue == "sjf-oracle" else None,
         max_host_tokens=0 if store.host is None else rank.host.tokens_per_step,
     )
     info = model_info(config, rank.shape, rank.dtype, size.max_kv_pages, rank.device_names)
     figures = partial(_cache_figures, cache, page_bytes, size.max_kv_pages)
     parts = (scheduler, runner, manager, transfers, figures, contents, clock)
-    transport = partial(_transport, config, f"{config.instance}-kv")
-    kv = KvTransfer(rank.arena, rank.layout, transport if config.num_ranks == 1 else None)
     merging = None if runner.merged is None else _merging(config, rank, runner, manager, clock)
     return EngineCore(
-        *(info, rank.shape, rank.dtype, *parts, config.seed, followers, kv, pool, merging),
+        *(
+            info,
+            rank.shape,
+            rank.dtype,
+            *parts,
+            config.seed,
+            followers,
+            partial(_kv_transfer, config, rank),
+            pool,
+            merging,
+        ),
         ahead=schedules_ahead(config, rank, store),
     )
 
@@ -324,6 +335,14 @@ def _transport(config: EngineConfig, name: str) -> Transport:
     if config.pool is not None and config.pool.transport == "gloo":
         options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}
     return make_transport("shm" if config.pool is None else config.pool.transport, name=name, **options)
+
+
+def _kv_transfer(config: EngineConfig, rank: Rank) -> KvTransfer:
+    """Both ends of moving KV; an instance of several ranks neither sends nor takes KV."""
+    from moe_lora.engine.moving.kv_transfer import KvTransfer
+
+    transport = partial(_transport, config, f"{config.instance}-kv") if config.num_ranks == 1 else None
+    return KvTransfer(rank.arena, rank.layout, transport)
 
 
 def _merging(

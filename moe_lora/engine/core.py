@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -33,8 +33,6 @@ from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.client.step_notes import StepNotes
 from moe_lora.engine.merging.merging import Merging
-from moe_lora.engine.moving.kv_transfer import KvTransfer
-from moe_lora.engine.moving.moves import RequestMoves
 from moe_lora.engine.ranks.followers import Followers
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.engine.step.sampler import Drawn, sample
@@ -44,6 +42,10 @@ from moe_lora.scheduling.views import Scheduled
 
 from .sequence import Sequence, check_request
 from .suspects import run_apart
+
+if TYPE_CHECKING:
+    from moe_lora.engine.moving.kv_transfer import KvTransfer
+    from moe_lora.engine.moving.moves import RequestMoves
 
 
 class StepUnderWay(NamedTuple):
@@ -82,7 +84,7 @@ class EngineCore:
         clock: Clock,
         seed: int,
         followers: Followers,
-        kv: KvTransfer,
+        make_kv: Callable[[], KvTransfer],
         pool: PoolAdapters | None = None,
         merging: Merging | None = None,
         *,
@@ -105,7 +107,8 @@ class EngineCore:
         self._notes: StepNotes | None = None
         self._seeds = torch.Generator().manual_seed(seed)
         self._sequences: dict[str, Sequence] = {}
-        self.moves = RequestMoves(self._sequences, scheduler, clock, kv)
+        self._make_kv = make_kv
+        self._moves: RequestMoves | None = None
         self.stalled = False
         self._num_empty = 0
         self._failed: list[AdapterVersion] = []
@@ -121,6 +124,15 @@ class EngineCore:
     def shape_and_dtype(self) -> tuple[ModelShape, torch.dtype]:
         """Of the model."""
         return self._shape, self._dtype
+
+    @property
+    def moves(self) -> RequestMoves:
+        """Made for the first request that moves, or at the first call about moves."""
+        if self._moves is None:
+            from moe_lora.engine.moving.moves import RequestMoves
+
+            self._moves = RequestMoves(self._sequences, self._scheduler, self._clock, self._make_kv())
+        return self._moves
 
     @property
     def has_work(self) -> bool:
@@ -150,39 +162,43 @@ class EngineCore:
         if notes is not None and not at_once:  # else the notes say what the engine died at
             notes.close()
         self._transfers.close()
-        self.moves.close()
+        if self._moves is not None:
+            self._moves.close()
         self._adapters.store.close()
         self._followers.close(at_once=at_once)
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch; the tokens that requests gained, `ahead` those of the step before."""
         self.tend()
-        failed = self._end_failed()
+        gains = self._end_failed() if self._failed else []
         plan = self._schedule()
-        failed += self._end_failed()  # a blocking load
-        self.stalled = not (plan or failed or self._under_way)
-        if not plan:
-            gains = failed + self.catch_up()
-            return gains or self.moves.announce() or self._refuse_impossible()
+        if self._failed:  # a blocking load
+            gains += self._end_failed()
+        self.stalled = not (plan or gains or self._under_way)
+        gains += self._compute(plan) if plan else self.catch_up()
+        if self._moves is not None:
+            gains += self._moves.announce()
+        return gains if gains or plan else self._refuse_impossible()
+
+    def _compute(self, plan: SequenceOf[Scheduled[Sequence]]) -> list[TokenOutput]:
         self._num_empty = 0
         try:
             step = self._launch(plan)
         except Exception as error:
             if isinstance(error, EngineDeadError) or not self._runner.can_repeat:
                 raise
-            return failed + self._run_apart(plan, error) + self.moves.announce()
-        gains = failed + self.catch_up()
+            return self._run_apart(plan, error)
+        gains = self.catch_up()
         if self._adapters.store.host is not None:
-            return gains + self._complete(step, plan) + self.moves.announce()
+            return gains + self._complete(step, plan)
         self._account(plan)
         self._under_way = step
-        if self._ahead:
-            for number, sequence in enumerate(step.sequences):
-                if self._goes_on(sequence):
-                    sequence.expect(number)
-        else:
-            gains += self.catch_up()
-        return gains + self.moves.announce()
+        if not self._ahead:
+            return gains + self.catch_up()
+        for number, sequence in enumerate(step.sequences):
+            if self._goes_on(sequence):
+                sequence.expect(number)
+        return gains
 
     def _account(self, plan: SequenceOf[Scheduled[Sequence]]) -> None:
         """Count a launched step, and have the scheduler and the merging policy know it."""
@@ -301,7 +317,8 @@ class EngineCore:
         """
         self._transfers.settle()
         self._hear_failures()
-        self.moves.tend()
+        if self._moves is not None:
+            self._moves.tend()
         self._adapters.bring_pinned()
         if not self._sequences:
             if self._notes is not None:
@@ -314,7 +331,7 @@ class EngineCore:
         """End the oldest request if, time and again, nothing runs or moves that could make room for it."""
         sequence = self._scheduler.oldest
         waits = sequence in self._scheduler.waiting and self._adapters.waits_for_others
-        if sequence is None or waits or self._transfers.busy or self.moves.any_held:
+        if sequence is None or waits or self._transfers.busy or self._any_held:
             self._num_empty = 0
             return []
         self.stalled = False
@@ -327,6 +344,10 @@ class EngineCore:
             "or raise arena_mb"
         )
         return [self._finish(sequence, problem)]
+
+    @property
+    def _any_held(self) -> bool:
+        return any(sequence.held for sequence in self._sequences.values())
 
     def _end(self, sequence: Sequence, reason: FinishReason, problem: str | None = None) -> TokenOutput:
         """The last output of a request that the scheduler has let go."""
@@ -365,7 +386,8 @@ class EngineCore:
         arrival_s = self._clock.now_s() if arrival_s is None else arrival_s
         sequence = Sequence(request, adapter, arrival_s, limit_tokens, self._seed(request))
         self._sequences[request.request_id] = sequence
-        self.moves.watch(sequence)
+        if sequence.held or sequence.awaits_kv:
+            self.moves.watch(sequence)
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> TokenOutput | None:

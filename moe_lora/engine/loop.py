@@ -153,14 +153,14 @@ class EngineLoop(threading.Thread):
             "list_adapters": core.list_adapters,
             "stats": core.stats,
             "model_info": lambda: core.info,
-            "hold_request": core.moves.hold,
-            "resume_request": core.moves.resume,
-            "request_loads": core.moves.loads,
-            "kv_window": core.moves.kv_window,
+            "hold_request": lambda *args: core.moves.hold(*args),
+            "resume_request": lambda *args: core.moves.resume(*args),
+            "request_loads": lambda: core.moves.loads(),
+            "kv_window": lambda *args: core.moves.kv_window(*args),
         }
         self._slow: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
             "load_adapter": (partial(_read, core), partial(_add, core)),
-            "kv_send": (core.moves.kv_send, core.moves.kv_sent),
+            "kv_send": (lambda *args: core.moves.kv_send(*args), lambda *args: core.moves.kv_sent(*args)),
         }
         if core.pool is not None:
             calls = PoolCalls(core, core.pool)

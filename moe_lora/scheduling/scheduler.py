@@ -3,25 +3,25 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Container, Iterable
 from itertools import chain, islice
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from moe_lora.cache.orders import Namespace, Readiness
 from moe_lora.cache.pages import BlockTable
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
-from moe_lora.policies.admission.admission import admissible, shortest_first
-from moe_lora.policies.admission.fairness import VirtualTokenCounter
+from moe_lora.policies.admission.admission import admissible
 from moe_lora.policies.admission.host_start import fair_shares
 
+from .queues import RequestQueue
 from .views import Adapters, Scheduled, Sequence
+
+if TYPE_CHECKING:
+    from .tenant_queue import TenantQueue
 
 LOOK_AHEAD = 16
 """Queued requests that the cache is told of."""
-LEAST_CREDIT = 2048.0
-"""Of a tenant that was away: some requests, however few tokens a step takes."""
 
 
 class Scheduler(Generic[Sequence]):
@@ -29,8 +29,8 @@ class Scheduler(Generic[Sequence]):
 
     running: sequences that compute.  loading: those whose adapter or history is on its way to the device;
     they hold both, and wait alone.  waiting: those that hold nothing.
-    fairness: newcomers of several tenants by what each was given, within one by priority, then by arrival;
-    shortest_first: by `policies.admission.admission.shortest_first` instead.
+    queue: orders the waiting requests; None: first come, first served.  tenants: `waiting`, from the second
+    tenant or priority on.
 
     max_host_tokens: prompt tokens of loading adapters in a step while any other request computes or could
     begin, which then has the rest of the step; host workers compute them (Readiness.HOST_COMPUTABLE), and
@@ -54,13 +54,16 @@ class Scheduler(Generic[Sequence]):
         max_num_seqs: int,
         max_num_batched_tokens: int,
         starvation_s: float,
-        shortest_first: bool = False,
+        queue: RequestQueue[Sequence] | None = None,
         max_host_tokens: int = 0,
     ) -> None:
         self.running: list[Sequence] = []
         self.loading: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
-        self.fairness = VirtualTokenCounter(credit=max(LEAST_CREDIT, max_num_batched_tokens))
+        self.waiting: RequestQueue[Sequence] = RequestQueue() if queue is None else queue
+        self.tenants: TenantQueue[Sequence] | None = None
+        self._lane: tuple[str, int] | None = None
+        """Tenant and priority of all requests so far."""
+        self._num_sampled = 0
         self._told: list[Sequence] = []
         self._is_short = False
         self.num_put_back = 0
@@ -71,14 +74,9 @@ class Scheduler(Generic[Sequence]):
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._starvation_s = starvation_s
-        self._shortest_first = shortest_first
         self._max_host_tokens = max_host_tokens
         self.held_back = False
         """Somebody found no place for an adapter when the last step was planned."""
-        self._in_vain = False
-        """Slots were returned that nobody else could use."""
-        self._max_returned = max_num_seqs
-        """Slots that are returned at once, as many as found another's request lately."""
         self._only: Container[Namespace] | None = None
         self._host_shares: dict[Sequence, int] | None = None
         """None: the step has no request whose adapter is there."""
@@ -94,8 +92,26 @@ class Scheduler(Generic[Sequence]):
         return next(chain(self.running, self.loading, self.waiting), None)
 
     def add(self, sequence: Sequence) -> None:
+        lane = sequence.tenant, sequence.priority
+        if self._lane is None:
+            self._lane = lane
+        elif self.tenants is None and lane != self._lane:
+            self._count_tenants()
         self.waiting.append(sequence)
-        self._begin_waiting(sequence)
+        if sequence.adapter is not None:
+            self._adapters.enqueue(sequence.adapter)
+
+    def _count_tenants(self) -> None:
+        """Queue requests by tenant from now on.  Tokens so far count for the only tenant until now."""
+        from moe_lora.policies.admission.fairness import DECODE_COST, PREFILL_COST, VirtualTokenCounter
+
+        from .tenant_queue import LEAST_CREDIT, TenantQueue
+
+        found, (tenant, share) = self._cache.counters, self._cache.asker
+        num_computed = found.kv_query_tokens - found.kv_device_hit_tokens - found.kv_host_hit_tokens
+        given = (PREFILL_COST * num_computed + DECODE_COST * self._num_sampled) / share
+        counter = VirtualTokenCounter(max(LEAST_CREDIT, self._max_num_batched_tokens), tenant, given)
+        self.waiting = self.tenants = TenantQueue(counter, self.waiting, self._max_num_seqs)
 
     def schedule(self, only: Container[Namespace] | None = None) -> list[Scheduled[Sequence]]:
         """The next step's work; its pages are reserved.  Empty if nothing can run.
@@ -117,7 +133,7 @@ class Scheduler(Generic[Sequence]):
         """Tokens of each sequence that computes."""
         plan: dict[Sequence, int] = {}
         self._only = only
-        gave_way = self._return_slots()
+        preempted = [] if self.tenants is None or only is not None else self._return_slots(self.tenants)
         self._is_short = self.held_back = False
         self._look_at_adapters()
         self._host_shares = self._divide_host()
@@ -138,8 +154,8 @@ class Scheduler(Generic[Sequence]):
                 budget -= plan.get(sequence, 0)
         if not self._is_short:
             self._admit(budget, plan)
-        if gave_way:
-            self._note_returned(len(gave_way), sum(sequence.gave_way for sequence in gave_way))
+        if self.tenants is not None and preempted:
+            self.tenants.note_preempted(preempted)
         return plan
 
     def advance(self, plan: Iterable[Scheduled[Sequence]]) -> None:
@@ -148,7 +164,9 @@ class Scheduler(Generic[Sequence]):
         for item in plan:
             sequence = item.sequence
             if item.samples:
-                self.fairness.decode(sequence.tenant, sequence.share)
+                self._num_sampled += 1
+                if self.tenants is not None:
+                    self.tenants.counter.decode(sequence.tenant, sequence.share)
             sequence.num_computed += item.num_tokens
             if not sequence.unshared:
                 self._cache.publish(sequence.table, sequence.tokens, sequence.num_computed, now_s)
@@ -159,7 +177,8 @@ class Scheduler(Generic[Sequence]):
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence ended (or its client left), wherever it is."""
-        self._in_vain = False
+        if self.tenants is not None:
+            self.tenants.in_vain = False
         for group in (self.running, self.loading):
             if sequence in group:
                 group.remove(sequence)
@@ -167,7 +186,8 @@ class Scheduler(Generic[Sequence]):
                 return
         if sequence in self.waiting:
             self.waiting.remove(sequence)
-            self._stop_waiting(sequence)
+            if sequence.adapter is not None:
+                self._adapters.dequeue(sequence.adapter)
 
     def _continue(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> int:
         """Plan a running sequence's next tokens; if pages run out, the youngest give theirs back.  One that
@@ -230,13 +250,13 @@ class Scheduler(Generic[Sequence]):
         if not self.waiting or not self._has_room(budget):
             return
         self._adapters.begin_round()
-        queue = shortest_first(self.waiting) if self._shortest_first else list(self.waiting)
-        order = self.fairness.order([sequence for sequence in queue if self._may_compute(sequence)])
+        order = self.waiting.order(filter(self._may_compute, self.waiting))
         now_s = self._clock.now_s()
         passes = self._has_unused_lease if self._adapters.waits_for_others else None
         for sequence in admissible(order, self._acquire, now_s, self._starvation_s, passes):
             self.waiting.remove(sequence)
-            self._stop_waiting(sequence)
+            if sequence.adapter is not None:
+                self._adapters.dequeue(sequence.adapter)
             self.loading.append(sequence)
             sequence.gave_way = False
             now_s = self._clock.now_s()
@@ -254,27 +274,12 @@ class Scheduler(Generic[Sequence]):
             if waits.held_back_s is None and waits.admitted_s is None:
                 waits.held_back_s = now_s
 
-    def _return_slots(self) -> list[Sequence]:
-        """Preempt requests of tenants that have more than their shares of a full batch, where another's are
-        next: as many at once as lately made room."""
-        is_full = len(self.running) + len(self.loading) >= self._max_num_seqs
-        if len(self.fairness.counters) < 2 or not is_full or self._in_vain or self._only is not None:
-            return []
-        loading = Counter(one.tenant for one in self.loading)
-        running = [one for one in self.running if not one.held]
-        victims = self.fairness.borrowed(self.waiting, running, loading, self._max_num_seqs)
-        victims = victims[: self._max_returned]
+    def _return_slots(self, tenants: TenantQueue[Sequence]) -> list[Sequence]:
+        """Preempt what other tenants' requests may replace."""
+        victims = tenants.to_preempt(self.running, self.loading)
         for victim in victims:
-            victim.gave_way = True
             self._preempt(victim)
         return victims
-
-    def _note_returned(self, num_returned: int, num_used: int) -> None:
-        """Where some took their slots again, what the other lacks is an adapter's place or pages: so many
-        fewer are returned the next time, and none before a request is done if all took theirs again."""
-        self._in_vain = self._in_vain or not num_used
-        all_used = num_used == num_returned
-        self._max_returned = min(2 * num_used, self._max_num_seqs) if all_used else max(1, num_used)
 
     def _match(self, sequence: Sequence, now_s: float) -> None:
         """Find what is computed of its tokens; of one whose KV comes, nothing, so that it is what it was.
@@ -287,9 +292,9 @@ class Scheduler(Generic[Sequence]):
         sequence.table = self._cache.match(
             sequence.adapter_uid, sequence.tokens, now_s, again=sequence.matched, salt=sequence.cache_salt
         )
-        if not sequence.matched:
+        if self.tenants is not None and not sequence.matched:
             num_tokens = len(sequence.tokens) - sequence.table.num_matched
-            self.fairness.prefill(sequence.tenant, sequence.share, num_tokens)
+            self.tenants.counter.prefill(sequence.tenant, sequence.share, num_tokens)
         sequence.matched = True
 
     def _has_room(self, budget: int) -> bool:
@@ -400,24 +405,15 @@ class Scheduler(Generic[Sequence]):
 
     def _put_back(self, sequence: Sequence) -> None:
         """Wait again, before all others, holding nothing."""
-        self._begin_waiting(sequence)
+        self.waiting.appendleft(sequence)
+        if sequence.adapter is not None:
+            self._adapters.enqueue(sequence.adapter)
         self._give_back(sequence)
         sequence.num_computed = sequence.cold_tokens = 0
         sequence.awaits_kv = sequence.unshared = False
-        self.waiting.appendleft(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
         """Pages first, then the adapter that they depend on."""
         self._cache.release(sequence.table, self._clock.now_s())
         if sequence.adapter is not None:
             self._adapters.release(sequence.adapter)
-
-    def _begin_waiting(self, sequence: Sequence) -> None:
-        self.fairness.enqueue(sequence.tenant, sequence.share)
-        if sequence.adapter is not None:
-            self._adapters.enqueue(sequence.adapter)
-
-    def _stop_waiting(self, sequence: Sequence) -> None:
-        self.fairness.dequeue(sequence.tenant)
-        if sequence.adapter is not None:
-            self._adapters.dequeue(sequence.adapter)

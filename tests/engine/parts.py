@@ -27,6 +27,8 @@ from moe_lora.engine.ranks.followers import Followers
 from moe_lora.engine.sequence import Sequence
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.policies.admission.host_start import HostLoads
+from moe_lora.scheduling.queues import RequestQueue
+from moe_lora.scheduling.queues import shortest_first as shortest_first_order
 from moe_lora.scheduling.scheduler import Scheduler
 
 PAGE_BYTES = 64
@@ -170,7 +172,7 @@ class Parts:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             starvation_s=starvation_s,
-            shortest_first=shortest_first,
+            queue=RequestQueue(shortest_first_order) if shortest_first else None,
             max_host_tokens=host_tokens,
         )
 

@@ -82,4 +82,6 @@ def test_random_traffic_gets_done_and_leaves_nothing_taken(seed):
     for_kv = parts.cache._room.max_kv_pages
     assert parts.cache.grow(BlockTable(None), for_kv * BLOCK_SIZE, parts.clock.now_s())
     assert parts.num_free == num_free - for_kv
-    assert not parts.scheduler.fairness._waiting
+    assert not parts.scheduler.waiting
+    counted = parts.scheduler.tenants
+    assert counted is None if tenants == 1 else counted is not None and not counted.counter._waiting

@@ -14,6 +14,8 @@ from moe_lora.core.clock import VirtualClock
 from moe_lora.policies.admission.host_start import ColdAdapter, HostLoads
 from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.scheduling.queues import RequestQueue
+from moe_lora.scheduling.queues import shortest_first as shortest_first_order
 from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.sim.adapters import CachedAdapters
 from moe_lora.sim.requests import CachedRequest
@@ -74,7 +76,7 @@ class Parts:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             starvation_s=starvation_s,
-            shortest_first=shortest_first,
+            queue=RequestQueue(shortest_first_order) if shortest_first else None,
             max_host_tokens=host_tokens or 0,
         )
         self._prompt = prompt

@@ -24,7 +24,7 @@ def test_who_asks_for_ten_times_as_much_gets_its_half():
             break
     greedy = sum(name.startswith("greedy") for name in started)
     assert 9 <= greedy <= 14
-    counters = parts.scheduler.fairness.counters
+    counters = parts.scheduler.tenants.counter.counters
     assert abs(counters["greedy"] - counters["modest"]) <= 2 * 4 * 4 + 8 + 64
 
 
@@ -63,7 +63,7 @@ def test_a_prompt_that_was_found_in_the_cache_costs_nothing():
     parts.step()
     parts.add("again", range(9), num_answer=1, tenant="b")
     parts.step()
-    counters = parts.scheduler.fairness.counters
+    counters = parts.scheduler.tenants.counter.counters
     assert counters["a"] == 9 + 2
     assert counters["b"] == 1 + 2, "one token of the prompt, and one generated"
 
@@ -75,11 +75,11 @@ def test_a_preempted_request_goes_first_and_is_not_charged_again():
     parts.add("other", range(80, 84), num_answer=2, tenant="c")
     while not parts.scheduler.num_preemptions:
         parts.step()
-    charged = parts.scheduler.fairness.counters["b"]
+    charged = parts.scheduler.tenants.counter.counters["b"]
     assert parts.names()[2][0] == "young"
     while "young" in parts.names()[2]:
         assert "other" not in parts.step()
-    assert parts.scheduler.fairness.counters["b"] <= charged + 2
+    assert parts.scheduler.tenants.counter.counters["b"] <= charged + 2
 
 
 def test_priority_orders_a_tenants_own():

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_lora.policies.admission.admission import ResidentView
-from moe_lora.policies.caching.arena_shares import BEYOND, NOBODY, WITHIN, ArenaShares
+from moe_lora.policies.caching.arena_shares import ArenaShares
+from moe_lora.policies.caching.caching import BEYOND, NOBODY, WITHIN
 
 _ROUNDING = 1e-9
 _NO_OWNER = -1

@@ -16,7 +16,8 @@ import numpy as np
 
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
 from moe_lora.core.records import LeaseStats
-from moe_lora.policies.caching.arena_shares import ANYBODY, ArenaShares, Asker
+from moe_lora.policies.caching.arena_shares import ArenaShares
+from moe_lora.policies.caching.caching import ANYBODY, Asker
 
 from .lease_queue import LeaseQueue, Waiter
 from .lease_shares import Standing

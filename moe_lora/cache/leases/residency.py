@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moe_lora.policies.admission.admission import by_recency
-from moe_lora.policies.caching.arena_shares import NOBODY
+from moe_lora.policies.caching.caching import NOBODY
 
 from .lease_shares import Standing
 from .server_pages import Runs, ServerPages, ShardPages

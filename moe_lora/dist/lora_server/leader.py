@@ -26,7 +26,7 @@ from moe_lora.core.errors import (
     StorageError,
 )
 from moe_lora.core.partition import Partition
-from moe_lora.policies.caching.arena_shares import Asker
+from moe_lora.policies.caching.caching import Asker
 
 from .content import num_blocks, receive_blocks, send_blocks
 from .control import Answer, Visitor

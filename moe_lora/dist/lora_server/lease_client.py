@@ -15,7 +15,7 @@ from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.peer import Peer, PeerEndedError
 from moe_lora.lora.row_routing import Lease
-from moe_lora.policies.caching.arena_shares import ANYBODY, Asker
+from moe_lora.policies.caching.caching import ANYBODY, Asker
 
 from .content import num_blocks, send_blocks
 from .control import Hear, network, stay_joined

@@ -18,7 +18,7 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.lora.row_routing import Lease
-from moe_lora.policies.caching.arena_shares import ANYBODY, Asker
+from moe_lora.policies.caching.caching import ANYBODY, Asker
 
 
 @dataclass(eq=False)

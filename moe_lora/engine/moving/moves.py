@@ -39,10 +39,6 @@ class RequestMoves:
         self.threads = kv.threads
         self._coming: list[Sequence] = []
 
-    @property
-    def any_held(self) -> bool:
-        return any(sequence.held for sequence in self._sequences.values())
-
     def watch(self, sequence: Sequence) -> None:
         """A request was queued; one that is held is announced when it is ready."""
         if sequence.held:

@@ -58,13 +58,14 @@ class VirtualTokenCounter:
     Counters are kept for ever: two numbers for each tenant in key files.
     """
 
-    def __init__(self, credit: float = 0.0) -> None:
+    def __init__(self, credit: float = 0.0, first: str = "", given: float = 0.0) -> None:
+        """given: what the tenant `first` got before the other tenants came."""
         self._credit = credit
-        self.counters: defaultdict[str, float] = defaultdict(float)
+        self.counters: defaultdict[str, float] = defaultdict(float, {first: given} if given else {})
         self._levels: defaultdict[str, float] = defaultdict(float)
         """Start of each tenant, without its credit."""
         self._waiting: Counter[str] = Counter()
-        self._last = ""
+        self._last = first
         """The last tenant to wait."""
 
     def enqueue(self, tenant: str, share: float) -> None:

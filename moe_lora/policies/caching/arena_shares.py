@@ -4,32 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .caching import Floats, ascending
+from .caching import BEYOND, NOBODY, REST, WITHIN, Floats, ascending
 
 PRESENT_S = 300.0
 """Time without requests after which a tenant has no share."""
 SLACK = 1 / 64
 """Of an arena: returned at once, as scans of all nodes are slow."""
-BEYOND, REST, WITHIN = range(3)
-"""In which order nodes give way: beyond their tenant's share; others of such a tenant; within shares."""
-NOBODY = 0
-"""The number of what no tenant has asked for."""
-
-
-class Asker(NamedTuple):
-    """A tenant, and its weight among those that fill an arena."""
-
-    tenant: str = ""
-    share: float = 1.0
-
-
-ANYBODY = Asker()
-"""Where there are no tenants."""
 
 
 class ArenaShares:

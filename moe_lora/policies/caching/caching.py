@@ -7,7 +7,7 @@ N: valued nodes, one entry per column each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,6 +193,23 @@ class CachingPolicy(Protocol):
     def worth_loading(self, first_token: int, num_tokens: int, num_pages: int) -> bool:
         """True to copy host KV to the device for a request, False to recompute."""
         ...
+
+
+BEYOND, REST, WITHIN = range(3)
+"""In which order nodes give way: beyond their tenant's share; others of such a tenant; within shares."""
+NOBODY, FIRST = 0, 1
+"""Numbers of tenants: of what no tenant has asked for, and of the first tenant."""
+
+
+class Asker(NamedTuple):
+    """A tenant, and its weight among those that fill an arena."""
+
+    tenant: str = ""
+    share: float = 1.0
+
+
+ANYBODY = Asker()
+"""Where there are no tenants."""
 
 
 def ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np.int64]:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from moe_lora.cache.leases.lease_shares import Standing
 from moe_lora.cache.leases.leases import Event, Grant, LeaseTable
 from moe_lora.cache.leases.residency import Evict, Load, ServedAdapter
-from moe_lora.policies.caching.arena_shares import BEYOND, NOBODY, PRESENT_S, WITHIN, ArenaShares, Asker
+from moe_lora.policies.caching.arena_shares import PRESENT_S, ArenaShares
+from moe_lora.policies.caching.caching import BEYOND, NOBODY, WITHIN, Asker
 
 CAPACITY, PAGES = 6, (9, 8)
 SHARDS = ({}, {0: {0: 1}}, {0: {0: 2}, 1: {0: 1}}, {1: {0: 2, 1: 2}})

@@ -22,7 +22,7 @@ from moe_lora.dist.lora_server.control import called, join, network
 from moe_lora.dist.lora_server.leader import Leader
 from moe_lora.dist.lora_server.lease_client import LeaseClient
 from moe_lora.dist.lora_server.messages import Order
-from moe_lora.policies.caching.arena_shares import ANYBODY, Asker
+from moe_lora.policies.caching.caching import ANYBODY, Asker
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 from tests.patience import PATIENCE_S

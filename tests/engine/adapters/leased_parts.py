@@ -15,7 +15,7 @@ from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.sequence import Sequence
 from moe_lora.lora.row_routing import Lease
-from moe_lora.policies.caching.arena_shares import ANYBODY, Asker
+from moe_lora.policies.caching.caching import ANYBODY, Asker
 from tests.engine.parts import Parts, packed
 
 

@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.policies.caching.arena_shares import NOBODY, PRESENT_S, ArenaShares
+from moe_lora.policies.caching.arena_shares import PRESENT_S, ArenaShares
+from moe_lora.policies.caching.caching import NOBODY
 
 MOST = 60
 
