@@ -162,7 +162,7 @@ class Traits:
     `CacheLoad.reuse` is kept up to date.  exchanges: `tick` brings in what is worth more than what it drops
     for it.  values_per_page: `values` are per page, else of the whole node.  drops_backed_first: in need of a
     page, what the host has goes first.  adapter_share: part of the device that adapters have, and KV has
-    not; None: no partition.
+    not; None: no partition.  needs_visits: a node without visits has no value.
     """
 
     keeps_dependencies: bool = True
@@ -177,6 +177,7 @@ class Traits:
     values_per_page: bool = False
     drops_backed_first: bool = True
     adapter_share: float | None = None
+    needs_visits: bool = False
 
 
 class CachingPolicy(Protocol):
