@@ -69,7 +69,7 @@ class Site:
         """Width of the site's fused output y."""
         return sum(self.out_features)
 
-    @property
+    @cached_property
     def num_entries(self) -> int:
         """Rows this site takes in the layer's offset table."""
         return len(self.modules) * max(1, self.num_experts)

@@ -153,7 +153,8 @@ class Traits:
     `tick` copies history ahead of need.  looks_ahead: queued requests count.  learns_reuse: needs
     `CacheLoad.reuse`.  exchanges: `tick` replaces less valued nodes.  values_per_page: `values` are per page.
     drops_backed_first: backed nodes are evicted first.  adapter_share: part of the device for adapters only;
-    None: no partition.
+    None: no partition.  keeps_idle_adapters: adapters without requests stay.  needs_visits: a node without
+    visits has no value.
     """
 
     keeps_dependencies: bool = True
@@ -168,6 +169,7 @@ class Traits:
     values_per_page: bool = False
     drops_backed_first: bool = True
     adapter_share: float | None = None
+    needs_visits: bool = False
 
 
 class CachingPolicy(Protocol):

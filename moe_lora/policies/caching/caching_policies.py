@@ -102,7 +102,7 @@ class FastLibra:
 
     @property
     def traits(self) -> Traits:
-        return Traits(keeps_dependencies=self.keeps_dependencies)
+        return Traits(keeps_dependencies=self.keeps_dependencies, needs_visits=True)
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
         probability = np.minimum(nodes.visits / load.num_queries, 1.0)
