@@ -180,10 +180,10 @@ def host_prompt_tokens(model_dir: str, max_tokens: int) -> int:
 
     Raises ConfigError for a model without config.json.
     """
-    from moe_lora.core.shape import ModelShape
+    from moe_lora.families import shape_of
     from moe_lora.profiling.host_times import TOKENS_BESIDE_PROMPT
 
-    shape = ModelShape.from_hf_config(EngineConfig(model_dir=model_dir).hf_config())
+    shape = shape_of(EngineConfig(model_dir=model_dir).hf_config())
     most = max(1, shape.max_position - TOKENS_BESIDE_PROMPT)
     if most < max_tokens:
         click.echo(

@@ -204,11 +204,11 @@ def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:
     at too then.  Raises ConfigError that names all of them otherwise, or for a base model that can't be read.
     """
     from moe_lora.adapters.peft.file_check import bad_adapters
-    from moe_lora.core.shape import ModelShape
+    from moe_lora.families import shape_of
 
     if not config.adapters:
         return config
-    shape = ModelShape.from_hf_config(config.hf_config())
+    shape = shape_of(config.hf_config())
     bad = bad_adapters(
         config.adapters,
         shape,

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.hf_config import cut_to, read_config
+from moe_lora.core.hf_config import read_config
+from moe_lora.families import cut_to
 
 from .devices import DeviceShare
 from .dlora import DLoraConfig
@@ -251,7 +252,7 @@ class EngineConfig(Settings):
 
     @property
     def quantisation(self) -> dict[str, Any]:
-        """How weights are held, as `core.weight_format` takes it."""
+        """How weights are held, as `weight_format` takes it."""
         return {name: getattr(self, name) for name in QUANTISATION}
 
     def hf_config(self) -> dict[str, Any]:
@@ -263,11 +264,11 @@ class EngineConfig(Settings):
         return found if self.num_layers is None else cut_to(found, self.num_layers)
 
     def weights_name(self) -> str:
-        """Name of the format (`core.weight_format`) that instances hold the model's weights in.
+        """Name of the format (`weight_format`) that instances hold the model's weights in.
 
         Reads its config.json; raises ConfigError if there is none.
         """
-        from moe_lora.core.weight_format import weight_format
+        from .weight_format import weight_format
 
         return weight_format(self.hf_config(), **self.quantisation).name
 

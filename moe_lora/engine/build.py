@@ -35,6 +35,7 @@ from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.engine.step.steps_ahead import check_ahead, schedules_ahead
 from moe_lora.engine.text.generation_config import read_sampling_defaults
 from moe_lora.engine.text.tokenizer_files import read_eos_token_ids
+from moe_lora.families import shape_of
 from moe_lora.policies.admission.host_start import HostLoads
 from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
@@ -90,7 +91,7 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
     mine = followers or Followers()
     try:
         hf_config = config.hf_config()
-        shape = ModelShape.from_hf_config(hf_config)
+        shape = shape_of(hf_config)
         # Again when the model is loaded: what "auto" stands for is known then.
         check_ahead(
             config,

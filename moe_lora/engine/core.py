@@ -316,10 +316,12 @@ class EngineCore:
         Returns in how many seconds it needs that again, whatever happens; None: not before something does.
         """
         self._transfers.settle()
-        self._hear_failures()
+        if not self._adapters.failures.reports.empty():
+            self._hear_failures()
         if self._moves is not None:
             self._moves.tend()
-        self._adapters.bring_pinned()
+        if self._adapters.to_bring:
+            self._adapters.bring_pinned()
         if not self._sequences:
             if self._notes is not None:
                 self._notes.step(set())

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,10 +52,10 @@ class AdapterVersion:
     merged: bool = False
     leaseless: bool = False
     asker: Asker = ANYBODY
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.packed.name
+    def __post_init__(self) -> None:
+        self.name = self.packed.name
 
     @property
     def is_idle(self) -> bool:

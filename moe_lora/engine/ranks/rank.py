@@ -31,6 +31,7 @@ from moe_lora.engine.step.step_batch import StepBatch
 from moe_lora.engine.step.step_buffer import StepBuffer
 from moe_lora.engine.step.step_graphs import CaptureSteps, StepGraphs
 from moe_lora.engine.step.step_pieces import CudaRecorder, HostCalled, StepCapture, between_graphs
+from moe_lora.families import shape_of
 from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.operands import KvLayout, SlotTable
 from moe_lora.kernels.page_locked import page_locked
@@ -82,7 +83,7 @@ class Rank:
         self.dist_rank = dist_rank
         self.device = rank_device(torch.device(config.device), config.num_ranks, dist_rank)
         self.dtype = DTYPES[config.dtype]
-        self.shape = ModelShape.from_hf_config(hf_config)
+        self.shape = shape_of(hf_config)
         self.shard = self.shard_of(dist_rank)
         quantisation = quantisation_of(config.quantize, config.quantize_group_size, config.quantize_head)
         only = config.instance == EngineConfig.instance  # others would draw over each other
