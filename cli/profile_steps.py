@@ -96,9 +96,9 @@ def profile_steps(model_dir: str, out: str, force: bool, host_worker: bool, **op
     """Time decode and prefill steps of the model in MODEL_DIR with adapters of several ranks.
 
     Adapters are random, on attention and MLP, all resident.  The file holds every batch's times, and
-    performance models fitted to three quarters of the batches with R2 on the rest; it is what
-    `serve --performance-model` and `operating-points --simulate` take.  Models that tell the times badly
-    (R2 below 0.9) are not written.
+    performance models fitted to three quarters of the batches with R2 on the rest.  `serve --set
+    front_end.performance_model=FILE` and `operating-points --simulate` read the file.  Models that tell the
+    times badly (R2 below 0.9) are not written.
     (`moe-lora profile` times parts of a layer, for `provision`.)
     """
     from moe_lora.report.results import write_json

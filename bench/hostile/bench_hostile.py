@@ -38,8 +38,8 @@ from .attacks import ATTACKS, SHORT, VALID, Attack, _for_seconds, drawn_calls
 ORDINARY, HOSTILE = "127.0.0.3", "127.0.0.2"
 NUM_STREAMS = 16
 SERVE = (
-    "--header-timeout-s 5 --body-timeout-s 5 --write-timeout-s 5 --max-queued-tokens-per-client 16384 "
-    "--max-choices 16"
+    "--set front_end.header_timeout_s=5 --set front_end.body_timeout_s=5 --set front_end.write_timeout_s=5 "
+    "--set front_end.max_queued_tokens_per_client=16384 --set front_end.max_choices=16"
 )
 """Limits for a model as small and an engine as slow as this (docs/guides/limits.md)."""
 SETTLE_S = 1.0

@@ -125,7 +125,7 @@ def main() -> None:
         keys = {name: add_key(file, ApiKey(id="x", digest="", tenant=name)) for name in ("modest", "other")}
         words = f"{model} --max-num-seqs {SEQS} --max-model-len 256 --threads 1 --api-keys {file}"
         words += f" --max-num-batched-tokens {BUDGET}"
-        words += f" --max-queued-tokens-per-client {1024 * MOST_QUEUED}"
+        words += f" --set front_end.max_queued_tokens_per_client={1024 * MOST_QUEUED}"
         with ServedTree(ROOT, sys.executable, *words.split()) as server:
             client = Client(server.port, keys, size.vocab_size)
             client.capacity_per_s(2 * SEQS)

@@ -241,7 +241,7 @@ def test_ranks_of_a_lora_server_have_hosts_compute_what_they_load(family, sites,
 def test_host_workers_with_nothing_to_compute_are_refused(served):  # noqa: F811
     with (
         lora_server(served("llama"), sites="all") as (server, _),
-        pytest.raises(ConfigError, match="--lora-server-host-workers"),
+        pytest.raises(ConfigError, match=r"set lora_server\.host_workers"),
     ):
         start(served("llama"), lora_server=server)
 

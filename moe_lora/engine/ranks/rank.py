@@ -223,7 +223,7 @@ class Rank:
         if not self.local_sites:
             raise ConfigError(
                 f"host_workers={host.num_workers} would have nothing to compute: the LoRA Server computes "
-                "all sites; set lora_server.host_workers (--lora-server-host-workers) instead"
+                "all sites; set lora_server.host_workers instead"
             )
         tokens = host.tokens_per_worker
         layout = FrameLayout(self.shape, self.dtype, tokens * max(1, self.shape.num_experts_per_token))

@@ -365,5 +365,7 @@ def make_merging_policy(
     if name not in BATCHINGS:
         raise ConfigError(f"batching={name!r} is unknown; choose one of {', '.join(BATCHINGS)}")
     if costs is None:
-        raise ConfigError(f"batching={name!r} needs a performance model; give --performance-model FILE")
+        raise ConfigError(
+            f"batching={name!r} needs a performance model; give --set front_end.performance_model=FILE"
+        )
     return DLora(costs, dlora) if name == "dlora" else CheapestMode(costs)

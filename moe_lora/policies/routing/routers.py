@@ -159,7 +159,9 @@ class RoutingContext:
 
     def need_model(self, name: str) -> CostModel:
         if self.model is None:
-            raise ConfigError(f"routing={name!r} needs a performance model; give --performance-model FILE")
+            raise ConfigError(
+                f"routing={name!r} needs a performance model; give --set front_end.performance_model=FILE"
+            )
         return self.model
 
 
