@@ -73,8 +73,8 @@ async def idle(clients: Sequence[EngineClient]) -> list[EngineStats]:
 
 @dataclass(frozen=True, kw_only=True)
 class Unloaded:
-    """Medians, one request at a time.  load_s_per_rank: load time of an adapter of highest rank, over the
-    rank.
+    """Medians, one request at a time.  load_s_per_rank: load time of an adapter of
+    highest rank, over the rank.
     """
 
     ttft_s: float

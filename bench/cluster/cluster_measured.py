@@ -110,8 +110,8 @@ class _Known:
 
 
 def _run_cell(setup: Setup, cell: Cell, turn: int, known: _Known) -> Iterator[Found]:
-    """Without LoRA first, if in the cell, as a reference for time per token.  turn: first of the other
-    systems.
+    """Without LoRA first, if in the cell, as a reference for time per token.
+    turn: first of the other systems.
     """
     rate_per_s = rate_of(setup.plan, cell.trace, cell.load, dict(setup.models))
     requests = requests_of(setup.plan, cell.trace, rate_per_s, setup.plan.duration_s)

@@ -90,8 +90,8 @@ class Cell:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """duration_s: of arrivals; the first warm_up_s are not judged.  placement_s: a placement's time step; the
-    demand before the first is known.  arena_mb: of each instance, for KV and adapters; less than all adapters
-    take.
+    demand before the first is known.  arena_mb: of each instance, for KV and
+    adapters; less than all adapters take.
     """
 
     size: ModelSize

@@ -174,8 +174,8 @@ async def started(stack: AsyncExitStack, name: str, engine: EngineConfig, folder
 
 
 async def serve(system: System, planned: Sequence[TurnRequest]) -> tuple[Run, dict[str, Any]]:
-    """The requests in real time.  core_share: CPU time of the busiest core's instances and of the front
-    end.
+    """The requests in real time.  core_share: CPU time of the busiest core's
+    instances and of the front end.
     """
     run, mover = Run(), system.controlled.fleet.mover
     before, moved, failed = system.cpu_s(), dict(mover.num_moved), mover.num_failed

@@ -35,8 +35,8 @@ LENGTH, CUT = 40, 15
 
 @dataclass
 class Gaps:
-    """Seconds, over all rounds.  steps: between tokens, not moved.  pauses: the longest gap after the
-    move.
+    """Seconds, over all rounds.  steps: between tokens, not moved.  pauses: the
+    longest gap after the move.
     """
 
     steps: list[float] = field(default_factory=list)

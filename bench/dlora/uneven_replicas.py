@@ -22,8 +22,8 @@ def uneven_problem(
     device_bytes: float = 400.0,
     affinity_s: float = 0.05,
 ) -> MigrationProblem:
-    """Adapters by Zipf; popular adapters are on more replicas, and replicas differ by remainders and answer
-    lengths.
+    """Adapters by Zipf; popular adapters are on more replicas, and replicas differ
+    by remainders and answer lengths.
 
     num_adapters: 4 a replica by default.  Half of the requests wait, at no cost of moving; moving another
     adds 2 to 20 %.  A request has 4 to 40 bytes, an adapter 5 to 20; host memory suffices.

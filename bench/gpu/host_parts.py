@@ -39,8 +39,8 @@ def host(log: Log) -> None:
 
 
 def _engine(model: Path, adapters: dict[str, str], waits: bool, **settings: Any) -> Any:
-    """An engine with slow loads, so that hosts compute whole prompts; waits: its thread waits in each
-    layer.
+    """An engine with slow loads, so that hosts compute whole prompts; waits: its
+    thread waits in each layer.
     """
     from moe_lora import LLM
     from moe_lora.engine.ranks.rank import Rank

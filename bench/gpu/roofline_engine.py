@@ -247,8 +247,8 @@ def answers(
 def decode(
     core: EngineCore, prompts: Prompts, names: Sequence[str | None], num_steps: int
 ) -> tuple[list[float], StepBytes, Kernels]:
-    """Seconds of steps with a token per request, bytes of the next step, and its kernels' times (see
-    `kernels_noted`).
+    """Seconds of steps with a token per request, bytes of the next step, and its
+    kernels' times (see `kernels_noted`).
     """
     from bench.engine.ceiling import recorded_bytes, step_recorded
 

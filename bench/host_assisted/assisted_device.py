@@ -123,8 +123,8 @@ def write_times(
     times: Mapping[int, Sequence[float]],
     lengths: Sequence[int],
 ) -> None:
-    """The worker's file of `moe-lora profile-steps --host-worker`, with emulated times of device and
-    loads.
+    """The worker's file of `moe-lora profile-steps --host-worker`, with emulated
+    times of device and loads.
     """
     worker = {}
     for site, (short_s, mean_s) in times.items():

@@ -246,8 +246,8 @@ BY_LAYER, WHOLE = "layer by layer", "whole adapters"
 async def lone(
     cell: Cell, device: Device, model_dir: Path, adapters: Sequence[Path], core: int, num_rounds: int
 ) -> dict[str, Any]:
-    """Cold prompts of mean length in sequence, with and without pipelining of layers; figures of each
-    round.
+    """Cold prompts of mean length in sequence, with and without pipelining of
+    layers; figures of each round.
     """
     systems: dict[str, System] = {}
     rounds: dict[str, list[dict[str, float]]] = {BY_LAYER: [], WHOLE: []}

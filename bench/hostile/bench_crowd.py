@@ -58,8 +58,8 @@ class Probe(threading.Thread):
 
 
 def streams_at_once(port: int, num_streams: int, first: dict[str, str]) -> Counter[str]:
-    """num_streams streams over the demo's models, and their outcomes.  first: each model's answer, filled
-    in.
+    """num_streams streams over the demo's models, and their outcomes.  first: each
+    model's answer, filled in.
     """
 
     async def one(number: int) -> tuple[str, Answer]:

@@ -80,8 +80,8 @@ def _case(spec: CaseSpec, device: str) -> Case:
 
 @dataclass
 class Tuner:
-    """Measures on a device: seconds of a configuration or algorithm, infinite for failures and wrong
-    results.
+    """Measures on a device: seconds of a configuration or algorithm, infinite for
+    failures and wrong results.
     """
 
     dtype: str

@@ -6,8 +6,8 @@ commit 861b97765d6cd2587ba74e7787a89d9b8aa1c9d4, at .cache/vllm/fused_moe_lora_o
 It runs unchanged, with stand-ins for its imports from the package.
 
 vLLM's work of once per batch (sorting rows into blocks of an adapter and expert) or once per adapter (padding
-to the largest rank, the scale folded into B) is not timed.  On a GPU the fastest of `WAYS` counts for each
-case.
+to the largest rank, the scale folded into B) is not timed.  On a GPU the fastest
+of `WAYS` counts for each case.
 """
 
 from __future__ import annotations

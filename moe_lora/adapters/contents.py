@@ -23,8 +23,8 @@ class AdapterContents:
     """Reads adapters from their folders, or from a store of earlier contents.
 
     store: of contents, or None.  owned: True deletes contents after their last use.  root: folder that must
-    contain every path.  max_lora_rank: larger adapters are refused.  For the engine's and the reader's
-    threads.
+    contain every path.  max_lora_rank: larger adapters are refused.  For the
+    engine's and the reader's threads.
     """
 
     def __init__(

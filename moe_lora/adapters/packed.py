@@ -295,8 +295,8 @@ def _divided(
     where: tuple[np.ndarray, np.ndarray, np.ndarray],
     lora_rank: np.ndarray,
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, ...], ...]]:
-    """`LayerShard.copies` and `divided`.  matrices: A (0) or B (1), and entry; where: from, to, number of
-    elements.
+    """`LayerShard.copies` and `divided`.  matrices: A (0) or B (1), and entry;
+    where: from, to, number of elements.
     """
     starts, places, sizes = where
     strides, out_strides = (np.stack(_entry_widths(one))[matrices] for one in (shard.whole, shard.shape))

@@ -137,8 +137,8 @@ class Ghosts:
         self._place[key] = place
 
     def recall(self, node: Node, now_s: float) -> float:
-        """A node was made or lengthened: visit the ghosts in its place.  Returns the last ghost's uses, or
-        0.
+        """A node was made or lengthened: visit the ghosts in its place.  Returns
+        the last ghost's uses, or 0.
         """
         uses = 0.0
         while self._place and node.recalled < len(node.tokens):
@@ -176,8 +176,8 @@ class Columns:
     """One row per node; rows of removed nodes are reused.
 
     flags: see `flags_of`.  tenant: of the last request (`ArenaShares.ask`).  adapter_recent_s: time constant
-    of the decayed visits of adapters.  reuse: learned times between uses, if learns_reuse; ghosts: dropped
-    nodes.
+    of the decayed visits of adapters.  reuse: learned times between uses, if
+    learns_reuse; ghosts: dropped nodes.
     """
 
     def __init__(self, adapter_recent_s: float, *, block_size: int, learns_reuse: bool) -> None:

@@ -102,8 +102,8 @@ HAS_DEVICE_PAGES, BACKED, READY = 1, 2, 4
 CAN_LEAVE, CAN_ENTER, CAN_LEAVE_HOST, CAN_BACK_UP, DYING = 8, 16, 32, 64, 128
 """BACKED: on the host.  READY: usable on the device or, for an adapter without pages here, on the LoRA
 Server.  CAN_LEAVE: device leaves without pins.  CAN_ENTER: host roots.  CAN_LEAVE_HOST: independent host
-pages.  CAN_BACK_UP: idle device KV without a host copy.  DYING: not findable; neither enters nor is backed
-up.
+pages.  CAN_BACK_UP: idle device KV without a host copy.  DYING: not findable;
+neither enters nor is backed up.
 """
 ONLY_IDLE = CAN_LEAVE | CAN_BACK_UP
 """Bits of unpinned nodes only; all others hold with and without pins."""

@@ -118,8 +118,8 @@ class NodeMover:
         """Make the node and its subtree unfindable.
 
         An idle adapter's own pages are free at once, the rest as users go, in slices (`sweep`).  Of an
-        adapter only the node itself is hidden, and its KV, up to 100 000 nodes, is marked by an operation on
-        columns.
+        adapter only the node itself is hidden, and its KV, up to 100 000 nodes, is
+        marked by an operation on columns.
         """
         self.any_dying = True
         if node.is_adapter:

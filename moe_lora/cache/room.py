@@ -23,8 +23,8 @@ class Room:
     max_kv_pages, max_adapter_pages, max_adapters: limits on the device: pages of KV (cached included), pages
     of adapters, adapters with pages.  With a partitioned policy KV replaces KV only.
     A run of pages exists if some window of that length has no blocked page (`blocked_rows`).  With host use,
-    KV in the window without a copy is saved first, once per attempt: the answer is None, and the caller asks
-    again.
+    KV in the window without a copy is saved first, once per attempt: the answer is
+    None, and the caller asks again.
     """
 
     def __init__(self, ranking: Ranking, max_kv_pages: int | None, max_adapters: int | None) -> None:
@@ -46,8 +46,8 @@ class Room:
     # -- what can leave
 
     def blocked_rows(self, *, moving: bool = True) -> NDArray[np.bool_]:
-        """[rows]: nodes that can't leave the device now: pinned and (by default) moving ones, and their
-        ancestors.
+        """[rows]: nodes that can't leave the device now: pinned and (by default)
+        moving ones, and their ancestors.
         """
         keeps_dependencies = self.mover.tree.keeps_dependencies
         blocked = np.zeros(len(self._columns), dtype=bool)

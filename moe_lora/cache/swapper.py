@@ -241,8 +241,8 @@ class Swapper:
                 return
 
     def _victims(self, entering: Node, value: float, known: KnownValues) -> list[Node] | None:
-        """The victims: of the same kind if at its limit; within shares only its own tenant's.  None if too
-        valuable.
+        """The victims: of the same kind if at its limit; within shares only its
+        own tenant's.  None if too valuable.
         """
         columns = self._columns
         kept_free = int((1 - self._upper) * self._device.num_pages)

@@ -52,8 +52,8 @@ class LeaseStats:
 class ServerState(LeaseStats):
     """capacity: most resident adapters.  max_capacity: limit by the ranks' memory and the registered
     adapters; None without adapters.  num_instances: linked.  incarnation: of the leader.  ranks: joins of
-    each rank with this leader; 0: absent.  unlinked: per rank, processes of these instances without their
-    link.
+    each rank with this leader; 0: absent.  unlinked: per rank, processes of these
+    instances without their link.
     """
 
     capacity: int

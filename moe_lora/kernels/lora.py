@@ -129,8 +129,8 @@ def lora_delta(
 
     max_lora_rank: of adapters in replays of a captured CUDA graph; None: of the current slots.
 
-    out: [T, N] or [T*K, N] in x's dtype, overwritten.  y + out has the bits of shrink and expand on this
-    device.
+    out: [T, N] or [T*K, N] in x's dtype, overwritten.  y + out has the bits of
+    shrink and expand on this device.
     """
     x = operands.x
     if x.is_cpu:

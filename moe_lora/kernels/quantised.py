@@ -147,8 +147,8 @@ def _per_block(block: tuple[int, int]) -> Any:
 def put(
     form: Format, q: torch.Tensor, scale: torch.Tensor, data: torch.Tensor, scales: torch.Tensor, first: int
 ) -> None:
-    """Write the result of `quantise` for some rows, [R, K] and [R / row_group, G], to a matrix from row
-    `first`.
+    """Write the result of `quantise` for some rows, [R, K] and [R / row_group, G],
+    to a matrix from row `first`.
 
     first: a multiple of row_group.  q of mxfp4: the codes, uint8.  data, scales: shapes as in `Format.sizes`;
     layouts: csrc/unpack.inl and csrc/dynamic.inl.
@@ -181,8 +181,8 @@ def _fours(form: Format, q: torch.Tensor) -> torch.Tensor:
 def unpack(weight: QuantisedOperand, num_out: int, width: int) -> Unpacked:
     """Inverse of `put`: values [..., N, K] and scales [..., N, G]; their product is the weights.
 
-    int8 values (int16 after zero points), float8 of fp8.  MXFP4: integers, twice the values, with half the
-    scales.
+    int8 values (int16 after zero points), float8 of fp8.  MXFP4: integers, twice
+    the values, with half the scales.
     """
     form, data, scale, zero = weight
     if form.dynamic:

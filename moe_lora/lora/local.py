@@ -153,8 +153,8 @@ def point_slot(
 ) -> None:
     """Point `slot` at the adapter whose layers start at these offsets.
 
-    layer_offsets_bytes: multiples of 64.  parts: of each layer, None = whole.  Reads of other slots may go
-    on.
+    layer_offsets_bytes: multiples of 64.  parts: of each layer, None = whole.
+    Reads of other slots may go on.
     """
     parts = parts or packed.layers
     open_slot(slots, slot, packed)

@@ -18,8 +18,8 @@ from .row_routing import RowRouting
 
 
 def share_of_layer(site: Site, shape: ModelShape) -> float:
-    """This expert site's share of a layer's expert work, in matrices; without experts, of the MLP's two
-    sites.
+    """This expert site's share of a layer's expert work, in matrices; without
+    experts, of the MLP's two sites.
     """
     return len(site.modules) / sum(len(other.modules) for other in _mlp_sites(shape))
 

@@ -89,8 +89,8 @@ class RowRouting:
     1, G, M] TERM; the last route is empty.  M is 1 without merging, else 2: the merged adapter's rows have no
     term, all others subtract it.  adapters: may be empty if all sources are LOCAL.  here: [N, L] bool, layers
     with HOST terms computed on the device; None: layers present at `begin`.  on_device: `slots_here` and
-    `frames_pushed` on the device.  site_ranks: largest rank per site for this device's launches; None: of the
-    rows.
+    `frames_pushed` on the device.  site_ranks: largest rank per site for this
+    device's launches; None: of the rows.
     """
 
     groups: Sequence[Sequence[int]]

@@ -19,8 +19,8 @@ ATTAINED_SHARE = 0.9  # an adapter attains its SLO above this share of its reque
 
 
 def summarize(records: Sequence[RequestRecord], duration_s: float, slo: SloTargets) -> dict[str, Any]:
-    """Counts, rates per second, latencies in ms, SLO attainment, with the keys of `vllm bench serve` and
-    more.
+    """Counts, rates per second, latencies in ms, SLO attainment, with the keys of
+    `vllm bench serve` and more.
 
     Null without data.  duration_s: from the run's start to the end of its last request.  Failed requests miss
     the SLO; interrupted requests count in `interrupted` only.

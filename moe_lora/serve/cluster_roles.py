@@ -42,8 +42,8 @@ ABSENCE = "none has dialled in, or all have left; send the request again in a wh
 async def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     """Decide for the front ends of a cluster until told to stop.
 
-    reload: what SIGHUP does.  Raises ConfigError, RegistryError or AdapterError for what can be known at
-    start.
+    reload: what SIGHUP does.  Raises ConfigError, RegistryError or AdapterError
+    for what can be known at start.
     """
     if cluster.controller is None:
         raise ConfigError(
@@ -71,8 +71,8 @@ async def serve_deciding(
 ) -> None:
     """Serve HTTP as the only front end, which decides too, until told to stop.
 
-    reload: see `serve_forever`.  Raises ConfigError, RegistryError or AdapterError for what can be known at
-    start.
+    reload: see `serve_forever`.  Raises ConfigError, RegistryError or AdapterError
+    for what can be known at start.
     """
     setting = "front_end.engines_address"
     place = parse_address(setting, cluster.engines_address())

@@ -20,8 +20,8 @@ class CachedRequest:
 
     tokens: of prompt and answer so far, num_computed of them with KV in `table`; num_left: to come.
     num_cached: prompt tokens with found KV.  has_started: gained a token here; load_tokens: at arrival here.
-    num_brought: tokens with KV from a move: in a step's budget but without time.  Stamps in seconds; NaN: not
-    yet.
+    num_brought: tokens with KV from a move: in a step's budget but without time.
+    Stamps in seconds; NaN: not yet.
     """
 
     planned: TurnRequest

@@ -43,8 +43,8 @@ class Row:
 
 
 class StepWork:
-    """The rows of a step; adding and removing a row takes constant time.  expert_share: p, 1 of a dense
-    model.
+    """The rows of a step; adding and removing a row takes constant time.
+    expert_share: p, 1 of a dense model.
     """
 
     def __init__(self, expert_share: float, rows: Iterable[Row] = ()) -> None:

@@ -43,8 +43,8 @@ class DialogueShape:
 
     prefix_tokens: common start of an adapter's prompts.  turns: mean number, geometric.  question_tokens,
     answer_tokens: means of log-normal lengths of deviation `spread` (of the logarithm).  think_s: mean time
-    between turns' arrivals, exponential, at least half the mean.  max_tokens: of prompt and answer; ends a
-    dialogue.
+    between turns' arrivals, exponential, at least half the mean.  max_tokens: of
+    prompt and answer; ends a dialogue.
     """
 
     prefix_tokens: int

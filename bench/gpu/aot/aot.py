@@ -254,8 +254,8 @@ def _pipelined(build: Build) -> Build:
 
 
 def attention_builds() -> list[Build]:
-    """Writing K and V, decode with parts, tiles of prompts: head sizes and groups in bf16, one in other
-    dtypes.
+    """Writing K and V, decode with parts, tiles of prompts: head sizes and groups
+    in bf16, one in other dtypes.
     """
     cases = [
         ("bf16", head_dim, group, plain)

@@ -247,8 +247,8 @@ class AdapterConfig(
     def parse(cls, fields: Any, where: str) -> AdapterConfig:
         """Read the JSON object of an adapter_config.json.
 
-        Raises AdapterError with `where` and the key for anything but plain LoRA, unknown keys and wrong
-        types.
+        Raises AdapterError with `where` and the key for anything but plain LoRA,
+        unknown keys and wrong types.
         """
         if not isinstance(fields, dict):
             raise AdapterError(f"{where}: expected a JSON object, found {type(fields).__name__}")

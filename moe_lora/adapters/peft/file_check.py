@@ -124,8 +124,8 @@ def _stamps(folder: Path) -> list[tuple[int, int, int, int]]:
 
 
 def _check_header_size(weights: BinaryIO, shape: ModelShape, where: str) -> None:
-    """Raises AdapterError for a safetensors header longer than an adapter of this model needs, before
-    parsing.
+    """Raises AdapterError for a safetensors header longer than an adapter of this
+    model needs, before parsing.
     """
     limit = (max_tensors(shape) + STRANGERS) * _HEADER_BYTES_PER_TENSOR + _HEADER_BYTES_BESIDE
     num_bytes = int.from_bytes(weights.read(8), "little")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matches the tensors of a PEFT file with its config and the model: no tensor left over, no tensor
-missing.
+"""Matches the tensors of a PEFT file with its config and the model: no tensor left
+over, no tensor missing.
 """
 
 from __future__ import annotations

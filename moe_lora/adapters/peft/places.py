@@ -2,8 +2,8 @@
 """The places of LoRA pairs in a model: PEFT module paths and expert parameters mapped to sites.
 
 Torch-free.  A place is one LoRA pair (lora_A, lora_B) of the file.  PEFT nests several parameters of one
-module: the last has the bare key, each earlier has one `.base_layer` more; so places are in order of
-definition.
+module: the last has the bare key, each earlier has one `.base_layer` more; so
+places are in order of definition.
 
 Legend: E experts, R LoRA rank, I in_features, O out_features of the whole parameter, F expert width.
 

@@ -63,8 +63,8 @@ class Standing(Generic[Served]):
         self._leaving: dict[tuple[int, bool], list[Served]] = {}
 
     def turn(self, tenant: int, room: tuple[int, ...]) -> float:
-        """Rank in the queue, lower first: 1 within the share after the grant, else the factor beyond the
-        share.
+        """Rank in the queue, lower first: 1 within the share after the grant, else
+        the factor beyond the share.
         """
         key = tenant, room
         if key not in self._turns:

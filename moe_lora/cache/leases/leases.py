@@ -47,8 +47,8 @@ class LeaseTable:
     `LeaseQueue` orders waiting instances, `Residency` evictions.  Freed room is granted on the caller's
     `grant_due`, once for all changes.
 
-    capacity: resident adapters.  pages_per_rank: pages of each server rank's arena.  page_bytes: bytes of a
-    page.
+    capacity: resident adapters.  pages_per_rank: pages of each server rank's
+    arena.  page_bytes: bytes of a page.
     Raises ConfigError for a capacity below 1.
     """
 

@@ -28,8 +28,8 @@ class Attempt:
     request: as the instance gets it, under an id of its own, so that what an earlier or later attempt says is
     never taken for this one's.  first: number of the answer's token that it begins with.  Of an attempt that
     a request was moved to: kind: how; begun_s: when it was sent; held_s: when the one before was held, until
-    this one has a token; timing_before: what the one before says of its time.  given_up: the instance has
-    been.
+    this one has a token; timing_before: what the one before says of its time.
+    given_up: the instance has been.
     """
 
     def __init__(self, instance: Instance, request: GenerateRequest, max_model_len: int) -> None:

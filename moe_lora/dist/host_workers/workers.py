@@ -55,8 +55,8 @@ class HostWorkers:
 
     store: of adapters; None: a new one in a folder of the engine.  num_tokens: per step within time, over all
     workers.  cores: one per worker; empty: any.  answer_timeout_s: limit, after which the engine computes a
-    worker's rows.  slowdown: emulates less than a core.  stream: of the device; None: the engine's thread
-    waits.
+    worker's rows.  slowdown: emulates less than a core.  stream: of the device;
+    None: the engine's thread waits.
     Raises EngineDeadError if a worker does not start, ConfigError if the device can't use the frames.
     """
 

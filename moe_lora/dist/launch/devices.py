@@ -2,8 +2,8 @@
 """Devices of a host's roles: counts and assigns them, and hides foreign devices from a process.
 
 `python -m moe_lora.dist.launch.devices` prints the number of CUDA devices.  The process keeper imports no
-torch, so a child counts, with the roles' library and CUDA_VISIBLE_DEVICES; without a CUDA driver 0 and no
-child.
+torch, so a child counts, with the roles' library and CUDA_VISIBLE_DEVICES; without
+a CUDA driver 0 and no child.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def log_devices(cluster: ClusterConfig) -> None:
 
 
 def use_devices(shares: tuple[DeviceShare, ...]) -> None:
-    """Limit this process to these devices, before CUDA starts.  Rank r then has cuda:r, and foreign GPUs stay
-    untouched.
+    """Limit this process to these devices, before CUDA starts.  Rank r then has
+    cuda:r, and foreign GPUs stay untouched.
 
     Raises ConfigError for a device beyond CUDA_VISIBLE_DEVICES.
     """

@@ -106,8 +106,8 @@ class HostRoles:
 
     Restarts for ever, unless a setting breaks the first start.  drain_s: time for a front end's requests.
     at_once: once set, `stop` waits for no process.  dead_s: a stopped process (SIGSTOP) is killed after
-    STOPPED_DEATHS times this.  spare: for roles of kind INSTANCE.  failed: cause that stops every role of a
-    kind.
+    STOPPED_DEATHS times this.  spare: for roles of kind INSTANCE.  failed: cause
+    that stops every role of a kind.
     """
 
     def __init__(

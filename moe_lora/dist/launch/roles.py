@@ -222,8 +222,8 @@ def serve_instance(
 
 
 def set_environment(config: EngineConfig, starts: int | None) -> int:
-    """Set the environment of an instance's threads, before torch is imported; returns the number of
-    threads.
+    """Set the environment of an instance's threads, before torch is imported;
+    returns the number of threads.
     """
     from moe_lora.core.processes import usable_cores, worker_environment
 

@@ -108,8 +108,8 @@ class Spare:
         await died
 
     def acquire(self, name: str, num_starts: int) -> tuple[asyncio.subprocess.Process, BinaryIO] | None:
-        """Turn the spare process into this instance; returns process and status pipe.  None: no spare
-        waits.
+        """Turn the spare process into this instance; returns process and status
+        pipe.  None: no spare waits.
         """
         waiting = self._waiting
         if waiting is None or waiting.process.returncode is not None or is_stopped(waiting.process.pid):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data path of one server rank: serves clients' requests in turn and puts the deltas back.
 
-Receive, compute and send overlap: clients put requests, and puts of answers don't wait (InfiniLoRA section
-3).
+Receive, compute and send overlap: clients put requests, and puts of answers don't
+wait (InfiniLoRA section 3).
 """
 
 from __future__ import annotations

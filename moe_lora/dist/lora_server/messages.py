@@ -92,8 +92,8 @@ class ServerCalls(typing.Protocol):
     """
 
     def open_session(self, instance: str, answers: bytes, max_rows: int, depth: int) -> bytes:
-        """Serve rows of an instance's rank.  answers: descriptor of its window; returns the rank's
-        descriptor.
+        """Serve rows of an instance's rank.  answers: descriptor of its window;
+        returns the rank's descriptor.
         """
 
     def tell_turns(self, turns: bytes, num_seen: int) -> None:
@@ -145,8 +145,8 @@ class ServerCalls(typing.Protocol):
         """Return the lease, or cancel the wait."""
 
     def join_devices(self, instance: str) -> tuple[str, int, int, int]:
-        """Meeting address of devices with mutual puts, the instance's number, number of instances, rows of a
-        step.
+        """Meeting address of devices with mutual puts, the instance's number,
+        number of instances, rows of a step.
 
         instance: "" for a server rank.  Raises LoraServerError for a late member.
         """

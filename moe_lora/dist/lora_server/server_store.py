@@ -304,8 +304,8 @@ class ServerAdapterStore:
         return num_bytes
 
     def _follow_others(self) -> None:
-        """The loader's stream waits for launched work: deltas of the pages' former owners, and slot table
-        changes.
+        """The loader's stream waits for launched work: deltas of the pages' former
+        owners, and slot table changes.
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.default_stream(self.arena.device))

@@ -119,8 +119,8 @@ class RemoteWindow(ABC):
 class Transport(ABC):
     """One process's end, from `make_transport`; closed by `close` or as a context manager.
 
-    Thread-safe, with windows' methods; call `close` last.  Remote windows are those attached by this
-    transport.
+    Thread-safe, with windows' methods; call `close` last.  Remote windows are
+    those attached by this transport.
     """
 
     kind: str

@@ -139,8 +139,8 @@ class NixlTransfers:
         lock: threading.RLock,
         meanwhile: Callable[[], None],
     ) -> None:
-        """errors: NIXL's exceptions.  lock: held around each use of the agent.  meanwhile: called during
-        waits.
+        """errors: NIXL's exceptions.  lock: held around each use of the agent.
+        meanwhile: called during waits.
         """
         self._agent, self._errors, self._lock, self._meanwhile = agent, errors, lock, meanwhile
 

@@ -32,8 +32,8 @@ class AdapterVersion:
     included.  num_waiting: requests that don't yet.  num_pages: what it takes on this device when it is
     there.  slot: while it is ready there.  loading_slot: from when its bytes began to
     come.  lease: while the LoRA Server holds it for this engine.  merged: the weights carry some of it, or
-    will.  leaseless: they carry all that the server would compute of it.  asker: whose request held it
-    last.
+    will.  leaseless: they carry all that the server would compute of it.  asker:
+    whose request held it last.
     """
 
     uid: int

@@ -62,8 +62,8 @@ def matrix(arena, offsets, entry, DTYPE: tl.constexpr):
 
 @triton.jit
 def module_of_block(block, widths, BLOCK_C: tl.constexpr, MODULES: tl.constexpr):
-    """(module, first column within the module, module width, module's first column in y) of an output
-    block.
+    """(module, first column within the module, module width, module's first column
+    in y) of an output block.
     """
     # Selects, not branches: the compiler then keeps the alignment of 16.
     first1 = tl.cdiv(widths[0], BLOCK_C)

@@ -113,8 +113,8 @@ class VirtualTokenCounter:
         """Running requests that must make room when all slots are taken.
 
         A waiting tenant that is next and below its share of slots gets those beyond another's share, without
-        a wait for answers' ends.  running: by start; the first one stays.  num_others: further slots per
-        tenant.
+        a wait for answers' ends.  running: by start; the first one stays.
+        num_others: further slots per tenant.
         """
         if not self._waiting or len(self._waiting.keys() | {one.tenant for one in running}) < 2:
             return []

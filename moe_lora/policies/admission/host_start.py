@@ -160,8 +160,8 @@ class HostStart:
         return max(host_s, self.times.device.seconds(num_tokens, adapter.lora_rank))
 
     def first_group(self, num_tokens: int, adapter: ColdAdapter, ahead_s: float = 0.0) -> int:
-        """Fewest layers on the host such that each later layer is loaded by its turn; the rest is loaded
-        first.
+        """Fewest layers on the host such that each later layer is loaded by its
+        turn; the rest is loaded first.
 
         ahead_s: until the load starts.  Source: Toppings section 4.1, pipeline loading.
         """
@@ -209,8 +209,8 @@ class HostStart:
         return self.start_s(num_tokens, adapter) < self.times.load_s(adapter)
 
     def start_s(self, num_tokens: int, adapter: ColdAdapter) -> float:
-        """Cost of a cold adapter for a prompt with an idle link: the host's extra time, or the load's if
-        shorter.
+        """Cost of a cold adapter for a prompt with an idle link: the host's extra
+        time, or the load's if shorter.
         """
         load_s = self.times.load_s(adapter)
         group = self.first_group(num_tokens, adapter)

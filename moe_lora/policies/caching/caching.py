@@ -79,8 +79,8 @@ class CacheCosts:
     """Costs of restoring bytes or KV.
 
     transfer_bytes_per_s: host to device; transfer_s: latency of a copy; disk_bytes_per_s: files to the
-    device; attention_s_per_token2: per token and earlier token; wait_s: a request's fixed loss by any missing
-    node.
+    device; attention_s_per_token2: per token and earlier token; wait_s: a
+    request's fixed loss by any missing node.
     """
 
     page_bytes: int

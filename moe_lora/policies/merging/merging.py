@@ -58,8 +58,8 @@ class MergingPolicy(Protocol):
     def took(
         self, batching: Batching, mode: Mode, num_rows: int, seconds: float, swap_s: float = 0.0
     ) -> None:
-        """The step ran in this mode with num_rows token rows in `seconds`, swap_s of them for weight
-        changes.
+        """The step ran in this mode with num_rows token rows in `seconds`, swap_s
+        of them for weight changes.
         """
         ...
 

@@ -11,8 +11,8 @@ host's (x^H); y_kj adapter k is on j; L_i remaining seconds of i; M_i its bytes,
                 sum_j x_ij = 1                                 (existence)
 
 gamma_ij is 1 at the request's replica and its move factor elsewhere.  (The printed gamma scales every term
-alike and inhibits no move.)  load_kj, the load time of k, is our addition: load_s = 0 gives the printed
-problem.
+alike and inhibits no move.)  load_kj, the load time of k, is our addition: load_s
+= 0 gives the printed problem.
 Source: dLoRA, section 5.2 and table 1.
 """
 
@@ -314,8 +314,8 @@ def undo_harmful(placement: Placement, before: Sequence[tuple[float, float]]) ->
 def lower_bound(placement: Placement) -> float:
     """Lower bound of the slowest replica's seconds, not always reached.
 
-    The least T whose replicas hold all requests, adapters and swapping, and at least any request with its
-    adapter.
+    The least T whose replicas hold all requests, adapters and swapping, and at
+    least any request with its adapter.
     """
     problem, num = placement.problem, len(placement.problem.replicas)
     if not problem.requests:

@@ -2,8 +2,8 @@
 """dLoRA's own fast plan: the problem of `migration` on few replicas, relaxed and rounded.
 
 A linear program without memory limits divides requests of the K slowest replicas among these and the K
-fastest; a request goes to its largest part.  Our addition: misfits return, and a plan without gain is
-dropped.
+fastest; a request goes to its largest part.  Our addition: misfits return, and a
+plan without gain is dropped.
 Source: dLoRA, section 5.2, "Selective migration with constraints relaxation".
 """
 

@@ -103,8 +103,8 @@ class PhiRouting:
     def swap(self, table: Mapping[str, Iterable[tuple[int, float]]]) -> None:
         """Route by this table from the next request on; unchanged rows keep their turn.
 
-        Raises ValueError for a share that is not positive or a row that does not sum to 1, and keeps the old
-        table.
+        Raises ValueError for a share that is not positive or a row that does not
+        sum to 1, and keeps the old table.
         """
         before, self._table = self._table, _checked(table)
         self._credits = {

@@ -114,8 +114,8 @@ class InstanceView(Protocol):
 
     @property
     def outstanding_tokens(self) -> int:
-        """Upper bound of its requests' remaining tokens: unstarted prompts, and answers; other front ends'
-        included.
+        """Upper bound of its requests' remaining tokens: unstarted prompts, and
+        answers; other front ends' included.
         """
         ...
 

@@ -42,8 +42,8 @@ def overflow(q: np.ndarray, counts: np.ndarray, mass: np.ndarray, capacity: int)
 
     q: [G] probabilities in [0, 1], by group.  counts: [G] members, real numbers.
     mass: [G] weight of a group's members in the first sum, total at most 1.
-    Reads generating functions at roots of unity; error below 1e-13 (Bernstein) plus rounding (1e-12 at 10^6
-    adapters).
+    Reads generating functions at roots of unity; error below 1e-13 (Bernstein)
+    plus rounding (1e-12 at 10^6 adapters).
     """
     mean, variance = float(counts @ q), float(counts @ (q * (1 - q)))
     log_inverse = math.log(2 / OUTSIDE)
@@ -178,8 +178,8 @@ class AdmissibilityModel:
     """Independence model: an adapter is resident if its load exceeds one common threshold.
 
     Gives thresholds, residency and IAR at any capacity.
-    num_used: adapters of popularity > 0.  expected_active: sum_i 1 - exp(-lambda_i), the residents at tau =
-    0.
+    num_used: adapters of popularity > 0.  expected_active: sum_i 1 -
+    exp(-lambda_i), the residents at tau = 0.
     """
 
     def __init__(self, probabilities: np.ndarray, global_batch: float) -> None:

@@ -134,8 +134,8 @@ def find_operating_point(
     """Double or halve the rate to bracket the SLO, then bisect (geometrically) to within tolerance.
 
     run(rate, seed): a short run; a rate holds if more than half of `repeats` runs do.  Raises ConfigError for
-    impossible settings, SloError if start_per_s / 2^max_halvings fails or start_per_s * 2^max_doublings
-    holds.
+    impossible settings, SloError if start_per_s / 2^max_halvings fails or
+    start_per_s * 2^max_doublings holds.
     """
     if not (0 < start_per_s < math.inf and tolerance > 0 and repeats >= 1):
         raise ConfigError(

@@ -20,8 +20,8 @@ from moe_lora.timing.step_model import PHASES, Row, StepModel, feature_names, fe
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """Time of one batch's steps.  samples_s: samples behind `seconds`.  held_out: for judging, not for
-    fitting.
+    """Time of one batch's steps.  samples_s: samples behind `seconds`.  held_out:
+    for judging, not for fitting.
     """
 
     phase: str
@@ -128,8 +128,8 @@ def file_content(
     env: Mapping[str, Any],
     weights: str = "none",
 ) -> dict[str, Any]:
-    """The file's fields.  steps: by kernel.  settings, env: of the measurement.  weights: the base model's
-    format.
+    """The file's fields.  steps: by kernel.  settings, env: of the measurement.
+    weights: the base model's format.
     """
     return {
         "format": FORMAT,

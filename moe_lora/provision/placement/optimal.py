@@ -63,8 +63,8 @@ def even_out(problem: PlacementProblem, shares: Shares) -> Shares:
 def within_bytes(
     problem: PlacementProblem, shares: Shares, before: Shares, max_copied_bytes: float
 ) -> Shares:
-    """A placement between `before` and `shares` with at most max_copied_bytes copied, never worse than
-    `before`.
+    """A placement between `before` and `shares` with at most max_copied_bytes
+    copied, never worse than `before`.
 
     Moves adapters from the worst server, most load per byte first; new adapters cost nothing.
     """
@@ -195,8 +195,8 @@ def _is_whole(problem: PlacementProblem, before: Shares) -> bool:
 
 
 def _bounded(slots: Slots, caps: Sequence[Cap], slack: float, max_copied_bytes: float) -> Iterator[Shares]:
-    """Up to two placements: part of the way without further slack, and the whole way at the least affordable
-    slack.
+    """Up to two placements: part of the way without further slack, and the whole
+    way at the least affordable slack.
     """
     problem, before = slots.problem, slots.before
     yield within_bytes(problem, slots.fill(caps, slack), before, max_copied_bytes)

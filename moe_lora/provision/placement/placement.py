@@ -87,8 +87,8 @@ def place_by_rank(
 def rank_budgets(problem: PlacementProblem) -> tuple[dict[int, int], int]:
     """Servers of each rank: round(rank's load / target utilisation), repaired to sum to the servers.
 
-    Our repair, absent in the paper: the rank rounded up most loses a server, the rank rounded down most gains
-    one.
+    Our repair, absent in the paper: the rank rounded up most loses a server, the
+    rank rounded down most gains one.
     Returns the budgets, and the error of the rounded sum.
     """
     target = problem.target_utilisation
@@ -138,8 +138,8 @@ class _Packing:
         return self._shares
 
     def _pack_rank(self, adapters: Iterable[int], own: range) -> list[tuple[int, float]]:
-        """Fractional bin packing: fills a server to the target, then the next; returns the remaining
-        shares.
+        """Fractional bin packing: fills a server to the target, then the next;
+        returns the remaining shares.
         """
         left = []
         servers = iter(own)
@@ -162,8 +162,8 @@ class _Packing:
         return left
 
     def _place_left(self, adapter: int, share: float) -> None:
-        """Within the target: the highest maximum rank, then the least use.  Without room: the least use
-        first.
+        """Within the target: the highest maximum rank, then the least use.
+        Without room: the least use first.
 
         Source: "the server with highest max rank and least utilization", "if possible".
         """

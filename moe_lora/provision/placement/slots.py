@@ -212,8 +212,8 @@ class Slots:
         return Filling(self, [cap.lora_rank for cap in caps], room).fill()
 
     def least_moved(self, caps: Sequence[Cap]) -> list[Cap]:
-        """Assign caps to servers.  Bytes of the cap's rank count whole, of lower ranks half, of higher ranks
-        0.
+        """Assign caps to servers.  Bytes of the cap's rank count whole, of lower
+        ranks half, of higher ranks 0.
         """
         slots = [cap for cap in caps for _ in range(cap.num_servers)]
         slots += [Cap(lora_rank=0, num_servers=1, load=0.0)] * (len(self.problem.servers) - len(slots))

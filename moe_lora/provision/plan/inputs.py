@@ -35,8 +35,8 @@ class PlanInputs(PlanGoals):
     probabilities: [N], by adapter.  weights: format on an instance.  rate_per_s, output_tokens,
     context_tokens: means.  prompts: None: computed by another device (InfiniLoRA section 2.1).
     trace_rate_per_s: the trace's mean if rate_per_s is its mean or peak.  assumed: the user's rates for the
-    profile.  adapters_are_traces: probabilities come from the trace.  Raises ConfigError for impossible
-    numbers.
+    profile.  adapters_are_traces: probabilities come from the trace.  Raises
+    ConfigError for impossible numbers.
     """
 
     model: str

@@ -129,8 +129,8 @@ class AdapterMix:
     def bytes_on_rank(self, shape: ModelShape, layout: Layout) -> float:
         """Mean bytes of an adapter on the fullest rank of the layout.
 
-        adapter bytes * ceil(layers / y) / layers / x for a model with experts; else sites are dealt to x
-        ranks.
+        adapter bytes * ceil(layers / y) / layers / x for a model with experts;
+        else sites are dealt to x ranks.
         """
         if shape.num_experts:
             whole = self._mean(shape, _EXPERT_TARGETS, layout.ep)
@@ -255,8 +255,8 @@ class LoadQueue:
         return step_s
 
     def p95_ttft_s(self, step_s: float, num_instances: int) -> float:
-        """P95 TTFT of requests with a slot: of steps alone, or the backlog's quantile and two steps.  step_s:
-        t.
+        """P95 TTFT of requests with a slot: of steps alone, or the backlog's
+        quantile and two steps.  step_s: t.
         """
         unhindered_s = STEPS_TO_FIRST_TOKEN * step_s
         decay = self.decay_per_s

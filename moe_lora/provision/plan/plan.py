@@ -232,8 +232,8 @@ class Plan:
 def make_plan(inputs: PlanInputs) -> Plan:
     """The smallest cluster for the load, or the best split of `inputs.gpus`.
 
-    Raises SloError if no cluster holds the SLOs, ConfigError for inputs without a size, ValueError for a bad
-    popularity.
+    Raises SloError if no cluster holds the SLOs, ConfigError for inputs without a
+    size, ValueError for a bad popularity.
     """
     checked_probabilities(inputs.probabilities)
     cluster, split = Cluster(inputs), None

@@ -15,8 +15,8 @@ from .verify import ARRIVALS, Replay
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Deployment, reasons, expectations and assumptions.  Adapter counts of coupled instances are per
-    instance.
+    """Deployment, reasons, expectations and assumptions.  Adapter counts of
+    coupled instances are per instance.
     """
     lines = [f"{name:<18} {text}" for name, text in (*_deployed(plan), *_sized(plan), *_expected(plan))]
     return [*lines, "", "Assumed:", *(f"- {sentence}" for sentence in plan.assumptions)]

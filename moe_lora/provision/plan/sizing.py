@@ -344,8 +344,8 @@ class Split:
 def best_split(cluster: Cluster) -> Split:
     """The split of the inputs' GPUs of highest rate; L = (GPUs - m) // GPUs of an instance.
 
-    For a given global batch, the split of the largest batch.  Ties: fewer server GPUs, then the shorter
-    round.
+    For a given global batch, the split of the largest batch.  Ties: fewer server
+    GPUs, then the shorter round.
     Raises SloError if no split works.
     """
     inputs = cluster.inputs

@@ -32,8 +32,8 @@ class SimAdapter:
 
 
 class AdapterSource(ABC):
-    """Counts requests per adapter of one instance and makes adapters ready, as `engine.adapters.manager`
-    does.
+    """Counts requests per adapter of one instance and makes adapters ready, as
+    `engine.adapters.manager` does.
 
     loads_first: a request leaves the queue only with a loaded adapter; the load blocks the step.
     starvation_s: see `policies.admission.admission.admissible`; inf if handled elsewhere.
@@ -112,8 +112,8 @@ class AdapterSource(ABC):
 class LoadLink:
     """Loads over one link of `bytes_per_s`, in parts of 1 / num_layers.
 
-    layer_wise: a layer of each current load in turn (InfiniLoRA section 5.3); else whole adapters in
-    sequence.
+    layer_wise: a layer of each current load in turn (InfiniLoRA section 5.3); else
+    whole adapters in sequence.
     """
 
     def __init__(self, bytes_per_s: float, num_layers: int = 1, *, layer_wise: bool = False) -> None:

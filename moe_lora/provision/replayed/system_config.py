@@ -44,8 +44,8 @@ class StepRows(Protocol):
     """The token rows of one step.
 
     num_rows: decode rows.  num_prompts, num_prompt_tokens: prompts with tokens in the step, and these tokens.
-    num_prompt_pairs: pairs of a prompt token and an attended token.  num_with_adapter: requests with an
-    adapter.
+    num_prompt_pairs: pairs of a prompt token and an attended token.
+    num_with_adapter: requests with an adapter.
     """
 
     num_rows: int
@@ -111,8 +111,8 @@ class LocalConfig(Settings):
     """Every instance has `capacity` adapter slots and loads at load_bytes_per_s (inf: at once).
 
     fetch_bytes_per_s: from another host's memory.  starvation_s: wait after which younger requests stop.
-    blocking: a load blocks steps, as in vLLM's S-LoRA.  prefetched: resident at the start, the last evicted
-    first.
+    blocking: a load blocks steps, as in vLLM's S-LoRA.  prefetched: resident at
+    the start, the last evicted first.
     """
 
     capacity: int = setting(least=1)

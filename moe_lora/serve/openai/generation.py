@@ -101,8 +101,8 @@ class Deadline:
 class Watchers:
     """Observers of a choice's outputs.
 
-    waits: None after the first output.  reservation: None without a rate of tokens.  deadline: None without a
-    timeout.
+    waits: None after the first output.  reservation: None without a rate of
+    tokens.  deadline: None without a timeout.
     """
 
     limits: Limits

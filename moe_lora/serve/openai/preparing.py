@@ -67,8 +67,8 @@ class Prepared:
 class Preparer:
     """Prepares one front end's requests; belongs to one event loop.  tokenizer: None: of token ids only.
 
-    process: checks large bodies; None: a process that starts with the first of them.  adapter_texts: see
-    `served_text`.
+    process: checks large bodies; None: a process that starts with the first of
+    them.  adapter_texts: see `served_text`.
     """
 
     def __init__(

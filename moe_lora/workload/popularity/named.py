@@ -227,8 +227,8 @@ def parse_popularity(text: str, adapters: Sequence[str] = ()) -> Popularity:
     """The named popularity (`POPULARITY_NAMES`), over `adapters`.
 
     FILE holds counts and names the adapters itself (`read_counts`): no `adapters`.  trace:FILE names adapters
-    too; with `adapters`, its names are mapped to them, as functions of an Azure Functions trace always are
-    (`map_identities`).
+    too; with `adapters`, its names are mapped to them, as functions of an Azure
+    Functions trace always are (`map_identities`).
     Raises ValueError with the known names for an unknown name or bad arguments.
     """
     name, arguments = _split(text)

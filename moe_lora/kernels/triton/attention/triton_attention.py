@@ -213,8 +213,8 @@ def _rows_of(operands: AttentionOperands, tiles: AttentionTiles) -> int:
 
 
 def _pages(operands: AttentionOperands) -> tuple[torch.Tensor, int, int, int]:
-    """The arena in the layout's dtype; in elements: page size, and offsets of this layer's K and V in a
-    page.
+    """The arena in the layout's dtype; in elements: page size, and offsets of this
+    layer's K and V in a page.
     """
     layout, itemsize = operands.layout, operands.layout.dtype.itemsize
     half = layout.layer_bytes // 2 // itemsize

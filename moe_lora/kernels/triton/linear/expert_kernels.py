@@ -214,8 +214,8 @@ def gated(gate, up, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def ends_of_tiles(order, num_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Start and end of each expert's rows, and the running number of tiles; expert E: rows without an
-    expert.
+    """Start and end of each expert's rows, and the running number of tiles; expert
+    E: rows without an expert.
     """
     e = tl.arange(0, EXPERTS)
     begin_E = tl.load(order + e, mask=e <= num_experts, other=0)
@@ -401,8 +401,8 @@ def gate_rows(y, out, columns, limit, CLAMPED: tl.constexpr, INTERPRETED: tl.con
 def sum_experts(
     y, weights, out, columns, TOP_K: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[t] = sum over k, in order, of weights[t, k] * y[t*K + k].  y: [R, columns], weights: [T, K]
-    fp32.
+    """out[t] = sum over k, in order, of weights[t, k] * y[t*K + k].  y: [R,
+    columns], weights: [T, K] fp32.
     """
     blocks = tl.cdiv(columns, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)

@@ -53,8 +53,8 @@ class TileConfig(NamedTuple):
 
 
 def tile_config(dtype: torch.dtype, width: int, block_t: int, gated: bool) -> TileConfig:
-    """Tiles of at most block_t rows.  block_k depends on dtype and width alone: it fixes the order of
-    sums.
+    """Tiles of at most block_t rows.  block_k depends on dtype and width alone: it
+    fixes the order of sums.
     """
     if dtype == torch.float32:
         return TileConfig(min(block_t, 32), 32, 32, 8, 2, 4, 2)

@@ -177,8 +177,8 @@ _FORMATS = (
 
 
 def launch_all(dtype: torch.dtype) -> None:
-    """Launch both kernels with every format, dense and experts of few and many rows, on empty tensors, for
-    `aot`.
+    """Launch both kernels with every format, dense and experts of few and many
+    rows, on empty tensors, for `aot`.
     """
     width = 1024
     for form in _FORMATS if dtype != torch.float16 else _FORMATS[1::2]:

@@ -51,8 +51,8 @@ class Zeros:
 class RowsToSort(NamedTuple):
     """Segments filled by a launch: `sort_rows`, or a launch with the choice of experts.
 
-    operands: token_slots, the result's memory, then (num_slots, num_experts, tile_rows).  cuts: also into
-    tiles.
+    operands: token_slots, the result's memory, then (num_slots, num_experts,
+    tile_rows).  cuts: also into tiles.
     """
 
     segments: Segments
@@ -129,8 +129,8 @@ def build_segments(
     tile_rows, zeros: also cut tiles of this size in the same launch, with a counter from zeros.
 
     token_slots: [T] int32, -1 = no adapter.  ids: [T, K] int32, -1 = no expert here, or None at dense sites.
-    Slots outside 0..num_slots-1 and experts outside 0..num_experts-1 count as none (num_experts 0 counts as
-    1).
+    Slots outside 0..num_slots-1 and experts outside 0..num_experts-1 count as none
+    (num_experts 0 counts as 1).
     Raises ValueError for other shapes, dtypes or devices.  Does not wait for the device.
     """
     check_rows_and_ids(token_slots, ids)

@@ -217,8 +217,8 @@ def _workspace(problem: Problem, parts: int) -> torch.Tensor:
 def pipeline(config: Config, aligned: bool) -> Config:
     """The launched configuration for rows aligned, or not, to 16 elements.
 
-    Only aligned rows can use TMA.  Element-wise loads need many registers: smaller steps, one stage, more
-    threads.
+    Only aligned rows can use TMA.  Element-wise loads need many registers: smaller
+    steps, one stage, more threads.
     """
     if aligned:
         return config
