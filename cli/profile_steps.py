@@ -96,9 +96,9 @@ def profile_steps(model_dir: str, out: str, force: bool, host_worker: bool, **op
     """Time decode and prefill steps of the model in MODEL_DIR with adapters of several ranks.
 
     Adapters are random, on attention and MLP, all resident.  The file holds every batch's times, and
-    performance models fitted to three quarters of the batches with R2 on the rest; it is what
-    `serve --performance-model` and `operating-points --simulate` take.  Models that tell the times badly
-    (R2 below 0.9) are not written.
+    performance models fitted to three quarters of the batches with R2 on the rest.  `serve --set
+    front_end.performance_model=FILE` and `operating-points --simulate` read the file.  Models that tell the
+    times badly (R2 below 0.9) are not written.
     (`moe-lora profile` times parts of a layer, for `provision`.)
     """
     from moe_lora.report.results import write_json
@@ -180,10 +180,10 @@ def host_prompt_tokens(model_dir: str, max_tokens: int) -> int:
 
     Raises ConfigError for a model without config.json.
     """
-    from moe_lora.core.shape import ModelShape
+    from moe_lora.families import shape_of
     from moe_lora.profiling.host_times import TOKENS_BESIDE_PROMPT
 
-    shape = ModelShape.from_hf_config(EngineConfig(model_dir=model_dir).hf_config())
+    shape = shape_of(EngineConfig(model_dir=model_dir).hf_config())
     most = max(1, shape.max_position - TOKENS_BESIDE_PROMPT)
     if most < max_tokens:
         click.echo(

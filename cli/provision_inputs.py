@@ -15,9 +15,11 @@ from moe_lora.config import EngineConfig
 from moe_lora.config.engine import QUANTISATION
 from moe_lora.config.plan import PlanGoals
 from moe_lora.config.settings import settings_of
+from moe_lora.config.weight_format import weight_format
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
-from moe_lora.core.weight_format import refuse_widths, weight_format
+from moe_lora.core.weight_format import refuse_widths
+from moe_lora.families import shape_of
 from moe_lora.provision.device_profile import read_profile, with_rates
 from moe_lora.provision.plan.inputs import PlanInputs
 from moe_lora.provision.plan.memory import AdapterMix, KnownModel, known_model
@@ -88,7 +90,7 @@ def _model(model: str) -> tuple[str, ModelShape, dict[str, Any], KnownModel | No
         raise ConfigError(f"{path}: {error.strerror}; --model takes a checkpoint's folder") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error})") from error
-    return model, ModelShape.from_hf_config(config), config, None
+    return model, shape_of(config), config, None
 
 
 def _mix(options: dict[str, Any], popularity: Popularity, known: KnownModel | None) -> AdapterMix:

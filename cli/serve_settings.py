@@ -7,13 +7,14 @@ import json
 import logging
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from moe_lora.config.settings import check_names, settings_of
+from moe_lora.config.settings import Setting, check_names, settings_of
 from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.request import name_problem
 
@@ -56,9 +57,9 @@ def cluster_to_serve(
     if options["served_model_name"]:
         content["served_model_name"] = list(options["served_model_name"])
     sections = sections_of(options, SECTIONS, absolute=config_file is not None)
-    for section, name, value in map(_setting, options["further_settings"]):
-        is_path = settings_of(SECTIONS[section])[name].rule.path and isinstance(value, str)
-        sections.setdefault(section, {})[name] = path_of(value) if is_path else value
+    for section, one, value in map(_setting, options["further_settings"]):
+        is_path = one.rule.path and isinstance(value, str)
+        sections.setdefault(section, {})[one.name] = path_of(value) if is_path else value
     if keys := options["given_keys"] or _keys_of_environment(content):
         sections.setdefault("front_end", {})["admin_key_digests"] = admin_digests(keys)
     front_ends = content.get("front_ends") or {}
@@ -86,7 +87,7 @@ def _laid_over(kind: Any, file: dict[str, Any] | None, given: dict[str, Any]) ->
     """A section of the file with the options over it; another registry takes nothing of the file's."""
     settings, opening = settings_of(kind), kind.OPENED_BY
     if opening and file is None and opening not in given:
-        options = ", ".join(settings[name].rule.option for name in given)
+        options = ", ".join(settings[name].rule.option or f"{kind.SECTION}.{name}" for name in given)
         raise click.UsageError(f"{options} needs {settings[opening].rule.option}, see its help")
     if opening == "folder" and opening in given:
         return given
@@ -177,10 +178,8 @@ def _keys_of_environment(content: dict[str, Any]) -> list[str]:
     return [key]
 
 
-def _setting(text: str) -> tuple[str, str, Any]:
-    """Section, name and value of --set.  Raises click.BadParameter."""
-    import yaml
-
+def _setting(text: str) -> tuple[str, Setting, Any]:
+    """Section, setting and value of --set.  Raises click.BadParameter."""
     from moe_lora.config.cluster import SECTIONS
 
     place, equals, value = text.partition("=")
@@ -189,12 +188,37 @@ def _setting(text: str) -> tuple[str, str, Any]:
         raise click.BadParameter(
             f"{text!r} is not SECTION.NAME=VALUE with a section of {', '.join(SECTIONS)}", param_hint="--set"
         )
-    kind = SECTIONS[section]
+    settings = {name: one for name, one in settings_of(SECTIONS[section]).items() if one.rule.in_file}
     try:
-        check_names(section, [name], [one.name for one in settings_of(kind).values() if one.rule.in_file])
-        return section, name, yaml.safe_load(value)
-    except (ConfigError, yaml.YAMLError) as error:
+        check_names(section, {name: value}, settings)
+        found = _value_of(settings[name], value)
+        settings[name].read(place, found)
+    except ConfigError as error:
         raise click.BadParameter(str(error), param_hint="--set") from error
+    return section, settings[name], found
+
+
+def _value_of(one: Setting, text: str) -> Any:
+    """The text as YAML, or as the type of the setting where YAML has another one.
+
+    "on" is a text for a setting with texts, 1e-3 is a number, and a list may be a single value.
+    """
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{text!r} is not valid YAML: {error}") from error
+    if float in one.kinds and isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)
+    if str in one.kinds and value is not None and type(value) not in one.kinds:
+        return text
+    if tuple[str, ...] in one.kinds and isinstance(value, str):
+        return [value]
+    if tuple[int, ...] in one.kinds and type(value) is int:
+        return [value]
+    return value
 
 
 def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:
@@ -204,11 +228,11 @@ def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:
     at too then.  Raises ConfigError that names all of them otherwise, or for a base model that can't be read.
     """
     from moe_lora.adapters.peft.file_check import bad_adapters
-    from moe_lora.core.shape import ModelShape
+    from moe_lora.families import shape_of
 
     if not config.adapters:
         return config
-    shape = ModelShape.from_hf_config(config.hf_config())
+    shape = shape_of(config.hf_config())
     bad = bad_adapters(
         config.adapters,
         shape,

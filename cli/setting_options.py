@@ -24,16 +24,16 @@ class SettingOption(HeadedOption):
     """
 
     def __init__(self, kind: Any, name: str, one: Setting, *, default: Any) -> None:
-        rule, attributes = one.rule, {"type": _type(one)}
+        rule, attributes = one.rule, {"type": _type(one), "metavar": _metavar(one)}
         if default is MISSING:
             attributes, default = {**attributes, "required": True}, None
         if bool in one.kinds:
             attributes = {"is_flag": True, "flag_value": not one.default}
         elif tuple[str, ...] in one.kinds:
             attributes |= {"multiple": True}
-        names = [rule.option, name]
+        names = [option_of(one), name]
         heading = rule.group or kind.GROUP or "Options"
-        super().__init__(names, heading=heading, default=default, metavar=rule.metavar or None, **attributes)
+        super().__init__(names, heading=heading, default=default, **attributes)
         self._kind, self._setting = kind, one
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
@@ -41,11 +41,31 @@ class SettingOption(HeadedOption):
         return super().get_help_record(ctx)
 
 
+def option_of(one: Setting) -> str:
+    """The option of a setting, with its dashes; by default the setting's own name."""
+    return one.rule.option or "--" + one.name.replace("_", "-")
+
+
+def _metavar(one: Setting) -> str | None:
+    """What the help shows for a value; None for click's choice."""
+    if one.rule.metavar or bool in one.kinds or one.rule.choices:
+        return one.rule.metavar or None
+    if one.rule.path:
+        return "FOLDER" if one.rule.path == "folder" else "FILE"
+    return "N" if int in one.kinds else "X" if float in one.kinds else "TEXT"
+
+
 def help_of(kind: Any, one: Setting) -> str:
     """The first sentence of what a setting means, and what holds without it."""
-    text = re.split(r"\.\s+(?=[A-Z])", meanings(kind)[one.name])[0].rstrip(".") + "."
+    text = first_sentence(meanings(kind)[one.name])
     shown = one.rule.unset or one.default
-    return f"{text}  [default: {shown}]" if shown not in (None, "", False, True, MISSING) else text
+    if shown is MISSING:
+        return f"{text}  [required]"
+    return text if shown in (None, "", "none", False, True) else f"{text}  [default: {shown}]"
+
+
+def first_sentence(text: str) -> str:
+    return re.split(r"\.\s+", text)[0].rstrip(".") + "."
 
 
 def _type(one: Setting) -> Any:
@@ -83,11 +103,15 @@ class _NumberOrWord(click.ParamType):
 
 
 def section_options(**sections: Any) -> Callable[[click.Command], click.Command]:
-    """A decorator that adds the options of these sections, each a settings class; None if not given."""
+    """A decorator that adds the settings with an option of these sections; None if not given.
+
+    sections: settings classes by name.
+    """
 
     def add(command: click.Command) -> click.Command:
         for section, kind in sections.items():
-            command.params += _options(kind, prefix=f"{section}{_SEPARATOR}", defaults=False)
+            names = [name for name, one in settings_of(kind).items() if one.rule.option]
+            command.params += _options(kind, names, prefix=f"{section}{_SEPARATOR}", defaults=False)
         return command
 
     return add
@@ -97,19 +121,18 @@ def setting_options(kind: Any, *names: str) -> Callable[[click.Command], click.C
     """A decorator that adds the options of these settings, or of all of a class, with their defaults."""
 
     def add(command: click.Command) -> click.Command:
-        command.params += _options(kind, names, defaults=True)
+        chosen = names or [name for name, one in settings_of(kind).items() if one.rule.option]
+        command.params += _options(kind, chosen, defaults=True)
         return command
 
     return add
 
 
-def _options(
-    kind: Any, names: Sequence[str] = (), *, prefix: str = "", defaults: bool
-) -> list[SettingOption]:
+def _options(kind: Any, names: Sequence[str], *, prefix: str = "", defaults: bool) -> list[SettingOption]:
     return [
         SettingOption(kind, prefix + name, one, default=one.default if defaults else None)
         for name, one in settings_of(kind).items()
-        if one.rule.option and (not names or name in names)
+        if name in names
     ]
 
 

@@ -31,7 +31,8 @@ class VariadicCommand(click.Command):
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None and isinstance(param, click.Option):
-                sections.setdefault(getattr(param, "heading", "Options"), []).append(record)
+                heading = getattr(param, "heading", self.headings[-1] if self.headings else "Options")
+                sections.setdefault(heading, []).append(record)
         for heading, records in sections.items():
             if not records:
                 continue
@@ -45,6 +46,11 @@ class HeadedOption(click.Option):
     def __init__(self, *args: Any, heading: str, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.heading = heading
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """As click, without ranges; an error states the range."""
+        found = super().get_help_record(ctx)
+        return found and (found[0], self.help or "")
 
 
 def headed(heading: str, *names: str, **attributes: Any) -> Callable[[Any], Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,11 +15,15 @@ from moe_lora.config.vllm_options import VLLM_OPTIONS, by_name
 
 from .variadic import VariadicCommand, expand
 
+if TYPE_CHECKING:
+    from .former_options import Place
+
 _NUMBER = re.compile(r"-\.?\d")
 _LEVEL = re.compile(r"-O\d")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 _POWERS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _SWITCH = {"true": "true", "1": "true", "false": "false", "0": "false"}
+SET = "--set"
 NOTES = "moe_lora.vllm_notes"
 """Key of the lines for the log in a context's `meta`."""
 
@@ -42,6 +46,7 @@ def _number(text: str) -> float:
 
 
 def _origins(text: str) -> list[str]:
+    """The text, if it is a list of texts in JSON."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -50,7 +55,7 @@ def _origins(text: str) -> list[str]:
         raise ValueError(
             f"{text!r} is not a JSON list of texts; give one such as '[\"https://app.example.com\"]'"
         )
-    return found
+    return [text]
 
 
 CONVERTERS: dict[str, Callable[[str], list[str]]] = {
@@ -63,10 +68,18 @@ CONVERTERS: dict[str, Callable[[str], list[str]]] = {
 """Make values of our option from a value of vLLM's option.  Raise ValueError."""
 
 
+def _places(name: str) -> list[Place]:
+    """Settings of the file that an option of this name stood for."""
+    from .former_options import former_options
+
+    return former_options().get(name, [])
+
+
 class VllmWords:
     """A command line with vLLM's options translated to ours.
 
-    own: the command's options by name.  words: the translation.  notes: lines for the log.
+    own: the command's options by name.  words: the translation.  notes: lines for the log.  Raises UsageError
+    for values that can't be had here, and for options that are settings of the file.
     """
 
     def __init__(self, args: Sequence[str], own: Mapping[str, click.Option]) -> None:
@@ -75,13 +88,19 @@ class VllmWords:
         self._own = own
         self._table = by_name()
         self._given: dict[str, tuple[str, str]] = {}
-        """Option of ours with one value → name as given, and value."""
+        """Option of ours with one value, or --set and its place → name as given, and value."""
+        self._moved: dict[str, list[str]] = {}
+        """Option that is a setting of the file → values as given."""
         self._found: dict[str, tuple[VllmOption, str, str]] = {}
         """Option of vLLM with one value → row, name as given, value.  The last value counts."""
         self._left = [self._spelled(word) for word in args]
         self._all = list(self._left)
         while self._left and self._left[0] != "--":
             self._read(self._left.pop(0))
+        if self._moved:
+            from .former_options import new_place
+
+            raise click.UsageError("\n".join(new_place(*one) for one in self._moved.items()))
         ranks = self._found.get("--tensor-parallel-size")
         self._tensor = ranks[2] if ranks else self._given.get("--tensor-parallel", ("", "1"))[1]
         for option, name, value in self._found.values():
@@ -98,7 +117,9 @@ class VllmWords:
         option, is_off = self._option(name)
         if _LEVEL.fullmatch(word):
             option, equals, value = self._table["-O"], "=", word[2:]
-        if option is None:
+        if option is None and name not in self._own and (places := _places(name)):
+            self._moved.setdefault(name, []).extend([value] if equals else self._values_of(places[0]))
+        elif option is None:
             self._pass_on(word, name, equals, value)
         elif option.takes == "flag":
             self._read_flag(option, name, equals, value, is_off=is_off)
@@ -117,7 +138,7 @@ class VllmWords:
         for known in (name, name.partition(".")[0]):
             if known in self._table:
                 return self._table[known], False
-        if not name.startswith("--") or len(name) < 4:
+        if not name.startswith("--") or len(name) < 4 or _places(name):
             return None, False
         # As in argparse, an unambiguous start of a name is enough.
         starts = [one for one in {*self._table, *self._own} if one.startswith(name)]
@@ -130,6 +151,11 @@ class VllmWords:
         """Copy a word outside the table.  An option with one value is noted in `_given`."""
         self.words.append(word)
         option = self._own.get(name)
+        if name == SET and (equals or self._left):
+            value = value if equals else self._left.pop(0)
+            self.words[-1:] = [SET, value]
+            self._note_set(name, value, "")
+            return
         if option is None or option.multiple or option.is_flag:
             return
         if not equals and self._left:
@@ -138,9 +164,9 @@ class VllmWords:
         self._note_given(name, name, value, "")
 
     def _read_flag(self, option: VllmOption, name: str, equals: str, value: str, *, is_off: bool) -> None:
-        if option.own and self._left and not equals and self._left[0] in ("auto", "on", "off"):
+        if not equals and self._left and self._is_word(option, self._left[0]):
             value = self._left.pop(0)
-        if option.own and value:
+        if self._is_word(option, value):
             self._set(option, name, value)
             return
         if not equals and self._left and self._left[0].lower() in ("true", "false"):
@@ -152,13 +178,17 @@ class VllmWords:
             state = _SWITCH[value.lower()]
         self._set(option, name, state)
 
+    def _is_word(self, option: VllmOption, value: str) -> bool:
+        """True for a value of a flag other than its two states."""
+        return value in option.words and value not in _SWITCH
+
     def _set(self, option: VllmOption, name: str, value: str) -> None:
         self._found.pop(option.name, None)
         self._found[option.name] = (option, name, value)
 
     def _add_flag(self, option: VllmOption, state: str) -> None:
         shown = option.name if state == "true" else f"--no-{option.name[2:]}"
-        if state not in option.words:
+        if state not in option.words and state in _SWITCH:
             raise click.UsageError(f"{shown} can't be had here: {option.text}")
         self._add_words(option, shown, option.words[state])
         if not option.words[state]:
@@ -175,13 +205,16 @@ class VllmWords:
             found.append(self._left.pop(0))
         return found
 
+    def _values_of(self, place: Place) -> list[str]:
+        """The values that follow the option of a setting."""
+        if bool in place.setting.kinds or not self._left or self._left[0].startswith("--"):
+            return []
+        return self._values("") if place.is_list else [self._left.pop(0)]
+
     def _add(self, option: VllmOption, name: str, value: str) -> None:
         """Add our words for an option and a value; for a flag "true" or "false"."""
         if option.takes == "flag":
-            if value in _SWITCH:
-                self._add_flag(option, value)
-            else:
-                self.words += [option.name, value]
+            self._add_flag(option, value)
             return
         key = value if value in option.words else value.replace(" ", "")
         if MODEL in option.words and self._is_elsewhere(name, value):
@@ -224,8 +257,15 @@ class VllmWords:
             filled = filled.replace("{tensor}", self._tensor)
         self.words += [ours, filled] if rest else [ours]
         own = self._own.get(ours)
-        if own is not None and rest and not own.multiple:
+        if ours == SET:
+            self._note_set(name, filled, option.text)
+        elif own is not None and rest and not own.multiple:
             self._note_given(ours, name, filled, option.text)
+
+    def _note_set(self, name: str, filled: str, way_out: str) -> None:
+        """As `_note_given`, for a place and value of --set."""
+        place, _, value = filled.partition("=")
+        self._note_given(f"{SET} {place}", name, value, way_out)
 
     def _note_given(self, ours: str, name: str, value: str, way_out: str) -> None:
         """Raise UsageError if two names of one option have different values."""

@@ -380,9 +380,9 @@ async def local_lora_server(
 
     from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.partition import Layout, Partition
-    from moe_lora.core.shape import ModelShape
     from moe_lora.dist.launch.devices import placed
     from moe_lora.dist.launch.host_roles import HostRoles, cluster_file, server_roles
+    from moe_lora.families import shape_of
 
     cluster = placed(cluster)
     config = cluster.engine
@@ -391,7 +391,7 @@ async def local_lora_server(
         kept = stack.enter_context(run_folder(config.state_dir))
         server = replace(given, address=f"{folder}/lora-server", store_dir=str(kept / "adapters"))
         # Checked before there are as many processes as a layout that can't work asks for.
-        shape = ModelShape.from_hf_config(config.hf_config())
+        shape = shape_of(config.hf_config())
         layout = Layout.parse(server.layout)
         Partition(shape, layout, config.expert_parallel, sites=server.sites)
         cluster = replace(cluster, lora_server=server)

@@ -16,8 +16,8 @@ from torchao.quantization import Float8Tensor, Int8Tensor, IntxUnpackedToInt8Ten
 from torchao.quantization.granularity import PerRow
 
 from moe_lora.core.hf_config import read_config
+from moe_lora.families import model_spec
 from moe_lora.models.checkpoint import SINGLE_NAME
-from moe_lora.models.spec import model_spec
 from moe_lora.models.weights import weight_map
 
 from .families import make_checkpoint

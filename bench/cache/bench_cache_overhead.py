@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cache's bookkeeping costs the engine: a request's match and update, and a swap decision.
+"""Cost of the cache's bookkeeping for the engine: a request's match and update, and a swap decision.
 
     python -m bench.cache.bench_cache_overhead --out bench/results/cache_overhead.jsonl [--nodes 100000]
 
-2000 adapters, each with a system prompt and conversations of 5 turns below it, 3 blocks of 16 tokens per
-turn; the device has pages for 70 % of it all, the host for 90 %, and the tree is built by requests through
-the cache's own interface.  Then requests continue conversations drawn with Zipf's law (exponent 1), one that
-has had 8 turns starts anew, with a tick every 100 ms of their clock; orders are confirmed at once.  Match +
-update is `match`, `publish` and `release`, the swapping in that a match orders included; "resident" requests
-found all of it on the device.  A decision ranks all candidates and chooses 1 % of the device's pages to swap
-out.  Times are this process's processor time without its garbage collections.  One record per policy.
+2000 adapters, each with a system prompt and conversations of 5 turns, 3 blocks of 16 tokens per turn.  The
+device has pages for 70 % of the nodes, the host for 90 %; requests build the tree through the cache's own
+interface.  Then requests continue conversations drawn by Zipf's law (exponent 1); after 8 turns a
+conversation starts anew.  A tick comes every 100 ms of their clock; orders are confirmed at once.  Match +
+update is `match`, `publish` and `release`, with the swap-in of a match; "resident" requests found their whole
+prefix on the device.  A decision ranks all candidates and picks 1 % of the device's pages.  Times are
+processor time of this process without garbage collection.  One record per policy.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ GOAL_US = {"resident_match_update_us": 50.0, "match_update_us": 50.0, "decision_
 
 
 class Clocked:
-    """Seconds of processor time that calls by a name have taken, in order.
+    """Processor seconds of calls by name, in order.
 
-    gc_s: what the garbage collector took meanwhile, which is no part of them: when it runs is chance, and
-    what it scans is mostly this script's.
+    gc_s: time of garbage collections, excluded as chance and mostly this script's.
     """
 
     def __init__(self) -> None:
@@ -72,7 +71,7 @@ class Clocked:
 
 
 class Conversations:
-    """Requests of conversations that go on, one turn each."""
+    """Requests of ongoing conversations, a turn each."""
 
     def __init__(self, cache: UnifiedCache, num_conversations: int, seed: int) -> None:
         self.cache = cache
@@ -83,7 +82,7 @@ class Conversations:
         self.history = [self._system_prompt(owner) for owner in self.owners]
 
     def turn(self, number: int) -> bool:
-        """One request; False if there was no room for it."""
+        """One request; False without room."""
         cache, clocked, owner = self.cache, self.clocked, self.owners[number]
         self.now_s += 0.018
         if clocked("hold", cache.hold, owner, self.now_s) is Readiness.NO_ROOM:
@@ -120,7 +119,7 @@ class Conversations:
 
 
 def build(policy: str, num_nodes: int) -> Conversations:
-    """A tree of about that many nodes, in use for as long as it took to fill."""
+    """A tree of about num_nodes nodes, in use since it was filled."""
     num_conversations = num_nodes // TURNS
     pages = num_nodes * TURN_BLOCKS + NUM_ADAPTERS * (len(LAYER_PAGES) + SYSTEM_BLOCKS)
     costs = CacheCosts(page_bytes=1 << 20)
@@ -142,8 +141,8 @@ def build(policy: str, num_nodes: int) -> Conversations:
 
 
 def decide(talks: Conversations, repeats: int, *, everything: bool) -> tuple[list[float], int]:
-    """Seconds of choosing what to swap out (1 % of the device) among all device leaves, or among all nodes,
-    as if there were only leaves; their number.
+    """Seconds of choosing pages to swap out (1 % of the device) among all device leaves, or among all nodes;
+    and their number.
     """
     cache = talks.cache
     swapper, ranking = cache._swapper, cache._ranking
@@ -194,7 +193,7 @@ def measure(policy: str, num_nodes: int, num_requests: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure every policy asked for, write JSON lines, and say how that compares."""
+    """Measure every requested policy, write JSON lines, and print a comparison."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", required=True)
     parser.add_argument("--nodes", type=int, default=100_000)

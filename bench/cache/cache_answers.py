@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests sent to an engine at their times, and what their answers say of it."""
+"""Requests sent to an engine at their times, and figures of the answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Answered:
 
 
 def replay(llm: LLM, timed: Sequence[tuple[float, TurnRequest]]) -> list[Answered]:
-    """Send each request at its time, whatever came before; all answers."""
+    """Send each request at its time; returns the answers."""
     vocab, start_s = llm.info.vocab_size, time.monotonic()
     done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
     answers = []
@@ -66,12 +66,12 @@ def _taker(answer: Answered, start_s: float, done: queue.SimpleQueue[Exception |
 
 
 def _token(number: int, vocab_size: int) -> int:
-    """A vocabulary's token for one of a plan's, equal for equal ones, as if drawn at random."""
+    """A vocabulary token for a plan's token, pseudo-random and equal for equal tokens."""
     return (number * 2654435761 >> 7) % vocab_size
 
 
 def agreement(first: Sequence[Answered], second: Sequence[Answered]) -> float:
-    """Share of the requests whose tokens are all the same."""
+    """Share of requests with equal tokens."""
     return float(np.mean([one.tokens == other.tokens for one, other in zip(first, second, strict=True)]))
 
 

@@ -52,7 +52,7 @@ STATIC_SHARES = (0.2, 0.4)
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredPlan:
-    """load_gb_per_s: what copies are slowed to, so that an adapter takes a few steps, as over PCIe."""
+    """load_gb_per_s: slowed copies, so that an adapter takes a few steps, as over PCIe."""
 
     size: ModelSize
     num_adapters: int
@@ -85,7 +85,7 @@ def run_measured(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """(config, result) of each application, rate and policy.
 
-    Rates are shares of the throughput that the first policy reaches when all requests come at once.
+    Rates are shares of the first policy's throughput with all requests at once.
     """
     model = write_model(folder / "model", plan.size)
     adapters = dict(write_adapters(folder, plan.size, model, plan.num_adapters, experts=False))
@@ -113,9 +113,7 @@ def _cell(
     rate: float,
     timed: Sequence[tuple[float, TurnRequest]],
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each policy at its best setting: medians over rounds, in which all have their turn, every other time
-    backwards.
-    """
+    """Each policy at its best setting: medians over rounds, with alternating order."""
     contestants = [(policy, name) for policy in policies for name in _settings(policy, plan)]
     rounds: dict[tuple[str, str], list[dict[str, Any]]] = {one: [] for one in contestants}
     first: list[Answered] | None = None
@@ -139,7 +137,7 @@ def _median(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _settings(policy: str, plan: MeasuredPlan) -> dict[str, dict[str, Any]]:
-    """Engine settings by what a policy's setting is called."""
+    """Engine settings by the setting's name."""
     if policy == "static":
         return {
             f"{share:g}": {"cache_policy": policy, "kv_cache_gb": (1 - share) * plan.arena_mb / 1e3}

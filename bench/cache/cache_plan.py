@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench_cache simulates: models on the paper's device, applications, policies and their settings."""
+"""Plan of bench_cache's simulation: models on the paper's device, applications, policies, settings."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ MODELS = {
 
 
 def config_of(model: str, num_adapters: int) -> CachedConfig:
-    """An instance that serves adapter-0 ... of ranks 32 and 64 in turn."""
+    """An instance with adapter-0 ... of ranks 32 and 64 in turn."""
     llama = MODELS[model]
     time = llama.time()
     page_bytes = BLOCK_TOKENS * time.kv_token_bytes
@@ -83,9 +83,9 @@ def adapter_names(num_adapters: int) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Application:
-    """Requests as a function of their rate.  Judged are those from since_s on.
+    """Requests as a function of their rate.  Judged from since_s on.
 
-    moves_per_s: how often another adapter becomes the most popular one (0: never).
+    moves_per_s: rate of changes of the most popular adapter (0: never).
     """
 
     shape: DialogueShape
@@ -108,7 +108,7 @@ class Application:
         return dialogues(self.shape, popularity, rate_per_s=rate_per_s, duration_s=self.duration_s)
 
 
-# The paper's data sets are not at hand; see README.md for where these numbers come from.
+# The paper's data sets are not at hand; README.md has the origin of these numbers.
 CHAT_SHAPE = DialogueShape(
     prefix_tokens=64, turns=5, question_tokens=150, answer_tokens=215, think_s=30, spread=0.8
 )
@@ -181,11 +181,11 @@ SETTINGS: dict[str, tuple[float, ...]] = {
     "fastlibra-wom": (60.0, 5.0, 600.0),
     "fastlibra-wol": (60.0, 5.0, 600.0),
 }
-"""Of policies with a setting: the values among which the best is looked for, the default first."""
+"""Tried values of policies' settings, the default first."""
 
 
 def settings_of(policy: str) -> dict[str, PolicyMaker]:
-    """Makers of the policy by what their setting is called."""
+    """Makers of the policy by setting name."""
 
     def maker(value: float | None) -> PolicyMaker:
         return lambda costs: _policy(policy, value, costs)

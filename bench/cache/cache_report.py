@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of bench_cache's records, beside what the paper says."""
+"""Tables of bench_cache's records, beside the paper's numbers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def measured_table(records: Sequence[Record]) -> str:
 
 
 def measured_comparison(records: Sequence[Record]) -> str:
-    """Ours by each other policy: geometric means over the cells."""
+    """Our policy over each other policy: geometric means over the cells."""
     rows = []
     for baseline in dict.fromkeys(record["config"]["policy"] for record in records):
         if baseline != OURS:
@@ -98,7 +98,7 @@ def comparison(records: Sequence[Record]) -> str:
 
 
 def ratio(records: Sequence[Record], contestant: str, baseline: str, key: str) -> float:
-    """Geometric mean over the cells that have both."""
+    """Geometric mean over common cells."""
     values: dict[str, dict[str, float]] = {}
     for record in records:
         config = record["config"]

@@ -20,9 +20,9 @@ from .cache_plan import POLICIES, PolicyMaker, settings_of
 REFERENCE = "fastlibra"
 TARGET_TTFT_MS = 500.0
 GRID = (0.5, 0.75, 1.0)
-"""Rates at which TTFT and TPOT are averaged, as shares of the reference's peak."""
+"""Rates for averages of TTFT and TPOT, as shares of the reference's peak."""
 TRIED_AT = 0.9
-"""Rate at which the settings of one policy are compared, likewise."""
+"""Rate for the comparison of one policy's settings, as a share of the reference's peak."""
 PEAK_PRECISION = 0.04
 MAX_WAITING = 200
 AVERAGED = (
@@ -41,8 +41,8 @@ AVERAGED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A model on its cards, so many adapters, an application.  requests: by rate.  since_s: judged requests
-    of such a list begin there.  first_rate: where the search for peaks begins.
+    """A model on its cards, a number of adapters, an application.  requests: by rate.  since_s: start of the
+    judged requests.  first_rate: start of the search for peaks.
     """
 
     name: Mapping[str, Any]
@@ -85,7 +85,7 @@ def peak_rate(cell: Cell, make: PolicyMaker, guess: float) -> float:
 
 
 def simulated(cell: Cell, make: PolicyMaker, rate: float, max_waiting: int = 10**9) -> dict[str, Any]:
-    """One rate: its summary (`sim.instance`)."""
+    """Summary of one rate (`sim.instance`)."""
     requests = cell.requests(rate)
     policy = make(cell.config.costs())
     result = simulate_cached(cell.config, policy, requests, max_waiting=max_waiting)

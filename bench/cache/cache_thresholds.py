@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the shares of the device matter above which the cache swaps out and below which it swaps in.
+"""Effect of the device shares at which the cache swaps out and in.
 
     python -m bench.cache.cache_thresholds --trace TRACE.jsonl --out bench/results/cache_thresholds.jsonl
 
 Llama-7B, 100 adapters, agents and Mooncake's conversations at one rate each, a little below the peaks, under
-`fastlibra` (at the time unit that bench_cache found best) and `cost-aware`; simulated as in bench_cache.
+`fastlibra` (at bench_cache's best time unit) and `cost-aware`; simulated as in bench_cache.
 """
 
 from __future__ import annotations

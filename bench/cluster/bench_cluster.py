@@ -17,12 +17,13 @@ from bench.harness.records import Record, Recorder
 from moe_lora.report.results import check_targets, read_results
 
 LEAST_AGREEMENT = 0.99
-"""Share of answers that must be equal.  In fp32 a tie of two logits may fall either way where the sizes of
-steps, and with them the library's dense GEMM, differ."""
+"""Required share of equal answers.  In fp32 a tie of two logits may fall either way if steps' sizes, and with
+them the library's dense GEMM, differ.
+"""
 
 
 def measure(out: Path | None, *, quick: bool, only: str | None) -> list[Record]:
-    """Run the full plan or the small one; its records."""
+    """Run the full or the small plan; returns its records."""
     from .cluster_measured import run_measured  # torch, for this part only
     from .cluster_plan import FULL_PLAN, QUICK_PLAN
     from .cluster_report import line
@@ -36,7 +37,7 @@ def measure(out: Path | None, *, quick: bool, only: str | None) -> list[Record]:
 
 
 def conclude(records: list[Record], *, plot: Path | None) -> None:
-    """What came out beside the papers; exit status 1 where systems answered differently."""
+    """Results beside the papers'; exit status 1 for different answers of systems."""
     from .cluster_report import claims, least_agreement, markdown
 
     click.echo(f"{markdown(records)}\n\n{claims(records)}")

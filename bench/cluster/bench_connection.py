@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path of tokens from an instance's socket to the events that a front end awaits, old against new.
+"""Path of tokens from an instance's socket to a front end's awaiting coroutine, old against new.
 
     python -m bench.cluster.bench_connection [--streams 64] [--out bench/results/connection.jsonl]
 
-A process writes the outputs of decode steps, one token of each stream a step, as fast as they are taken; the
-front end hands each output to the coroutine that awaits its stream.  new: `dist.net` and
-`dist.cluster.listener.DialledClient`.  old: what they replaced, pickled data classes over
-`multiprocessing.connection`, a thread that reads, and a call into the event loop for each output.
-Measured: outputs per second of the receiving process's CPU time,
-all its threads, in rounds by turns; every output is counted at its stream.
+A process writes the outputs of decode steps, one token per stream and step, at full speed; the front end
+hands each output to its stream's coroutine.  new: `dist.net` and `dist.cluster.listener.DialledClient`.  old:
+pickled data classes over `multiprocessing.connection`, a reading thread, and a call into the event loop per
+output.  Measured: outputs per second of the receiving process's CPU time, over all its threads, in
+alternating rounds; every output is counted at its stream.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from moe_lora.dist.transport import make_transport
 from moe_lora.engine.adapters.pool_fetch import fetch_layers
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.loop import Sources
+from moe_lora.families import shape_of
 
 KINDS = ("shm", "gloo")
 RANKS = (8, 64)
@@ -48,9 +49,9 @@ Bring = Callable[[], object]
 
 
 def serve(pipe: Connection, path: Path, model_dir: Path) -> None:
-    """The instance that holds the adapter, once for each transport, until told to stop."""
+    """The instance with the adapter, once per transport, until stopped."""
     torch.set_num_threads(1)
-    packed = read_adapter(path, shape_of(model_dir), _DTYPE)
+    packed = read_adapter(path, shape_in(model_dir), _DTYPE)
     with ExitStack() as stack:
         sources = {}
         for kind in KINDS:
@@ -61,20 +62,20 @@ def serve(pipe: Connection, path: Path, model_dir: Path) -> None:
         pipe.recv()
 
 
-def shape_of(model_dir: Path) -> ModelShape:
-    return ModelShape.from_hf_config(read_config(model_dir))
+def shape_in(model_dir: Path) -> ModelShape:
+    return shape_of(read_config(model_dir))
 
 
 @contextmanager
 def pool_of(kind: str, name: str, path: Path, model_dir: Path) -> Iterator[PoolAdapters]:
     """One instance's adapters."""
-    shape = shape_of(model_dir)
+    shape = shape_in(model_dir)
     with make_transport(kind, name=name) as transport:
         yield PoolAdapters(transport, lambda _, adapter, content: read_adapter(path, shape, _DTYPE, adapter))
 
 
 class Arena:
-    """Where the layers go."""
+    """Target of the layers."""
 
     def __init__(self, packed: PackedAdapter) -> None:
         self.packed = packed
@@ -129,7 +130,7 @@ def measure(size: ModelSize, lora_rank: int, num_rounds: int, folder: Path) -> d
     holder = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, path, folder))
     holder.start()
     facts, sources = ours.recv()
-    shape = shape_of(folder)
+    shape = shape_in(folder)
     arena = Arena(read_adapter(path, shape, _DTYPE))
     assert is_intact(arena.packed)
     with ExitStack() as stack:
@@ -156,7 +157,7 @@ def measure(size: ModelSize, lora_rank: int, num_rounds: int, folder: Path) -> d
 
 
 def know(pool: PoolAdapters, facts: AdapterFacts, sources: Sources) -> None:
-    """Have an instance know an adapter that others hold."""
+    """Tell an instance of an adapter on other instances."""
     pool.keep(adapter_without_data(facts))
     pool.set_sources(facts.content_hash, sources)
 

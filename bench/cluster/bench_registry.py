@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adding to and reading from a registry that holds 40 000 adapters, against bare files and bare SQLite.
+"""Writes and reads of a registry with 40 000 adapters, against bare files and bare SQLite.
 
     python -m bench.cluster.bench_registry --out bench/results/registry.jsonl
 
-Expected before the first run (reasons: README.md): 140 adds/s, as many at the end as at the beginning; a
-lookup in 20 us, the whole list in 0.5 s, a page of 1000 in 13 ms, a resolve of files this small in 0.2 ms.
+Expected before the first run (reasons: README.md): 140 adds/s, constant over the run; a lookup in 20 us, the
+whole list in 0.5 s, a page of 1000 in 13 ms, a resolve of such small files in 0.2 ms.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_p
 
 
 class Adds:
-    """`Registry.add` of one new adapter after another, each with content of its own."""
+    """`Registry.add` of new adapters with different content, in sequence."""
 
     def __init__(self, registry: Registry, folder: Path) -> None:
         self.registry, self.folder, self.num_added = registry, folder, 0
@@ -56,7 +56,7 @@ class Adds:
 
 
 def bare_adds(folder: Path) -> Contestant:
-    """The least that is as durable: three small files, their folder and its parent synced, one commit."""
+    """The least equally durable work: three small files, their folder and its parent synced, one commit."""
     folder.mkdir()
     database = sqlite3.connect(folder / "bare.sqlite", isolation_level=None)
     database.execute("PRAGMA journal_mode = WAL")
@@ -95,7 +95,7 @@ def compared(own: Contestant, bare: Contestant, num_steps: int) -> dict[str, Any
 
 
 def measure(num_adapters: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Results by what was timed: add (first and last ones), get, resolve, page, list, open."""
+    """Results by operation: add (first and last), get, resolve, page, list, open."""
     results: dict[str, dict[str, Any]] = {}
     num_steps = max(1, num_adapters // (20 * NUM_ROUNDS))
     with Registry(folder / "registry", create=True) as registry:
@@ -142,7 +142,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print("expected", json.dumps(EXPECTED))
     record = Recorder(arguments.out)
-    # Removing the files takes about as long as adding them, so what was found is written before.
+    # Removing the files takes about as long as adding, so results are written before.
     with tempfile.TemporaryDirectory() as folder:
         for what, result in measure(arguments.num_adapters, Path(folder)).items():
             record({"bench": "registry", "what": what, "num_adapters": arguments.num_adapters}, result)

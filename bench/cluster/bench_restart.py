@@ -37,7 +37,7 @@ _ENDS = {
     "compile": "engine ready",
     "dial_in": f"instance {_NAME} .*dialled in",
 }
-"""Part of a restart -> the log's first line after the part.  A part starts where the part before ends."""
+"""Part of a restart -> the log's first line after the part.  A part starts at the end of the part before."""
 
 
 class Server:
@@ -66,7 +66,7 @@ class Server:
             time.sleep(0.02)
 
     def kill(self, number: int, spare: bool) -> dict[str, float]:
-        """End the instance for the `number`th time, wait for its return; seconds of each part."""
+        """Kill the instance for the `number`th time and wait for its return; seconds of each part."""
         if spare:
             self.wait(0, _WAITS, number)
         [*_, pid] = re.findall(_STARTED, self.log.read_text())

@@ -4,9 +4,8 @@
     python -m bench.cluster.check_chaos --out FILE.jsonl [--requests 500] [--rounds 3]
         [--parts none pool-1 pool-2 EP2-PP1] [--quick]
 
-See bench/README.md for what is done.  One JSON line per round, a summary at the end; the exit status is 1 if
-any request was answered wrongly, was lost, or hung, if all parts were not there 30 s after a fault, or if
-anything was left behind.
+bench/README.md describes the rounds.  One JSON line per round, a summary at the end.  Exit status 1 for a
+wrong, lost or hanging request, for a part missing 30 s after a fault, or for anything left behind.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ PARTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "pool-2": ({"pool_replicas": 2}, HOLDER_FAULTS),
     "EP2-PP1": ({"lora_server": "EP2-PP1"}, SERVER_FAULTS),
 }
-"""What a plan has beside the instances, and the faults of that."""
+"""Parts of a plan beside the instances, and their faults."""
 RECOVERY_S = 30.0
-"""All parts are there so soon after each fault."""
+"""Limit for the return of all parts after a fault."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the rounds that were asked for; the exit status."""
+    """Run the requested rounds; the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, appended to")
     parser.add_argument("--requests", type=int, default=500, help="of each round, at least")
@@ -91,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plan_of(num_requests: int, seed: int, part: str, *, of_host: bool) -> ChaosPlan:
-    """All faults that there are with this part, in an order drawn from the seed."""
+    """All faults of this part, in an order drawn from the seed."""
     found, more = PARTS[part]
     faults = [*FAULTS, *TOLD_FAULTS, *PAUSED_FAULTS, *OPERATOR_FAULTS, *more]
     faults += HOST_FAULTS if of_host else ()
@@ -101,7 +100,7 @@ def plan_of(num_requests: int, seed: int, part: str, *, of_host: bool) -> ChaosP
 
 
 def run_all(plans: Sequence[ChaosPlan], out: Path, logs: Path | None) -> list[ChaosReport]:
-    """The report of each plan, written to `out` and told as they come."""
+    """The report of each plan, written to `out` and printed on arrival."""
     record, console = Recorder(out), Console()
     reports = []
     with tempfile.TemporaryDirectory(prefix="moe_lora-") as name:
@@ -151,7 +150,7 @@ def as_result(report: ChaosReport) -> dict[str, Any]:
 
 
 def tell(console: Console, plan: ChaosPlan, report: ChaosReport) -> None:
-    """Print what was done when, and what is wrong."""
+    """Print actions with their times, and faults."""
     console.print(f"seed {plan.seed}, {part_of(plan)}", highlight=False)
     for strike in as_result(report)["strikes"]:
         console.print(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of bench_cluster comes to: latencies, SLOs, adapters, answers."""
+"""Figures of a bench_cluster run: latencies, SLOs, adapters, answers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NO_TPOT_LIMIT_S = 1e6
 
 
 def figures(plan: Plan, ttft_slo_s: float, outcome: Outcome, bare: Outcome | None) -> dict[str, Any]:
-    """Of the requests that arrived after the warm-up; adapters used and loaded of all.  bare: no LoRA."""
+    """Of requests after the warm-up; adapters used and loaded by all.  bare: no LoRA."""
     judged = _judged(plan, outcome.records)
     last_s = max((one.timing.end_s for one in judged if one.timing is not None), default=0.0)
     slo = SloTargets(ttft_s=ttft_slo_s, tpot_s=_NO_TPOT_LIMIT_S)
     result = summarize(judged, max(last_s, plan.duration_s) - plan.warm_up_s, slo)
-    # What failed had waited as long as a request may.
+    # Failed requests count with the longest allowed wait.
     waited_ms = [1e3 * TIMEOUT_S if one.timing is None else one.timing.ttft_ms for one in judged]
     p95_ttft_ms = float(np.percentile(waited_ms, 95))
     return {
@@ -67,26 +67,26 @@ def tpt_ms(records: Sequence[RequestRecord]) -> list[float]:
 
 
 def tpt_attainment(plan: Plan, outcome: Outcome, bare: Outcome) -> float:
-    """Share of requests whose time per token is at most TPT_RATIO times the mean without LoRA."""
+    """Share of requests with a time per token of at most TPT_RATIO times the mean without LoRA."""
     limit_ms = TPT_RATIO * float(np.mean(tpt_ms(_judged(plan, bare.records))))
     judged = _judged(plan, outcome.records)
     return sum(tpt <= limit_ms for tpt in tpt_ms(judged)) / len(judged)
 
 
 def same_answers(first: Outcome, other: Outcome) -> float | None:
-    """Share of the requests, of those that both answered, whose tokens are all the same."""
+    """Share of requests with equal tokens, among those answered by both."""
     both = first.answers.keys() & other.answers.keys()
     return float(np.mean([first.answers[key] == other.answers[key] for key in both])) if both else None
 
 
 class Busy:
-    """How busy the machine is from now on, and with what."""
+    """Load of the machine from now on, and its causes."""
 
     def __init__(self) -> None:
         self._before_s = self._now_s()
 
     def shares(self) -> dict[str, float]:
-        """machine, others: of all cores; others: what is neither this process nor below it.  front end: this
+        """machine, others: of all cores; others: processes outside this one's tree.  front end: this
         process, of one core.
         """
         pairs = zip(self._now_s(), self._before_s, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine processes of `bench_cluster`, which all systems use one after the other."""
+"""The engine processes of `bench_cluster`, shared by all systems in sequence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IDLE_POLL_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Instances of one kernel.  points: the file that placements read."""
+    """Instances of one kernel.  points: the placements' file."""
 
     plan: Plan
     kernel: str
@@ -34,7 +34,7 @@ class Fleet:
     points: Path
 
     def instance_registry(self, num_instances: int | None = None) -> InstanceRegistry:
-        """A new one for each system: what routers know of instances begins anew."""
+        """A new registry for each system: routers start without knowledge."""
         return InstanceRegistry(self.clients[:num_instances], self.files.adapters)
 
 
@@ -63,7 +63,7 @@ def started(plan: Plan, kernel: str, files: Files, points: Path) -> Iterator[Fle
 
 
 async def idle(clients: Sequence[EngineClient]) -> list[EngineStats]:
-    """Their stats once nothing runs: requests given up may still be there for a moment."""
+    """Stats at rest: abandoned requests may remain for a moment."""
     while True:
         stats = await asyncio.gather(*(client.stats() for client in clients))
         if not any(one.num_running + one.num_waiting for one in stats):
@@ -73,7 +73,9 @@ async def idle(clients: Sequence[EngineClient]) -> list[EngineStats]:
 
 @dataclass(frozen=True, kw_only=True)
 class Unloaded:
-    """Medians, one request at a time.  load_s_per_rank: to bring in an adapter of the highest rank, by it."""
+    """Medians, one request at a time.  load_s_per_rank: load time of an adapter of highest rank, over the
+    rank.
+    """
 
     ttft_s: float
     no_lora_ttft_s: float
@@ -81,7 +83,7 @@ class Unloaded:
 
 
 def unloaded(fleet: Fleet, num_requests: int = 7) -> Unloaded:
-    """Ask each instance for every adapter once, then the first one for single requests."""
+    """Call each instance once per adapter, then the first one with single requests."""
     return asyncio.run(_unloaded(fleet, num_requests))
 
 
@@ -101,7 +103,7 @@ async def _unloaded(fleet: Fleet, num_requests: int) -> Unloaded:
 
 
 async def _single(client: EngineClient, plan: Plan, adapter: str | None, number: int) -> tuple[float, float]:
-    """TTFT and the part of it in which the adapter was brought in, in seconds."""
+    """TTFT and its part for the adapter's load, in seconds."""
     vocab = plan.size.vocab_size
     prompt = tuple((7919 * number + 31 * i) % vocab for i in range(plan.median_prompt_tokens))
     request = GenerateRequest(

@@ -35,7 +35,7 @@ Found = tuple[dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What all cells share.  alone: kernel -> times of single requests."""
+    """Shared by all cells.  alone: kernel -> times of single requests."""
 
     plan: Plan
     models: Mapping[str, MachineModel]
@@ -44,14 +44,14 @@ class Setup:
 
     @property
     def ttft_slo_s(self) -> float:
-        """Of both kernels: by an unloaded request of the padding one, which alone pads nothing."""
+        """Of both kernels: by an unloaded request of the padding kernel, without padding."""
         return TTFT_RATIO * self.alone[PADDED].ttft_s
 
 
 def run_measured(plan: Plan, folder: Path, only: str | None = None) -> Iterator[Found]:
-    """(config, result) of what was measured of the machine, of each system of each cell, of figure 1.
+    """(config, result) of the machine, of each system of each cell, of figure 1.
 
-    only: cells whose name has this in it.
+    only: part of cells' names.
     """
     files = write_files(folder, plan)
     models = machine_models(plan, files, folder)
@@ -103,15 +103,15 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 @dataclass
 class _Known:
-    """Of the trace and rate at hand, whichever the kernel: what no LoRA took, and the first answers."""
+    """Of one trace and rate, for both kernels: times without LoRA, and the first answers."""
 
     bare: Outcome | None = None
     first: Outcome | None = None
 
 
 def _run_cell(setup: Setup, cell: Cell, turn: int, known: _Known) -> Iterator[Found]:
-    """First without LoRA, if the cell has that: the others' time per token is judged by it.  turn: which of
-    the others begins.
+    """Without LoRA first, if in the cell, as a reference for time per token.  turn: first of the other
+    systems.
     """
     rate_per_s = rate_of(setup.plan, cell.trace, cell.load, dict(setup.models))
     requests = requests_of(setup.plan, cell.trace, rate_per_s, setup.plan.duration_s)

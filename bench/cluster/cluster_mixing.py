@@ -24,7 +24,7 @@ from .cluster_systems import run_system
 PAPER_RATIO = 1.84
 LOW, HIGH = LORA_RANKS[0], LORA_RANKS[-1]
 LOAD = 0.15
-"""Requests/s by what an instance could serve of rank 8 alone; of rank 128 it could serve about a third."""
+"""Requests/s over an instance's capacity for rank 8 alone; for rank 128 the capacity is about a third."""
 _SYSTEM = System(name="one instance", router="least_outstanding")
 
 
@@ -33,8 +33,8 @@ def run_mixing(
     fleets: Mapping[str, Fleet],
     models: Mapping[str, MachineModel],
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """(config, result) per kernel.  Alone: every request has rank 8.  Beside: every second one has rank 128,
-    and the others, the same ones as before, are judged.  Rounds and kernels in turn.
+    """(config, result) per kernel.  Alone: every request has rank 8.  Beside: every second request has rank
+    128, and the rest, the same as before, is judged.  Rounds and kernels in turn.
     """
     rate_per_s = LOAD * models[PADDED].points[LOW] / sum(mean_lengths(plan))
     times: dict[str, dict[bool, list[list[float]]]] = {kernel: {False: [], True: []} for kernel in fleets}

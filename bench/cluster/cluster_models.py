@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What placements and routers of `bench_cluster` are told of this machine, measured in the same run."""
+"""Models of this machine for the placements and routers of `bench_cluster`, measured in the same run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TTFT_RATIO = 20.0
 times in figures only; a prompt of 2000 tokens on Llama 7B are 27 TFLOP, 0.15 s at 60 % of an A100's peak,
 and rank 128 takes 2.7 times as long as rank 8 (section III-A1): about half a second."""
 TPT_RATIO = 1.5
-"""SLO of the time per token by that without LoRA (Toppings, section 7.4)."""
+"""SLO of the time per token, relative to no LoRA (Toppings, section 7.4)."""
 _SEARCH_TOLERANCE = 0.06
 _TPOT_GOAL_S = 1.0
 
@@ -44,9 +44,9 @@ class Files:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineModel:
-    """Of one kernel.  points: rank -> tokens/s of an instance with a core of its own.  router: for routing by
-    a model when all instances share the cores; answer_tokens: of a request in the mean.  quality: R² of the
-    fits, by form and phase.  ttft_s: of a prompt of the median length at rank 128 that nothing waits beside.
+    """Of one kernel.  points: rank -> tokens/s of an instance on its own core.  router: for routing by a
+    model while all instances share the cores; answer_tokens: mean per request.  quality: R² of the fits, by
+    form and phase.  ttft_s: of a lone prompt of median length at rank 128.
     """
 
     points: dict[int, float]
@@ -67,7 +67,7 @@ def write_files(folder: Path, plan: Plan) -> Files:
 
 
 def machine_models(plan: Plan, files: Files, folder: Path) -> dict[str, MachineModel]:
-    """Kernel -> what a short profile of steps says (`moe-lora profile-steps`)."""
+    """Kernel -> model of a short profile of steps (`moe-lora profile-steps`)."""
     content = measured_models(
         str(files.model_dir),
         {
@@ -126,7 +126,7 @@ def _stretched(seconds: Mapping[str, float], stretch: float) -> dict[str, float]
 
 
 def _points(plan: Plan, model: StepModel, load: PointLoad, goal: SloGoal) -> dict[int, float]:
-    """Rank -> tokens/s at the highest rate that holds the SLO in the simulator."""
+    """Rank -> tokens/s at the highest rate within the SLO in the simulator."""
 
     def run_of(rank: int) -> Callable[[float, int], Any]:
         return lambda rate_per_s, seed: simulated_run(
@@ -156,9 +156,9 @@ def _points(plan: Plan, model: StepModel, load: PointLoad, goal: SloGoal) -> dic
 
 
 def rate_of(plan: Plan, trace: str, load: float, models: dict[str, MachineModel]) -> float:
-    """Requests/s that keep this machine's cores busy to `load` if every request cost what its own rank does.
+    """Requests/s for a `load` of this machine's cores, with each request at its own rank's cost.
 
-    By the points of the padding kernel, so that cells of both kernels have the same requests.
+    By the padding kernel's points, for equal requests in both kernels' cells.
     """
     points = models[PADDED].points
     choice, ranks = plan.popularity(trace), plan.lora_ranks
@@ -171,8 +171,9 @@ def rate_of(plan: Plan, trace: str, load: float, models: dict[str, MachineModel]
 
 
 def routing_model(model: MachineModel, load_s_per_rank: float) -> CostModel:
-    """With Toppings' SLO: TPT_RATIO times the same model's decode step without LoRA, so that the SLO and the
-    steps held against it are on one scale, whatever else the cores do."""
+    """With Toppings' SLO: TPT_RATIO times the same model's decode step without LoRA, so that SLO and steps
+    have one scale.
+    """
     return CostModel(
         steps=model.router,
         slo_tpot_s=TPT_RATIO * model.router.decode_step_s([Row(None, 0)]),

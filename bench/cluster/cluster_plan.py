@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the measured part of `bench_cluster` runs: systems, traces, cells; all sizes scaled down to CPU cores.
+"""Plan of `bench_cluster`'s measured part: systems, traces, cells; all sizes scaled down to CPU cores.
 
-A cell is a list of requests that each of its systems answers, one system after the other.
+A cell is a list of requests, answered by each of its systems in sequence.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SMALL = ModelSize(
     head_dim=64,
     vocab_size=512,
 )
-"""Base weights so small that deltas of rank 128 take most of a step."""
+"""Small base weights: deltas of rank 128 take most of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """A placement, whose table routes; or, where that is None, every adapter everywhere and a router.
+    """A placement with its table; or, if None, every adapter everywhere and a router.
 
     lora: False: the same requests, all to the base model.
     """
@@ -57,7 +57,7 @@ ROUTED = (
 SYSTEM_NAMES = tuple(one.name for one in (NO_LORA, *PLACED, *ROUTED))
 
 TIMEOUT_S = 5.0
-"""A request that takes longer has failed, so that an overloaded system ends."""
+"""A slower request has failed, so that an overloaded system ends."""
 
 EVEN = 1e6
 """Burstiness of LoRAServe's uniform arrivals: gaps vary by a thousandth."""
@@ -70,12 +70,12 @@ TRACES = {
     "even exponential": ("loraserve:exponential", EVEN),
     "production": ("loraserve:production", 0.5),
 }
-"""Name -> popularity, burstiness of the arrivals.  The last stands for the paper's, which is not public."""
+"""Name -> popularity, burstiness of the arrivals.  The last replaces the paper's private trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """load: requests/s by what this machine's cores could serve if every request cost what its rank does."""
+    """load: requests/s over this machine's capacity with each request at its rank's cost."""
 
     trace: str
     kernel: str
@@ -89,9 +89,9 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """duration_s: of arrivals; of them the first warm_up_s are not judged.  placement_s: a placement's time
-    step; the demand of the one before the first is known.  arena_mb: of each instance, for KV and adapters;
-    all adapters together take more.
+    """duration_s: of arrivals; the first warm_up_s are not judged.  placement_s: a placement's time step; the
+    demand before the first is known.  arena_mb: of each instance, for KV and adapters; less than all adapters
+    take.
     """
 
     size: ModelSize
@@ -126,16 +126,16 @@ class Plan:
         return parse_popularity(TRACES[trace][0], self.adapters)
 
     def chosen_cells(self, only: str | None) -> list[Cell]:
-        """Those whose name has `only` in it; None: all."""
+        """Cells with `only` in their name; None: all."""
         return [cell for cell in self.cells if only is None or only in cell.name]
 
     def mixes(self, only: str | None) -> bool:
-        """Whether figure 1 is among what was chosen."""
+        """True if figure 1 is among the choice."""
         return only is None or only in "figure 1"
 
 
 def make_cells(low: float, load: float, high: float) -> tuple[Cell, ...]:
-    """All traces with the padding kernel, three with true ranks; the last with all routers, and all loads."""
+    """All traces with the padding kernel, three with true ranks; the last with all routers and loads."""
     last = "production"
     cells = [
         Cell(trace=trace, kernel=PADDED, load=load, systems=(NO_LORA, *PLACED))

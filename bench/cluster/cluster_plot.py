@@ -15,11 +15,11 @@ from .cluster_plan import PADDED, TRUE_RANK
 from .cluster_report import KERNEL_NAMES, PLACED_NAMES, by_cell, of_section
 
 _SPREAD = 0.1
-"""Between the marks of a trace's systems, whose distance is 1."""
+"""Between the marks of a trace's systems, at distance 1."""
 
 
 def write_plot(records: Sequence[Record], path: Path) -> None:
-    """A mark per system, at the load that most cells have; dashed: the SLO."""
+    """A mark per system, at the most common load; dashed: the SLO."""
     cells = by_cell(records)
     loads = [load for _, _, load in cells]
     common = max(loads, key=loads.count, default=0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the measured records of bench_cluster say: tables, and the papers' claims beside them."""
+"""Tables of bench_cluster's measured records, and the papers' claims beside them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def of_section(records: Sequence[Record], section: str) -> dict[str, dict[str, A
 
 
 def line(config: dict[str, Any], result: dict[str, Any]) -> str:
-    """One record, as it comes."""
+    """One record, on arrival."""
     if config["section"] == "machine":
         points = ", ".join(f"rank {rank} {point:.0f}" for rank, point in result["operating_points"].items())
         return f"{config['kernel']}: tokens/s of one core {points}; SLO of TTFT {result['slo_ttft_s']:.3f} s"
@@ -97,20 +97,20 @@ def _text(value: Any, form: str) -> str:
 
 
 def least_agreement(records: Sequence[Record]) -> float:
-    """The least share of equal answers of all systems; 1 where none was compared."""
+    """Least share of equal answers over all systems; 1 without comparisons."""
     found = (record["result"].get("same_answers") for record in records)
     return min((share for share in found if share is not None), default=1.0)
 
 
 def disturbed(records: Sequence[Record], share: float = 0.05) -> int:
-    """Runs beside which other programs took more than that share of the machine."""
+    """Runs with more than that share of the machine for other programs."""
     return sum(record["result"].get("others_busy", 0.0) > share for record in records)
 
 
 def highest_rates(records: Sequence[Record]) -> dict[str, dict[str, float | None]]:
-    """ "trace, kernel" -> system -> the highest load of a ladder at which it, and at all below, met the SLO.
+    """ "trace, kernel" -> system -> the highest load of a ladder up to which all met the SLO, or None.
 
-    None: none was.  Only where several loads were run.
+    Only for ladders of several loads.
     """
     loads: dict[tuple[str, str], dict[float, dict[str, dict[str, Any]]]] = defaultdict(dict)
     for (trace, kernel, load), systems in by_cell(records).items():
@@ -130,9 +130,6 @@ def _highest(ladder: dict[float, dict[str, dict[str, Any]]], name: str) -> float
             break
         highest = load
     return highest
-
-
-# What came out beside what LoRAServe and Toppings claim, and what true-rank kernels change.
 
 
 def claims(records: Sequence[Record]) -> str:
@@ -177,7 +174,7 @@ def _lines(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _is_lost(systems: Systems) -> bool:
-    """Whether no placement's P95 was below the time at which requests fail: nothing can be compared there."""
+    """True if every placement's P95 reached the failure limit: no comparison possible."""
     times = [systems[name]["p95_ttft_ms"] for name in PLACED_NAMES if name in systems]
     return bool(times) and min(times) >= 1e3 * TIMEOUT_S
 
@@ -200,7 +197,7 @@ def _scheduler(padded: Sequence[Systems], other: str, points: str) -> Iterator[s
 
 
 def _true_rank(records: Sequence[Record]) -> Iterator[str]:
-    """Where both kernels had the same requests: does it still matter who serves which rank?"""
+    """Effect of placing ranks under true-rank kernels, for cells with the same requests."""
     cells = by_cell(records)
     for (trace, kernel, load), padded in cells.items():
         true = cells.get((trace, TRUE_RANK, load))
@@ -229,7 +226,7 @@ def _worst(systems: Systems, names: Sequence[str]) -> float:
 
 
 def _ratios(cells: Sequence[Systems], numerator: str, denominator: str, key: str) -> list[float]:
-    """Of the cells that have both."""
+    """Of common cells."""
     pairs = [(of.get(numerator, {}).get(key), of.get(denominator, {}).get(key)) for of in cells]
     return [above / below for above, below in pairs if above and below]
 

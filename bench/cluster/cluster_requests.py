@@ -37,7 +37,7 @@ def requests_of(plan: Plan, trace: str, rate_per_s: float, duration_s: float) ->
 
 
 def demand_at_start(plan: Plan, trace: str, requests: Sequence[PlannedRequest]) -> dict[str, float]:
-    """Adapter -> tokens/s that the trace's popularity implies when it begins."""
+    """Adapter -> tokens/s implied by the trace's initial popularity."""
     tokens_per_s = sum(one.prompt_tokens + one.output_tokens for one in requests) / plan.duration_s
     popularity = plan.popularity(trace).at(0.0)
     pairs = zip(popularity.adapters, popularity.probabilities, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The systems of `bench_cluster`: a front end of its own for each, over the same engine processes."""
+"""The systems of `bench_cluster`: a front end each, over the same engine processes."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from .cluster_plan import TIMEOUT_S, System
 BASE_MODEL = "base"
 
 Answers = dict[tuple[str | None, tuple[int, ...]], tuple[int, ...]]
-"""(adapter, prompt) -> tokens, of requests that came to their end."""
+"""(adapter, prompt) -> tokens, of completed requests."""
 
 
 @dataclass
 class Outcome:
-    """What a system did.  placements: of each time step; empty where everything is everywhere.  used: per
-    instance, the adapters of the requests that it got.  loads: adapters brought to each instance's arena.
+    """Result of a system.  placements: by time step; empty if everything is everywhere.  used: adapters of
+    each instance's requests.  loads: adapters loaded into each instance's arena.
     """
 
     records: list[RequestRecord] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Outcome:
 
 
 class _NotedRouter:
-    """Tells the outcome where requests go."""
+    """Records the requests' instances in the outcome."""
 
     def __init__(self, router: Router, outcome: Outcome) -> None:
         self._router = router
@@ -66,7 +66,7 @@ class _NotedRouter:
 
 
 class _NotedFleet(FleetClient):
-    """Tells the outcome what was answered."""
+    """Records the answers in the outcome."""
 
     outcome: Outcome
 
@@ -87,8 +87,10 @@ def run_system(
     demand: Mapping[str, float] | None = None,
     num_instances: int | None = None,
 ) -> Outcome:
-    """Send the requests at their times.  demand: adapter -> tokens/s before them.  num_instances: the first
-    so many only.  Raises KeyboardInterrupt where a signal ended it: half a run is no result.
+    """Send the requests at their times.
+
+    demand: adapter -> tokens/s before them.  num_instances: uses only the first ones.  Raises
+    KeyboardInterrupt after a signal: half a run is no result.
     """
     outcome = Outcome()
     options = ReplayOptions(
@@ -113,7 +115,7 @@ async def _connected(
     outcome: Outcome,
     instance_registry: InstanceRegistry,
 ) -> AsyncIterator[EngineCompletions]:
-    """The system as `moe-lora serve` would set it up, without HTTP; its placement made anew all the time."""
+    """The system as in `moe-lora serve`, without HTTP, with continuous placement."""
     ranks: dict[str, int] = {}
     meter = DemandMeter()
     context = RoutingContext(max_num_seqs=fleet.plan.max_num_seqs, model=model, ranks=ranks)
@@ -149,7 +151,7 @@ async def _placed(
     meter: DemandMeter,
     demand: Mapping[str, float],
 ) -> PlacementController:
-    """The controller after its first step, which had this demand."""
+    """The controller after its first step with this demand."""
     step_s = fleet.plan.placement_s
     config = RoutingConfig(
         placement=placement, placement_interval_s=step_s, operating_points=str(fleet.points)
@@ -163,7 +165,7 @@ async def _placed(
 
 
 class _StepEarlier(WallClock):
-    """A clock whose first reading lies step_s back, so that a time step has passed at the second."""
+    """A clock with its first reading step_s back: a time step has passed at the second."""
 
     def __init__(self, step_s: float) -> None:
         self._back_s = step_s

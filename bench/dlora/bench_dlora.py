@@ -37,7 +37,7 @@ PARTS = ("batching", "worth", "replicas", "engine", "engine-experts")
 def main(
     part: str, out: str | None, machines: tuple[str, ...], shares: tuple[float, ...], quick: bool
 ) -> None:
-    """Record one part and show it."""
+    """Record one part and show its results."""
     recorder = Recorder(out, "measured" if part.startswith("engine") else "simulated")
     if part == "batching":
         batching_points(
@@ -62,7 +62,7 @@ def main(
 
 
 def _row(record: Record) -> dict[str, Any]:
-    """What the terminal shows of a record."""
+    """A record's columns on the terminal."""
     config, result = record["config"], record["result"]
     work = config.get("work", {})
     shown = {key: config[key] for key in ("part", "system", "batching", "load") if key in config}

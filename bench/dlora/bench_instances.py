@@ -3,11 +3,10 @@
 
     python -m bench.dlora.bench_instances [--out bench/results/dlora_instances.jsonl] [--quick]
 
-Emulated: each instance is a process of its own with the real front end before it, scheduler, cache, moves and
-a small real model; only how long its steps take is that of another device, by sleeping.  The systems and the
-arrivals are those of `bench_dlora --part replicas`; here the systems serve the same requests by turns, and
-must give the same tokens.  Exit status 1 where they do not, where migration moved nothing, or where the real
-work does not fit into the emulated times.
+Emulated: instances are processes with the real front end, scheduler, cache, moves and a small real model;
+only step times are another device's, by sleeping.  Systems and arrivals are those of `bench_dlora --part
+replicas`; the systems serve the same requests by turns and must give the same tokens.  Exit status 1 for
+different tokens, for no moves, or for real work beyond the emulated times.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ STEP_S = 0.05
 """Of a decode step without deltas, as in the simulated part; those of a full batch add the paper's share."""
 PROMPT_TOKEN_S = 2e-4
 LOAD_GB_PER_S = 5e-4
-"""So that an adapter of this model takes some tens of milliseconds."""
+"""An adapter of this model takes some tens of milliseconds."""
 WORK = Work(
     skewness=4,
     rate_per_s=9.0,
@@ -59,14 +58,14 @@ WORK = Work(
     max_tokens=200,
 )
 MAX_SHARE = 0.7
-"""Of a core that the two instances on it, and the front end, may need for real."""
+"""Of a core: real work of its two instances and the front end."""
 INTERVAL_S, QUEUE_S = 0.25, 0.1
-"""Between plans of moves, and of waiting from which on an instance is overloaded."""
+"""Between plans of moves; wait that marks an overloaded instance."""
 
 
 @dataclass
 class System:
-    """A front end with its own instances.  processes: of these, by name."""
+    """A front end with its own instances.  processes: by name."""
 
     name: str
     controlled: ControlledFleet
@@ -86,7 +85,7 @@ class Run:
     answers: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     async def ask(self, system: System, request: TurnRequest, begin_s: float, vocab_size: int) -> None:
-        """At its time.  Queueing: until its first step began, its adapter's load with it."""
+        """At its time.  Queueing: until its first step, adapter load included."""
         await asyncio.sleep(begin_s + request.arrival_s - time.monotonic())
         asked = GenerateRequest(
             request_id=f"{system.name}-{request.index}",
@@ -139,7 +138,7 @@ def engine_config(folder: Path) -> EngineConfig:
 
 
 def front_end(system: str, folder: Path) -> FrontEndConfig:
-    """Adapters are preloaded by burst tolerance in all; round robin is over the instances that have them."""
+    """All preload adapters by burst tolerance; round robin uses the instances with the adapter."""
     if system == SYSTEMS[0]:
         return FrontEndConfig(placement="burst_tolerance")
     path = folder / "steps.json"
@@ -159,7 +158,7 @@ def front_end(system: str, folder: Path) -> FrontEndConfig:
 
 
 async def started(stack: AsyncExitStack, name: str, engine: EngineConfig, folder: Path) -> System:
-    """The system, its adapters preloaded, its instances two on each core."""
+    """The system with preloaded adapters, two instances per core."""
     before = set(psutil.Process().children(recursive=True))
     cluster = ClusterConfig(engine=engine, served_model_name="base", front_end=front_end(name, folder))
     controlled = await stack.enter_async_context(local_instances(cluster))
@@ -175,8 +174,9 @@ async def started(stack: AsyncExitStack, name: str, engine: EngineConfig, folder
 
 
 async def serve(system: System, planned: Sequence[TurnRequest]) -> tuple[Run, dict[str, Any]]:
-    """The requests in real time.  core_share: of the busiest core, the instances' and the front end's CPU
-    time, as if this were on that core all the time."""
+    """The requests in real time.  core_share: CPU time of the busiest core's instances and of the front
+    end.
+    """
     run, mover = Run(), system.controlled.fleet.mover
     before, moved, failed = system.cpu_s(), dict(mover.num_moved), mover.num_failed
     own_s, begin_s = time.process_time(), time.monotonic()
@@ -198,7 +198,7 @@ async def serve(system: System, planned: Sequence[TurnRequest]) -> tuple[Run, di
 
 
 async def measure(recorder: Recorder, work: Work, num_rounds: int) -> list[str]:
-    """All systems by turns, their order reversed in every second round; what must not be."""
+    """All systems by turns, in alternating order; and faults."""
     problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="moe_lora_bench_") as name:
         folder = Path(name)
@@ -237,7 +237,7 @@ def _problems(system: str, number: int, result: dict[str, Any]) -> list[str]:
 @click.option("--out", default=None, metavar="FILE")
 @click.option("--quick", is_flag=True, help="Does it run?  One short round.")
 def main(out: str | None, quick: bool) -> None:
-    """Record queueing of each system in each round, and show it."""
+    """Record queueing of each system and round, and show the results."""
     recorder = Recorder(out, "emulated")
     work = replace(WORK, duration_s=6.0, rate_per_s=14.0) if quick else WORK
     problems = asyncio.run(measure(recorder, work, num_rounds=1 if quick else 3))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a stream pauses when its request is moved, by tokens and with its KV.
+"""Pause of a stream during its request's move, by tokens and with KV.
 
     python -m bench.dlora.bench_pause [--out bench/results/dlora_pause.jsonl] [--quick]
 
-Two instances of the demo model (fp32) on this host, some requests beside the one that is moved.  By turns in
-each round: not moved, moved by tokens, moved with KV.  Expected before the first run: a pause of 1.5 to 3
-steps either way; with KV no longer at a long context than at a short one.
+Two instances of the demo model (fp32) on this host, some requests beside the moved one.  By turns in each
+round: not moved, moved by tokens, moved with KV.  Expected before the first run: a pause of 1.5 to 3 steps
+either way; with KV independent of the context's length.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ LENGTH, CUT = 40, 15
 
 @dataclass
 class Gaps:
-    """Seconds, over all rounds.  steps: from one token to the next, not moved.  pauses: the longest gap from
-    the move on."""
+    """Seconds, over all rounds.  steps: between tokens, not moved.  pauses: the longest gap after the
+    move.
+    """
 
     steps: list[float] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
@@ -52,7 +53,7 @@ def ask(name: str, num_prompt: int, max_tokens: int = LENGTH) -> GenerateRequest
 async def stream(
     fleet: FleetClient, request: GenerateRequest, kind: Literal["tokens", "kv"] | None
 ) -> tuple[list[int], list[float]]:
-    """Its tokens, and when each came; moved when it has CUT of them, while it is read."""
+    """Its tokens and their times; moved at CUT tokens, while read."""
     tokens: list[int] = []
     stamps: list[float] = []
     moving: asyncio.Task[None] | None = None
@@ -126,7 +127,7 @@ def _result(gaps: Gaps) -> dict[str, float]:
 @click.option("--out", default=None, metavar="FILE")
 @click.option("--quick", is_flag=True, help="Does it run?  Three rounds.")
 def main(out: str | None, quick: bool) -> None:
-    """Record the pauses and show them; exit status 1 if an answer was another than that left alone."""
+    """Record and show the pauses; exit status 1 for an answer other than without a move."""
     recorder = Recorder(out)
     asyncio.run(run(recorder, quick))
     rows = [

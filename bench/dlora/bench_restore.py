@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ways to have the weights' bits again after a merge: the original bytes, or an exact residual.
+"""Two ways to restore weights' bits after a merge: the original bytes, or an exact residual.
 
     python -m bench.dlora.bench_restore --out bench/results/merge_restore.jsonl [--quick]
 
-The model of `bench.harness.random_model`, one adapter on attention and experts, merged whole and taken out
-whole, the two ways by turns.  bytes: what the engine does (`models.weight_merge`).  residual: taking out
-computes W' = round(W_a - scale B A) and adds the difference of bit patterns, W - W', kept in one byte, those
-that do not fit as index and value.  After every cycle the weights must have the bits of before.
-Beside them a copy of as many bytes, as the ceiling.  rounding: what merging changes of deltas that are
-smaller and smaller beside the weights.
+The model of `bench.harness.random_model`, one adapter on attention and experts, merged and unmerged whole,
+both ways by turns.  bytes: the engine's way (`models.weight_merge`).  residual: unmerging computes
+W' = round(W_a - scale B A) and adds the difference of bit patterns, W - W', kept in one byte, larger ones as
+index and value.  After every cycle the weights must have their old bits.  A copy of the same bytes is the
+ceiling.  rounding: the merge's change of deltas that are ever smaller beside the weights.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ Piece = tuple[int, int]
 
 
 class ResidualMerge(WeightMerge):
-    """Keeps, per merge, what subtracting misses.  kept: bytes of it."""
+    """Keeps, per merge, the residue of subtracting.  kept: its bytes."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.residuals: dict[tuple[Piece, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        """Differences in one byte; where they don't fit, and what they are."""
+        """Differences in one byte; larger ones with their places."""
 
     @torch.inference_mode()
     def fold_in(self, piece: Piece, held: HeldAdapter) -> None:
@@ -101,7 +100,7 @@ def held_adapter(folder: Path, model: Any, dtype: torch.dtype) -> HeldAdapter:
 
 
 def measure(model_dir: Path, adapter_dir: Path, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    """Medians over rounds of merging and taking out by both ways, and what they keep."""
+    """Medians over rounds of merging and unmerging both ways, and their memory."""
     model = load_model(model_dir, dtype, torch.device("cpu"))
     held, sites = held_adapter(adapter_dir, model, dtype), frozenset(range(len(model.spec.shape.sites)))
     ways = {"bytes": WeightMerge(model), "residual": ResidualMerge(model)}

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long dLoRA's co-migration takes to plan, exactly and fast, and how far the fast plan is from the exact.
+"""Planning time of dLoRA's co-migration, exact and fast, and the fast plan's gap.
 
     python -m bench.dlora.bench_solver --out bench/results/dlora_solver.jsonl        # about 4 minutes
 
-Problems are drawn (`uneven_replicas`).  "time": seconds of a plan for 10 ... 1 000 replicas of 8 requests, of
-the fast form and of dLoRA's linear program, median and most over the seeds, by the clock and of the
-processor, and how far above `lower_bound` the plans are.  Exact ones up to 30 replicas with a limit of time:
-what HiGHS has by then, with its bound; beyond that only how many columns it would have.  "gap": over a grid
-of small problems, both against exact, and against the better of the bounds of HiGHS and of `lower_bound`: no
-plan is below it, and not every optimum is proven in time.
+Problems are drawn (`uneven_replicas`).  "time": seconds of a plan for 10 ... 1 000 replicas of 8 requests,
+fast and by dLoRA's linear program, median and most over the seeds, wall and processor, and the excess over
+`lower_bound`.  Exact plans up to 30 replicas with a time limit: HiGHS's best by then, with its bound; beyond,
+only the number of columns.  "gap": over a grid of small problems, both against exact, and against the better
+bound of HiGHS and `lower_bound`: not every optimum is proven in time.
 """
 
 from __future__ import annotations

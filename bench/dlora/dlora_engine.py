@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real engine on this machine's cores under each policy of merging, in turn, in real time.
+"""The real engine on this machine's cores under each merging policy, in turn, in real time.
 
-One engine for each policy, of one random model, in one process; the share of deltas first, then a sweep over
-skewness at one rate.  Nothing is emulated: arrivals are waited for, steps are computed.
+One engine per policy, of one random model, in one process; first the share of deltas, then a sweep over
+skewness at one rate.  Nothing is emulated.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ ANSWER, PROMPT = 24.0, 32.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """load: the rate, by what full batches of unmerged steps would serve.  paper: adapters of rank 8 on
-    attention, as dLoRA has; else ranks 8 to 64 in turn, on experts too.
+    """load: rate over the capacity of full unmerged batches.  paper: adapters of rank 8 on attention, as in
+    dLoRA; else ranks 8 to 64 in turn, on experts too.
     """
 
     size: ModelSize = FULL
@@ -73,8 +73,8 @@ def start(model_dir: Path, adapters: tuple[tuple[str, str], ...], system: str, p
 
 
 def share_of_deltas(cores: Mapping[str, EngineCore], plan: Plan) -> dict[str, Any]:
-    """Decode steps of a full batch in milliseconds: the base model, adapters unmerged (all different, or one
-    for all), and one adapter merged; and by how much the unmerged ones are longer than the base model's.
+    """Decode steps of a full batch in milliseconds: base model, unmerged adapters (all different, or one for
+    all), and a merged adapter; and the relative excess of unmerged over base.
     """
     prompts = [tuple(range(7 * i + 1, 7 * i + 8)) for i in range(MAX_NUM_SEQS)]
     mixed = [f"a{i % NUM_ADAPTERS}" for i in range(MAX_NUM_SEQS)]
@@ -97,7 +97,7 @@ def share_of_deltas(cores: Mapping[str, EngineCore], plan: Plan) -> dict[str, An
 
 
 def serve(core: EngineCore, work: Work) -> dict[str, Any]:
-    """The requests in real time; latencies from the moment at which each was due."""
+    """The requests in real time; latencies from due times."""
     planned = requests(work)
     before = core.stats()
     due = {str(request.index): request.arrival_s for request in planned}
@@ -148,7 +148,7 @@ def serve(core: EngineCore, work: Work) -> dict[str, Any]:
 
 
 def engine_points(record: Callable[[dict[str, Any], dict[str, Any]], Any], plan: Plan) -> None:
-    """The share of deltas, then each skewness in each round, policies in turn, their order reversed."""
+    """The share of deltas, then each skewness in each round, policies in alternating order."""
     with tempfile.TemporaryDirectory(prefix="moe_lora_bench_") as name:
         folder = Path(name)
         model_dir = write_model(folder / "model", plan.size)

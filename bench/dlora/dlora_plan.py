@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is simulated: the paper's machine and ours, requests by its arrival functions, and the systems.
+"""Plan of the simulation: the paper's machine and ours, requests by its arrival functions, and the systems.
 
-The paper's traces (Azure functions of 2019 and 2021, ShareGPT) are not to be had here.  What stands in for
-them: functions invoked by a Zipf law, mapped to adapters as the paper does (section 7.1: the most frequent
-first, round robin in blocks of `skewness`); arrivals in bursts (Gamma gaps); prompts and answers of
-log-normal lengths with ShareGPT's means as vLLM's paper gives them (161 and 338 tokens).
+The paper's traces (Azure functions of 2019 and 2021, ShareGPT) are not available here.  Replacements:
+functions invoked by a Zipf law, mapped to adapters as in the paper (section 7.1: most frequent first, round
+robin in blocks of `skewness`); bursty arrivals (Gamma gaps); prompts and answers of log-normal lengths with
+ShareGPT's means from vLLM's paper (161 and 338 tokens).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moe_lora.workload.popularity.functions import mapped_popularity
 from moe_lora.workload.popularity.popularity import Popularity, from_weights
 
 SLO_S = 0.5
-"""Of the average latency: seconds of all requests by their output tokens (dLoRA section 7.1)."""
+"""Of the average latency: seconds of all requests over their output tokens (dLoRA section 7.1)."""
 LORA_RANK = 8
 NUM_FUNCTIONS = 512
 FUNCTIONS_ZIPF = 1.2
@@ -43,8 +43,8 @@ SKEWNESS = (1, 4, 16, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """delta_share: what the deltas of a full batch add to a decode step without (paper, section 4.1: 0.389).
-    merge_s: to fold an adapter in or to take it out.  swap_steps: over how many steps, where not at once.
+    """delta_share: deltas of a full batch over a decode step without (paper, section 4.1: 0.389).
+    merge_s: to merge or unmerge an adapter.  swap_steps: number of steps of a gradual swap.
     """
 
     name: str
@@ -61,10 +61,11 @@ SWITCH_S = STEP_S * 20 / 15
 PAPER = Machine(name="paper", delta_share=0.389, merge_s=SWITCH_S, swap_steps=1)
 """Deltas as the paper's einsum computes them."""
 ARTIFACT = Machine(name="artifact", delta_share=27 / 15 - 1, merge_s=SWITCH_S, swap_steps=1)
-"""Deltas that make an unmerged step as much longer as the artifact counts."""
+"""Deltas lengthen an unmerged step as in the artifact."""
 TRUE_RANK = Machine(name="true rank", delta_share=0.05, merge_s=0.09, swap_steps=16)
-"""Deltas of kernels that compute true ranks.  Folding in reads and writes q, k, v, o of a 7B model (4.3 GB);
-taking out brings the original bytes from the host at 25 GB/s: 0.17 s; their mean."""
+"""Deltas of true-rank kernels.  Merging reads and writes q, k, v, o of a 7B model (4.3 GB); unmerging copies
+the original bytes from the host at 25 GB/s: 0.17 s; their mean.
+"""
 MACHINES = {machine.name: machine for machine in (PAPER, ARTIFACT, TRUE_RANK)}
 MAX_NUM_SEQS = 64
 PAGE_TOKENS = 32
@@ -73,7 +74,7 @@ ADAPTER_PAGES = 4
 
 
 def llama_7b(machine: Machine) -> TransformerTime:
-    """Llama-2-7B on one A800: 80 % of 2 TB/s, half of 312 TFLOP/s, and what is left of STEP_S as overhead."""
+    """Llama-2-7B on one A800: 80 % of 2 TB/s, half of 312 TFLOP/s, and the rest of STEP_S as overhead."""
     num_params, bytes_per_s, flops_per_s = 6.74e9, 1.6e12, 1.56e14
     delta_row_s = machine.delta_share * STEP_S / MAX_NUM_SEQS
     return TransformerTime(
@@ -94,7 +95,7 @@ def names(num_adapters: int) -> list[str]:
 
 
 def costs(machine: Machine) -> MergingCosts:
-    """What the policies are told: the machine's own times, without what contexts add."""
+    """Costs for the policies: the machine's times, without context terms."""
 
     def swap_s(before: Uid, after: Uid) -> float:
         return machine.merge_s * sum(uid is not None for uid in (before, after))
@@ -117,7 +118,7 @@ def batching(system: str, machine: Machine, settings: DLoraConfig | None = None)
 def instance(
     system: str, machine: Machine, num_adapters: int, settings: DLoraConfig | None = None
 ) -> CachedConfig:
-    """One A800 of 80 GB, of which 56 GB are for KV and adapters."""
+    """One A800 of 80 GB, with 56 GB for KV and adapters."""
     time = llama_7b(machine)
     page_bytes = PAGE_TOKENS * time.kv_token_bytes
     return CachedConfig(

@@ -41,7 +41,7 @@ NUM_ADAPTERS = (1, 8, 32, 128)
 
 
 class Clocked:
-    """A planner, and the seconds on the wall that it took (figure 15)."""
+    """A planner, and its wall seconds (figure 15)."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -56,7 +56,7 @@ class Clocked:
 def replicas(
     system: str, work: Work, planner: Clocked, machine: Machine = PAPER, batching: str = "dlora"
 ) -> ReplicasConfig:
-    """The adapters preloaded by burst tolerance, from the loads that the requests have in the mean."""
+    """Adapters preloaded by burst tolerance, from the requests' mean loads."""
     one = instance(batching, machine, work.num_adapters)
     adapters = names(work.num_adapters)
     adapter_bytes = one.adapter_pages[adapters[0]] * one.page_bytes
@@ -97,8 +97,8 @@ def replicas(
 
 def figures(system: str, work: Work, **more: Any) -> dict[str, Any]:
     """Queueing: from arrival to the first step.  busy_share, memory_share: of each replica (figure 13).
-    slo_share: requests whose seconds by their output tokens are at most SLO_S.  inference_share: of computing
-    and plans together, what is neither a plan nor a swap of weights (figure 15).
+    slo_share: requests with seconds per output token of at most SLO_S.  inference_share: computation without
+    plans and swaps of weights, over computation and plans (figure 15).
     """
     planner = Clocked()
     found = Replicas(replicas(system, work, planner, **more), requests(work))
@@ -137,7 +137,7 @@ def replicas_points(
 ) -> None:
     """By rate (figures 11a, 13, 15), by length (11b), by number of adapters (12).
 
-    S-LoRA (14): unmerged always, by kernels that compute true ranks, requests sent in turn.
+    S-LoRA (14): always unmerged, true-rank kernels, requests sent in turn.
     """
     base = replace(WORK, duration_s=6.0) if quick else WORK
     cells: list[tuple[str, Work, str, str]] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One simulated replica under each policy of merging: figures 10, 14 and 15."""
+"""One simulated replica under each merging policy: figures 10, 14 and 15."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SYSTEMS = ("unmerged", "merged", "dlora", "auto")
 NUM_SEEDS = 3
 DURATION_S = 180.0
 SHARES = (0.8, 0.389, 0.2, 0.1, 0.05, 0.02)
-"""Of deltas in a step: the artifact's, the paper's, down to kernels that compute true ranks."""
+"""Of deltas in a step: the artifact's, the paper's, down to true-rank kernels."""
 
 # One run.
 
@@ -45,8 +45,8 @@ def simulate(
 
 
 def latencies(done: Sequence[CachedRequest]) -> dict[str, float]:
-    """average_s: seconds of all requests by their output tokens, as in the paper; p90_s, worst_s: of each
-    request's own.  worst_ttft_s: the starvation tail.
+    """average_s: seconds of all requests over their output tokens, as in the paper; p90_s, worst_s: of single
+    requests.  worst_ttft_s: the starvation tail.
     """
     seconds = np.array([request.finish_s - request.arrival_s for request in done])
     tokens = np.array([len(request.planned.answer) for request in done])
@@ -109,8 +109,8 @@ def batching_points(
     num_seeds: int,
     machines: Iterable[str] = tuple(MACHINES),
 ) -> None:
-    """Every policy at every skewness on these machines; at the load at which dLoRA's average latency is the
-    SLO (in the middle of the skews), and at half of it.
+    """Every policy at every skewness on these machines, at the load of an average dLoRA latency at the SLO
+    (in the middle of the skews), and at half of it.
     """
     for machine in map(MACHINES.__getitem__, machines):
         base = Work(skewness=SKEWNESS[1], rate_per_s=1.0, duration_s=duration_s)
@@ -119,7 +119,7 @@ def batching_points(
             work = replace(base, skewness=skewness, rate_per_s=load * at_slo)
             for system in SYSTEMS:
                 _record(record, "batching", system, machine, work, num_seeds, load=load)
-        # S-LoRA: unmerged always, by kernels that compute true ranks (figure 14).
+        # S-LoRA: always unmerged, true-rank kernels (figure 14).
         if machine is not TRUE_RANK:
             for skewness in SKEWNESS:
                 work = replace(base, skewness=skewness, rate_per_s=at_slo)
@@ -151,7 +151,7 @@ def worth_points(
     num_seeds: int,
     shares: Iterable[float] = SHARES,
 ) -> None:
-    """From which skewness on merging pays, by the share that deltas have of a step."""
+    """Least skewness at which merging pays, by the share of deltas in a step."""
     for share in shares:
         machine = replace(TRUE_RANK, name=f"deltas {share:g}", delta_share=share)
         for skewness in (0, *SKEWNESS, math.inf):

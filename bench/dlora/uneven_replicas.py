@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Migration problems whose replicas are unevenly loaded, of any size."""
+"""Migration problems of any size with unevenly loaded replicas."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def uneven_problem(
     device_bytes: float = 400.0,
     affinity_s: float = 0.05,
 ) -> MigrationProblem:
-    """Adapters by Zipf; an adapter's requests are on the replicas that hold it, more of them the more popular
-    it is, so that replicas differ by what popularity leaves over and by how long each adapter's answers are.
+    """Adapters by Zipf; popular adapters are on more replicas, and replicas differ by remainders and answer
+    lengths.
 
-    num_adapters: 4 a replica unless given.  Half of the requests wait, at no cost of moving; moving another
+    num_adapters: 4 a replica by default.  Half of the requests wait, at no cost of moving; moving another
     adds 2 to 20 %.  A request has 4 to 40 bytes, an adapter 5 to 20; host memory suffices.
     """
     rng = np.random.default_rng(seed)

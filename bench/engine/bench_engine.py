@@ -37,7 +37,7 @@ def write_files(folder: Path, plan: Plan) -> Files:
 
 
 def run(plan: Plan, out: Path, num_threads: int) -> list[Record]:
-    """Measure everything; the records, which are in `out` too."""
+    """Measure everything; the records, also in `out`."""
     torch.set_num_threads(num_threads)
     record = Recorder(out)
     bandwidth = ReadBandwidth()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decode step must read at least, and how fast this machine reads.
+"""Least bytes of a decode step, and this machine's read rate.
 
 Legend: T rows, K experts per token.
 """
@@ -28,7 +28,7 @@ _READ_BYTES = 256 << 20
 
 
 class ReadBandwidth:
-    """Reads a buffer larger than the caches: its sum as 64-bit integers, the fastest read that torch has."""
+    """Sums a buffer larger than the caches as 64-bit integers, torch's fastest read."""
 
     def __init__(self, num_bytes: int = _READ_BYTES) -> None:
         self._buffer = torch.ones(num_bytes // 8, dtype=torch.int64)
@@ -45,7 +45,7 @@ class ReadBandwidth:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that one decode step reads if it reads everything it touches once."""
+    """Bytes of one decode step with a single read of everything."""
 
     weights: int
     kv: int
@@ -57,13 +57,13 @@ class StepBytes:
 
     @property
     def adapter_share(self) -> float:
-        """Adapter bytes by those that the base model alone reads."""
+        """Adapter bytes over the base model's bytes."""
         return self.adapters / (self.weights + self.kv)
 
 
 @dataclass
 class StepRecord:
-    """A LoraBackend in front of another one, which notes which experts each site was asked for."""
+    """A LoraBackend around another that records each site's experts."""
 
     inner: LoraBackend
     step: StepTables | None = None
@@ -79,7 +79,7 @@ class StepRecord:
         """`begin` does it."""
 
     def rows_here(self, layer: int, site: int) -> None:
-        """So that each site is begun, and noted."""
+        """None, so that each site starts and is recorded."""
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         if ids is not None:
@@ -92,8 +92,8 @@ class StepRecord:
 
 @contextmanager
 def step_recorded(core: EngineCore) -> Iterator[StepRecord]:
-    """Of the last step within the context, where all sites are asked for: not in a replayed CUDA graph."""
-    context = core._runner._context  # what an engine computed is not part of its interface
+    """Record of the context's last eager step, not of a replayed CUDA graph."""
+    context = core._runner._context  # no interface for an engine's past work
     record = StepRecord(context.backend)
     context.backend = record
     try:
@@ -103,7 +103,7 @@ def step_recorded(core: EngineCore) -> Iterator[StepRecord]:
 
 
 def step_bytes(run: EngineRun, shape: ModelShape, itemsize: int) -> StepBytes:
-    """Bytes of a decode step of this run, from the experts that its rows chose in one such step."""
+    """Bytes of a decode step of this run, from its rows' experts."""
     with step_recorded(run.core) as record:
         run(1)
     return recorded_bytes(run.core, record, shape, itemsize)
@@ -130,7 +130,7 @@ def _slots(core: EngineCore) -> SlotTable:
 
 
 def _weight_bytes(model: CausalLM, record: StepRecord) -> int:
-    """Of the weights as they are held, each matrix that a row chose once."""
+    """Of stored weights, each chosen matrix once."""
     assert record.token_slots is not None
     rows = record.token_slots.numel()
     total = _held_bytes(model.head) + model.embedding[0].nbytes * rows + model.norm.weight.nbytes
@@ -151,7 +151,7 @@ def _held_bytes(weight: torch.Tensor | QuantisedWeight) -> int:
 
 
 def _adapter_matrices(shape: ModelShape, record: StepRecord, slots: SlotTable) -> dict[tuple[str, int], int]:
-    """Elements of each distinct A and B that the step touches, by kind and byte offset in the arena."""
+    """Elements of each distinct A and B of the step, by kind and byte offset in the arena."""
     assert record.token_slots is not None
     found: dict[tuple[str, int], int] = {}
     ranks, a_offsets, b_offsets = (held.cpu() for held in (slots.lora_rank, slots.a_offset, slots.b_offset))

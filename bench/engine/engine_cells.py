@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contestants of one dtype and the records of each cell of `bench_engine`."""
+"""Contestants of one dtype, and records of each cell, in `bench_engine`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 
 from bench.harness.interleave import Contestant, interleave, ratio
 from bench.harness.random_model import RANKS
-from moe_lora.core.hf_config import shape_fields
-from moe_lora.core.shape import ModelShape
+from moe_lora.families import shape_of
 
 from .ceiling import ReadBandwidth, StepBytes, step_bytes
 from .engine_plan import PROMPT_TOKENS, Plan
@@ -27,7 +26,7 @@ Adapters = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Files:
-    """What lies in the temporary folder."""
+    """Content of the temporary folder."""
 
     model_dir: Path
     adapters: Adapters
@@ -52,7 +51,7 @@ class Contestants:
         self.base = load_transformers(files.model_dir, dtype)
         self.mixed = load_peft(self.base, files.attention_adapters)
         self.grouped = load_peft(self.base, files.adapters[: plan.max_grouped_adapters])
-        self.shape = ModelShape(**shape_fields(self.base.config.to_dict()))
+        self.shape = shape_of(self.base.config.to_dict())
         self.experts: dict[int, str] = {}
 
     def prompts(self, num_requests: int) -> Prompts:
@@ -61,7 +60,7 @@ class Contestants:
         return [tuple(row) for row in tokens.tolist()]
 
     def choose_experts(self, num_requests: int) -> None:
-        """Let transformers and peft use the experts implementation that is fastest at this batch size."""
+        """Set transformers' and peft's fastest experts implementation at this batch size."""
         if num_requests not in self.experts:
             prompts = self.prompts(num_requests)
             self.experts[num_requests] = fastest_experts(self.base, prompts, self.plan.steps_per_round)
@@ -161,7 +160,7 @@ def _result(
         "step_ms": statistics.median(own) * 1e3,
         "step_ms_rounds": [seconds * 1e3 for seconds in own],
         "num_pairs": len(own),
-        # How many times slower each other contestant's step was, round by round.
+        # Ratio of each other contestant's step, round by round.
         "speedup_over": {
             other: ratio(theirs, own) for other, theirs in times.items() if other not in (name, "read")
         },

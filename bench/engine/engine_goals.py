@@ -25,7 +25,7 @@ class Goal(NamedTuple):
 
 
 def goals(records: Sequence[Record], headline: tuple[int, int]) -> list[Goal]:
-    """Every goal that the records can answer.  headline: (requests, adapters) of the LoRA goals."""
+    """Goals covered by the records.  headline: (requests, adapters) of the LoRA goals."""
     found: list[Goal] = []
     for record in records:
         config, result = record["config"], record["result"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench_engine` measures: sizes, cells, repeats."""
+"""Plan of `bench_engine`: sizes, cells, repeats."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from bench.harness.random_model import FULL, TINY, ModelSize
 
 PROMPT_TOKENS = 33
-"""Two blocks of the prefix cache and one token, so that the cache holds all but the last token."""
+"""Two blocks of the prefix cache and one token: the cache holds all but the last token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """grouped_rounds: rounds that peft grouped by adapter joins, in the headline cell (one elsewhere)."""
+    """grouped_rounds: rounds of peft grouped by adapter, in the headline cell (one elsewhere)."""
 
     size: ModelSize
     dtypes: tuple[str, ...] = ("bfloat16", "float32")

@@ -27,7 +27,7 @@ STYLES = {
 def write_plot(records: Sequence[Record], path: Path) -> None:
     """Write the figure in the format of the path's suffix."""
     dtypes = list(dict.fromkeys(r["config"]["dtype"] for r in records))
-    # With fewer requests fewer adapters are in use, so the cells with most requests have all counts.
+    # Cells with fewer requests use fewer adapters: take the cells with most requests.
     most = max(r["config"]["num_requests"] for r in records)
     counts = sorted(
         {r["config"]["cell_num_adapters"] for r in records if r["config"]["num_requests"] == most}
@@ -65,7 +65,7 @@ def write_plot(records: Sequence[Record], path: Path) -> None:
 
 
 def _draw(axis: Any, records: Sequence[Record], count: int) -> None:
-    """One panel: a cell of fewer requests than adapters uses as many adapters as it has requests."""
+    """One panel: a cell of fewer requests than adapters uses one adapter per request."""
     for system, (text, number, line) in STYLES.items():
         points = _points(records, system, count, "tokens_per_s")
         if points:

@@ -57,7 +57,7 @@ def start_engine(
 
 
 def with_all_resident(core: EngineCore, adapters: tuple[tuple[str, str], ...]) -> EngineCore:
-    """The engine, once all its adapters are on the device, where they stay."""
+    """The engine with all its adapters resident."""
     for name, _ in adapters:
         core.pin_adapter(name, pinned=True)
     while len(core.stats().resident_adapters) < len(adapters):
@@ -70,8 +70,8 @@ def with_all_resident(core: EngineCore, adapters: tuple[tuple[str, str], ...]) -
 class EngineRun:
     """Requests (prompt, adapter or None) on one engine.
 
-    Every call starts them anew; the prefix cache then holds the prompts (of whole blocks and one token
-    more), so that the untimed first step is short.
+    Every call starts them anew; the prefix cache holds the prompts (whole blocks and one token), for a short
+    untimed first step.
     """
 
     core: EngineCore
@@ -79,7 +79,7 @@ class EngineRun:
     adapters: Sequence[str | None]
 
     def __call__(self, num_steps: int) -> float:
-        """Seconds of `num_steps` steps, each of which gains every request one token."""
+        """Seconds of `num_steps` steps with a token per request."""
         self.start(num_steps + 1)
         start_s = time.perf_counter()
         for _ in range(num_steps):
@@ -90,7 +90,7 @@ class EngineRun:
         return seconds
 
     def start(self, max_tokens: int) -> list[int]:
-        """Add the requests and run the step that prefills them all; their first tokens."""
+        """Add the requests and run their prefill step; returns the first tokens."""
         run = next(_run_numbers)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         for i, (prompt, adapter) in enumerate(zip(self.prompts, self.adapters, strict=True)):

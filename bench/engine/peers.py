@@ -29,7 +29,7 @@ def load_transformers(model_dir: Path, dtype: str) -> Any:
 
 
 def load_peft(base: Any, adapters: Sequence[tuple[str, str]]) -> Any:
-    """A peft model with these adapters around a copy of `base` that shares its weights."""
+    """A peft model with these adapters around a copy of `base` with shared weights."""
     from peft import PeftModel
 
     shared: dict[int, Any] = {id(weight): weight for weight in base.parameters()}
@@ -44,7 +44,7 @@ def load_peft(base: Any, adapters: Sequence[tuple[str, str]]) -> Any:
 
 
 class Decoder:
-    """Greedy decode of rows of one length from a prefilled cache, which every call starts from."""
+    """Greedy decode of equally long rows from a prefilled cache, anew in every call."""
 
     def __init__(self, model: Any, prompts: Prompts, **model_arguments: Any) -> None:
         from transformers import DynamicCache
@@ -58,7 +58,7 @@ class Decoder:
 
     def __call__(self, num_steps: int) -> float:
         """Seconds of `num_steps` steps."""
-        # A step appends by concatenation, so that the prefilled tensors stay as they are.
+        # Steps append by concatenation, so the prefilled tensors stay.
         for layer, (keys, values) in zip(self._cache.layers, self._prefilled, strict=True):
             layer.keys, layer.values = keys, values
         tokens = self._first
@@ -77,7 +77,7 @@ class Decoder:
 
 @dataclass
 class GroupedDecoder:
-    """peft's only way with expert adapters: one adapter after the other, the requests of each as a batch."""
+    """peft's only way with expert adapters: adapter by adapter, with its requests as a batch."""
 
     model: Any
     groups: dict[str, Decoder]
@@ -92,7 +92,7 @@ class GroupedDecoder:
         return cls(model, groups)
 
     def __call__(self, num_steps: int) -> float:
-        """Seconds in which every request gains `num_steps` tokens; an adapter is switched to once."""
+        """Seconds of `num_steps` tokens for every request; one switch per adapter."""
         start_s = time.perf_counter()
         for name, decoder in self.groups.items():
             self.model.set_adapter(name)
@@ -101,10 +101,10 @@ class GroupedDecoder:
 
 
 def fastest_experts(model: Any, prompts: Prompts, num_steps: int) -> str:
-    """Set the experts implementation that decodes these prompts fastest; its name."""
+    """Set the fastest experts implementation for these prompts; returns its name."""
     names = list(EXPERTS_IMPLEMENTATIONS)
     if len(prompts) * model.config.num_experts_per_tok > model.config.num_local_experts:
-        # It copies an expert's weights for every row: gigabytes, and no gain where rows share experts.
+        # It copies an expert's weights per row: gigabytes, without gain for shared experts.
         names.remove("batched_mm")
     decoder = Decoder(model, prompts)
     times = {}
@@ -121,10 +121,10 @@ def fastest_experts(model: Any, prompts: Prompts, num_steps: int) -> str:
 def agreement(
     model: Any, prompts: Prompts, answers: Sequence[Sequence[int]], **model_arguments: Any
 ) -> dict[str, float]:
-    """How far the answers are the reference's own greedy choice after the same prefix (teacher forcing).
+    """Agreement of the answers with the reference's greedy choice after the same prefix (teacher forcing).
 
-    token_agreement: share of answer tokens that are its argmax (1.0 = its greedy continuation, token for
-    token).  worst_logit_gap: how far the worst answer token's logit lies below the reference's top one.
+    token_agreement: share of answer tokens equal to its argmax.  worst_logit_gap: largest gap of an answer
+    token's logit below the top.
     """
     tokens = torch.tensor([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
     length = len(answers[0])

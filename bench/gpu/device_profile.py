@@ -3,9 +3,9 @@
 
     python -m bench.gpu.device_profile > moe_lora/provision/profiles/h200.json
 
-Only parts that ran alone on the GPU count, whole models of each model's last commit.  A decode step is fitted
-as layers * fixed + bytes / rate (relative least squares); deltas as a fixed time per layer beside their
-bytes at that rate.  What no record has is left out.
+Counts only parts that ran alone on the GPU, whole models of each model's last commit.  A decode step is
+fitted as layers * fixed + bytes / rate (relative least squares); deltas as a fixed time per layer beside
+their bytes at that rate.  Missing records give no entry.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MEMORY_GIB = 139
 
 
 def alone(record: str) -> list[dict[str, Any]]:
-    """Results of this kind from parts that ran alone, in the order of measurement."""
+    """Results of this kind from parts that ran alone, in order of measurement."""
     rows = [json.loads(line) for line in RECORDS.read_text().splitlines()]
     return [
         one["result"] | {"commit": one["env"]["git_commit"][:7]}
@@ -50,7 +50,7 @@ def peak_rates() -> tuple[float, float]:
 
 
 def decode_fit(steps: list[dict[str, Any]]) -> tuple[float, float]:
-    """Seconds of a layer whatever its bytes, and seconds a byte."""
+    """Fixed seconds of a layer, and seconds per byte."""
     times_s = np.array([one["step_ms"] * 1e-3 for one in steps])
     features = np.array([[one["layers"], sum(one["bytes"].values())] for one in steps], dtype=float)
     scale = features.max(axis=0)
@@ -60,7 +60,7 @@ def decode_fit(steps: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def deltas_fixed_s(byte_s: float) -> float:
-    """Seconds that the deltas of a layer take beside their bytes, mean over rounds with adapters."""
+    """Fixed seconds of a layer's deltas beside their bytes, mean over rounds with adapters."""
     rounds = [one for one in alone("zipf_adapters") if "step_ms" in one]
     base_ms = float(np.median([one["step_ms"] for one in rounds if one["arm"] == "base"]))
     found = [

@@ -22,7 +22,7 @@ PROMPT = [1, 2, 3, 4]
 
 
 def engine(log: Log) -> None:
-    """Synchronisations of a decode step with their places, launches, share of time that the GPU works."""
+    """Synchronisations of a decode step with their places, launches, busy share of the GPU."""
     served = _random_model()
     for eager in (True, False):
         _watch_engine(log, *served, eager)
@@ -117,7 +117,7 @@ def _find_synchronisations(log: Log, llm: Any, who: list[str | None], eager: boo
 
 
 def h2d(log: Log) -> None:
-    """Adapter loads: pageable against pinned; what a slot write costs."""
+    """Adapter loads: pageable against pinned; cost of a slot write."""
     import torch
 
     from moe_lora.kernels.operands import SlotTable
@@ -137,7 +137,7 @@ def h2d(log: Log) -> None:
 
 
 def attention(log: Log) -> None:
-    """Decode of our attention against the rate of a copy, prompts against torch's own, which has no pages."""
+    """Our decode attention against the rate of a copy, prompts against torch's attention without pages."""
     from torch.nn import functional
 
     copy_tb_s = copied_per_s()["best"] / 1e12
@@ -190,7 +190,7 @@ _SEVERAL_TRIALS: tuple[dict[str, int], ...] = (
 
 
 def attention_tiles(log: Log) -> None:
-    """What each change to a launch of attention is worth."""
+    """Effect of each change to a launch of attention."""
     heads = ((32, 4, 128, 0), (64, 8, 64, 128), (32, 8, 128, 0))
     for single, trials in ((True, _SINGLE_TRIALS), (False, _SEVERAL_TRIALS)):
         cases = ((1, 1, 1024), (16, 1, 1024), (64, 1, 1024)) if single else ((4, 2048, 2048),)
@@ -220,7 +220,7 @@ def attention_case(
     window: int,
     device: str,
 ) -> AttentionOperands:
-    """Operands in bf16 of so many sequences, each of so many rows and that long, over pages in no order."""
+    """bf16 operands of num_seqs sequences with `rows` rows and `context` tokens, over unordered pages."""
     import torch
 
     from moe_lora.kernels.operands import AttentionOperands, KvLayout, StepTables

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of the first run on a GPU: puts that the device issues, through NVSHMEM."""
+"""Parts of the first run on a GPU: device puts through NVSHMEM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIBRARY = "libnvshmem_device.bc"
 
 
 def nvshmem_wheel() -> Path | None:
-    """The folder of NVSHMEM's libraries where its wheel is installed."""
+    """The folder of NVSHMEM's libraries, if its wheel is installed."""
     try:
         spec = importlib.util.find_spec("nvidia.nvshmem")
     except ModuleNotFoundError:  # nothing of nvidia's
@@ -33,10 +33,9 @@ def nvshmem_wheel() -> Path | None:
 
 
 def device_library(wheel: Path | None, scratch: Path) -> dict[str, str]:
-    """Where NVSHMEM's device library is, as the environment tells torch; {}: it finds it, or nothing can.
+    """Environment for torch with NVSHMEM's device library; {}: found without, or not at all.
 
-    A wheel may hold one library per architecture: then Hopper's is linked in `scratch` by the name that torch
-    looks for.
+    A wheel with one library per architecture gets a link to Hopper's in `scratch`, under torch's name.
     """
     if LIBRARY_DIR in os.environ or wheel is None or (wheel / LIBRARY).exists():
         return {}
@@ -59,7 +58,7 @@ def shmem2(log: Log) -> None:
 
 
 def _shmem(log: Log, size: int) -> None:
-    """Puts with signals around a ring of that many processes on one GPU, through NVSHMEM."""
+    """Puts with signals around a ring of `size` processes on one GPU, through NVSHMEM."""
     settings = {
         **os.environ,
         "WORLD_SIZE": str(size),
@@ -128,9 +127,9 @@ def shmem_rank(log: Log) -> None:
 def send_and_receive(
     group: Any, window: Any, num_bytes: int, state: torch.Tensor
 ) -> tuple[Callable[[int], None], Callable[[int], None]]:
-    """Launches that put so many bytes to this process itself under a signal's number, and wait for it.
+    """Launches that put num_bytes to this process under a signal's number, and wait for them.
 
-    The window has two places and two signals.  state: int64 [1], not 0 once a wait was given up.
+    The window has two places and two signals.  state: int64 [1], not 0 after an abandoned wait.
     """
     import torch
 
@@ -150,8 +149,7 @@ def send_and_receive(
 
 
 def _echo_us(send: Callable[[int], None], receive: Callable[[int], None], exchanges: int = 20) -> float:
-    """Median microseconds until what one stream put has come back from another; each stream's launches are a
-    graph."""
+    """Median microseconds of a round trip between two streams; each stream's launches are a graph."""
     import torch
 
     for number in (0, 1):  # compiles

@@ -49,7 +49,7 @@ TRIALS: dict[int, tuple[dict[str, int], ...]] = {
         {"group": 32, "num_stages": 4},
     ),
 }
-"""By the number of tokens, changes to what the experts of a layer are launched with."""
+"""Changes to the experts' launch, by number of tokens."""
 
 
 def experts(log: Log) -> None:
@@ -60,7 +60,7 @@ def experts(log: Log) -> None:
 
 
 def time_all(log: Log) -> None:
-    """Layers of all models, each with all batches."""
+    """Layers of all models, with all batches."""
     import torch
 
     for name, model in MODELS.items():
@@ -72,7 +72,7 @@ def time_all(log: Log) -> None:
 
 
 def expert_tiles(log: Log) -> None:
-    """What each change to a launch is worth, and whether rows keep their bits; experts of each model."""
+    """Effect of each change to a launch, and equality of rows' bits; experts of each model."""
     import torch
 
     for name, model in MODELS.items():
@@ -84,7 +84,7 @@ def expert_tiles(log: Log) -> None:
 
 
 class _Layer:
-    """Random experts in bf16, and rows whose experts are chosen at random."""
+    """Random experts in bf16, and rows with random experts."""
 
     def __init__(self, num_experts: int, top_k: int, hidden: int, inner: int, biased: bool) -> None:
         import torch
@@ -116,7 +116,7 @@ class _Layer:
 
 
 def _check(log: Log, name: str, layer: _Layer) -> None:
-    """Against the reference, and whether a row alone has the bits of one in a batch."""
+    """Against the reference; and equality of a row's bits alone and in a batch."""
     import torch
 
     from moe_lora.kernels import reference
@@ -140,13 +140,13 @@ def _check(log: Log, name: str, layer: _Layer) -> None:
 
 
 def _activation(layer: _Layer) -> str:
-    return "gpt_oss" if layer.gate.clamped else "silu"
+    return "swigluoai" if layer.gate.clamped else "silu"
 
 
 def _time(log: Log, name: str, layer: _Layer, tokens: int) -> None:
-    """The layer, its parts, and the two GEMMs by grouped_mm, which has neither order nor bias nor gate.
+    """The layer, its parts, and the two GEMMs by grouped_mm, without order, bias and gate.
 
-    Few tokens: several batches in turn, whose experts' weights don't stay in the L2 cache.
+    Few tokens: several batches in turn, with experts' weights outside the L2 cache.
     """
     batches = [_Batch(layer, tokens) for _ in range(4 if tokens <= 16 else 1)]
     share = sum(batch.share for batch in batches) / len(batches)
@@ -160,7 +160,7 @@ def _time(log: Log, name: str, layer: _Layer, tokens: int) -> None:
 
         try:
             all_us, how = cuda_us(run)
-        except Exception as error:  # what this torch can't do is a result
+        except Exception as error:  # an impossible case of this torch is a result
             log("experts", **about, error=str(error)[:200])
             continue
         us = all_us / len(batches)
@@ -173,7 +173,7 @@ def _time(log: Log, name: str, layer: _Layer, tokens: int) -> None:
 
 
 class _Batch:
-    """Rows of a layer and what is timed on them; share: of the experts, those chosen."""
+    """Rows of a layer and their timed calls; share: of chosen experts."""
 
     def __init__(self, layer: _Layer, tokens: int) -> None:
         import torch
@@ -199,7 +199,7 @@ class _Batch:
 
 
 def _try_tiles(log: Log, name: str, layer: _Layer, tokens: int, trials: tuple[dict[str, int], ...]) -> None:
-    """gate_up and down of so many tokens, as usual and with each change."""
+    """gate_up and down of `tokens` tokens, as usual and with each change."""
     from unittest.mock import patch
 
     import torch

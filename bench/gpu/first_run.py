@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that one Hopper GPU is asked, in runs of less than 9 minutes each.
+"""Measurements on one Hopper GPU, in runs of less than 9 minutes each.
 
-    python -m bench.gpu.first_run FOLDER            # in the repository root: what decides how to go on
+    python -m bench.gpu.first_run FOLDER            # in the repository root: the decisive parts
     python -m bench.gpu.first_run FOLDER more       # copies, attention, puts, host workers, quantised layers
     python -m bench.gpu.first_run FOLDER check      # build, tuning, GPU tests, the kernels' benchmark, smoke
-    python -m bench.gpu.first_run FOLDER roofline   # steps of real sizes against what the device can do
-    python -m bench.gpu.first_run FOLDER tiles      # what each change to a launch is worth
-    python -m bench.gpu.first_run FOLDER PART...    # some parts of any
+    python -m bench.gpu.first_run FOLDER roofline   # steps of real sizes against the device's limits
+    python -m bench.gpu.first_run FOLDER tiles      # effect of each change to a launch
+    python -m bench.gpu.first_run FOLDER PART...    # some parts of any run
 
-Each part is a process of its own under a hard limit (a kernel that hangs costs its limit, no more; what the
-part started ends with it), and appends JSON lines to truth.jsonl as it goes; after each part all files so far
-are in one archive in FOLDER.  Parts are ordered by what they decide.  The exit status is 1 if one failed.
-Nothing is installed but the C++ libraries, built in place: by `check` anew, by other runs first where they
-are missing.  What the working tree carries is used: wheels in .cache/wheels, compiled kernels in
-.cache/triton-cache.  --quick tries the parts of `roofline`, and `dependent`, on tiny models, on any machine;
---layers has them start models of fewer layers.  --limit-s is a limit for each part instead of its own.
+A part is a process under a hard limit (a hanging kernel costs its limit; the part's children end with it) and
+appends JSON lines to truth.jsonl; after each part all files so far are in one archive in FOLDER.  Parts are
+ordered by importance.  Exit status 1 after a failed part.  Installs nothing but the C++ libraries, built in
+place: by `check` anew, by other runs if missing.  Uses the working tree's wheels in .cache/wheels and
+compiled kernels in .cache/triton-cache.  --quick tries the parts of `roofline`, and `dependent`, on tiny
+models, on any machine; --layers starts models with fewer layers.  --limit-s overrides each part's limit.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ RUNS: dict[str, dict[str, int]] = {
     "tiles": {"compiled_tiles": 120, "lora_tiles": 60, "expert_tiles": 60, "attention_tiles": 30},
     "roofline": {"qwen3": 130, "gpt_oss": 110, "mixtral": 90, "zipf_adapters": 140},
 }
-"""Per run its parts in their order, and seconds for each."""
+"""Parts of each run in order, with limits in seconds."""
 
 GPU_TESTS = (
     "tests/kernels/triton",
@@ -83,8 +82,9 @@ GPU_TESTS = (
     "tests/dist/deltas/test_cuda_stream.py",
     "tests/dist/transport/test_nvshmem.py",
 )
-"""All that have tests marked `gpu`.  Others are not collected: one file that can't be imported, for want of
-torchao, would end the part before any test runs."""
+"""Files with tests marked `gpu`.  Others are not collected: one import error, e.g. for missing torchao, would
+end the part before any test.
+"""
 
 _PYTEST = "-m pytest -m gpu -p no:cacheprovider"
 if importlib.util.find_spec("xdist") is not None:  # most of their time kernels are compiled
@@ -97,13 +97,13 @@ COMMANDS = {
     "kernels": "-m bench.kernels.bench_lora_kernels --device cuda --budget-s 150 --out {folder}/lora.jsonl",
     "smoke": "-m bench.gpu.gpu_smoke --out {folder}/gpu_smoke.jsonl",
 }
-"""Parts that are commands of their own, for Python; the others are functions, see `PARTS`."""
+"""Parts that are Python commands; the rest are functions, see `PARTS`."""
 
 
 def run_all(final: Path, name: str, limits_s: dict[str, int], words: Sequence[str] = ()) -> int:
-    """Run each part within its limit; all results so far are in name.tar.gz after each.
+    """Run each part within its limit; archives all results in name.tar.gz after each.
 
-    words: more of their command lines.  Returns how many failed.
+    words: further command line.  Returns the number of failures.
     """
     folder = Path(tempfile.mkdtemp())
     final.mkdir(parents=True, exist_ok=True)
@@ -126,11 +126,10 @@ def run_all(final: Path, name: str, limits_s: dict[str, int], words: Sequence[st
 
 
 def carried(cache: Path, scratch: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of parts: what lies in the folder `cache`, unpacked or copied below `scratch`.
+    """Environment of the parts: content of the folder `cache`, unpacked or copied below `scratch`.
 
-    wheels/*.whl go on the path, as nothing can be installed on a machine without a network; if one is of
-    another Python none do, since they belong together.  triton-cache is where kernels are looked for and
-    left, in a copy, the same for all runs.
+    wheels/*.whl go on the path, for machines without a network; a wheel for another Python disables all.
+    triton-cache is the kernel cache, in a copy, shared by all runs.
     """
     found = dict(environment)
     wheels = sorted((cache / "wheels").glob("*.whl"))
@@ -155,9 +154,9 @@ def _fits(wheel: Path) -> bool:
 def run_part(
     folder: Path, part: str, limit_s: float, environment: Mapping[str, str], words: Sequence[str] = ()
 ) -> tuple[int | str, str]:
-    """Exit status ("timeout" past its limit) and output of a part, in a session of its own.
+    """Exit status ("timeout" past its limit) and output of a part, in its own session.
 
-    Its output is in part.txt as it comes.  Whatever it started in that session ends with it.
+    Its output is streamed to part.txt.  Its session's processes end with it.
     """
     arguments = COMMANDS.get(part, f"-m bench.gpu.first_run {{folder}} {part} --here")
     command = [sys.executable, *arguments.format(folder=folder).split(), *words]
@@ -171,7 +170,7 @@ def run_part(
             with suppress(subprocess.TimeoutExpired):
                 status = process.wait(limit_s)
         finally:
-            with suppress(ProcessLookupError):  # none of them is left
+            with suppress(ProcessLookupError):  # all are gone
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return status, output.read_text(errors="replace")
@@ -212,11 +211,11 @@ PARTS: dict[str, Callable[[Log], None]] = {
 }
 
 LIBRARIES = ("kernels/cpu/_cpu*.so", "dist/transport/_shm*.so")
-"""Below the package; host workers and the LoRA Server's transport are nothing without them."""
+"""Below the package; required by host workers and the LoRA Server's transport."""
 
 
 def with_build(limits_s: dict[str, int], package: Path) -> dict[str, int]:
-    """The same parts, after that which builds the C++ libraries if one is missing.  package: its folder."""
+    """The parts, preceded by a build of missing C++ libraries.  package: its folder."""
     if all(any(package.glob(name)) for name in LIBRARIES):
         return limits_s
     return {"build": RUNS["check"]["build"], **limits_s}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the engine answer on CUDA, compiled and eager, and how fast does it decode there?
+"""Does the engine answer on CUDA, compiled and eager, and at which decode speed?
 
     python -m bench.gpu.gpu_smoke --out FILE
 
-The size is one that a GPU hardly notices, so the speed is no claim; the answers are.
+The tiny size makes no claim of speed, only of answers.
 """
 
 from __future__ import annotations

@@ -39,8 +39,9 @@ def host(log: Log) -> None:
 
 
 def _engine(model: Path, adapters: dict[str, str], waits: bool, **settings: Any) -> Any:
-    """An engine whose loads take so long that hosts compute whole prompts; waits: its thread does in each
-    layer."""
+    """An engine with slow loads, so that hosts compute whole prompts; waits: its thread waits in each
+    layer.
+    """
     from moe_lora import LLM
     from moe_lora.engine.ranks.rank import Rank
 
@@ -141,7 +142,7 @@ def prompt_times(log: Log, device: str, size: ModelSize, lengths: Sequence[int],
 
 
 def timed(step: Callable[[], object]) -> Callable[[int], float]:
-    """As `repeated`, and then a rest in which the load ends, so that the next one begins at once."""
+    """As `repeated`, followed by a rest for the end of the load."""
 
     def seconds(num_steps: int) -> float:
         found = repeated(step)(num_steps)

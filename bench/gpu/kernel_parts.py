@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of the first run on a GPU: the device itself, what is compiled ahead, sampling, base GEMMs."""
+"""Parts of the first run on a GPU: the device, ahead-of-time compilation, sampling, base GEMMs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ SMI = (
     "nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit,compute_mode --format=csv,noheader"
 )
 CARRIED = ("msgspec", "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "websockets")
-"""What `moe_lora.LLM` imports and a machine that has torch may lack; a tree brings it in .cache/wheels."""
+"""Imports of `moe_lora.LLM` that a machine with torch may lack; a tree brings them in .cache/wheels."""
 
 
 def facts(log: Log) -> None:
-    """Versions, tools, what can't be imported; bandwidths, GEMM rate, what a node of a graph, a launch and a
-    wait cost; whether compiled kernels are found."""
+    """Versions, tools, failed imports; bandwidths, GEMM rate, costs of a graph node, a launch and a wait;
+    hits of compiled kernels.
+    """
     import torch
     import triton
 
@@ -69,7 +70,7 @@ def facts(log: Log) -> None:
 
 
 def _log_imports(log: Log) -> None:
-    """What of `CARRIED` is missing, and whether an engine can be imported."""
+    """Missing packages of `CARRIED`, and whether an engine can be imported."""
     missing = [name for name in CARRIED if importlib.util.find_spec(name) is None]
     try:
         from moe_lora import LLM
@@ -81,7 +82,7 @@ def _log_imports(log: Log) -> None:
 
 @contextmanager
 def triton_cache_counted() -> Iterator[Counter[str]]:
-    """hits and misses of what is compiled within the context."""
+    """Hits and misses of compilations in the context."""
     from triton import knobs
 
     found = Counter(hits=0, misses=0)
@@ -97,7 +98,7 @@ def triton_cache_counted() -> Iterator[Counter[str]]:
 
 
 def compiled(log: Log) -> None:
-    """Compile ahead, a process a core, what `tma` to `experts` launch: they find it in Triton's cache."""
+    """Compile the launches of `tma` to `experts` ahead, a process per core, into Triton's cache."""
     _compile(log, "compiled", kernels_timed)
     with triton_cache_counted() as found:
         whole_delta(by_tma=False)
@@ -134,9 +135,9 @@ def _compile(log: Log, part: str, run: Callable[[Log], Any]) -> None:
 
 
 def builds_ahead(unread: Log, run: Callable[[Log], Any]) -> list[Any]:
-    """What parts launch, by their own calls, of which nothing runs; without launches that begin early.
+    """Launches of parts by their own calls, without runs and early starts.
 
-    unread: takes their records, which hold no times.
+    unread: takes their records, without times.
     """
     from bench.gpu.aot.aot import launches_recorded
 
@@ -146,7 +147,7 @@ def builds_ahead(unread: Log, run: Callable[[Log], Any]) -> list[Any]:
 
 
 def kernels_timed(log: Log) -> None:
-    """What `tma` to `experts` launch."""
+    """The launches of `tma` to `experts`."""
     from .expert_parts import time_all
 
     sites_launched(log)
@@ -154,7 +155,7 @@ def kernels_timed(log: Log) -> None:
 
 
 def sampling(log: Log) -> None:
-    """Tokens drawn on the device against the host's, then the time of a draw beside that of a sort."""
+    """Tokens drawn on the device against the host's, then times of a draw and of a sort."""
     import torch
 
     from moe_lora.core.request import GenerateRequest, SamplingParams

@@ -36,7 +36,7 @@ TRIALS: tuple[tuple[str, dict[str, Any]], ...] = (
     (EXPAND, {"blocks_per_item": 16, "block_c": 64, "programs_per_sm": 4}),
     (EXPAND, {"blocks_per_item": 16}),
 )
-"""Changes to the default configuration, to see what each parameter is worth."""
+"""Changes to the default configuration, for each parameter's effect."""
 SITE_TRIALS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = tuple(
     ({"block_k": 64, "num_stages": stages, "programs_per_sm": per_sm}, {"programs_per_sm": per_sm, **expand})
     for stages, per_sm in ((3, 4), (4, 4), (4, 6), (6, 3))
@@ -46,11 +46,11 @@ SITE_TRIALS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = tuple(
 
 
 VLLM_CASES = {"32 adapters, rank": 25, "1 row, 1 adapter": 12}
-"""Parts of cases' titles, and seconds after which no case begins."""
+"""Parts of cases' titles, and seconds after which no case starts."""
 
 
 def case(shape: Any, lora_rank: int, rows: int = 64, adapters: int = 64) -> Any:
-    """Rows of a decode step over adapters of one rank at a site of that shape."""
+    """Rows of a decode step over adapters of one rank at a site of this shape."""
     import torch
 
     from bench.kernels.lora_kernel_cases import Case
@@ -119,7 +119,7 @@ def weights_come(by_tma: bool) -> AbstractContextManager[None]:
 
 
 def tma(log: Log) -> None:
-    """Errors by pointer, by TMA and in one launch, and whether the bits are the same."""
+    """Errors by pointer, by TMA and in one launch, and equality of bits."""
     import torch
 
     by_pointer = whole_delta(False)
@@ -131,7 +131,7 @@ def tma(log: Log) -> None:
 
 
 def race(log: Log) -> None:
-    """Programs write tensor maps anew for each matrix, when all loads have ended: look for other bits."""
+    """Programs rewrite tensor maps per matrix after all loads: look for different bits."""
     import torch
 
     from moe_lora.kernels.triton.lora.triton_lora import lora_expand, lora_shrink
@@ -177,7 +177,7 @@ def sites_launched(log: Log) -> None:
 
 
 def lora_tiles(log: Log) -> None:
-    """What each change to a launch of LoRA is worth."""
+    """Effect of each change to a launch of LoRA."""
     import torch
 
     for lora_rank in (32, 64):
@@ -220,7 +220,7 @@ class Site:
         self._given = {"decode": True, "segments": segments, "max_lora_rank": lora_rank}
 
     def time(self, log: Log) -> None:
-        """Sorting of its rows, both halves together, and each."""
+        """Sorting of its rows, both halves together, and each half."""
         us, _ = cuda_us(lambda: segments_of(self.case.operands(0)).tiles(16))
         log("lora", **self.about, kernel="segments", us=us)
         for one_launch in (False, True):
@@ -273,7 +273,7 @@ class Site:
 
 
 def vllm(log: Log) -> None:
-    """`bench_lora_kernels` of decode steps beside vLLM's kernel, where the tree brings that."""
+    """`bench_lora_kernels` of decode steps beside vLLM's kernel, if in the tree."""
     from bench.kernels import vllm_peer
 
     if not vllm_peer.SOURCE.exists():

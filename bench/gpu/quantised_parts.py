@@ -18,7 +18,7 @@ FORMATS = (
     ("fp8", 128, 128),
     ("mxfp4", 32, 1),
 )
-"""Name, group size, outputs that share a scale."""
+"""Name, group size, outputs per scale."""
 LAYERS = {"qkv": (0, 1, 5120, 2048), "down": (0, 1, 4096, 14336), "experts": (128, 8, 1536, 2048)}
 """Experts (0: dense), experts per token, outputs, inputs."""
 ROWS = (1, 8, 64, 2048)
@@ -42,7 +42,7 @@ def quantised(log: Log, device: str = "cuda", layers: Any = None, rows: tuple[in
 
 
 def _operand(form: Any, experts: tuple[int, ...], num_out: int, width: int, device: str) -> Any:
-    """Random values with scales that make weights of about one over the root of the width."""
+    """Random values with scales for weights of about one over the root of the width."""
     import torch
 
     from moe_lora.kernels.quantised import QuantisedOperand

@@ -25,17 +25,17 @@ Prompts = list[tuple[int, ...]]
 Kernels = dict[str, tuple[float, int]]
 """By name the microseconds of a kernel's launches, and their number."""
 MEMORY_SHARE = 0.85
-"""Of what is free, for weights, KV and adapters."""
+"""Of free memory, for weights, KV and adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What an engine is asked.
+    """Work of an engine.
 
-    batches: requests that decode together, each of context tokens when they begin, num_steps of which are
-    timed.  num_prompts: of prompt_tokens each, prefilled in one step, num_rounds times.  num_adapters: that
-    requests are for, all of one rank, on attention and experts.  same_steps: steps that are compared bit for
-    bit.  max_layers: of the model, even where more fit.
+    batches: concurrent decode requests, with context tokens at the start and num_steps timed steps.
+    num_prompts: of prompt_tokens each, prefilled in one step, num_rounds times.  num_adapters: of the
+    requests, all of one rank, on attention and experts.  same_steps: steps compared bit for bit.  max_layers:
+    limit of the model's layers.
     """
 
     device: str
@@ -62,7 +62,7 @@ class Work:
 
 
 _MORE_TOKENS = 96
-"""Of a request that is ended when its steps were timed."""
+"""Tokens of a request beyond its timed steps."""
 REAL = Work(
     device="cuda",
     batches=(1, 4, 16, 64),
@@ -100,12 +100,11 @@ def started(
     """An engine of as many layers as fit, with these adapters on the device."""
     from bench.engine.engine_runs import with_all_resident
     from moe_lora.config import EngineConfig
-    from moe_lora.core.hf_config import cut_to
-    from moe_lora.core.shape import ModelShape
     from moe_lora.engine.build import build_engine
+    from moe_lora.families import cut_to, shape_of
 
     num_layers = layers_that_fit(config, work, len(adapters), _free_bytes(work.device))
-    shape = ModelShape.from_hf_config(cut_to(config, num_layers))
+    shape = shape_of(cut_to(config, num_layers))
     adapter_bytes = len(adapters) * shape.adapter_bytes(work.lora_rank)
     pages_bytes = (work.kv_tokens * shape.kv_bytes_per_token() + 1.1 * adapter_bytes) / 1e6
     on_cuda = work.device == "cuda"
@@ -146,13 +145,13 @@ def _free_bytes(device: str) -> float:
 
 
 def layers_that_fit(config: dict[str, Any], work: Work, num_adapters: int, free_bytes: float) -> int:
-    """Of the model's layers, those whose weights, KV and adapters take `MEMORY_SHARE` of what is free, beside
-    embedding and head; at least 1."""
-    from moe_lora.core.hf_config import cut_to
-    from moe_lora.core.shape import ModelShape
+    """Layers of the model whose weights, KV and adapters fit `MEMORY_SHARE` of free memory, beside embedding
+    and head; at least 1.
+    """
+    from moe_lora.families import cut_to, shape_of
 
-    whole = ModelShape.from_hf_config(config)
-    layer = ModelShape.from_hf_config(cut_to(config, 1))
+    whole = shape_of(config)
+    layer = shape_of(cut_to(config, 1))
     weights = sum(s.in_features * s.total_out_features * max(1, s.num_experts) for s in layer.sites)
     per_layer: float = weights * layer.dtype_bytes + work.kv_tokens * layer.kv_bytes_per_token()
     per_layer += 1.1 * num_adapters * layer.adapter_bytes(work.lora_rank)
@@ -162,7 +161,7 @@ def layers_that_fit(config: dict[str, Any], work: Work, num_adapters: int, free_
 
 
 def packed_adapters(shape: ModelShape, lora_rank: int, names: Sequence[str]) -> list[PackedAdapter]:
-    """Adapters on attention and experts.  All layers of all are one memory; a device has a copy of each."""
+    """Adapters on attention and experts.  All layers share one memory; a device has copies."""
     import torch
 
     from moe_lora.adapters.packed import Pair, assemble, pack_layer
@@ -248,8 +247,9 @@ def answers(
 def decode(
     core: EngineCore, prompts: Prompts, names: Sequence[str | None], num_steps: int
 ) -> tuple[list[float], StepBytes, Kernels]:
-    """Seconds of steps in which every request gains a token, bytes of the one after them, and what kernels
-    take of such a step (see `kernels_noted`)."""
+    """Seconds of steps with a token per request, bytes of the next step, and its kernels' times (see
+    `kernels_noted`).
+    """
     from bench.engine.ceiling import recorded_bytes, step_recorded
 
     ids = ask(core, prompts, names, num_steps + _MORE_TOKENS)
@@ -280,9 +280,9 @@ def decode(
 
 @contextmanager
 def kernels_noted(device: str) -> Iterator[Kernels]:
-    """Of what is launched within the context, the longest first.
+    """Kernels launched in the context, the longest first.
 
-    Filled when the context is left; empty on a CPU.
+    Filled at the context's end; empty on a CPU.
     """
     import torch
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of the first run on a GPU: steps of models of real sizes against what the device does in the part.
+"""Parts of the first run on a GPU: steps of models of real sizes against the device's rates in the same part.
 
-On a CPU they run with tiny models, to be tried; then records say `cpu` and hold no rates.
+On a CPU they run with tiny models, as a trial; records then say `cpu` and hold no rates.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def gpt_oss(log: Log) -> None:
 
 
 def mixtral(log: Log) -> None:
-    """Decode and prefill of Mixtral-8x7B, cut to the layers that fit."""
+    """Decode and prefill of Mixtral-8x7B, cut to the fitting layers."""
     _steps(log, "Mixtral-8x7B", MIXTRAL_8X7B)
 
 
 def zipf_adapters(log: Log) -> None:
-    """A full batch of Qwen3-30B-A3B over adapters drawn by Zipf 1.2, over as many as it has requests, and
-    without any; cut so that all adapters fit.
+    """A full batch of Qwen3-30B-A3B with adapters by Zipf 1.2, with one adapter per request, and without; cut
+    so that all adapters fit.
     """
     if log.quick:
         tiny_steps(log)
@@ -70,8 +70,8 @@ def zipf_adapters(log: Log) -> None:
 
 
 def dependent(log: Log) -> None:
-    """Steps of layers of Qwen3-30B-A3B whose kernels begin while the ones before them end
-    (`configs.DEPENDENT`), and ordinary ones, without adapters and with.
+    """Steps of layers of Qwen3-30B-A3B with early kernel starts (`configs.DEPENDENT`) and without, without
+    adapters and with.
     """
     work = replace(QUICK if log.quick else REAL, num_adapters=8, max_layers=log.max_layers or 12)
     work = replace(work, batches=work.batches[:: len(work.batches) - 1])
@@ -119,15 +119,15 @@ def tiny_steps(log: Log) -> None:
 
 
 def memcheck(log: Log) -> None:
-    """`tiny_steps` under compute-sanitizer, where it is installed."""
+    """`tiny_steps` under compute-sanitizer, if installed."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         log("memcheck", tool=None)
         return
     part = [sys.executable, "-m", "bench.gpu.first_run", str(log.folder), "tiny_steps", "--here"]
-    # Each tensor its own allocation, so that what is read or written beside it is seen.
+    # Separate allocations, so that accesses beside a tensor are seen.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    # Errors that calls return are none of memory: a capture is given up where nothing may be allocated.
+    # API errors are no memory errors: a capture may fail where nothing may be allocated.
     command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9", *part]
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -139,7 +139,7 @@ def memcheck(log: Log) -> None:
 
 
 def _steps(log: Log, model: str, config: dict[str, Any]) -> None:
-    """Bits of replayed graphs, then time of decode by the bytes it reads, and of prefill by its products."""
+    """Bits of replayed graphs, then decode time over bytes, and prefill time over products."""
     work = QUICK if log.quick else replace(REAL, max_layers=log.max_layers)
     if log.quick:
         model, config = f"tiny, as {model}", tiny(config)
@@ -153,7 +153,7 @@ def _steps(log: Log, model: str, config: dict[str, Any]) -> None:
             log("decode", **about, **_speed(work.device, seconds, num_bytes, rates, batch))
             _log_kernels(log, kernels, **about, step="decode", batch=batch)
         _time_prefill(log, about, core, work, rates)
-    Rates.measured(log, work.device)  # whether the device is as fast as it was
+    Rates.measured(log, work.device)  # check for a slower device
 
 
 def _adapter_steps(log: Log, model: str, config: dict[str, Any], work: Work, *, eager: bool = False) -> None:
@@ -240,7 +240,7 @@ def _speed(
 
 
 def _time_prefill(log: Log, about: dict[str, Any], core: EngineCore, work: Work, rates: Rates) -> None:
-    """A step that computes whole prompts, sampling and reading of their first tokens among it."""
+    """A step that computes whole prompts, with sampling and reads of their first tokens."""
     prompts = random_prompts(core, work.num_prompts, work.prompt_tokens)
     times = []
     for _ in range(1 + work.num_rounds):
@@ -270,7 +270,7 @@ def _time_prefill(log: Log, about: dict[str, Any], core: EngineCore, work: Work,
 
 
 def prefill_flops(shape: ModelShape, windows: Sequence[int], num_prompts: int, length: int) -> int:
-    """Of the linear layers of all rows, of what each row attends to, and of the head of each last row."""
+    """Of the linear layers of all rows, of attended pairs, and of the head of each last row."""
     rows = sum(
         s.in_features * s.total_out_features * (shape.num_experts_per_token if s.num_experts else 1)
         for s in shape.sites
@@ -289,7 +289,7 @@ def _compare_bits(
     work: Work,
     names: Sequence[str | None] | None = None,
 ) -> None:
-    """Logits of steps replayed as graphs, of the same launched one by one, and of layers not compiled."""
+    """Logits of steps replayed as graphs, launched one by one, and not compiled."""
     import torch
 
     runner = core._runner

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every part of the first run on a GPU uses: the log, and times on the device."""
+"""Log and device times for every part of the first run on a GPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any
 
 
 class Log:
-    """Records of a run: lines of truth.jsonl in a folder, shown as they come.
+    """Records of a run: lines of truth.jsonl in a folder, also printed.
 
-    quick: parts that can try themselves on tiny models, on any machine.  max_layers: of the models that parts
-    start.
+    quick: supporting parts run on tiny models, on any machine.  max_layers: of the parts' models.
     """
 
     def __init__(self, folder: Path, *, quick: bool = False, max_layers: int | None = None) -> None:
@@ -32,7 +31,7 @@ class Log:
 
 @contextmanager
 def tried(log: Log, part: str, **about: Any) -> Iterator[None]:
-    """A launch that may not compile, or not fit the device: that is a result, logged in place of its own."""
+    """A launch that may fail to compile or to fit: a failure is logged as the result."""
     try:
         yield
     except Exception as error:
@@ -53,7 +52,7 @@ def untimed() -> Iterator[None]:
 
 
 def cuda_us(call: Callable[[], Any], repeat: int = 20, graph: bool = True) -> tuple[float, str]:
-    """Median microseconds of call(), captured into a CUDA graph if that works, and which it was."""
+    """Median microseconds of call(), in a CUDA graph if possible; and whether it was."""
     import torch
 
     if not _TIMED.get():
@@ -86,7 +85,7 @@ def cuda_us(call: Callable[[], Any], repeat: int = 20, graph: bool = True) -> tu
 def copied_per_s() -> dict[str, float]:
     """Bytes per second, read and written in the device's memory, by each way to copy, and the best.
 
-    One that a graph has captured is slower than one that is launched; a kernel may be faster than both.
+    A captured copy is slower than a launched copy; a kernel may be faster than both.
     """
     import torch
 

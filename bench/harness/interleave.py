@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contestants in turn, so that what the machine does meanwhile falls on all of them alike."""
+"""Contestants in turn, so that other load of the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 PROGRESS_EVERY_S = 10.0
 """Between two lines of a long bench on stderr."""
 Contestant = Callable[[int], float]
-"""Does so many steps; their seconds."""
+"""Runs a number of steps; returns their seconds."""
 
 
 def repeated(step: Callable[[], object]) -> Contestant:
@@ -30,10 +30,10 @@ def repeated(step: Callable[[], object]) -> Contestant:
 def interleave(
     contestants: Mapping[str, tuple[Contestant, int, int]], num_rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds per step of each contestant in each round that it takes part in.
+    """Seconds per step of each contestant in each of its rounds.
 
-    contestants: name -> (contestant, steps per round, rounds: it sits out later ones).  Order is reversed in
-    every second round.  Stderr gets a line at most every PROGRESS_EVERY_S seconds.
+    contestants: name -> (contestant, steps per round, rounds).  Order is reversed in every second round.
+    Stderr gets a line at most every PROGRESS_EVERY_S seconds.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     told = time.monotonic()
@@ -54,7 +54,7 @@ def title(name: object) -> str:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
-    """Median and spread (quartiles, extremes) of the ratio in the rounds that both have."""
+    """Median and spread (quartiles, extremes) of the ratio in common rounds."""
     ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=False))
     quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return {

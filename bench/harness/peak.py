@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The highest rate that is still served well."""
+"""The highest rate with good service."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 
 def highest_rate(is_met: Callable[[float], bool], guess: float, *, step: float, precision: float) -> float:
-    """A rate at which `is_met`, and is not at 1 + precision times it.
+    """A rate with `is_met`, but not at 1 + precision times the rate.
 
-    By bisection, after a bracket was found in steps of a factor from the guess.
+    Bisection, after a bracket in steps of a factor from the guess.
     """
     low, high = (guess, guess * step) if is_met(guess) else (guess / step, guess)
     while low == guess and is_met(high):

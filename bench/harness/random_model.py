@@ -3,8 +3,8 @@
 
 Legend: H hidden size, F expert inner size, E experts, R LoRA rank.
 
-Weights are drawn with variance 1 / fan-in, so that activations neither die nor explode and the top logits
-are apart; B of the adapters is small beside the base. All is stored as bf16 and drawn from a seed.
+Weights have variance 1 / fan-in, so that activations neither die nor explode and top logits are apart; B of
+the adapters is small beside the base.  Stored as bf16, drawn from a seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """Sizes of a Mixtral-like model; `intermediate_size` is that of one expert.  num_experts 0: a Llama."""
+    """Sizes of a Mixtral-like model; `intermediate_size` is of one expert.  num_experts 0: a Llama."""
 
     hidden_size: int
     intermediate_size: int
@@ -161,7 +161,7 @@ def write_adapter(
 def write_adapters(
     folder: Path, size: ModelSize, model_dir: Path, num_adapters: int, *, experts: bool
 ) -> tuple[tuple[str, str], ...]:
-    """(name, directory) of `num_adapters` adapters, whose ranks go round `RANKS`."""
+    """(name, directory) of `num_adapters` adapters with ranks from `RANKS` in turn."""
     kind = "all" if experts else "attention"
     named = []
     for i in range(num_adapters):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every bench writes beside its figures, and which tree it may write from.
+"""Records of every bench, and checks of the tree behind them.
 
 python -m bench.harness.records FOLDER   # the state of this tree, as variables for a copy without history
 """
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 ALLOW_DIRTY = "MOE_LORA_BENCH_ALLOW_DIRTY"
 COMMIT = "MOE_LORA_COMMIT"
-"""Names the commit that a copy was made of, which has no history, or one of its own."""
+"""Commit of a copy without history, or with its own history."""
 TREES = "MOE_LORA_TREES"
 """Names the git trees of a clean copy, as PATH=ID separated by spaces."""
 _PARTS = ("moe_lora", "cli", "bench/harness")
@@ -30,10 +30,10 @@ Record = dict[str, Any]
 
 
 class Recorder:
-    """The records of one run, appended to a file as they come (None: kept here only).
+    """The records of one run, appended to a file on arrival (None: kept in memory).
 
-    Made before anything is measured: it exits if a record may not be written to `out` (see `environment`).
-    more: added to the environment.
+    Create before measuring: exits if a record may not be written to `out` (see `environment`).  more: added
+    to the environment.
     """
 
     def __init__(self, out: str | Path | None, kind: str = "measured", **more: Any) -> None:
@@ -41,7 +41,7 @@ class Recorder:
         self._out, self._kind, self._env = out, kind, environment(out) | more
 
     def __call__(self, config: dict[str, Any], result: dict[str, Any], kind: str | None = None) -> Record:
-        """Keep one; kind: another one than the run's."""
+        """Keep a record; kind: default: the run's."""
         record: Record = {"kind": kind or self._kind, "config": config, "result": result, "env": self._env}
         if self._out is not None:
             append_result(self._out, **record)
@@ -50,15 +50,14 @@ class Recorder:
 
 
 def environment(out: str | Path | None) -> dict[str, Any]:
-    """What `results.environment` says, if a record of it may be written to `out` (None: nothing is written).
+    """`results.environment`, if a record may be written to `out` (None: nothing is written).
 
-    A record names a commit, so tracked files must be as committed; result files, which benches change
-    themselves, don't count.  MOE_LORA_BENCH_ALLOW_DIRTY=1 lets a changed tree write outside of
-    bench/results; the record says `git_dirty`.  Call it before measuring.  Exits with the reason otherwise.
-    git_trees: the trees of `moe_lora`, `cli`, the harness and the bench's folder, where the tree is clean.
-    MOE_LORA_COMMIT says the commit of a copy with no history or another; whether it is as committed is not
-    known then, but with MOE_LORA_TREES it is.  Exits if this history has that commit, but as another one than
-    today's.
+    A record names a commit, so tracked files must be as committed, except result files.
+    MOE_LORA_BENCH_ALLOW_DIRTY=1 lets a changed tree write outside of bench/results; the record then has
+    `git_dirty`.  Call before measuring.  Exits with the reason otherwise.
+    git_trees: the trees of `moe_lora`, `cli`, the harness and the bench's folder, if the tree is clean.
+    MOE_LORA_COMMIT is the commit of a copy without this history; MOE_LORA_TREES proves its content.  Exits if
+    this history has the commit, but not as today's.
     """
     env = this_environment() | git_state(ROOT, without=RESULTS)
     if (given := os.environ.get(COMMIT)) and given != env["git_commit"]:
@@ -96,7 +95,7 @@ def _refuse(out: Path) -> None:
 
 
 def bench_folder(module: Any) -> str | None:
-    """The folder of a module run as `python -m bench.FOLDER.…`, such as "bench/cache"; else None."""
+    """The folder of a module run as `python -m bench.FOLDER.…`, e.g. "bench/cache"; else None."""
     spec = getattr(module, "__spec__", None)
     words = spec.name.split(".") if spec else [""]
     return "/".join(words[:2]) if words[0] == "bench" and len(words) > 2 else None

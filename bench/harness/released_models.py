@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs as released models have them, in the spelling of their time, and tiny models of the same kind."""
+"""Configs of released models in their original spelling, and tiny models of the same kind."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ _TINY: dict[str, Any] = {
 
 
 def in_bf16(config: dict[str, Any]) -> dict[str, Any]:
-    """The model with plain weights, where its own are quantised."""
+    """The model with plain weights in place of quantised ones."""
     return {name: value for name, value in config.items() if name != "quantization_config"}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was found, as columns for the terminal or as a markdown table."""
+"""Results as columns for the terminal or as a markdown table."""
 
 from __future__ import annotations
 

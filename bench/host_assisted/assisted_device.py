@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated device of `bench_host_assisted`, scaled to what one host worker computes."""
+"""The emulated device of `bench_host_assisted`, scaled to one host worker's speed."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from moe_lora.dist.deltas.session import FrameLayout
 from moe_lora.dist.host_workers.profile import host_section
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.engine.ranks.host_settings import machine_of, model_of
+from moe_lora.families import shape_of
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.backend import AddTo
 from moe_lora.lora.paced import prefill_shares
@@ -76,7 +77,8 @@ class Files:
 @dataclass(frozen=True)
 class Device:
     """profile: of a layer's stages.  host_s: {prompt tokens: a worker's seconds for the sites of a layer}.
-    performance_model: a file of these times, by which engines choose between the host and waiting."""
+    performance_model: a file of these times, for the engines' decisions.
+    """
 
     profile: StepProfile
     num_layers: int
@@ -90,9 +92,10 @@ class Device:
 
 
 def scaled_device(cell: Cell, model_dir: Path, adapter: Path, core: int, slack: float) -> Device:
-    """A device whose time for each site and any prompt is `slack` times the worker's, so that one worker is
-    what c asks for, c being a mean prompt: a layer's time is a + b tokens, as the worker's is."""
-    shape = ModelShape.from_hf_config(read_config(model_dir))
+    """A device with `slack` times the worker's time per site and prompt: c, a mean prompt, then needs one
+    worker.  A layer's time is a + b tokens, as the worker's.
+    """
+    shape = shape_of(read_config(model_dir))
     packed = read_adapter(adapter, shape, torch.bfloat16)
     shares = prefill_shares(shape)
     lengths = [cell.mean_prompt // LONGEST, cell.mean_prompt, LONGEST * cell.mean_prompt]
@@ -120,8 +123,9 @@ def write_times(
     times: Mapping[int, Sequence[float]],
     lengths: Sequence[int],
 ) -> None:
-    """What `moe-lora profile-steps --host-worker` would say of the worker; the device's and the loads' times,
-    which are emulated, replace those in the file."""
+    """The worker's file of `moe-lora profile-steps --host-worker`, with emulated times of device and
+    loads.
+    """
     worker = {}
     for site, (short_s, mean_s) in times.items():
         rise = max(0.0, (mean_s - short_s) / (lengths[1] - lengths[0]))
@@ -180,7 +184,7 @@ def _host_time(
 def begun_at(
     workers: HostWorkers, shape: ModelShape, packed: PackedAdapter, num_tokens: int
 ) -> Callable[[int, int, torch.Tensor, torch.Tensor | None], AddTo | None]:
-    """`LoraBackend.begin` of a step of so many prompt rows whose adapter is loading."""
+    """`LoraBackend.begin` of a step of prompt rows with a loading adapter."""
     terms = no_terms(1, 1)
     terms[0, 0, 0] = (Source.HOST, 0, 0, content_number(packed.content_hash))
     routing = RowRouting(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of `bench_host_assisted`: which devices, adapters and requests.
+"""Settings of `bench_host_assisted`: devices, adapters and requests.
 
 Time is counted in prefills of a mean prompt, 35 ms in the paper (Llama2-7B on an A100: 28.7 ms and 0.06 ms
 a token, from the 44 and 90 ms of figure 4 for 256 and 1 024 tokens), so rates and loads keep their ratios.
@@ -23,12 +23,12 @@ from moe_lora.workload.popularity.popularity import zipf
 CACHED, ON_DEMAND, ASYNCHRONOUS, OURS = "cached", "on demand", "asynchronous", "host-assisted"
 SYSTEMS = (CACHED, ON_DEMAND, ASYNCHRONOUS, OURS)
 NUM_SLOTS = 16
-"""Adapters that are on the device at once, unless all are."""
+"""Adapters on the device at once, unless all are."""
 MEAN_OUTPUT = 16
 NUM_WARM = 2
-"""Requests of the base model that decode all the while."""
+"""Base model requests in permanent decode."""
 DECODE_SHARE = 0.7
-"""Of a mean prompt's prefill that a decode step takes: about 25 ms (figures 4 and 6)."""
+"""A decode step over a mean prompt's prefill: about 25 ms (figures 4 and 6)."""
 _PREFILL_S = 0.035
 
 LLAMA = ModelSize(
@@ -51,8 +51,8 @@ MIXTRAL = replace(LLAMA, intermediate_size=128, num_experts=4, num_experts_per_t
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One setting.  utilisation: of the device by prefills alone.  load: an adapter's load time over a mean
-    prompt's prefill.  skew: exponent of the adapters' popularity; None: every request another one, in turn.
-    cores: workers over those that c asks for.
+    prompt's prefill.  skew: exponent of the adapters' popularity; None: a different adapter per request.
+    cores: workers over the number by c.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: when, for which adapter (None: the base model), how long."""
+    """One request: time, adapter (None: the base model), lengths."""
 
     arrival_s: float
     adapter: int
@@ -136,7 +136,7 @@ def sweep() -> list[Cell]:
 
 
 def pipelining() -> list[Cell]:
-    """Lone cold prompts, with few cores and with those that c asks for."""
+    """Lone cold prompts, with few cores and with the number by c."""
     return [
         replace(
             S3,

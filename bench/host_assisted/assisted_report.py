@@ -23,7 +23,7 @@ def over(record: Record, figure: str, system: str, other: str) -> dict[str, floa
 
 
 def lines(record: Record) -> list[dict[str, str]]:
-    """A row per system: medians over rounds, and what is over the first system's in the same rounds."""
+    """A row per system: medians over rounds, and the excess over the first system in the same rounds."""
     rounds: dict[str, list[dict[str, float]]] = record["result"]["rounds"]
     first = next(iter(rounds))
     found = []
@@ -41,7 +41,7 @@ def lines(record: Record) -> list[dict[str, str]]:
 
 
 def goals(records: Sequence[Record]) -> list[str]:
-    """Goal, what was found, whether it is met."""
+    """Goal, result, met or missed."""
     found = []
     for record in records:
         name, rounds = record["config"]["name"], record["result"]["rounds"]

@@ -26,7 +26,7 @@ from .assisted_device import Device
 from .assisted_plan import CACHED, LONGEST, NUM_SLOTS, NUM_WARM, ON_DEMAND, OURS, Ask, Cell, asks
 
 MAX_ENGINE_SHARE = 0.7
-"""Of its core that the engine may need for real, if its emulated times are to be kept."""
+"""Limit of the engine's real work on its core, to keep emulated times."""
 
 
 class DoesNotFitError(Exception):
@@ -35,9 +35,9 @@ class DoesNotFitError(Exception):
 
 @dataclass
 class Run:
-    """One system's answers to the requests of a round, in their order; seconds.
+    """One system's answers to the requests of a round, in order; seconds.
 
-    decode_s: from the first token to the last.  warm_gaps_s: between tokens of the requests that are warm.
+    decode_s: from the first token to the last.  warm_gaps_s: between tokens of the warm requests.
     engine_s, host_s: CPU time of the engine's process and of its host worker.
     """
 
@@ -50,8 +50,9 @@ class Run:
     host_s: float = 0.0
 
     def figures(self, cached: Run) -> dict[str, float]:
-        """What a record keeps.  interrupted: share of a request's time by which its decoding took longer than
-        in `cached`."""
+        """A record's figures.  interrupted: excess of a request's decoding over `cached`, as a share of
+        its time.
+        """
         e2e_s = [a + b for a, b in zip(self.ttft_s, self.decode_s, strict=True)]
         longer = zip(self.decode_s, cached.decode_s, e2e_s, strict=True)
         return {
@@ -69,7 +70,7 @@ class Run:
 
 
 class System:
-    """One engine.  whole_loads: none of an adapter's layers serves before all are there (no pipelining)."""
+    """One engine.  whole_loads: no layer of an adapter serves before all are loaded (no pipelining)."""
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ def engine_settings(max_loras: int) -> dict[str, Any]:
 
 
 async def run(llm: AsyncLLM, wanted: Sequence[Ask], vocab_size: int, num_warm: int = NUM_WARM) -> Run:
-    """Send the requests when they are due, beside some that decode all the while."""
+    """Send the requests at their times, beside permanent decodes."""
     found = Run([0.0] * len(wanted), [0.0] * len(wanted), [ask.num_output_tokens for ask in wanted])
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(vocab_size) for _ in range(ask.num_prompt_tokens)) for ask in wanted]
@@ -179,7 +180,7 @@ def request(prompt: tuple[int, ...], adapter: str | None, num_tokens: int) -> Ge
 async def check_fit(system: System, cell: Cell, device: Device) -> dict[int, float]:
     """{prompt tokens: CPU time of the engine over the emulated time of the prompt}.
 
-    Raises DoesNotFitError where a mean prompt's is above MAX_ENGINE_SHARE.
+    Raises DoesNotFitError for a mean prompt above MAX_ENGINE_SHARE.
     """
     shares = {}
     for num_tokens in (cell.mean_prompt // LONGEST, cell.mean_prompt, LONGEST * cell.mean_prompt):
@@ -245,8 +246,9 @@ BY_LAYER, WHOLE = "layer by layer", "whole adapters"
 async def lone(
     cell: Cell, device: Device, model_dir: Path, adapters: Sequence[Path], core: int, num_rounds: int
 ) -> dict[str, Any]:
-    """One cold prompt after the other, of mean length, where layers serve one by one and where none does
-    before all are there; figures of each round."""
+    """Cold prompts of mean length in sequence, with and without pipelining of layers; figures of each
+    round.
+    """
     systems: dict[str, System] = {}
     rounds: dict[str, list[dict[str, float]]] = {BY_LAYER: [], WHOLE: []}
     try:
@@ -286,7 +288,7 @@ async def _round(systems: Mapping[str, System], wanted: Sequence[Ask], number: i
 
 
 def pin(cores: Sequence[int]) -> None:
-    """Every thread of this process, and those it starts."""
+    """Pin every thread of this process, and later threads."""
     for task in psutil.Process().threads():
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(task.id, cores)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Not paced: an engine on all cores against one that has a core less, and a host worker on it.
+"""Unpaced: an engine on all cores against one with a core less and a host worker on that core.
 
-The base model runs on the same cores as the deltas, so what a worker gains may be taken from the engine.  An
-engine on all cores computes with a thread on each, or with one less, which leaves a core to its clients and
-loads: on a small model threads cost more than they bring, and this is its better setting.
+The base model and the deltas share cores, so a worker's gain may be the engine's loss.  The engine on all
+cores uses its better setting: a thread per core, or one less for clients and loads.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def unpaced(files: Files, num_rounds: int) -> dict[str, Any]:
 
 
 def _serve(end: Connection, name: str, model_dir: Path, adapters: Sequence[Path], prefill_s: float) -> None:
-    """Tell a mean prompt's prefill time, then answer rounds of requests with what they took."""
+    """Send a mean prompt's prefill time, then answer rounds of requests with their times."""
     cores = sorted(os.sched_getaffinity(0))
     settings = engine_settings(NUM_SLOTS)
     if name == WITH_WORKER:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cold adapter costs a request: cached, blocking loads, loads beside steps, host-assisted starts.
+"""Cost of a cold adapter for a request: cached, blocking loads, loads beside steps, host-assisted starts.
 
     python -m bench.host_assisted.bench_host_assisted --out bench/results/host_assisted.jsonl \
         [--plot FILE.png] [--quick]
 
-The settings are Toppings' (`assisted_plan`), all systems get the same requests at the same times, by turns.
-The device is emulated: engine and its sleeps on the first core, one real worker on the last.  A layer's time
-is that of the worker for the same prompt times `--slack`, so one worker is what c of section 4.2 asks for;
-c is a mean prompt, and longer ones are divided.  A setting in which the engine needs more than 70 % of its
-core for real is refused.  Beside it: lone cold prompts with layers that serve one by one and without
-(section 7.3), and, not paced, an engine on all cores against one with a core less and a worker.
+Settings are Toppings' (`assisted_plan`); all systems get the same requests at the same times, by turns.  The
+device is emulated: engine and its sleeps on the first core, one real worker on the last.  A layer's time is
+the worker's for the same prompt times `--slack`, so one worker meets section 4.2's c, a mean prompt; longer
+prompts are divided.  Refuses a setting with more than 70 % real work of the engine's core.  Also: lone cold
+prompts with and without pipelining of layers (section 7.3), and, unpaced, an engine on all cores against one
+with a core less and a worker.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measure(
 
 
 def described(device: Device, cell: Cell) -> dict[str, Any]:
-    """What the device was."""
+    """The device in words."""
     prefill = device.profile.prefill
     return {
         "prefill_s": device.prefill_s(cell.mean_prompt),
@@ -86,7 +86,7 @@ def main(
     slack: float,
 ) -> None:
     core = max(os.sched_getaffinity(0))
-    torch.set_num_threads(1)  # two on the one core that it is pinned to would wait for each other
+    torch.set_num_threads(1)  # two threads on the one pinned core would wait for each other
     parts = parts or PARTS
     recorder = Recorder(out, "emulated")
     cells = [*(settings() if "settings" in parts else ()), *(sweep() if "sweep" in parts else ())]
@@ -128,7 +128,7 @@ def main(
 
 
 def rows_text(result: dict[str, Any]) -> str:
-    """Who computed, and what was scaled."""
+    """The computing parts and the scaling."""
     rows = result["lora_rows"]
     return (
         f"prefill {1e3 * result['prefill_s']:.1f} ms ({result['fixed_share']:.0%} fixed), "

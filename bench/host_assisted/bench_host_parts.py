@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of host-assisted starts are worth, each against its usual alternative.
+"""Effect of the parts of host-assisted starts, each against its usual alternative.
 
     python -m bench.host_assisted.bench_host_parts --out bench/results/host_parts.jsonl [--quick]
 
 ipc: an engine's rows to n workers and their deltas back, through shared memory and through UNIX sockets, with
 the same work on both sides, and that work without a message; 16 tokens a worker (figure 12).  threads: 256
 tokens by n workers, by torch's own threads on as many cores, and by the CPU library in this thread (figure
-17).  All workers really compute q, k and v of rank 64, each on a core of its own beside the engine's; where
-there are more than cores they share those, and what shows is mostly their taking turns.
+17).  Workers really compute q, k and v of rank 64, each on its own core beside the engine's; beyond the
+machine's cores they share cores, and the result shows mostly their turns.
 Source: Toppings sections 4.2 and 7.3.
 """
 
@@ -39,11 +39,11 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.hf_config import read_config
-from moe_lora.core.shape import ModelShape
 from moe_lora.dist.deltas.host_deltas import HostDeltas
 from moe_lora.dist.deltas.session import DeltaRequest, FrameLayout, lay_out_request, read_request
 from moe_lora.dist.host_workers.worker import StoreDeltas
 from moe_lora.dist.host_workers.workers import HostWorkers
+from moe_lora.families import shape_of
 from moe_lora.lora.row_routing import RoutedAdapter, content_number
 
 from .assisted_device import begun_at
@@ -74,7 +74,7 @@ class Served:
             folder / "adapter", SIZE, model_dir, lora_rank, experts=False, seed=1, attention=modules
         )
         self.model_dir = model_dir
-        self.shape = ModelShape.from_hf_config(read_config(model_dir))
+        self.shape = shape_of(read_config(model_dir))
         self.packed: PackedAdapter = read_adapter(path, self.shape, torch.bfloat16)
         self.store = HostStore(folder / "store")
         self.store.put(self.packed)
@@ -164,7 +164,7 @@ def serve_socket(fd: int, model_dir: str, store: str, tokens: int, core: int) ->
     """A worker behind a UNIX socket, until it is hung up."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    shape = ModelShape.from_hf_config(read_config(Path(model_dir)))
+    shape = shape_of(read_config(Path(model_dir)))
     layout, deltas = FrameLayout(shape, torch.bfloat16, tokens), StoreDeltas(shape, HostStore(store))
     length, frame = np.zeros(_LENGTH.size, np.uint8), torch.empty(layout.request_bytes, dtype=torch.uint8)
     with socket.socket(fileno=fd) as connection:
@@ -246,7 +246,7 @@ def matrices(served: Served, module: str) -> tuple[torch.Tensor, torch.Tensor]:
 def by_torch(
     num_threads: int, x: torch.Tensor, weights: Sequence[tuple[torch.Tensor, torch.Tensor]], y: torch.Tensor
 ) -> None:
-    """y += x A B of all modules by torch's matrix product on so many threads."""
+    """y += x A B of all modules by torch's matrix product on num_threads threads."""
     torch.set_num_threads(num_threads)
     y += torch.cat([(x @ a.T) @ b.T for a, b in weights], dim=1)
     torch.set_num_threads(1)

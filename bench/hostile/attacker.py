@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a hostile client does with sockets: bytes as they are, slowly, in part, without reading."""
+"""A hostile client's use of sockets: raw bytes, slow bytes, parts, no reads."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def post(body: bytes, path: bytes = COMPLETIONS, *, more: bytes = b"") -> bytes:
 
 
 class Attacker:
-    """Connections to one server, all from one address, closed when the context ends.
+    """Connections to one server, from one address, closed at the context's end.
 
-    statuses: of the answers so far, how often each came; "closed" and "reset" for connections that ended
-    without one, "none" for those that stayed silent.
+    statuses: counts of answers by status; "closed" and "reset" for connections without an answer, "none" for
+    silent ones.
     """
 
     def __init__(self, port: int, address: str) -> None:
@@ -43,8 +43,9 @@ class Attacker:
             one.close()
 
     def connect(self, *, receive_bytes: int | None = None, address: str | None = None) -> socket.socket:
-        """receive_bytes: of the kernel's buffer, so that what is not read stays with the server.  address:
-        another one than the attacker's."""
+        """receive_bytes: of the kernel's buffer, so that unread bytes stay with the server.  address:
+        default: the attacker's.
+        """
         one = socket.socket()
         self._open.append(one)
         if receive_bytes is not None:
@@ -55,7 +56,7 @@ class Attacker:
         return one
 
     def ask(self, *parts: bytes, wait_s: float = 60.0, pause_s: float = 0.0) -> bytes:
-        """Send the parts over a connection of its own; the answer, which is counted."""
+        """Send the parts over a new connection; returns and counts the answer."""
         try:
             one = self.connect()
             with contextlib.suppress(ConnectionError, TimeoutError):
@@ -68,7 +69,7 @@ class Attacker:
             return b""
 
     def answer(self, one: socket.socket, wait_s: float = 60.0) -> bytes:
-        """What the server says until it closes or is silent for `wait_s`."""
+        """The server's bytes until it closes or is silent for `wait_s`."""
         found, kind, deadline_s = bytearray(), "closed", time.monotonic() + wait_s
         try:
             while len(found) < 1 << 20:
@@ -97,7 +98,7 @@ class Attacker:
     def hold(
         self, num: int, start: bytes, *, receive_bytes: int | None = None, address: str | None = None
     ) -> list[socket.socket]:
-        """So many connections that send this and stay."""
+        """Open connections that send these bytes and stay."""
         found = []
         for _ in range(num):
             try:
@@ -124,7 +125,7 @@ class Attacker:
         return len(alive)
 
     def _lives(self, one: socket.socket) -> bool:
-        """Whether the server still waits; its answer, if it has given up, is counted."""
+        """True if the server still waits; counts its answer otherwise."""
         poll = select.poll()  # select takes no more than 1 024 files
         poll.register(one, select.POLLIN)
         if not poll.poll(0):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attacks: each a function of an `Attacker`, over in about ten seconds unless the server holds it up."""
+"""The attacks: functions of an `Attacker`, about ten seconds each on a responsive server."""
 
 from __future__ import annotations
 
@@ -49,15 +49,12 @@ def one_body(name: str, make: Callable[[], bytes], path: bytes = COMPLETIONS, *,
 
 
 def raw(name: str, *parts: bytes, wait_s: float = 3.0) -> None:
-    """An attack by bytes over one connection, which are a part each."""
+    """An attack by bytes over one connection, part by part."""
 
     def run(attacker: Attacker) -> None:
         attacker.ask(*parts, wait_s=wait_s, pause_s=0.02)
 
     ATTACKS[name] = run
-
-
-# Bodies that cost more to check than to send.
 
 
 one_body("wrong-typed prompts, 10^6", lambda: b'{"prompt":[' + b"{}," * 10**6 + b"{}]}")
@@ -167,9 +164,6 @@ def unicode_of_all_kinds(attacker: Attacker) -> None:
         attacker.json({**SHORT, "model": text})
         attacker.json({**SHORT, "stop": [text[:500]]})
         attacker.json({"messages": [{"role": "user", "content": text, "name": text}], "max_tokens": 1}, CHAT)
-
-
-# Sizes that are said or never end.
 
 
 @attack
@@ -353,9 +347,6 @@ def unknown_models(attacker: Attacker) -> None:
         attacker.json({**SHORT, "model": f"nobody-{number}"})
 
 
-# Files and calls that a fuzzer draws.
-
-
 @attack
 def adapters_with_lying_headers(attacker: Attacker) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -369,7 +360,7 @@ def adapters_with_hostile_configs(attacker: Attacker) -> None:
 
 
 def load_each(attacker: Attacker, folders: Iterable[Path]) -> None:
-    """Load one after another; what is taken, since the model can compute it, is unloaded."""
+    """Load in sequence; unloads accepted adapters."""
     for number, folder in enumerate(folders):
         name = f"hostile-{number}"
         if b" 200 " in attacker.json({"lora_name": name, "lora_path": str(folder)}, LOAD)[:15]:
@@ -386,13 +377,10 @@ def openapi_fuzzing(attacker: Attacker) -> None:
 
 @lru_cache
 def drawn_calls(port: int) -> tuple[bytes, ...]:
-    """Calls of the server's operations, which take half a minute to draw the first time."""
+    """Calls of the server's operations; the first draw takes half a minute."""
     words = ["-m", "bench.hostile.openapi_calls", str(port), str(NUM_CALLS)]
     drawn = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return tuple(json.loads(line).encode("latin-1") for line in drawn.stdout.splitlines())
-
-
-# What two servers in a row may read in two ways, and what is no HTTP at all.
 
 
 TAIL = b"0\r\n\r\nGET /metrics HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -457,8 +445,7 @@ VALID = {
     "streams_that_nobody_reads": streams_that_are_read,
     "requests_1000_at_once": requests_100_at_once_three_times,
 }
-"""What is valid work in attacks that have much of it, as a client asks for it that means no harm; for errors,
-the answers that a front end can give as fast."""
+"""Valid work of the attacks, as a harmless client asks for it; for errors, a front end's fastest answers."""
 
 
 def _at_once(num: int, work: Callable[[], Any]) -> None:

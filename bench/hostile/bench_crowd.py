@@ -3,11 +3,10 @@
 
     python -m bench.hostile.bench_crowd [--out FILE] [--streams 1000] [--connections 10000] [--quick]
 
-`moe-lora serve` on the demo's model.  A row for each: nobody, the streams, the connections (each had a
-request before: one that never has is closed) beside 16 streams, and after all have closed.  It has the front
-end's memory, open files and processor time, how long /live took to answer meanwhile, and how many streams
-were answered as the first one was.  The exit status is 1 if one was not, if anyone was refused, or if a file
-stayed open.
+`moe-lora serve` on the demo's model.  A row for each state: idle, the streams, the connections (each after
+one request: without any it would be closed) beside 16 streams, and after all have closed.  A row has the
+front end's memory, open files, processor time, /live's response time, and the number of streams equal to the
+first.  Exit status 1 for a different stream, a refusal, or a file left open.
 """
 
 from __future__ import annotations
@@ -59,7 +58,9 @@ class Probe(threading.Thread):
 
 
 def streams_at_once(port: int, num_streams: int, first: dict[str, str]) -> Counter[str]:
-    """So many streams over the demo's models; what became of them.  first: each model's answer, filled in."""
+    """num_streams streams over the demo's models, and their outcomes.  first: each model's answer, filled
+    in.
+    """
 
     async def one(number: int) -> tuple[str, Answer]:
         model = MODELS[number % len(MODELS)]
@@ -78,7 +79,7 @@ def streams_at_once(port: int, num_streams: int, first: dict[str, str]) -> Count
 
 
 def open_connections(attacker: Attacker, num_connections: int) -> int:
-    """Open so many, each with a request; how many the server keeps."""
+    """Open num_connections connections with a request each; returns the number kept by the server."""
     held, start = [], b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
     for number in range(0, num_connections, PER_ADDRESS):
         num = min(PER_ADDRESS, num_connections - number)
@@ -145,7 +146,7 @@ def run(num_streams: int, num_connections: int) -> list[dict[str, Any]]:
 
 
 def problems(rows: Sequence[dict[str, Any]], num_streams: int, num_connections: int) -> list[str]:
-    """What must not be."""
+    """Faults."""
     nobody, streams, connections, after = rows
     found = []
     if streams.get("right") != num_streams or connections.get("right") != NUM_STREAMS:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attacks on a front end, one after another, beside ordinary streams.
+"""Attacks on a front end, in sequence, beside ordinary streams.
 
     python -m bench.hostile.bench_hostile [--out FILE] [--only WORDS] [--quick] [--tree DIR --python PY]
 
 Starts `moe-lora serve` on the demo's model, 16 ordinary streams from one address, and for each attack clients
-from another.  A row says what the attacker was answered, the front end's memory and processor time, and the
-ordinary streams' time per token (99th percentile) and longest wait meanwhile.  The first two rows are no
-attacks: nobody else, and valid requests as fast as four clients send them.  Three attacks are much valid work
-themselves, or take as much of the front end: that work, asked for without harm, has a row before each, which
-it is compared with.
+from another.  A row has the attacker's answers, the front end's memory and processor time, and the ordinary
+streams' time per token (99th percentile) and longest wait.  The first two rows are no attacks: idle, and
+valid requests of four clients at full speed.  Three attacks are much valid work, or cost as much: a row
+before each has the same work without harm, for comparison.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from .attacks import ATTACKS, SHORT, VALID, Attack, _for_seconds, drawn_calls
 ORDINARY, HOSTILE = "127.0.0.3", "127.0.0.2"
 NUM_STREAMS = 16
 SERVE = (
-    "--header-timeout-s 5 --body-timeout-s 5 --write-timeout-s 5 --max-queued-tokens-per-client 16384 "
-    "--max-choices 16"
+    "--set front_end.header_timeout_s=5 --set front_end.body_timeout_s=5 --set front_end.write_timeout_s=5 "
+    "--set front_end.max_queued_tokens_per_client=16384 --set front_end.max_choices=16"
 )
 """Limits for a model as small and an engine as slow as this (docs/guides/limits.md)."""
 SETTLE_S = 1.0
@@ -71,7 +70,7 @@ class Server:
         raise RuntimeError(f"the server ended:\n{self.log()}")
 
     def _wait_until_healthy(self) -> None:
-        """Until so many answers in a row are 200 that all front ends behind the port gave some."""
+        """Wait for enough consecutive 200s that all front ends behind the port gave some."""
         in_a_row = 0
         while in_a_row < 20:
             try:
@@ -98,7 +97,7 @@ class Server:
         return [int(pid) for pid in found] or [self.process.pid]
 
     def rss_mb(self, of: str = "") -> float:
-        """Memory of the largest front end, or of the largest child of one with this word in its command."""
+        """Memory of the largest front end, or of the largest child with this word in its command."""
         return max(
             (_rss_mb(pid) for front_end in self.front_ends() for pid in _with(front_end, of)), default=0
         )
@@ -140,7 +139,7 @@ def _command(pid: int) -> str:
 
 
 class Ordinary:
-    """The ordinary streams, and what each of their requests found so far."""
+    """The ordinary streams, and their requests' results so far."""
 
     def __init__(self, port: int) -> None:
         words = ["-m", "bench.hostile.ordinary", str(port), str(NUM_STREAMS), ORDINARY]
@@ -163,7 +162,7 @@ class Ordinary:
         self._process.wait()
 
     def between(self, began_s: float, ended_s: float) -> dict[str, Any]:
-        """Of the requests that ran within these times: all of them have ended."""
+        """Of requests within these times, all ended."""
         while len([one for one in self.requests if one["began_s"] >= ended_s]) < NUM_STREAMS:
             time.sleep(0.05)
         found = [one for one in self.requests if one["ended_s"] > began_s and one["began_s"] < ended_s]
@@ -178,7 +177,7 @@ class Ordinary:
 
 
 def measure(server: Server, ordinary: Ordinary, name: str, attack: Attack) -> dict[str, Any]:
-    """One row: the attack, and all else meanwhile."""
+    """One row: the attack, and everything else meanwhile."""
     peak, checking, over = [server.rss_mb()], [0.0], threading.Event()
 
     def watch() -> None:
@@ -241,7 +240,7 @@ def main() -> None:
     with ExitStack() as stack:
         server = stack.enter_context(Server(options.tree.resolve(), options.python, options.serve.split()))
         if "openapi_fuzzing" in chosen:
-            drawn_calls(server.port)  # nobody else is there yet: it takes the processor for a while
+            drawn_calls(server.port)  # before other load: takes the processor for a while
         ordinary = stack.enter_context(Ordinary(server.port))
         time.sleep(2)
 

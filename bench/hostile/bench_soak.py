@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name)
         for below in ("tmp", "state"):
             (folder / below).mkdir()
-        words = ["--max-loras", "6", "--state-dir", str(folder / "state"), *options.serve.split()]
+        words = ["--max-loras", "6", "--set", f"engine.state_dir={folder / 'state'}", *options.serve.split()]
         server = Server(ROOT, sys.executable, words, TMPDIR=str(folder / "tmp"))
         with server:
             load, samples = soak(server, folder, minutes, options.seed)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter folders of somebody who means harm, drawn from a seed: headers that lie, configs that cost or leak.
+"""Hostile adapter folders, drawn from a seed: lying headers, costly or leaking configs.
 
-Each is a good adapter with a few changes.  Its values are zeros, so that a file takes no room.
+Each is a good adapter with a few changes, with zeros as values, to take no room.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Pairs = list[tuple[str, Any]]
-"""A JSON object, which may have a name twice."""
+"""A JSON object, possibly with doubled names."""
 EDGES: tuple[Any, ...] = (
     *(0, 1, -1, 4, 8, 2**31, 2**63, -(2**63) - 1, 10**30, 10**400, 0.5, 1e308, float("nan"), True, None),
     *("", "4", "\ud800", "\0", "a\nb", "x" * 100_000, [], {}, [[]], [0] * 10_000),
@@ -23,7 +23,7 @@ EDGES: tuple[Any, ...] = (
 
 
 def lying_headers(good: Path, to: Path, num: int, seed: int = 0) -> Iterator[Path]:
-    """Writes so many folders below `to`: each the adapter in `good` with a changed header."""
+    """Writes `num` folders below `to`: the adapter in `good` with a changed header."""
     rng = random.Random(seed)
     header, num_bytes = _header(good)
     config = (good / CONFIG).read_bytes()
@@ -38,7 +38,7 @@ def lying_headers(good: Path, to: Path, num: int, seed: int = 0) -> Iterator[Pat
 
 
 def hostile_configs(good: Path, to: Path, num: int, seed: int = 0) -> Iterator[Path]:
-    """Writes so many folders below `to`: each the adapter in `good` with a changed config."""
+    """Writes `num` folders below `to`: the adapter in `good` with a changed config."""
     rng = random.Random(seed)
     header, num_bytes = _header(good)
     fields = json.loads((good / CONFIG).read_text())
@@ -78,7 +78,7 @@ def _object(pairs: Pairs) -> bytes:
 
 
 def _write_weights(path: Path, header: bytes, num_bytes: int, rng: random.Random) -> None:
-    """As the header says, or not: another length of it, or of the file, or no file at all."""
+    """By the header or not: another length of header or file, or no file at all."""
     kind = rng.random()
     if kind < 0.03:
         os.mkfifo(path)
@@ -96,13 +96,13 @@ def _write_weights(path: Path, header: bytes, num_bytes: int, rng: random.Random
 
 
 def _write_zeros(path: Path, header: bytes, num_bytes: int, said: int | None = None) -> None:
-    """said: the header's length as the file has it; None: what it is."""
+    """said: the header's length in the file; None: the true length."""
     path.write_bytes((len(header) if said is None else said).to_bytes(8, "little") + header)
     os.truncate(path, 8 + len(header) + num_bytes)  # sparse
 
 
 def _mangled(text: bytes, rng: random.Random) -> bytes:
-    """JSON that is none, or is more than it has to be."""
+    """Invalid or bloated JSON."""
     place = rng.randrange(len(text))
     before, after = text[:place], text[place:]
     return rng.choice(
@@ -116,9 +116,6 @@ def _mangled(text: bytes, rng: random.Random) -> bytes:
             text[:-1] + b',"a":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
         )
     )
-
-
-# Changes of a header's entries, of which most have dtype, shape and data_offsets.
 
 
 def _one_value(pairs: Pairs, rng: random.Random) -> None:
@@ -171,7 +168,6 @@ _NAMES = (
     _LAYER + "0.self_attn.q_proj" + ".base_layer" * 30 + ".lora_A.weight",
 )
 
-# What a config's keys may hold beside the values that fit nowhere.
 
 _EXPRESSIONS = (
     *(

@@ -20,15 +20,15 @@ ADAPTERS = ROOT / "demo" / "adapters"
 MODELS = ("model", "rot13", "reverse", "upper", "leet")
 PROMPTS = ("the quick brown fox:", "a:", "abcdefgh=", "so it goes, and goes on:")
 NUM_LOADED = 12
-"""Adapters that were loaded meanwhile and are there at once."""
+"""Loaded adapters at once."""
 LARGE_BYTES = 24_000
-"""A body of so many is checked by the process for large ones."""
+"""A larger body goes to the process for large bodies."""
 GIVE_UP_S = 120.0
 
 
 @dataclass
 class Answer:
-    """status 0: the connection failed, or the answer broke off.  text: what was said, whole or in part."""
+    """status 0: the connection failed, or the answer broke off.  text: whole or partial answer."""
 
     status: int
     text: str = ""
@@ -37,7 +37,7 @@ class Answer:
 async def ask(
     port: int, path: str, body: bytes, *, address: str = "127.0.0.1", num_events: float = float("inf")
 ) -> Answer:
-    """One request over a connection of its own.  num_events: of a stream, after which the client leaves."""
+    """One request over a new connection.  num_events: of a stream, before the client leaves."""
     head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
@@ -75,10 +75,10 @@ async def _read(reader: asyncio.StreamReader, num_events: float) -> Answer:
 
 @dataclass
 class MixedLoad:
-    """Asks a server until `stop`.
+    """Sends requests to a server until `stop`.
 
-    counts: requests by kind and status.  complaints: answers that must not be; each model's greedy answer to
-    a prompt is what it was the first time.
+    counts: requests by kind and status.  complaints: wrong answers; a greedy answer must equal the model's
+    first answer to the prompt.
     """
 
     port: int
@@ -153,7 +153,7 @@ class MixedLoad:
         await self._ask("large", body, (200, 503))
 
     async def _load_adapters(self) -> None:
-        """Load, ask, replace, ask, and unload the oldest, each with content that nobody had before."""
+        """Load, ask, replace, ask, and unload the oldest, with new content each time."""
         loaded: list[str] = []
         while not self._stopping:
             name = f"come-{next(self._numbers)}"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that schemathesis draws from a server's OpenAPI document: some fit it, some do not.
+"""Calls drawn by schemathesis from a server's OpenAPI document, valid and invalid.
 
     python -m bench.hostile.openapi_calls PORT NUM_CALLS
 
-A line of JSON for each call to the standard output: the text of its request, a character a byte.  Before the
-attack, since drawing a call takes more processor time than answering it; the same ones each time.
+Prints a line of JSON per call: the text of its request, a character per byte.  Run before the attack: drawing
+a call takes more processor time than answering.  Deterministic.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
 NUM_A_TURN = 4
-"""Calls of one operation before the next has its turn."""
+"""Calls of one operation before the next."""
 
 
 def draw(document: dict[str, Any], found: Callable[[bytes], None], goes_on: Callable[[], bool]) -> None:
-    """Calls `found` with one request after another, of each operation in turn, until `goes_on` says no."""
+    """Calls `found` with requests of each operation in turn, until `goes_on` returns False."""
     schema = schemathesis.openapi.from_dict(document)
     operations = [schema[path][method] for path, methods in document["paths"].items() for method in methods]
     modes = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
@@ -41,7 +41,7 @@ def draw(document: dict[str, Any], found: Callable[[bytes], None], goes_on: Call
             try:
                 _draw_some(some, turn, found, goes_on)
             except Unsatisfiable:
-                continue  # an operation that takes nothing: no call can fail to fit
+                continue  # an operation without inputs: no call can be invalid
 
 
 def _draw_some(cases: Any, turn: int, found: Callable[[bytes], None], goes_on: Callable[[], bool]) -> None:
@@ -62,7 +62,7 @@ def _draw_some(cases: Any, turn: int, found: Callable[[bytes], None], goes_on: C
 
 
 def request_of(case: Any) -> bytes | None:
-    """The case as it is sent; None if it has a header that this client can't write."""
+    """The case as sent; None for a header that this client can't write."""
     try:
         made = requests.Request(**case.as_transport_kwargs(base_url="http://localhost")).prepare()
         body = made.body if isinstance(made.body, bytes) else str(made.body or "").encode()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ordinary streams beside an attack, in a process of their own: what each waited, from token to token.
+"""Ordinary streams beside an attack, in their own process, with waits between tokens.
 
     python -m bench.hostile.ordinary PORT NUM_STREAMS ADDRESS
 
-A line of JSON for each request to the standard output when it ends: when it began and ended (seconds of
-`time.monotonic`), its status, the wait for its first token, its time per token after that, and its longest
-wait between two tokens.
+Prints a line of JSON per finished request: start and end (seconds of `time.monotonic`), status, wait for the
+first token, time per token after that, and longest wait between two tokens.
 """
 
 from __future__ import annotations

@@ -35,12 +35,12 @@ from .lora_tuning import Crossovers, Found, Pair, Target, descend, in_turn, rank
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TUNING_GPU = "NVIDIA H200"
 CROSSOVER_SHARE = 0.25
-"""Part of the budget that is kept for the algorithms by rank, which need the best configurations."""
+"""Part of the budget for the algorithms by rank, after the best configurations."""
 ROWS = {"decode": (64, 32), "prefill": (2048, 8)}
 
 
 def targets(dtype: str) -> dict[Target, Shape]:
-    """What is tuned, each for both phases: every kernel at every site shape of the benchmark."""
+    """Tuned targets, each for both phases: every kernel at every site shape of the benchmark."""
     return {
         Target(
             kernel=kernel,
@@ -54,7 +54,7 @@ def targets(dtype: str) -> dict[Target, Shape]:
 
 
 def case_spec(shape: Shape, dtype: str, phase: str, lora_ranks: tuple[int, ...]) -> CaseSpec:
-    """The batch that a phase is tuned on: decode 64 rows over 32 adapters, prefill 2048 rows over 8."""
+    """The tuning batch of a phase: decode 64 rows over 32 adapters, prefill 2048 rows over 8."""
     rows, adapters = ROWS[phase]
     return CaseSpec(
         group=phase,
@@ -68,7 +68,7 @@ def case_spec(shape: Shape, dtype: str, phase: str, lora_ranks: tuple[int, ...])
 
 
 def rank_mixes(kernel: str) -> tuple[tuple[int, ...], ...]:
-    """Ranks of the batches that a kernel is tuned on: SGMV's expand is another one where none is above 64."""
+    """Ranks of a kernel's tuning batches: SGMV's expand differs for ranks up to 64."""
     small = tuple(lora_rank for lora_rank in LORA_RANKS if lora_rank <= 64)
     return (LORA_RANKS, small) if kernel == "wgmma_expand" else (LORA_RANKS,)
 
@@ -80,7 +80,9 @@ def _case(spec: CaseSpec, device: str) -> Case:
 
 @dataclass
 class Tuner:
-    """Measures on a device: seconds of a configuration or algorithm, infinite for what fails or is wrong."""
+    """Measures on a device: seconds of a configuration or algorithm, infinite for failures and wrong
+    results.
+    """
 
     dtype: str
     shapes: Mapping[Target, Shape]
@@ -98,7 +100,7 @@ class Tuner:
         return seconds
 
     def algorithm(self, target: Target, lora_rank: int, name: str, phase: str) -> float:
-        """Seconds of a whole delta by an algorithm where all adapters have one rank."""
+        """Seconds of a whole delta by an algorithm with adapters of one rank."""
         spec = case_spec(self.shapes[target], self.dtype, phase, (lora_rank,))
         what = f"{target.key(phase)} rank {lora_rank} {name}"
         return self._seconds(_case(spec, self.device), name, "delta", what)
@@ -110,7 +112,7 @@ class Tuner:
             before = phases.get("shrink") if phase == "expand" else None
             passes = Passes(phases[phase], case.num_copies, case.device, True, before)
             return min(passes(1) for _ in range(3)) / case.num_copies
-        except Exception as error:  # whatever a compiler or launcher raises for a configuration it can't do
+        except Exception as error:  # any error of a compiler or launcher for an impossible configuration
             if isinstance(error, torch.AcceleratorError):
                 raise  # the device is lost
             self.failures.append(f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
@@ -118,7 +120,7 @@ class Tuner:
 
 
 def search_order(shapes: Mapping[Target, Shape]) -> list[list[Target]]:
-    """Targets in groups that share a case, so that a case is made once per turn."""
+    """Targets in groups with a common case, made once per turn."""
     groups: dict[tuple[int, int], list[Target]] = {}
     for target in shapes:
         key = (target.in_features, target.out_features)
@@ -143,7 +145,7 @@ def tune(tuner: Tuner, table: ConfigTable, found: Found, deadline: Callable[[flo
 
 
 def known(table: ConfigTable, target: Target) -> Pair:
-    """What the table says of the target."""
+    """The table's entry for the target."""
     widths = (target.in_features, target.out_features)
     return {phase: table.config(target.kernel, target.dtype, phase, *widths) for phase in PHASES}
 
@@ -155,7 +157,7 @@ def _in_runs(search: Iterator[Pair], spent: Callable[[], bool], length: int = 8)
 
 
 def crossovers(tuner: Tuner, found: Found, deadline: Callable[[float], bool]) -> Crossovers:
-    """Which algorithm serves which ranks, for sites where every rank of LORA_RANKS was measured."""
+    """Algorithms by ranks, for sites measured at every rank of LORA_RANKS."""
     classes: Crossovers = {}
     for first, *_ in search_order(tuner.shapes):
         place = f"crossover {first.dtype} {first.in_features}x{first.out_features}"
@@ -192,7 +194,7 @@ def crossovers(tuner: Tuner, found: Found, deadline: Callable[[float], bool]) ->
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True)
 @click.option("--dry-run", is_flag=True, help="Say what would be searched; needs no GPU, writes nothing.")
 def main(budget_s: float, state: Path, dtype: str, dry_run: bool) -> None:
-    """Tune the LoRA kernels for this machine's GPU and write what was found into its table."""
+    """Tune the LoRA kernels for this machine's GPU and write the result into its table."""
     shapes = targets(dtype)
     if dry_run:
         click.echo(plan_text(shapes, configs.load_table(TUNING_GPU)))
@@ -219,7 +221,7 @@ def main(budget_s: float, state: Path, dtype: str, dry_run: bool) -> None:
 
 
 def plan_text(shapes: Mapping[Target, Shape], table: ConfigTable) -> str:
-    """What would be searched, and from where."""
+    """The planned searches, and their starts."""
     lines = [
         f"{target.key(phase)}: {len(configs.config_space(target.kernel))} configurations, from {config}"
         for target in shapes

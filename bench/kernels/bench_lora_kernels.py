@@ -43,12 +43,12 @@ def refuse_too_large(specs: Sequence[CaseSpec], cold_bytes: int, limit_bytes: in
 
 
 def cold_bytes(chosen: Plan, device: torch.device) -> int:
-    """Bytes of matrices that a measurement passes before it meets one again."""
+    """Bytes of matrices between two uses of one in a measurement."""
     return COLD_BYTES[device.type] if chosen.cold else 0
 
 
 def memory_limit(device: torch.device) -> int:
-    """Bytes that operands may take: 3 GiB on CPU, 60 % of what is free on a GPU."""
+    """Bytes for operands: 3 GiB on CPU, 60 % of free memory on a GPU."""
     if device.type == "cpu":
         return CPU_MEMORY_BYTES
     return int(0.6 * torch.cuda.mem_get_info(device)[0])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands of one LoRA benchmark case: a batch's routing, the adapters it touches, cold copies of all of it.
+"""Operands of one LoRA benchmark case: a batch's routing, its adapters, and cold copies.
 
 Legend: T token rows, K experts per token (1 at a dense site), M = T*K output rows, H input width, N output
 width, P touched (adapter, expert) pairs, R LoRA rank.
 
-Memory holds the pairs that the batch touches and nothing else; a copy of them is a layer of the slot table.
+Memory holds only the batch's pairs; a copy of them is a layer of the slot table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _H_BYTES = 4  # the values between the phases are fp32
 
 @dataclass(frozen=True)
 class Routing:
-    """Who asks for what.  token_slots: [T] int32.  ids: [T, K] int32 ascending in a row, or None.
+    """Requests of a batch.  token_slots: [T] int32.  ids: [T, K] int32 ascending in a row, or None.
 
     pairs: [P, 2] touched (slot, expert), sorted.  pair_of_row: [M] int64.
     """
@@ -70,7 +70,7 @@ def lora_ranks(spec: CaseSpec) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes that must move and floating-point operations, by phase; bytes of memory of one copy."""
+    """Bytes to move and floating-point operations, by phase; bytes of memory of one copy."""
 
     bytes: dict[str, int]
     flops: dict[str, int]
@@ -80,9 +80,9 @@ class Work:
 
 
 def work(spec: CaseSpec) -> Work:
-    """Each touched matrix once, x once, y read and written; a phase alone also moves what lies between.
+    """Each touched matrix once, x once, y read and written; a single phase also moves h.
 
-    Between the phases there are `R` fp32 values per output row and module, at the row's true rank.
+    h has `R` fp32 values per output row and module, at the row's true rank.
     """
     route, ranks, site = routing(spec), lora_ranks(spec), spec.shape.site
     size, modules = spec.dtype.itemsize, len(site.modules)
@@ -105,18 +105,18 @@ def work(spec: CaseSpec) -> Work:
 
 
 def num_input_rows(spec: CaseSpec) -> int:
-    """Rows of x: one per token, or one per token and expert where experts feed the site (down)."""
+    """Rows of x: one per token, or one per token and expert for a site after experts (down)."""
     return spec.num_rows * (spec.shape.top_k if spec.shape.top_k and spec.shape.site.name == "down" else 1)
 
 
 def num_copies(spec: CaseSpec, cold_bytes: int) -> int:
-    """Copies to cycle through: a measured phase passes `cold_bytes` of matrices before it meets one again."""
+    """Copies to cycle through: `cold_bytes` of matrices lie between two uses of one."""
     found = work(spec).matrix_bytes
     return min(MAX_COPIES, max(2, math.ceil(cold_bytes / min(found[phase] for phase in spec.phases))))
 
 
 def memory_bytes(spec: CaseSpec, cold_bytes: int) -> int:
-    """Memory of a case: all copies, and those padded to the largest rank that some peers need."""
+    """Memory of a case: all copies, and padded copies for peers."""
     found = work(spec)
     return num_copies(spec, cold_bytes) * (found.copy_bytes + found.padded_bytes)
 
@@ -136,9 +136,9 @@ def _copy_layout(spec: CaseSpec) -> tuple[torch.Tensor, torch.Tensor, int]:
 class Case:
     """The operands on a device.  `x[copy]`, `y[copy]` and layer `copy` of `slots` belong together.
 
-    x: [T, H] or [M, H] each.  y: [M, N] each; kernels add to it.  arena: bytes.  ids, token_slots, slots: as
-    the kernels take them.  order: [M] output rows by pair; source: [M] row of x for each of them; ends:
-    [P] int32, where each pair's rows end in that order; pairs: (slot, expert); lora_rank, scale: per pair.
+    x: [T, H] or [M, H] each.  y: [M, N] each; kernels add to it.  arena: bytes.  ids, token_slots, slots: for
+    the kernels.  order: [M] output rows by pair; source: [M] row of x for each of them; ends: [P] int32, end
+    of each pair's rows in that order; pairs: (slot, expert); lora_rank, scale: per pair.
     """
 
     def __init__(self, spec: CaseSpec, device: torch.device, cold_bytes: int) -> None:
@@ -162,7 +162,7 @@ class Case:
         self._fill_slots(ranks)
 
     def operands(self, copy: int) -> LoraOperands:
-        """What our kernels take."""
+        """Operands of our kernels."""
         return LoraOperands(self.x[copy], self.ids, self.site, copy, self.token_slots, self.slots, self.arena)
 
     def _fill_memory(self, num_outputs: int) -> None:
@@ -252,7 +252,7 @@ class Case:
 
     @cached_property
     def segments(self) -> list[slice]:
-        """Where each pair's rows lie in `order` and `source`."""
+        """Each pair's rows in `order` and `source`."""
         ends = self.ends.tolist()
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 

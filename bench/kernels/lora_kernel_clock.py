@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clocks of the LoRA benchmark, and what the machine can do: read, copy and GEMM rates."""
+"""Clocks of the LoRA benchmark, and the machine's read, copy and GEMM rates."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _MAX_PASSES = 50
 class Passes:
     """Times passes of a call over all copies: wall time on CPU, CUDA events on a GPU.
 
-    before: run on all copies ahead of each pass, untimed (an expand needs the shrink it redeems).
-    graph: on a GPU, capture a pass into a CUDA graph and time replays, so that launches cost what they cost
-    in a captured decode step. What can't be captured is launched call by call; `timed_by` says which.
+    before: untimed call on all copies ahead of each pass (an expand needs its shrink).
+    graph: on a GPU, time replays of a captured pass, for launch costs as in a captured decode step.
+    Otherwise launches call by call, as stated by `timed_by`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Passes:
         self._device, self.timed_by = device, "wall time" if device.type == "cpu" else "cuda events"
         self._before = None if before is None else _pass_over(before, num_copies)
         self._pass = _pass_over(call, num_copies)
-        self._kept = self._before, self._pass  # what a captured pass reads is theirs
+        self._kept = self._before, self._pass  # memory read by a captured pass
         self(1)
         if device.type == "cuda" and graph:
             self._capture()
@@ -40,7 +40,7 @@ class Passes:
         self.num_passes = min(_MAX_PASSES, max(1, round(_LEAST_S[device.type] / self.first_s)))
 
     def _capture(self) -> None:
-        # In this order: the captured pass reads what the captured shrink before it leaves in its own memory.
+        # In this order: the captured pass reads the memory of the captured shrink.
         before = None if self._before is None else _captured(self._before)
         captured = None if (before is None) != (self._before is None) else _captured(self._pass)
         if captured is not None:
@@ -80,7 +80,7 @@ def _pass_over(call: Call, num_copies: int) -> Callable[[], None]:
 
 
 def _captured(one_pass: Callable[[], None]) -> Callable[[], None] | None:
-    """Replay of the pass captured into a CUDA graph; None if it can't be captured, as what waits can't."""
+    """Replay of the pass captured into a CUDA graph; None if not possible, e.g. with waits."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -92,7 +92,7 @@ def _captured(one_pass: Callable[[], None]) -> Callable[[], None] | None:
 
 
 class Rates:
-    """What this machine can do in the run's own rounds: `contestants` for interleave, amounts by their names.
+    """The machine's rates in the run's own rounds: `contestants` for interleave, amounts by name.
 
     read (CPU only): sum of a buffer as 64-bit integers, bytes.  copy: bytes read plus bytes written.  gemm:
     flops of a large product in the case's dtype.

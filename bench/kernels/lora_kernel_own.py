@@ -18,7 +18,7 @@ ALGORITHMS = ("wgmma", "vector")
 
 
 def own_kernels(device: torch.device) -> list[Contestant]:
-    """What our library offers here: the kernel held against the goals, variants of it, baselines."""
+    """Our kernels on this device: the kernel for the goals, its variants, baselines."""
     if device.type == "cpu":
         from moe_lora.kernels.cpu import cpu
 
@@ -33,7 +33,7 @@ def own_kernels(device: torch.device) -> list[Contestant]:
 
 
 def gpu_phases(options: dict[str, Any]) -> Callable[[Case], Phases]:
-    """Our Triton kernels; what they walk is made in `prepare`, as a layer does it once for its sites."""
+    """Our Triton kernels; `prepare` makes their work lists, as a layer does once for its sites."""
 
     def prepare(case: Case) -> Phases:
         from moe_lora.kernels.triton.lora import triton_lora as lora
@@ -54,8 +54,9 @@ def gpu_phases(options: dict[str, Any]) -> Callable[[Case], Phases]:
 
 
 def _decode_sites(case: Case, options: dict[str, Any]) -> Call:
-    """A delta as a decode step of the engine has it: one launch a site where weights come by pointer, and one
-    fill of counters for all sites of a step, here for all copies of a pass."""
+    """A delta as in a decode step of the engine: one launch per site if weights come by pointer, and one fill
+    of counters for all sites of a step (here: all copies of a pass).
+    """
     from moe_lora.kernels.triton.lora import triton_lora as lora
     from moe_lora.kernels.triton.lora.segments import Zeros
 
@@ -80,7 +81,7 @@ def _contestants(prepare: Callable[[dict[str, Any]], Callable[[Case], Phases]]) 
 def _phases(case: Case, library: Any, options: dict[str, Any]) -> Phases:
     """The engine's way: a shrink, then an expand that adds to y.
 
-    Raises NotApplicable with the library's own words where it refuses the case.
+    Raises NotApplicable with the library's own words for a refused case.
     """
     shrunk: list[Any] = [None] * case.num_copies
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other ways to compute a batch's deltas, and the protocol by which a file outside the repository joins.
+"""Other ways to compute a batch's deltas, and the protocol for peers from outside the repository.
 
 Legend: as in lora_kernel_cases.
 
-A contestant is what its `prepare(case)` returns: a mapping from phase to `call(copy)`, which runs that phase
-on copy number `copy` of the case's operands. "shrink" may keep what it computes wherever it likes; "expand",
-always preceded by a shrink of the same copy, adds its delta to `case.y[copy]`; "delta" does both. A bare
-function counts as "delta". Whatever a system would do once per batch, outside the kernels (grouping rows,
-padding weights), belongs into `prepare` and is not timed. `prepare` raises NotApplicable where the contestant
-can't run the case.
+`prepare(case)` of a contestant returns a mapping from phase to `call(copy)`, a run of that phase on copy
+number `copy` of the case's operands.  "shrink" may keep its result anywhere; "expand", always after a shrink
+of the same copy, adds its delta to `case.y[copy]`; "delta" does both.  A bare function counts as "delta".
+Work of once per batch, outside the kernels (grouping rows, padding weights), belongs into `prepare` and is
+not timed.  `prepare` raises NotApplicable for an unsupported case.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Contestant:
 
 
 def both(shrink: Call, expand: Call) -> Phases:
-    """The phases of a contestant whose delta is its shrink followed by its expand."""
+    """The phases of a contestant with its delta as shrink and expand."""
 
     def delta(copy: int) -> None:
         shrink(copy)
@@ -58,8 +57,8 @@ def both(shrink: Call, expand: Call) -> Phases:
 
 
 def add_rows(y: torch.Tensor, index: torch.Tensor, delta: torch.Tensor, scale: float) -> None:
-    """y[index] += scale * delta for distinct rows, in the fastest way that torch has."""
-    # On CPU index_add_ with alpha 1 may go through a scatter that is hundreds of times slower.
+    """y[index] += scale * delta for distinct rows, by torch's fastest way."""
+    # On CPU index_add_ with alpha 1 may use a scatter, hundreds of times slower.
     if y.is_cpu and scale == 1.0:
         y.index_copy_(0, index, torch.add(y.index_select(0, index), delta, alpha=scale))
     else:
@@ -145,7 +144,7 @@ def grouped(case: Case) -> Phases:
 
 
 def torch_peers() -> list[Contestant]:
-    """What torch alone offers."""
+    """Contestants in torch alone."""
     return [
         Contestant("mm loop", "peer", mm_loop),
         Contestant("gather + bmm", "peer", gather_bmm),
@@ -154,9 +153,9 @@ def torch_peers() -> list[Contestant]:
 
 
 def load_peer(path: Path) -> Contestant:
-    """The contestant that a Python file defines by `prepare(case)`; its name is `NAME` or the file's.
+    """The contestant of a Python file's `prepare(case)`; its name is `NAME` or the file's.
 
-    Raises ValueError for a file that is none.
+    Raises ValueError for a file without a contestant.
     """
     spec = importlib.util.spec_from_file_location(f"lora_peer_{path.stem}", path)
     if spec is None or spec.loader is None or not path.exists():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which LoRA operations bench_lora_kernels measures: shapes, batches, ranks, and how they are scaled down."""
+"""Plan of bench_lora_kernels: LoRA operations by shape, batch and rank, and their scaling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDS = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One LoRA site of a model, the rank its equal-rank cases have, and experts per token (0: dense)."""
+    """One LoRA site of a model, its usual rank, and experts per token (0: dense)."""
 
     model: str
     site: Site
@@ -30,9 +30,9 @@ class Shape:
 class CaseSpec:
     """One batch at one site.
 
-    lora_ranks: dealt out to the adapters in turn.  popularity: which adapter a row asks for: "zipf" (s = 1.2,
-    drawn), "uniform" (in turn) or "blocks" (consecutive rows, as in a prefill).  scale: what rows and
-    adapters were divided by.  phases: which of PHASES are measured.
+    lora_ranks: dealt out to the adapters in turn.  popularity: adapters of rows: "zipf" (s = 1.2, drawn),
+    "uniform" (in turn) or "blocks" (consecutive rows, as in a prefill).  scale: divisor of rows and adapters.
+    phases: measured ones of PHASES.
     """
 
     group: str
@@ -59,9 +59,9 @@ class CaseSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The cases of a mode, most telling first: a run that reaches its time budget leaves out the last.
+    """The cases of a mode, most telling first, for runs with a time budget.
 
-    cold: cycle through so many copies of a case's operands that no cache holds them; else two.
+    cold: cycle through enough copies of a case's operands to exceed any cache; else two.
     """
 
     specs: tuple[CaseSpec, ...]
@@ -72,8 +72,7 @@ class Plan:
 def scaled(spec: CaseSpec, scale: int) -> CaseSpec:
     """The case with rows and adapters divided by `scale`; widths, ranks and top-k stay.
 
-    Cases of up to 64 rows stay as they are; of a larger one at least 64 rows and 8 adapters (or as many as
-    it has) are left.
+    Keeps at least 64 rows and 8 adapters (or the case's own, if fewer).
     """
     if scale == 1 or spec.num_rows <= SCALED_ABOVE_ROWS:
         return spec
@@ -170,8 +169,8 @@ def _full(dtype: torch.dtype) -> Iterator[CaseSpec]:
     for shape in few_rows:
         yield _prefill(shape, 8192, dtype)
         yield _prefill(shape, 8192, dtype, equal=True)
-    # A delta's flops per byte stay near its rank, as y is as wide as the base layer's: below what a GPU can
-    # multiply meanwhile. The shrink of two modules over one x is where multiplying can become the limit.
+    # A delta's flops per byte stay near its rank, as y is as wide as the base layer's: below a GPU's ratio.
+    # Only the shrink of two modules over one x may be limited by products.
     yield replace(_prefill(MIXTRAL[0], 16384, dtype), lora_ranks=(LORA_RANKS[-1],), phases=PHASES)
     for rows in (1, 8, 64, 512):
         yield from (_decode(shape, rows, dtype) for shape in ALL)

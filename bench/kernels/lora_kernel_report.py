@@ -14,9 +14,9 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Goal:
-    """What every record of our kernel on the device must reach, of those that it is about.
+    """A goal for every concerned record of our kernel on the device.
 
-    value: of a record's config and result; None where the goal is not about it.
+    value: of a record's config and result; None for unconcerned records.
     """
 
     name: str
@@ -59,7 +59,7 @@ def _equal_ranks(config: Fields, result: Fields) -> float | None:
 
 
 def _over_best_outside(config: Fields, result: Fields) -> float | None:
-    """None where no kernels from outside were timed beside ours: what torch offers answers no such goal."""
+    """None without outside kernels in the run: torch alone answers no such goal."""
     return _over_best(result) if config["phase"] == "delta" and result.get("outside") else None
 
 
@@ -95,7 +95,7 @@ GOALS = (
 
 
 def verdicts(records: Sequence[Record]) -> list[Verdict]:
-    """Every goal that the records of our own kernel can answer."""
+    """Goals covered by the records of our own kernel."""
     found = []
     for goal in GOALS:
         values = list(_values(goal, records))
@@ -117,7 +117,7 @@ def _values(goal: Goal, records: Iterable[Record]) -> Iterator[tuple[float, str]
 
 
 def verdict_table(records: Sequence[Record]) -> str:
-    """Two lines a goal: met or missed, in how many cases, the worst by how much; then what was wrong."""
+    """Two lines per goal: met or missed, number of cases, the worst case; then wrong results."""
     lines = []
     found = verdicts(records)
     for verdict in found:
@@ -142,7 +142,7 @@ def verdict_table(records: Sequence[Record]) -> str:
 
 
 def wrong(records: Iterable[Record]) -> list[Record]:
-    """Records of contestants that were refused because their delta was wrong."""
+    """Records of contestants refused for a wrong delta."""
     return [r for r in records if r["result"].get("refused", "").startswith("wrong")]
 
 

@@ -27,7 +27,7 @@ _SLOW_PASS_S, _SLOW_ROUNDS = 0.1, 3
 def check(case: Case, phases: Phases) -> float:
     """Largest relative error over the ways to get a delta: in one call, and by its phases.
 
-    Raises NotApplicable for an error above TOLERANCE: what is wrong is not timed.
+    Raises NotApplicable for an error above TOLERANCE: wrong results are not timed.
     """
     ways: list[tuple[str, ...]] = [("delta",)] if "delta" in phases else []
     if {"shrink", "expand"} <= set(phases):
@@ -149,7 +149,7 @@ def describe(spec: CaseSpec) -> dict[str, Any]:
 def speeds(
     own: Sequence[float], num_bytes: int, flops: int, times: dict[str, list[float]], rates: Rates
 ) -> dict[str, Any]:
-    """Time, rates, and their shares of what the machine did in the same rounds.
+    """Time, rates, and their shares of the machine's rates in the same rounds.
 
     The bound is the longer of bytes over bandwidth (CPU: read, GPU: copy) and flops over the GEMM rate.
     """

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search over launch configurations and algorithms by rank; what is found, and its place in a GPU's table.
+"""Search over launch configurations and algorithms by rank; results, and their place in a GPU's table.
 
-No clock here: the caller's `measure` says how long something takes, so that the search runs anywhere.
+Without a clock: the caller's `measure` gives times, so that the search runs anywhere.
 
-A kernel is tuned for both phases together, as a `Pair` of configurations, because what fixes the order of
-sums (`configs.ORDER_FIXING`) must be the same in both; the rest may differ.  A pair is as fast as the
-geometric mean of its phases.
+Both phases of a kernel are tuned together, as a `Pair` of configurations, with an equal order of sums
+(`configs.ORDER_FIXING`); the rest may differ.  A pair's speed is the geometric mean of its phases.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Measure = Callable[[str, Config], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What an entry of each phase of a table is for."""
+    """Key of a table's entries for both phases."""
 
     kernel: str
     dtype: str
@@ -58,9 +57,9 @@ Crossovers = dict[Target, list[tuple[int, int, str]]]
 
 @dataclass
 class Found:
-    """Seconds of everything measured so far, by target key and configuration (as JSON), kept in a file.
+    """Seconds of all measurements so far, by target key and configuration (as JSON), kept in a file.
 
-    What failed or was wrong is infinite and kept as null.
+    Failures and wrong results are infinite and kept as null.
     """
 
     path: Path | None = None
@@ -68,7 +67,7 @@ class Found:
 
     @classmethod
     def load(cls, path: Path) -> Found:
-        """What an earlier run left, or nothing.  Raises ValueError for a file that is not JSON."""
+        """Results of an earlier run, or empty.  Raises ValueError for a file that is not JSON."""
         known = read_json(path) if path.exists() else {}
         return cls(
             path,
@@ -91,7 +90,7 @@ class Found:
         return json.dumps(config, sort_keys=True) in self.seconds.get(key, {})
 
     def best(self, target: Target) -> Pair | None:
-        """The fastest pair that worked, of those that add in the same order; None if there is none."""
+        """The fastest working pair with the same order of sums, or None."""
         orders: dict[tuple[Any, ...], dict[str, tuple[float, str]]] = {}
         for phase in PHASES:
             for name, seconds in self.seconds.get(target.key(phase), {}).items():
@@ -124,9 +123,9 @@ def together(seconds: Sequence[float]) -> float:
 
 
 def neighbours(kernel: str, pair: Pair) -> list[Pair]:
-    """Pairs of the space that differ from this one in one value, parameter by parameter.
+    """Pairs of the space with one different value, parameter by parameter.
 
-    What fixes the order of sums changes in both phases at once, anything else in one.
+    Parameters that fix the order of sums change in both phases at once, the rest in one.
     """
     space = config_space(kernel)
     found = []
@@ -141,9 +140,9 @@ def neighbours(kernel: str, pair: Pair) -> list[Pair]:
 
 
 def descend(target: Target, start: Pair, measure: Measure, found: Found) -> Iterator[Pair]:
-    """Coordinate descent from `start` until no single value's change helps; yields what it measures.
+    """Coordinate descent from `start` until no single change helps; yields its measurements.
 
-    The whole space has hundreds of configurations, each compiled for seconds; this measures some dozen.
+    Measures some dozens of hundreds of configurations, as each compiles for seconds.
     """
     best, best_s = start, _seconds(target, start, measure, found)
     yield start
@@ -184,10 +183,10 @@ def in_turn(searches: Sequence[Iterator[object]], out_of_time: Callable[[], bool
 
 
 def rank_classes(seconds: Mapping[int, Mapping[str, float]]) -> list[tuple[int, int, str]]:
-    """(least rank, largest rank, algorithm) classes that cover 1..512, from seconds by rank and algorithm.
+    """(least rank, largest rank, algorithm) classes over 1..512, from seconds by rank and algorithm.
 
-    A measured rank's fastest algorithm serves the ranks above the next smaller measured one up to it, the
-    largest one's all above.  Ranks at which nothing worked are passed over.
+    A measured rank's fastest algorithm serves the ranks down to the next smaller measured rank; the largest
+    rank's serves all above.  Skips ranks without a working algorithm.
     """
     fastest = {
         rank: min(by_name, key=by_name.__getitem__)
@@ -210,7 +209,7 @@ def updated(
     crossovers: Crossovers,
     note: str,
 ) -> ConfigTable:
-    """The table with the best configurations and classes of ranks that were found, ahead of what it had."""
+    """The table with the best configurations and rank classes ahead of its old entries."""
     entries = [
         ConfigEntry(**_key(target), kernel=target.kernel, phase=phase, config=config, state="tuned")
         for target in targets

@@ -3,10 +3,11 @@
 
 The file is vLLM's own and no part of this project: vllm/lora/ops/triton_ops/fused_moe_lora_op.py, as of its
 commit 861b97765d6cd2587ba74e7787a89d9b8aa1c9d4, at .cache/vllm/fused_moe_lora_op.py of the working directory.
-It runs as it is; of the package around it only what it imports is stood in for.
+It runs unchanged, with stand-ins for its imports from the package.
 
-What vLLM does once a batch (sorting rows into blocks of an adapter and expert) or once an adapter (padding to
-the largest rank, the scale folded into B) is not timed.  On a GPU it has the fastest of `WAYS` on each case.
+vLLM's work of once per batch (sorting rows into blocks of an adapter and expert) or once per adapter (padding
+to the largest rank, the scale folded into B) is not timed.  On a GPU the fastest of `WAYS` counts for each
+case.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from bench.kernels.lora_kernel_runs import check
 NAME = "vLLM fused_moe_lora"
 SOURCE = Path(".cache/vllm/fused_moe_lora_op.py")
 WAYS = (None, 16, 32, 64)
-"""Rows of a block, all of one adapter and expert; None: a row each, not sorted."""
+"""Rows of a block, of one adapter and expert; None: a row each, not sorted."""
 MAX_LORA_RANK = 128
 MAX_WEIGHT_BYTES = 24 << 30
 _PACKAGE = "vllm.lora.ops.triton_ops"
@@ -40,7 +41,7 @@ _UNUSED = "called by none of these runs"
 
 @cache
 def load_op() -> Any:
-    """vLLM's file as a module.  Raises ClickException where it is not there."""
+    """vLLM's file as a module.  Raises ClickException for a missing file."""
     if not SOURCE.exists():
         raise click.ClickException(f"{SOURCE} is missing; put vLLM's file there, see bench/README.md")
     spec = importlib.util.spec_from_file_location(f"{_PACKAGE}.fused_moe_lora_op", SOURCE)
@@ -59,7 +60,7 @@ class _Platform:
 
 
 def _surroundings() -> Iterator[tuple[str, ModuleType]]:
-    """What its imports find."""
+    """Stand-ins for its imports."""
     import triton
     import triton.language as tl
 
@@ -106,7 +107,7 @@ def prepare(case: Case) -> Phases | Call:
 
 
 def _works(case: Case, call: Call) -> bool:
-    """Whether it adds the delta, and there are resources for it."""
+    """True if the call adds the delta, within resources."""
     from triton.runtime.errors import OutOfResources
 
     try:
@@ -121,9 +122,9 @@ Stacked = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 def stacked(case: Case, copy: int) -> Stacked:
-    """By module A [adapters, experts, R, H] and scaled B [adapters, experts, N, R], as vLLM holds them.
+    """By module A [adapters, experts, R, H] and scaled B [adapters, experts, N, R], in vLLM's layout.
 
-    What the batch does not touch is there, and never read.  Raises NotApplicable if that takes too much room.
+    Untouched parts exist but are never read.  Raises NotApplicable without enough room.
     """
     site, size = case.site, (case.spec.num_adapters, case.site.num_experts)
     width = len(site.modules) * site.in_features + site.total_out_features
@@ -142,8 +143,9 @@ def stacked(case: Case, copy: int) -> Stacked:
 
 
 def blocks_of(case: Case, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each adapter its rows by expert, each filled up to whole blocks with the number that no row has;
-    the expert of each block, -1 where there is none; how long each adapter's rows are."""
+    """Each adapter's rows by expert, padded to whole blocks with an unused number; the expert of each block,
+    or -1; the length of each adapter's rows.
+    """
     num_rows, order = len(case.order), case.order.tolist()
     rows: list[list[int]] = [[] for _ in range(case.spec.num_adapters)]
     experts: list[list[int]] = [[] for _ in rows]

@@ -36,7 +36,7 @@ from .disagg_runs import (
 
 
 def run(device: Device, plan: Plan, trace: Trace, size: str, out: Path) -> None:
-    """Measure what `out` does not hold yet and append the records."""
+    """Measure the missing points of `out` and append the records."""
     env = environment(out)
     with tempfile.TemporaryDirectory(prefix="moe_lora_bench_") as folder:
         files = write_files(Path(folder), plan)
@@ -120,7 +120,7 @@ def _line(config: dict[str, Any], result: dict[str, Any]) -> str:
 def main(
     out: Path, trace: str, plot_dir: Path | None, size: str, parts: tuple[str, ...], slowdown: float | None
 ) -> None:
-    """Points that FILE holds already are not run again."""
+    """Existing points of FILE are not run again."""
     device = read_device()
     plan = make_plan(device, size)
     if parts:

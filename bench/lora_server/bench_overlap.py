@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the LoRA Server's time is hidden behind the instance's own base computation.
+"""Share of the LoRA Server's time hidden behind the instance's base computation.
 
     python -m bench.lora_server.bench_overlap --out bench/results/overlap.jsonl
         --trace bench/results/overlap_trace.json
 
 One engine and one server rank, one thread each, decode in lockstep.  A request's remote time runs from its
-put to when its answer is there; the part of it during which the engine stands and waits is exposed, the rest
-is hidden behind base GEMMs (InfiniLoRA figure 7b).
+put to its answer; the engine's wait is exposed, the rest is hidden behind base GEMMs (InfiniLoRA figure 7b).
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class Decode:
 
 
 def session_of(core: EngineCore) -> ClientSession:
-    """The engine's one session (what an engine is connected to is not part of its interface)."""
+    """The engine's only session (not part of an engine's interface)."""
     routed = core._runner._context.backend
     assert isinstance(routed, RoutedBackend)
     remote = routed.backends[Source.LEASED]
@@ -117,7 +116,7 @@ def shares(exchanges: list[ExchangeTimes]) -> dict[str, float]:
         "base_between_us": statistics.median(base) / 1e3,
         "exposed_us": statistics.mean(exposed) / 1e3,
         "hidden_share": 1 - sum(exposed) / sum(remote),
-        # What no implementation could hide: the remote time that outlasts the base work begun beside it.
+        # Bound of any implementation: the remote time beyond the simultaneous base work.
         "bound_hidden_share": 1
         - sum(max(0, c - b) for c, b in zip(computed, base, strict=True)) / sum(remote),
     }

@@ -4,8 +4,8 @@
     python -m bench.lora_server.check_lora_server --out FILE.jsonl
         [--only transport=shm --only layout=EP2-PP1,EP4-PP2]
 
-See bench/README.md for what is compared.  One JSON line per combination, a summary at the end; the exit
-status is 1 if any combination differs or could not be run.
+bench/README.md describes the comparison.  One JSON line per combination, a summary at the end.  Exit status 1
+for a difference or a failed run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Expected = Callable[[str, str], tuple[ServedModel, Tokens]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check what was asked for; the exit status."""
+    """Run the requested checks; the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, appended to")
     parser.add_argument(
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def restricted(only: Sequence[str]) -> dict[str, Sequence[str]]:
-    """The factors with the values that `only` leaves.  Raises ValueError for what is unknown."""
+    """The factors restricted by `only`.  Raises ValueError for unknown ones."""
     factors: dict[str, Sequence[str]] = dict(FACTORS)
     for text in only:
         name, _, values = text.partition("=")
@@ -82,7 +82,7 @@ def _choices() -> str:
 
 
 def check_all(rows: Sequence[Row], out: Path) -> list[list[str]]:
-    """What is wrong with each combination."""
+    """Faults of each combination."""
     env = environment(out)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     found = []
@@ -104,7 +104,7 @@ def check_all(rows: Sequence[Row], out: Path) -> list[list[str]]:
 
 
 def _references(folder: Path) -> Expected:
-    """(family, dtype) -> the model, and what the local backend answers."""
+    """(family, dtype) -> the model, and the local backend's answers."""
 
     @cache
     def model(family: str) -> ServedModel:
@@ -124,7 +124,7 @@ def check(row: Row, expected: Expected) -> dict[str, Any]:
     started_s = time.perf_counter()
     try:
         outcome = served_tokens(model, row)
-    except Exception as error:  # the others shall be checked all the same
+    except Exception as error:  # other combinations are checked all the same
         return {"complaints": [f"could not be run: {error!r}"]}
     return {
         "complaints": outcome.complaints(tokens),
@@ -141,7 +141,7 @@ def _counts(outcome: Outcome) -> dict[str, int]:
 
 
 def summarise(rows: Sequence[Row], complaints: Sequence[Sequence[str]]) -> None:
-    """Print, for each value of each factor, how many combinations were checked and how many failed."""
+    """Print checked and failed combinations for each value of each factor."""
     table = Table("factor", "value", "checked", "failed")
     for name, values in FACTORS.items():
         for value in values:

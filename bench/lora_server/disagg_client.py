@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines as something `report.replay` can send to, without HTTP, whose cost per token this machine lacks."""
+"""Engines as a target of `report.replay` without HTTP, whose cost per token exceeds this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_lora.report.load_client import ServerError, StreamedCompletion
 
 
 class EngineCompletions:
-    """`report.replay.Completions` over an engine client.  base_model: the name that means no adapter."""
+    """`report.replay.Completions` over an engine client.  base_model: the name without an adapter."""
 
     def __init__(self, client: EngineClient, base_model: str) -> None:
         self._client = client

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated devices of `bench_disagg`: what fits on them, and how long they take.
+"""The emulated devices of `bench_disagg`: capacities and times.
 
-Memory.  An instance owns `instance_gpus` GPUs: weights, then KV and adapters share what is left of the part
-of memory that an engine uses.  A server GPU holds adapters only.  For DBRX on 4 GPUs of 95.6 GiB, that is
-245 GiB of weights of 344 GiB; 3.87 GiB an adapter; 164 kB of KV a token: 12 adapters at 50/50, 10 at 40/60,
-and 90 on 4 server GPUs.  The tiny model that really runs gets the *number* of adapter slots of the real
-device, and room for the KV of as many average requests as fit there; bytes are its own.
+Memory.  An instance owns `instance_gpus` GPUs: weights first, then KV and adapters share the rest of an
+engine's part.  A server GPU holds adapters only.  DBRX on 4 GPUs of 95.6 GiB: 245 GiB of weights of 344 GiB;
+3.87 GiB an adapter; 164 kB of KV a token: 12 adapters at 50/50, 10 at 40/60, and 90 on 4 server GPUs.  The
+tiny model that really runs gets the real device's *number* of adapter slots, and KV for its number of average
+requests; bytes are its own.
 
-Time.  `moe_lora.provision` gives each stage of one real layer on the hardware that the profile file names;
-the tiny model has fewer layers, so each of its layers takes the time of (real layers / its layers).  Sources
-and assumptions stand in the two files.
+Time.  `moe_lora.provision` gives each stage of one real layer on the profile file's hardware; a layer of the
+tiny model takes the time of (real layers / its layers).  Sources and assumptions are in the two files.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Stages:
 
 
 class Device:
-    """Budgets and times that a profile file implies.  slowdown: all times are that much longer."""
+    """Budgets and times of a profile file.  slowdown: factor of all times."""
 
     def __init__(self, profile: dict[str, Any]) -> None:
         self.profile = profile
@@ -73,7 +72,7 @@ class Device:
         return usable - self.num_parameters * self.shape.dtype_bytes
 
     def instance_slots(self, adapter_share: float) -> int:
-        """Adapters that fit into an instance's share."""
+        """Adapters in an instance's share."""
         return int(adapter_share * self.free_bytes / self.adapter_bytes)
 
     def server_slots(self, num_gpus: int) -> int:
@@ -81,7 +80,7 @@ class Device:
         return int(usable / self.adapter_bytes)
 
     def kv_requests(self, adapter_share: float) -> float:
-        """Requests of average length whose KV fits beside the adapters."""
+        """Requests of average length with KV beside the adapters."""
         tokens = (1 - adapter_share) * self.free_bytes / self.kv_token_bytes
         return tokens / self.assumed["context_tokens"]
 
@@ -92,7 +91,7 @@ class Device:
     def step_profile(
         self, num_layers: int, slowdown: float, *, kernel_ratio: float, overlap: bool
     ) -> StepProfile:
-        """For a model of `num_layers`.  kernel_ratio: time of the LoRA kernels by that of the paper's."""
+        """For a model of `num_layers`.  kernel_ratio: time of the LoRA kernels over the paper's."""
         factor = slowdown * self.shape.num_layers / num_layers
         stages = self.stages
         return StepProfile(

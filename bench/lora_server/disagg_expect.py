@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What capacity alone leads one to expect of `bench_disagg`, by arithmetic, before anything runs.
+"""Expectation for `bench_disagg` from capacity alone, by arithmetic, before any run.
 
-Requests of adapter a arrive at rate_a and stay T = answer tokens x step time; were there always room, the
-number of a's running requests would be Poisson with mean rate_a T (M/G/inf: whatever the spread of lengths).
-So a is in use with probability q_a = 1 - exp(-rate_a T), and a newcomer starts at once if its adapter is in
-use or fewer than M others are:
+Requests of adapter a arrive at rate_a and stay T = answer tokens x step time; with unlimited room, the number
+of a's running requests would be Poisson with mean rate_a T (M/G/inf: for any spread of lengths).  So a is in
+use with probability q_a = 1 - exp(-rate_a T), and a newcomer starts at once if its adapter is in use or fewer
+than M others are:
     P(at once) = sum_a p_a (q_a + (1 - q_a) P(sum of the others' Bernoulli(q) <= M - 1)).
-The serviceable rate is about the highest one at which that is 0.95 (then P95 of the wait is 0; InfiniLoRA
-section 4.2 argues alike), and step time and KV hold.  T depends on the batch, so it is found by iteration.
-The rule is stricter than the SLO, which allows a wait of 0.25 s: with answers of a second the slots of a full
-cache fall free often enough for short waits, so measured rates of small caches should lie above it.
+The serviceable rate is about the highest with 0.95 (P95 of the wait is then 0; InfiniLoRA section 4.2 argues
+alike), within step time and KV.  T depends on the batch: found by iteration.  The rule is stricter than the
+SLO with its wait of 0.25 s: slots of a full cache free often enough for short waits, so small caches should
+measure above it.
 
 Expected on 12 GPUs, 256 adapters, Zipf 1.2, Azure's answers up to 128 tokens: coupled 50/50 (3 x 12 slots)
 48 requests/s, coupled 40/60 (3 x 10) 35, disaggregated (2 instances, 90 slots) 348: a ratio of 7 and 10, less
-what short waits give the coupled side.  DBRX is the model of table 3 with few slots.  The same rule
-for Mixtral-8x7B on 8 GPUs (25 slots an instance, 104 on 2 server GPUs) gives 300 against 593: a ratio of 2.
+the coupled side's gain by short waits.  DBRX is table 3's model with few slots.  The same rule for
+Mixtral-8x7B on 8 GPUs (25 slots an instance, 104 on 2 server GPUs) gives 300 against 593: a ratio of 2.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STEP = 1.03
 
 @dataclass(frozen=True)
 class Expected:
-    """At the highest rate that holds.  binds: what keeps it from more."""
+    """At the highest rate that holds.  binds: its limit."""
 
     rate_per_s: float
     rows_per_instance: float
@@ -49,7 +49,7 @@ def serviceable_rate(
     answer_tokens: float,
     step_s: Callable[[float], float],
 ) -> Expected:
-    """popularity: per cache, the shares of all requests that its adapters get.  kv_requests: per instance."""
+    """popularity: per cache, shares of all requests by adapter.  kv_requests: per instance."""
     rate, found = 1.0, Expected(0.0, 0.0, step_s(1), "slots")
     while True:
         rows = 1.0

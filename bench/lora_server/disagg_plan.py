@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench_disagg` runs: systems, request rates, durations."""
+"""Plan of `bench_disagg`: systems, request rates, durations."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .disagg_device import Device
 GPUS_PER_INSTANCE = 4
 PARTS = ("rates", "cache ratio", "ablation", "unpaced")
 FIXED_RATE_PER_S = 100.0
-"""Of the parts without a sweep of the rate: above what the coupled baseline serves within its SLO."""
+"""For parts without a sweep: above the coupled baseline's rate within its SLO."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
     """A way to use the devices.
 
-    slots: adapters that each instance holds, or, with server_gpus, the LoRA Server.  kv_requests: average
-    requests whose KV an instance holds.  kernel_ratio: time of the LoRA kernels by that of the paper's.
+    slots: adapters of each instance, or, with server_gpus, of the LoRA Server.  kv_requests: average requests
+    with KV on an instance.  kernel_ratio: time of the LoRA kernels over the paper's.
     """
 
     name: str
@@ -38,7 +38,7 @@ class System:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One system under rising rates (emulated requests/s); the last is skipped when one fails badly."""
+    """One system under rising rates (emulated requests/s); skips the last after a bad failure."""
 
     part: str
     system: System
@@ -49,9 +49,9 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """slowdown: all times of the emulated device, and gaps between arrivals, are that much longer.
+    """slowdown: factor of the emulated device's times and of arrival gaps.
 
-    duration_s: of arrivals, emulated; the first warm_up_s of them are not judged.
+    duration_s: of arrivals, emulated; the first warm_up_s are not judged.
     """
 
     num_adapters: int = 256
@@ -89,13 +89,13 @@ def with_sjf(system: System) -> System:
 
 
 def with_cache_ratio(system: System, ratio: float, num_adapters: int) -> System:
-    """Slots for that share of all adapters over all instances, whatever the memory (paper, section 2.3)."""
+    """Slots for this share of all adapters over all instances, regardless of memory (paper, section 2.3)."""
     slots = max(1, round(ratio * num_adapters / system.num_instances))
     return replace(system, name=f"cache ratio {ratio:.0%}", slots=slots)
 
 
 def ablation(base: System, disagg: System, baseline_kernels: float) -> list[System]:
-    """The steps of section 6.4 at equal capacity; each changes one switch of the one before.
+    """The steps of section 6.4 at equal capacity; each changes one switch of the previous.
 
     +disagg: server, remote call in series with the base GEMMs, whole-adapter loads, baseline kernels.
     """

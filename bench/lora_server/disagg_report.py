@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench_disagg` found: serviceable rates and their ratios, beside what was expected and the paper's."""
+"""Results of `bench_disagg`: serviceable rates and their ratios, beside expectations and the paper's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HOPELESS = 6.0
 
 
 def is_hopeless(result: dict[str, Any]) -> bool:
-    """So far out of the SLO that higher rates tell nothing more."""
+    """So far beyond the SLO that higher rates add nothing."""
     return badness(result) > _HOPELESS
 
 
@@ -43,8 +43,8 @@ def badness(result: dict[str, Any]) -> float:
 def serviceable(points: Sequence[tuple[float, float]]) -> tuple[float, str]:
     """(rate, "=", "<" or ">") from points (rate, badness) of one system, by rising rate.
 
-    Between the last rate up to which all are serviceable and the next one the logarithm of badness is taken
-    as linear in the rate.  ">": all are serviceable; "<": not even the first is.
+    Log badness is interpolated linearly in the rate after the last serviceable prefix.  ">": all are
+    serviceable; "<": none is.
     """
     last: tuple[float, float] | None = None
     for rate, bad in sorted(points):
@@ -70,9 +70,9 @@ def _curve(records: Sequence[Record], name: str, arrivals: str) -> dict[float, d
 
 
 def comparison(records: Sequence[Record]) -> list[Row]:
-    """Per arrivals and coupled system: how the disaggregated one compares, and what the paper found.
+    """Per arrivals and coupled system: the disaggregated system's ratio, and the paper's.
 
-    points, throughput: attainment in points and tokens/s as a ratio, means over the rates that both ran.
+    points, throughput: attainment in points and tokens/s as a ratio, means over common rates.
     """
     rows: list[Row] = []
     for arrivals in ("poisson", "trace"):
@@ -125,7 +125,7 @@ def _against(
 
 
 def expectations(device: Device, plan: Plan, trace: Trace) -> list[Row]:
-    """Serviceable rates by `disagg_expect`, for the systems whose rates are measured."""
+    """Serviceable rates by `disagg_expect`, for the measured systems."""
     answer_tokens = float(np.mean([request.output_tokens for request in trace.requests]))
     systems = {s.system.name: s.system for s in plan.series if s.part == "rates"}
     return [_expectation(device, system, plan.num_adapters, answer_tokens) for system in systems.values()]

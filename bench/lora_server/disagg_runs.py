@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a system of `bench_disagg` as processes, replays arrivals against it, and judges what came back."""
+"""Starts a system of `bench_disagg` as processes, replays arrivals, and judges the answers."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def write_files(folder: Path, plan: Plan) -> Files:
 
 
 def shortened(trace: Trace) -> Trace:
-    """Prompts by PROMPT_SCALE (at least two tokens, or a prompt would look like a decode row).
+    """Prompts scaled by PROMPT_SCALE (at least two tokens, unlike a decode row).
 
-    Answers keep their lengths, up to MAX_OUTPUT_TOKENS: how long a request holds its adapter is what this
-    benchmark is about.  Prompts hold KV only (prefill is another device's), and KV is budgeted in requests.
+    Answers keep their lengths, up to MAX_OUTPUT_TOKENS, as they hold the adapters.  Prompts only hold KV
+    (prefill is another device's), budgeted in requests.
     """
 
     def short(request: TraceRequest) -> TraceRequest:
@@ -133,7 +133,7 @@ def engine_config(
 def server_config(
     device: Device, plan: Plan, system: System, files: Files, paced: bool
 ) -> LoraServerConfig | None:
-    """The LoRA Server: one rank stands for all of its GPUs, which share each layer's work."""
+    """The LoRA Server: one rank stands for all of its GPUs."""
     if not system.server_gpus:
         return None
     load_s = device.load_s(system.server_gpus) * plan.slowdown
@@ -161,7 +161,7 @@ def started(
 def measure(
     client: EngineClient, requests: Sequence[PlannedRequest], plan: Plan, series: Series
 ) -> dict[str, Any]:
-    """Replay and summarize, in emulated time; only what arrives after the warm-up is judged."""
+    """Replay and summarize, in emulated time; judges arrivals after the warm-up."""
     options = ReplayOptions(url="", model=_MODEL, vocab_size=TINY.vocab_size, timeout_s=600.0)
     busy_s, start_s = cpu_s(), time.monotonic()
     outcome = replay(requests, options, connect=partial(completions, client, _MODEL))
@@ -187,7 +187,7 @@ def measure(
 
 
 def tokens_per_s(records: Sequence[RequestRecord], start_s: float, end_s: float) -> float:
-    """Tokens that arrived from start_s to end_s, per second: without the time in which a run drains."""
+    """Tokens from start_s to end_s, per second, without the drain of a run."""
     times = (t for record in records if record.timing is not None for t in record.timing.token_times_s)
     return sum(start_s <= t < end_s for t in times) / (end_s - start_s)
 
@@ -216,7 +216,7 @@ def _in_emulated_time(record: RequestRecord, slowdown: float) -> RequestRecord:
 
 
 def cpu_s() -> float:
-    """CPU time of this process and all below it."""
+    """CPU time of this process and its descendants."""
     parents, used = {}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -4,8 +4,8 @@
     python -m bench.placement.bench_clusters --out bench/results/placement_clusters.jsonl
 
 Loads, step times and SLO are those of `bench.cluster.simulated`, LoRAServe's sections V-E to V-G, with padded
-ranks.  Each record is one system on one draw of the requests: its highest rate, and what it holds at 0.9 of
-that rate.  The placements with a named forecast show what the forecast of the demand is worth.
+ranks.  A record is one system on one draw of the requests: its highest rate, and its adapters at 0.9 of that
+rate.  Placements with a named forecast show the forecast's effect.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from moe_lora.provision.replayed.system_config import SystemConfig
 POPULARITIES = ("shifting", "production")
 SIZES = (4, 8, 12)
 SHARE = 0.9
-"""Of its highest rate, at which a system is looked at."""
+"""Of its highest rate, for a system's figures."""
 GUESS_PER_S = 4.5
-"""Of a server, where the search begins."""
+"""Of a server, the start of the search."""
 FORECASTS: dict[str, Callable[[], DemandForecast]] = {
     "": DemandForecast,
     ", damped trend": partial(DemandForecast, 8, 0.5, 0.5),
@@ -51,7 +51,7 @@ ROUTED = ("least_outstanding", "rank_aware")
 
 
 def contestants() -> Iterator[tuple[str, Made]]:
-    """(name, what makes the system for a number of servers and a rate)."""
+    """(name, maker of the system for a number of servers and a rate)."""
     for name in ROUTED:
         yield f"everywhere, {name}", partial(routed, name)
     for name in PLACED:

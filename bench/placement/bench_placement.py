@@ -37,12 +37,12 @@ POPULARITIES = ["uniform", "shifting", "exponential", "power:3", "production"]
 SIZES = [(25, 4), (100, 4), (200, 4), (300, 12)]
 NUM_STEPS, REQUESTS_PER_STEP, TOKENS_PER_REQUEST, STEP_S = 12, 3000, 640, 60.0
 TIMES_128 = {"tp1": 2.7, "tp8": 1.2}
-"""Time of a token at rank 128, that at rank 8 = 1 (LoRAServe, sections III-A1 and III-A3)."""
+"""Time of a token at rank 128, relative to rank 8 (LoRAServe, sections III-A1 and III-A3)."""
 TOKENS_PER_S = 10_000.0
 BOUND = 0.05
 """Share of all adapters' bytes that the bounded optimiser may copy in a step."""
 TIGHT_BOUND = 0.001
-"""The same where the cost is measured: there 0.05 would not bind."""
+"""For the cost of the bound: 0.05 would not bind."""
 NUM_PAIRS, GOAL_S = 7, 1.0
 Place = Callable[..., Table]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The least worst load under a bound on copied bytes, by a mixed-integer program; for small clusters.
 
-Variables: T, the worst load; x[a, s] in [0, 1], shares; y[a, s] in {0, 1}, whether s holds a; z[s, c] in
-{0, 1}, whether c is the highest rank that s serves.
+Variables: T, the worst load; x[a, s] in [0, 1], shares; y[a, s] in {0, 1}, 1 if s holds a; z[s, c] in
+{0, 1}, 1 if c is the highest rank on s.
 
     minimise T  subject to  sum_s x[a, s] = 1,  x[a, s] <= y[a, s],  sum_c z[s, c] = 1,
     x[a, s] <= sum over c >= rank(a) of z[s, c],
@@ -52,7 +52,7 @@ def exact_worst_load(
 
 
 class _Program:
-    """The program in arrays; tokens/s in units of all demand, T in `unit`s, so that numbers are near 1."""
+    """The program in arrays; tokens/s relative to all demand, T in `unit`s, for numbers near 1."""
 
     def __init__(self, problem: PlacementProblem, before: Shares, max_copied_bytes: float | None) -> None:
         self._problem = problem

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well linear models tell step times, and what a high rank does to the low ones beside it; see README.md.
+"""Accuracy of linear models of step times, and effect of a high rank on low ones beside it; see README.md.
 
 python -m bench.provision.bench_performance_model --out bench/results/performance_model.jsonl
 """
@@ -32,7 +32,7 @@ GOAL_R2 = 0.98
 LOW, HIGH = 8, 128
 NUM_REQUESTS = 16
 MIXES = {"all low": 0, "one high": 1, "half high": NUM_REQUESTS // 2, "all high": NUM_REQUESTS}
-"""Requests of the high rank among NUM_REQUESTS, each with an adapter of its own."""
+"""Requests of the high rank among NUM_REQUESTS, each with its own adapter."""
 QUANTILE = 0.25
 """Of samples: other work on the machine only ever lengthens a step."""
 COMMON: dict[str, Any] = {"device": "cpu", "dtype": "auto", "eager": True, "seed": 0}
@@ -60,7 +60,7 @@ def models(model_dir: Path, num_rounds: int, threads: int, *, small: bool) -> di
 
 
 def mixing(model_dir: Path, num_rounds: int, threads: int) -> dict[str, dict[str, Any]]:
-    """Kernel -> mix -> decode step time, and its ratio to that of low ranks alone (LoRAServe, figure 1)."""
+    """Kernel -> mix -> decode step time, and its ratio to low ranks alone (LoRAServe, figure 1)."""
     names = {f"{rank}-{i}": rank for rank in (LOW, HIGH) for i in range(NUM_REQUESTS)}
     times: dict[str, dict[str, list[float]]] = {kernel: {mix: [] for mix in MIXES} for kernel in LORA_KERNELS}
     with _clocks(model_dir, names, threads) as clocks:
@@ -110,7 +110,7 @@ def points(
 ) -> dict[str, Any]:
     """The content of a `moe-lora operating-points` file; profile: simulated from it.
 
-    Where no rate tried holds the SLO, or all do: no points, and `problem` says so.
+    If no tried rate holds the SLO, or all do: no points, and the reason in `problem`.
     """
     options = {
         **COMMON,
@@ -171,7 +171,7 @@ def record_models(recorder: Recorder, content: dict[str, Any]) -> None:
 
 
 def record_mixing(recorder: Recorder, found: Mapping[str, dict[str, Any]], threads: int) -> None:
-    """One record per kernel; there are twice as many rounds and one more than for the models."""
+    """One record per kernel, with twice as many rounds and one more than for the models."""
     ranks: dict[str, Any] = {"low_rank": LOW, "high_rank": HIGH, "num_requests": NUM_REQUESTS}
     for kernel, mixes in found.items():
         recorder.add("mixing", mixes, kernel=kernel, processor_time=threads == 1, **ranks)

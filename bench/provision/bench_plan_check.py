@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do plans hold their own check, and would fewer GPUs have done: five models under 18 loads each.
+"""Do plans hold their own check, and would fewer GPUs hold: five models under 18 loads each.
 
     python -m bench.provision.bench_plan_check --out bench/results/plan_check.jsonl [--cells 90]
 
-A cell is a model, a rate, a number of adapters and a Zipf exponent; lengths, prompts among them, and arrivals
-are those of the demo's trace (repeated, scaled to the rate), with Poisson arrivals beside them.  Each cell's
-plan is made as `moe-lora provision` makes it, and replayed again with three other draws; then a search in the
-simulator, over more clusters of both kinds than the plan was chosen from, looks for fewer GPUs that hold, or
-for any that do where the plan was refused.  One JSON line a cell; a cell of the file is skipped, so that
-a run that was cut short goes on.  One process.
+A cell is a model, a rate, a number of adapters and a Zipf exponent; lengths, prompts and arrivals come from
+the demo's trace (repeated, scaled to the rate), with Poisson arrivals beside them.  Each cell's plan is made
+as by `moe-lora provision`, and replayed with three other draws; then a simulator search over more clusters of
+both kinds looks for fewer GPUs that hold, or for any after a refusal.  One JSON line per cell; skips finished
+cells of the file.  One process.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ from .plan_cases import model_inputs, zipf
 
 TRACE = Path(__file__).parents[2] / "demo" / "trace.csv"
 RATES, ADAPTERS, EXPONENTS = (100, 200, 400), (128, 512, 2000), (0.6, 1.2)
-STEP = 1  # GPU: of the LoRA Server, the smallest that a cluster can grow by
+STEP = 1  # GPU: of the LoRA Server, the smallest growth of a cluster
 CHECKS, SEEDS = (1, 4, 5), (1, 3)  # of the check (1: --verify) and of the search; plans are chosen by 0, 2
 FARTHEST, BUSIEST = 1.5, 1.2  # of the search; a plan's own stops at 1.3 and 1.1
-AT_MOST = 8  # clusters of equally many GPUs, twice what a plan tries
-PATIENCE = 3  # successive numbers of GPUs without any that holds
-MOST_GPUS = 96  # up to which a refused load is searched
+AT_MOST = 8  # clusters of equally many GPUs, twice a plan's tries
+PATIENCE = 3  # successive numbers of GPUs without success
+MOST_GPUS = 96  # limit of the search for a refused load
 
 
 def cells() -> Iterator[dict[str, Any]]:
-    """Every cell, in an order that mixes them, so that a part of them stands for all."""
+    """Every cell, in a mixed order, so that a part represents the whole."""
     grid = list(itertools.product(RATES, ADAPTERS, EXPONENTS, KNOWN_MODELS))
     random.Random(0).shuffle(grid)
     for rate, adapters, exponent, model in grid:
@@ -62,7 +61,7 @@ def cells() -> Iterator[dict[str, Any]]:
 
 
 def inputs_of(cell: dict[str, Any]) -> PlanInputs:
-    """The cell as `moe-lora provision` takes it from its options."""
+    """The cell as options of `moe-lora provision`."""
     load = trace_statistics(TRACE, None)
     prompts = prompt_load(read_trace(TRACE, limit=NUM_REQUESTS).requests)
     return model_inputs(
@@ -77,7 +76,7 @@ def inputs_of(cell: dict[str, Any]) -> PlanInputs:
 
 
 def measure(cell: dict[str, Any]) -> dict[str, Any]:
-    """The plan, its check, and the fewest GPUs that were found to hold."""
+    """The plan, its check, and the fewest GPUs found to hold."""
     inputs, trace = inputs_of(cell), read_trace(TRACE, limit=NUM_REQUESTS)
     started = time.process_time()
     plan, refusal = _planned(lambda: checked_plan(inputs, trace))
@@ -145,7 +144,7 @@ def _holding(
 
 
 def _fewer(inputs: PlanInputs, served: PlaceSearch, coupled: CoupledSearch, num_gpus: int) -> int | None:
-    """The fewest GPUs, fewer than these, that hold."""
+    """The fewest GPUs, below these, that hold."""
     smallest, missed = None, 0
     while missed < max(PATIENCE, inputs.instance_gpus) and num_gpus > 1:
         num_gpus -= 1
@@ -165,7 +164,7 @@ def _any(inputs: PlanInputs, served: PlaceSearch, coupled: CoupledSearch) -> int
 
 
 def summary(results: list[dict[str, Any]]) -> list[str]:
-    """How many plans hold, both kinds of error, and what it took."""
+    """Number of plans that hold, both kinds of error, and costs."""
     plans = [one for one in results if one["plan"] is not None]
     refused = [one for one in results if one["plan"] is None]
     excess = [one["excess_gpus"] for one in plans]
@@ -185,7 +184,7 @@ def summary(results: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """Measure the cells that the file lacks, and print what they show together."""
+    """Measure the cells missing in the file, and print a summary."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cells", type=int, default=None, help="at most so many more")

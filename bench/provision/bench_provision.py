@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provisioning: how fast and how exact its solvers are, and how near simulation its models come.
+"""Provisioning: speed and accuracy of its solvers, and its models beside simulation.
 
     python -m bench.provision.bench_provision --out bench/results/provision.jsonl
         [--part solver|estimator] [--quick]
 
-See bench/README.md for what is measured.  One JSON line per measurement; the goals are printed at the end.
+bench/README.md describes the measurements.  One JSON line per measurement; the goals are printed at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_lora.report.results import append_result
 
 from . import estimator_grid, provision_solver
 
-# What its records are, and how it runs.
+# Its records, and its runner.
 PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, provision_solver.Record], list[str]]]] = {
     "solver": ("measured", provision_solver.run),
     "estimator": ("simulated", estimator_grid.run),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The estimator part of `bench_provision`: both models of admission beside a simulation of waiting requests.
 
-Every cell is a popularity, a number of adapters, a global batch and a capacity from 0.7 to 1.3 times the
-expected number of active adapters.  One JSON line per row of cells that differ in capacity only.
+A cell is a popularity, a number of adapters, a global batch and a capacity from 0.7 to 1.3 times the expected
+number of active adapters.  One JSON line per row of cells with different capacities.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SHAPES: dict[str, Callable[[int], np.ndarray]] = {
 
 
 def simulate(probabilities: np.ndarray, global_batch: float, capacity: int, quick: bool) -> AdmissionResult:
-    """The simulation that a cell is judged by: longer where it is less certain."""
+    """The reference simulation of a cell, longer for uncertain cells."""
     num_arrivals = max(MIN_ARRIVALS, int(MIN_SERVICE_TIMES * global_batch)) // (10 if quick else 1)
     result = simulate_admission(probabilities, global_batch, capacity, num_arrivals=num_arrivals, seed=0)
     longest = 0 if quick else MAX_ARRIVALS
@@ -75,7 +75,7 @@ def simulate(probabilities: np.ndarray, global_batch: float, capacity: int, quic
 def measure_cell(
     probabilities: np.ndarray, global_batch: float, capacity: int, quick: bool
 ) -> dict[str, Any]:
-    """The three rates at one capacity, and the seconds that the corrected one took."""
+    """The three rates at one capacity, and the corrected rate's seconds."""
     simulated = simulate(probabilities, global_batch, capacity, quick)
     started = time.perf_counter()
     corrected = corrected_admissibility_rate(probabilities, global_batch, capacity)

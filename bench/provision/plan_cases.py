@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads that InfiniLoRA describes, with what the paper says of its LoRA Server under them.
+"""InfiniLoRA's loads, with the paper's LoRA Servers.
 
-The paper gives rates, adapters, skew and GPUs, not lengths: BurstGPT's are sampled, their mean is not stated,
-so that the global batch is not either.  Here: 250 output tokens, 900 tokens of context.
+The paper gives rates, adapters, skew and GPUs, but no lengths: BurstGPT's are sampled, without a stated mean,
+so the global batch is unknown too.  Here: 250 output tokens, 900 tokens of context.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ CONTEXT_TOKENS = 900.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A load.  gpus: the whole budget, None: as few as it takes.  paper: what the paper says of it.
+    """A load.  gpus: the whole budget, None: as few as needed.  paper: the paper's statement.
 
-    not_stated: inputs that the paper leaves open, beside the lengths.
+    not_stated: further inputs missing in the paper.
     """
 
     model: str
@@ -97,7 +97,7 @@ def zipf(num_adapters: int, s: float) -> NDArray[np.float64]:
 
 
 def model_inputs(name: str, **given: Any) -> PlanInputs:
-    """A model of table 3 as the planner takes it, with its usual adapters and goals, on the paper's hardware.
+    """A model of table 3 for the planner, with its usual adapters and goals, on the paper's hardware.
 
     Without `prompts` another device computes these, as in the paper.
     """

@@ -3,8 +3,8 @@
 
     python -m bench.provision.plan_table --out bench/results/provision_plans.jsonl --markdown
 
-One record a load, {case, plan, plan by the corrected estimator}, and one on the admission rates that section
-6.3.2 quotes for Qwen3-30B-A3B.  Nothing is timed: equal inputs give equal plans.
+One record per load, {case, plan, plan by the corrected estimator}, and one on section 6.3.2's admission rates
+for Qwen3-30B-A3B.  Nothing is timed: equal inputs give equal plans.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QWEN_TRIED = (
 
 
 def planned(case: Case, estimator: str) -> dict[str, Any]:
-    """The plan as JSON; what is in the way instead, where the budget does not hold the load."""
+    """The plan as JSON, or the obstacle if the budget does not hold the load."""
     try:
         return asdict(make_plan(case_inputs(case, estimator=estimator)))
     except SloError as error:
@@ -77,7 +77,7 @@ def _counted(number: int, noun: str) -> str:
 @click.option("--markdown", is_flag=True, help="Print the table of docs/results/plans.md.")
 def main(out: str, markdown: bool) -> None:
     """Plan every case."""
-    env = environment(out)  # before the old table goes, which would make the tree a changed one
+    env = environment(out)  # before the old table goes, as its removal changes the tree
     Path(out).unlink(missing_ok=True)
     for case in CASES:
         plans = {name: planned(case, name) for name in ("paper", "corrected")}

@@ -85,7 +85,7 @@ def rate_by_convolution(p: np.ndarray, q: np.ndarray, capacity: int) -> float:
     make f = f1 * f2 and g = g1 * f2 + f1 * g2.
     """
     num_blocks = 1 << (len(q) - 1).bit_length()
-    absent = np.zeros(num_blocks)  # blocks added to fill up are adapters that nobody asks for
+    absent = np.zeros(num_blocks)  # padding blocks: adapters without requests
     f = np.stack([np.ones(num_blocks), absent], axis=1)
     g = np.zeros_like(f)
     f[: len(q), 0], f[: len(q), 1], g[: len(q), 0] = 1 - q, q, p * (1 - q)
@@ -99,7 +99,7 @@ def rate_by_convolution(p: np.ndarray, q: np.ndarray, capacity: int) -> float:
 
 
 def min_capacity_by_scan(p: np.ndarray, global_batch: float, target: float, rate: Rate) -> int:
-    """Algorithm 1: the first M = 1, 2, ... whose IAR, by the given way, reaches the target."""
+    """Algorithm 1: the first M = 1, 2, ... with IAR >= target, by the given method."""
     for capacity in range(1, len(p)):
         if rate(p, residencies(p, global_batch, capacity), capacity) >= target:
             return capacity

@@ -24,7 +24,7 @@ Record = Callable[[dict[str, Any], dict[str, Any]], None]
 TARGET = 0.95
 SIZES = (100, 512, 1_000, 10_000, 100_000, 1_000_000)
 PRINTED_SIZES = {100: 7, 200: 5, 512: 3}  # with rounds: the last takes a quarter of a minute each
-FIT_FROM = 10_000  # smaller ones are the same work whatever their number
+FIT_FROM = 10_000  # smaller ones are equal work for any number
 GOAL_SECONDS, GOAL_BYTES, GOAL_SPEEDUP = 5.0, 10**9, 1000.0
 POPULARITIES = ("zipf 1.2", "dirichlet 0.3")
 # Of many adapters Zipf's answer is far below the expected active, Dirichlet's just above: both halves of the
@@ -60,7 +60,7 @@ def _peak_bytes() -> int:
 
 
 def solve_alone(name: str, num_adapters: int, global_batch: float, rounds: int) -> dict[str, Any]:
-    """In a process of its own: seconds of each round (the first one apart) and peak memory."""
+    """In a separate process: seconds of each round (the first apart) and peak memory."""
     p = popularity(name, num_adapters)
     before = _peak_bytes()
     solver = Solver(lambda: min_capacity(p, global_batch, TARGET))
@@ -111,7 +111,7 @@ def largest_error(name: str, num_adapters: int) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, record: Record) -> list[str]:
-    """Measure, record, and return the goals with whether each was met."""
+    """Measure, record, and return the goals, met or missed."""
     sizes = [size for size in SIZES if not args.quick or size <= 10_000]
     rounds = 3 if args.quick else 7
     alone = {}
@@ -162,7 +162,7 @@ def _slope(times: dict[int, float]) -> float:
 
 
 def goals(alone: dict[tuple[str, float, int], dict[str, Any]], speedups: dict) -> list[str]:
-    """One line a goal; those whose size was not measured are left out."""
+    """One line per goal with measured sizes."""
     lines = []
     largest = [result for key, result in alone.items() if key[2] == 1_000_000]
     if largest:

@@ -3,9 +3,9 @@
 
     python -m bench.quantised.bench_layers --out bench/results/quantised_layers.jsonl [--quick]
 
-No engine: matrices of a Llama's gate_up [8192, 1024] and down [1024, 4096], more of them than the caches
-hold, one pass over all of a kind a turn, turns interleaved.  In each round the machine's read bandwidth and
-its rate of int8 matrix products are measured too: the larger of the two shares says which binds a layer.
+No engine: matrices of a Llama's gate_up [8192, 1024] and down [1024, 4096], beyond the caches' size, one pass
+over all of a kind per turn, turns interleaved.  Each round also measures the machine's read bandwidth and its
+rate of int8 matrix products: the larger share binds a layer.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def title(form: Format | None) -> str:
 
 
 def any_weights(form: Format, num_out: int, width: int) -> QuantisedOperand:
-    """Bytes that mean ordinary numbers in each format: which ones does not matter to the time."""
+    """Bytes of ordinary numbers in each format; times do not depend on the values."""
     sizes, kinds = form.sizes(num_out, width), form.dtypes(torch.bfloat16)
     data = torch.full(sizes[0], 0x35, dtype=torch.uint8).view(kinds[0])
     return QuantisedOperand(form, data, torch.full(sizes[1], 120, dtype=kinds[1]))
 
 
 def layers_of(form: Format | None, num_out: int, width: int, count: int) -> tuple[Callable[..., Any], int]:
-    """One pass over `count` matrices for given inputs, and the bytes that it reads."""
+    """One pass over `count` matrices for given inputs, and its bytes read."""
     if form is None:
         plain = [torch.full((num_out, width), 0.5, dtype=torch.bfloat16) for _ in range(count)]
         return lambda x: [cpu.linear(x, weight, None) for weight in plain], sum(w.nbytes for w in plain)

@@ -5,9 +5,9 @@
 
 VENV is another environment, with openvino-genai, optimum-intel and nncf; none is a dependency of ours.
 optimum-cli exports the same random checkpoint in 8 and in 4 bits (symmetric groups of 64, as our int4).
-OpenVINO quantises inputs to 8 bits where it finds that faster, and always the head, to 8 bits; so our head is
-quantised too, in the format of the rest.  Steps of both are interleaved; ours also with
-eight adapters of rank 16 in the batch, which OpenVINO cannot mix.
+OpenVINO quantises inputs to 8 bits if faster, and always the head, to 8 bits; so our head is quantised too,
+in the format of the rest.  Steps of both are interleaved; ours also with eight adapters of rank 16 in the
+batch, which OpenVINO cannot mix.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OURS = ("int8", "int4", "int8-dynamic", "int4-dynamic")
 
 
 class OpenVino:
-    """One exported model in a process of its own."""
+    """One exported model in a separate process."""
 
     def __init__(self, python: Path, model_dir: Path, threads: int, size: ModelSize) -> None:
         worker = Path(__file__).with_name("openvino_worker.py")

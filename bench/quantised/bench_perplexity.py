@@ -4,8 +4,8 @@
     python -m bench.quantised.bench_perplexity --out bench/results/quantised_perplexity.jsonl [--quick]
 
 `demo`: answers to fresh questions by the demo model, the base (which repeats a text) and its 18 task
-adapters, mixed in each batch.  `bytes`: a Llama of 0.4 million weights, trained here on every docs page but
-each tenth, byte by byte, and asked for those.  The same seeds on one thread give the same figures.
+adapters, mixed in each batch.  `bytes`: a Llama of 0.4 million weights, trained here on nine of ten docs
+pages, byte by byte, and tested on the tenth.  The same seeds on one thread give the same figures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.harness.records import ROOT, Record, Recorder
 from bench.harness.tables import table
 from demo.tasks import TASKS
 from demo.training.data import question
-from moe_lora.core.weight_format import weight_format
+from moe_lora.config.weight_format import weight_format
 from moe_lora.models.quantised_weight import quantisation_of
 from tests.models.harness import MAX_TOKENS, Harness, Stream
 
@@ -44,7 +44,7 @@ QUESTIONS, STEPS, WINDOWS = 60, 400, 200
 BATCH, LEARNING_RATE = 16, 3e-3
 
 Asked = tuple[int, list[int], list[int]]
-"""Slot of an adapter (-1: none), tokens of the context, tokens whose perplexity counts."""
+"""Slot of an adapter (-1: none), tokens of the context, judged tokens."""
 
 
 def demo_questions(tasks: Sequence[str], count: int) -> list[Asked]:
@@ -103,7 +103,7 @@ def train(text: bytes, folder: Path, num_steps: int) -> Path:
 
 @torch.inference_mode()
 def losses(harness: Harness, asked: Sequence[Asked]) -> tuple[list[float], int]:
-    """Negative log likelihoods of all tokens that count, and how many answers are the likeliest ones."""
+    """Negative log likelihoods of all judged tokens, and the number of most likely answers."""
     lanes = [harness.add() for _ in range(BATCH)]
     found: list[float] = []
     exact = 0

@@ -4,8 +4,8 @@
     python -m bench.quantised.bench_quantised --model llama --out bench/results/quantised.jsonl [--quick]
 
 One engine per format in one process, decode steps interleaved; 1 to 64 requests of the base, and 8, 16 and 64
-over eight adapters of rank 16.  In each round the machine's read bandwidth and its rate of int8 matrix
-products (torch's, 16 rows) are measured too.  The ceiling is what a step must read, as held, at that rate.
+over eight adapters of rank 16.  Each round also measures the machine's read bandwidth and its rate of int8
+matrix products (torch's, 16 rows).  The ceiling is a step's stored bytes at that rate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench.harness.interleave import interleave, ratio
 from bench.harness.random_model import FULL, TINY, ModelSize, write_adapter, write_model
 from bench.harness.records import Record, Recorder
 from bench.harness.tables import table
-from moe_lora.core.shape import ModelShape
+from moe_lora.families import shape_of
 
 LLAMA = ModelSize(
     hidden_size=1024,
@@ -80,7 +80,7 @@ def runs_of(
 ) -> dict[Cell, EngineRun]:
     """Every cell on an engine of its format; the checkpoint is at folder / "model".
 
-    head: quantised too, where anything is.
+    head: also quantised, except in bf16.
     """
     model = write_model(folder / "model", size)
     adapters = tuple(
@@ -115,7 +115,7 @@ def runs_of(
 
 
 def one_reading(measure: Callable[[], float], into: list[float]) -> Callable[[int], float]:
-    """A contestant that takes part for what it measures, not for its time."""
+    """A contestant for its reading, not for its time."""
 
     def run(_num_steps: int) -> float:
         into.append(measure())
@@ -153,7 +153,7 @@ def result_of(
     bandwidth: float,
     rate: float,
 ) -> dict[str, Any]:
-    """num_weights: that one row meets."""
+    """num_weights: used by one row."""
     _, num_requests, num_adapters = cell
     step_s = statistics.median(times[cell])
     return {
@@ -208,7 +208,7 @@ def main(name: str, out: str | None, threads: int, head: bool, quick: bool) -> N
     recorder = Recorder(out)
     with tempfile.TemporaryDirectory() as folder:
         runs = runs_of(Path(folder), size, requests, head=head, eager=quick)
-        shape = ModelShape.from_hf_config(read_config_of(runs))
+        shape = shape_of(read_config_of(runs))
         read = {cell: step_bytes(run, shape, 2) for cell, run in runs.items()}
         times, bandwidth, rate = measured(runs, requests, num_rounds)
         for cell in runs:

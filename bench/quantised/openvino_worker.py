@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in OpenVINO GenAI, decoding what it is told: run by `bench_openvino` with another Python.
+"""A model in OpenVINO GenAI that decodes on demand: run by `bench_openvino` with another Python.
 
     PYTHON openvino_worker.py MODEL_DIR THREADS PROMPT_LEN VOCAB_SIZE
 
-Reads lines of "requests steps"; answers each with one of {"s": seconds of decode}, or {"error": ...}.
-Prompts are those of `bench_quantised`; every call computes them first, untimed.
+Reads lines of "requests steps"; answers with {"s": seconds of decode}, or {"error": ...}.
+Prompts are those of `bench_quantised`, computed first in every call, untimed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the library prints is no answer
+    os.dup2(2, 1)  # the library's output is no answer
     numpy, openvino = importlib.import_module("numpy"), importlib.import_module("openvino")
     genai = importlib.import_module("openvino_genai")
     model_dir, threads, prompt_len, vocab_size = sys.argv[1], *map(int, sys.argv[2:5])

@@ -3,9 +3,9 @@
 
     python -m bench.serve.bench_decode --before DIR --before-python PY [--quantize int4] [--out FILE]
 
-Both serve one random Llama of 440 million weights with all that a user gets: front end, engine process and
-its threads share the machine's cores.  By turns each answers 1, 8 and 16 streams; time runs from a stream's
-second token to its last.
+Both serve one random Llama of 440 million weights as for a user: front end, engine process and its threads
+share the machine's cores.  By turns each answers 1, 8 and 16 streams; time runs from a stream's second token
+to its last.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STREAMS = (1, 8, 16)
 
 
 def seconds(server: ServedTree, vocab_size: int, num_streams: int, num_steps: int) -> float:
-    """Of so many decode steps, the median of all streams."""
+    """Of num_steps decode steps, the median over streams."""
 
     async def run() -> list[float]:
         return await asyncio.gather(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TTFT of a tenant beside another one that asks for its share of a server, and for ten times that.
+"""TTFT of a tenant beside another with its share of a server's load, and with ten times that.
 
     python -m bench.serve.bench_fairness [--out FILE] [--quick]
 
-Two tenants with equal shares, each with its key, over HTTP.  What the server can serve is measured first.
-The modest tenant asks for half of its half (Poisson arrivals), the other one for its half or ten times as
-much, by turns, on the same arrivals of the modest one.  Last, for comparison, both use one key.
+Two tenants with equal shares, each with its key, over HTTP.  First measures the server's capacity.  The
+modest tenant sends half of its share (Poisson arrivals), the other its share or ten times as much, by turns,
+on the same arrivals of the modest one.  Last, for comparison, both use one key.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from .served_tree import ServedTree
 SEQS, PROMPT_LEN, ANSWER_LEN = 8, 64, 32
 SIZE = replace(LLAMA, hidden_size=512, intermediate_size=2048, num_layers=12, num_heads=8, num_kv_heads=4)
 SIZE = replace(SIZE, vocab_size=4096)
-"""50 million weights: steps of some 10 ms, so that it is the engine that is short, not HTTP."""
+"""50 million weights: steps of some 10 ms, so that the engine is the bottleneck, not HTTP."""
 CASES = {"at its share": 1.0, "at 10 x its share": 10.0}
 BUDGET = 2 * PROMPT_LEN
-"""Tokens of prompts in a step: a step is short, and so is what a new prompt waits for."""
+"""Prompt tokens of a step: short steps, short waits of new prompts."""
 MOST_QUEUED = 64
-"""Requests of one tenant that may wait: more are refused, as they are by default beyond 2 M tokens."""
+"""Most waiting requests of one tenant: more are refused, as by default beyond 2 M tokens."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: when, whose, and what was seen of it.  ttft_s: None if it was refused."""
+    """A request: time, tenant, result.  ttft_s: None if refused."""
 
     at_s: float
     tenant: str
@@ -55,7 +55,7 @@ class Asked:
 
 
 class Client:
-    """Sends requests when they are due, whatever became of those before."""
+    """Sends requests at due times, open-loop."""
 
     def __init__(self, port: int, keys: dict[str, str], vocab_size: int) -> None:
         self._port, self._keys, self._vocab_size = port, keys, vocab_size
@@ -86,7 +86,7 @@ class Client:
         return asyncio.run(all_of_them())
 
     def capacity_per_s(self, num: int) -> float:
-        """Requests that are served in a second where as many wait as may."""
+        """Served requests per second with a full queue."""
         began_s = time.perf_counter()
         found = self.run([Asked(0.0, tenant) for tenant in ("modest", "other") for _ in range(num // 2)])
         assert all(one.status == 200 for one in found)
@@ -101,7 +101,7 @@ def arrivals(tenant: str, per_s: float, duration_s: float, seed: int) -> list[As
 
 
 def measure(client: Client, share_per_s: float, case: float, duration_s: float, seed: int) -> dict[str, Any]:
-    """The modest tenant's times to the first token, and what became of all requests."""
+    """The modest tenant's TTFTs, and the outcome of all requests."""
     modest = arrivals("modest", share_per_s / 2, duration_s, seed)
     found = client.run([*modest, *arrivals("other", case * share_per_s, duration_s, seed + 1000)])
     answers = Counter(f"{one.tenant} {one.status}" for one in found)
@@ -125,7 +125,7 @@ def main() -> None:
         keys = {name: add_key(file, ApiKey(id="x", digest="", tenant=name)) for name in ("modest", "other")}
         words = f"{model} --max-num-seqs {SEQS} --max-model-len 256 --threads 1 --api-keys {file}"
         words += f" --max-num-batched-tokens {BUDGET}"
-        words += f" --max-queued-tokens-per-client {1024 * MOST_QUEUED}"
+        words += f" --set front_end.max_queued_tokens_per_client={1024 * MOST_QUEUED}"
         with ServedTree(ROOT, sys.executable, *words.split()) as server:
             client = Client(server.port, keys, size.vocab_size)
             client.capacity_per_s(2 * SEQS)

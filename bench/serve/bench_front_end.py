@@ -4,9 +4,9 @@
     python -m bench.serve.bench_front_end --before DIR --before-python PY [--keys] [--out FILE]
 
 Starts `moe-lora serve` on the demo's model from this tree and from another one, sends both the same
-streaming completions in rounds by turns, and reads the processor time of each front end's process before and
-after, all its threads, none of the engine's.  Every token of every stream is counted.  With --keys this tree
-wants a key and has it; the other one gets the same requests.
+streaming completions in alternating rounds, and reads the processor time of each front end's process before
+and after, with all its threads, without the engine's.  Every token of every stream is counted.  With --keys
+this tree requires a key and gets it; the other one gets the same requests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROMPT = "the quick brown fox:"
 
 
 class FrontEnd(ServedTree):
-    """A server of one tree on the demo's model, with `words` for it alone.  key: sent with each request."""
+    """A server of one tree on the demo's model, with further `words`.  key: sent with each request."""
 
     def __init__(
         self, tree: Path, python: str, *words: str, num_streams: int, path: str, key: str | None = None
@@ -47,7 +47,7 @@ class FrontEnd(ServedTree):
         self._authorization = "" if key is None else f"Authorization: Bearer {key}\r\n"
 
     def __call__(self, num_steps: int) -> float:
-        """Seconds of the front end's CPU time for so many tokens of each stream."""
+        """Seconds of the front end's CPU time for num_steps tokens of each stream."""
         started_s = self._cpu_s()
         asyncio.run(self._stream_all(num_steps))
         return self._cpu_s() - started_s

@@ -16,7 +16,7 @@ Served = TypeVar("Served", bound="ServedTree")
 
 
 class ServedTree:
-    """A server of one tree with these words behind `serve`, while the context lasts."""
+    """A server of one tree with these words behind `serve`, during the context."""
 
     def __init__(self, tree: Path, python: str, *words: str) -> None:
         with socket.socket() as free:

@@ -95,7 +95,7 @@ def system_of(case: Case, device: Device) -> SystemConfig:
 
 
 def timed(case: Case, device: Device) -> dict[str, Any]:
-    """One run; per second of processor time of this process, which others on the machine stretch less."""
+    """One run, per second of this process's processor time, which other load stretches less."""
     requests, config = plan_of(case), system_of(case, device)
     start_s = time.process_time()
     result = simulate(config, requests)
@@ -158,7 +158,7 @@ def _rounded(values: dict[str, float]) -> dict[str, str]:
 @click.option("--trace", type=click.Path(dir_okay=False), help="Azure's code trace, CSV; for validate.")
 @click.option("--num-requests", type=click.IntRange(min=1), default=100_000, help="Of each timed case.")
 def main(out: Path | None, part: str, trace: str | None, num_requests: int) -> None:
-    """Time the simulator, or compare it with what bench_disagg recorded."""
+    """Time the simulator, or compare it with bench_disagg's records."""
     device = read_device()
     if part == "speed":
         speed(device, num_requests, out)

@@ -40,9 +40,9 @@ COMPARED = (
 
 
 def simulated(device: Device, trace: Trace, config: dict[str, Any]) -> dict[str, Any]:
-    """What `bench_disagg` would have written for the point of this config, by simulation.
+    """Simulated record of `bench_disagg` for the point of this config.
 
-    In emulated time throughout; the processes' slowdown only shapes the drawing of arrivals.
+    In emulated time; the processes' slowdown only shapes the arrivals.
     """
     plan = Plan(**config["plan"])
     system = System(**{k: v for k, v in config["system"].items() if k != "num_gpus"})
@@ -62,7 +62,7 @@ def simulated(device: Device, trace: Trace, config: dict[str, Any]) -> dict[str,
 
 
 def _system_config(device: Device, plan: Plan, system: System, trace: Trace) -> SystemConfig:
-    """Adapters count as one byte, and so do all of a link's."""
+    """Adapters count as one byte; rates of links are adapters per second."""
     tokens = [request.prompt_tokens + request.output_tokens for request in trace.requests]
     instance = InstanceConfig(
         profile=device.step_profile(

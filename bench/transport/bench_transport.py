@@ -3,8 +3,9 @@
 
     python -m bench.transport.bench_transport --out bench/results/transport.jsonl [--quick]
 
-See bench/README.md for what is measured.  One JSON line per transport, mode and size, one per transport for
-the processor time of an idle waiter; the goals are printed at the end."""
+bench/README.md describes the measurements.  One JSON line per transport, mode and size, one per transport for
+the processor time of an idle waiter; the goals are printed at the end.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ TIMEOUT_S = 60.0
 
 
 class End:
-    """One process's half of a ping-pong: a window that the other end fills, and the other's."""
+    """One process's half of a ping-pong: its window, and the other end's."""
 
     def __init__(self, kind: str, name: str, largest_bytes: int) -> None:
         self.transport: Transport = make_transport(kind, name=name)
@@ -42,7 +43,7 @@ class End:
         self.value = self.puts = 0
 
     def send(self, mode: str, num_bytes: int, value: int) -> None:
-        """push: the data with the signal.  pull: the signal that data wait here."""
+        """push: the data with the signal.  pull: the signal for data here."""
         data = self.data[:num_bytes] if mode == "push" else None
         self.transport.put_signal(self.remote, 0, data, 0, value)
 
@@ -65,14 +66,14 @@ class End:
         self.send(mode, num_bytes, self.value)
 
     def stream(self, num_bytes: int) -> None:
-        """Puts back to back, until all have arrived; nobody waits for them."""
+        """Puts back to back, without waits, until all have arrived."""
         for _ in range(STREAM_PUTS):
             self.puts += 1
             self.transport.put_signal(self.remote, 0, self.data[:num_bytes], 1, self.puts)
         self.transport.quiet(self.remote)
 
     def idle(self, wall_s: float) -> float:
-        """Processor seconds per second of a wait in which nothing comes."""
+        """Processor seconds per second of an idle wait."""
         before, start = time.process_time(), time.monotonic()
         self.transport.wait_any([(self.window, 2, 1)], wall_s)
         return (time.process_time() - before) / (time.monotonic() - start)
@@ -196,7 +197,7 @@ def summarise(found: dict[str, Any], kind: str, mode: str, num_bytes: int) -> di
 
 
 def goals(records: dict[tuple[str, str], dict[str, Any]], idle: dict[str, float]) -> list[str]:
-    """What was aimed at, and whether it was reached."""
+    """The goals, met or missed."""
     push = records["shm", "push"]
     share, rests = push["share_of_memcpy"]["median"], idle["shm"] < 0.03
     lines = [

@@ -3,9 +3,8 @@
 
     python -m bench.workload.bench_traces --out bench/results/traces.jsonl
 
-A generated file of each format is read whole by `iter_trace` and by `trace_statistics`, each in a process of
-its own, whose peak resident memory is reported; then slices of it are read by `iter_trace` and by the bare
-parser (csv.reader, json.loads) in turn.
+`iter_trace` and `trace_statistics` each read a generated file of each format whole, in separate processes,
+for peak resident memory; then `iter_trace` and the bare parser (csv.reader, json.loads) read slices in turn.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def write_trace(path: Path, name: str, num_lines: int) -> None:
 
 
 class Reader:
-    """Reads on through the file, and starts anew at its end; seconds for so many lines."""
+    """Reads on through the file, from the start after its end; seconds for a number of lines."""
 
     def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
         self._start, self._rows = start, start()
@@ -100,7 +99,7 @@ class Reader:
 
 
 def bare_rows(path: Path) -> Iterator[Any]:
-    """What the standard library's parser makes of the file: the ceiling."""
+    """The standard library's parse of the file: the ceiling."""
     with path.open(encoding="utf-8", newline="") as lines:
         if path.suffix == ".csv":
             yield from csv.reader(lines)
@@ -109,7 +108,7 @@ def bare_rows(path: Path) -> Iterator[Any]:
 
 
 def read_whole(path: Path, how: str) -> dict[str, Any]:
-    """One pass; run in a process of its own, so that the peak is this pass's."""
+    """One pass, in a separate process for its own peak."""
     begin = time.perf_counter()
     if how == "iter_trace":
         num_requests = sum(1 for _ in iter_trace(path))

@@ -195,10 +195,8 @@ def content_hash(layers: Sequence[PackedLayer]) -> str:
 class LayerShard:
     """A rank's part of a packed layer: copied elements, and their new entries.
 
-    A rank with divided layers (`core.shard`) has the matching part of one matrix: of B for a column-parallel
-    site, of A for a row-parallel site; the pair's second matrix is whole.  So x A is complete, or the delta
-    is a summand like the site's output: no communication for deltas (S-LoRA, arXiv 2311.03285, section 6,
-    divides both and sends).
+    With divided layers (`core.shard`) B is divided for a column-parallel site, A for a row-parallel site: no
+    communication for deltas (S-LoRA, arXiv 2311.03285, section 6, divides both and sends).
     copies: (first element in the layer's data, first element in the shard, number of elements), ascending.
     divided: matrices with a part of their columns (first element in the layer's data, in the shard, number of
     rows, of columns, row stride in the data, in the shard).

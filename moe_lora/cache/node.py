@@ -36,14 +36,12 @@ def encode_more(encoded: bytes, tokens: Sequence[int], most: int, num_bytes: int
 class Node:
     """An adapter (layer_pages given) or a run of full KV blocks after its parent's (tokens given).
 
-    row: in `Columns`.  tokens: from `encode`.  first_token: prompt tokens before its own.  recalled: bytes of
-    its tokens with found ghosts (`cache.columns`).  device_pages, host_pages: None if absent; both present:
-    "backed".  moving_in, moving_out: a copy is under way, its target pages still empty.  leaves: device pages
-    go after moving_out.  pins: users that keep the node and its ancestors on the device.
-    num_device_children: children with device pages.  heir: the last found or added child, if findable.  gone:
-    not findable, freed with its last user.  lost: gone as its bytes did not arrive.  failed: an adapter whose
-    last load failed: loaded only on request.  reachable: False for an adapter without pages here and on the
-    LoRA Server.
+    row: in `Columns`.  first_token: prompt tokens before its own.  recalled: bytes of its tokens with found
+    ghosts.  device_pages, host_pages: None if absent.  moving_in, moving_out: a copy is under way, its target
+    pages still empty.  leaves: device pages go after moving_out.  pins: users that keep the node and its
+    ancestors on the device.  heir: the last found or added child.  gone: not findable, freed with its last
+    user.  lost: gone as its bytes did not arrive.  failed: an adapter whose last load failed: loaded only on
+    request.  reachable: False for an adapter without pages here and on the LoRA Server.
     """
 
     namespace: Namespace

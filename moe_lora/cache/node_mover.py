@@ -18,7 +18,8 @@ SLICE = 64
 class NodeMover:
     """Changes of a node's state, with effects on pages, tree and movable nodes.
 
-    held: nodes with pins.  num_device_adapters: with pages on the device, arriving ones included.
+    held: nodes with pins.  any_dying: `sweep` may free nodes.  num_device_adapters: with pages on
+    the device, arriving ones included.
     """
 
     on_departure: Callable[[Namespace], None] | None = None
@@ -34,7 +35,7 @@ class NodeMover:
         self.num_device_adapters = 0
         self._orders: list[Order] = []
         self._copy_ids = itertools.count()
-        self._any_dying = False
+        self.any_dying = False
         self._to_sweep: list[int] = []
 
     def can_leave(self, node: Node) -> bool:
@@ -120,7 +121,7 @@ class NodeMover:
         adapter only the node itself is hidden, and its KV, up to 100 000 nodes, is marked by an operation on
         columns.
         """
-        self._any_dying = True
+        self.any_dying = True
         if node.is_adapter:
             self.tree.hide(node)
             self.tree.columns.let_die(node.row)
@@ -135,19 +136,19 @@ class NodeMover:
     def sweep(self) -> bool:
         """Free a slice of unused dying nodes; True if more may remain."""
         num_freed, columns, is_listed_anew = 0, self.tree.columns, False
-        while self._any_dying and num_freed < SLICE:
+        while self.any_dying and num_freed < SLICE:
             if not self._to_sweep:
                 if is_listed_anew:  # the others are in use
                     return False
                 self._to_sweep, is_listed_anew = columns.dying()[::-1], True
-                self._any_dying = bool(self._to_sweep)
+                self.any_dying = bool(self._to_sweep)
                 continue
             node = columns.nodes[self._to_sweep.pop()]
             if node is None or not node.dying or node.pins or node.moving or node.num_children:
                 continue
             self.discard(node)
             num_freed += 1
-        return self._any_dying
+        return self.any_dying
 
     def split(self, node: Node, num_blocks: int) -> Node:
         """Cut a KV node after num_blocks; returns the new first part."""

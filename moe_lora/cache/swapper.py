@@ -92,7 +92,7 @@ class Swapper:
 
     def tick(self, now_s: float, batch_size: int) -> bool:
         """One decision; True if more is to be forgotten."""
-        more = self._mover.sweep()
+        more = self._mover.any_dying and self._mover.sweep()
         self._ranking.note_batch(now_s, batch_size)
         if self._mover.host.num_pages:
             self._swap_out(now_s)
@@ -173,6 +173,8 @@ class Swapper:
             if room <= 0:
                 return
             rows = columns.where(CAN_ENTER)
+            if self._traits.needs_visits:
+                rows = rows[columns.visits[rows] > 0]
             if only_wanted:
                 rows = rows[columns.wanted[rows] > 0]
             chosen = self._ranking.highest(rows, room, now_s) if rows.size else []

@@ -164,7 +164,8 @@ class UnifiedCache:
         self._mover.unpin(node)
         if not self._traits.keeps_idle_adapters and self._mover.can_leave(node):
             self._swapper.swap_out(node, now_s)
-        self._mover.sweep()
+        if self._mover.any_dying:
+            self._mover.sweep()
 
     def pin(self, namespace: Namespace) -> None:
         """Keep the adapter on the device (once there) until `unpin`."""
@@ -215,10 +216,10 @@ class UnifiedCache:
         """
         adapter = self._tree.adapters[namespace]
         assert adapter.device_pages is not None or not self._tree.keeps_dependencies, "hold it first"
-        table = self.new_table(namespace, salt)
+        table = BlockTable(namespace, salt, self._tenant)
         path: list[Node] = []
         if self._sharing and not adapter.gone:
-            path, partial, common = self._tree.walk(adapter, self._salted(tokens, salt))
+            path, partial, common = self._tree.walk(adapter, self._salted(tokens, salt) if salt else tokens)
             if partial is not None and not partial.moving:
                 path.append(self._mover.split(partial, common))
         depth = self._take(table, path)
@@ -268,7 +269,7 @@ class UnifiedCache:
         while (table.num_shared + 1) * size <= num_computed:
             start = table.num_shared * size
             fresh = tokens[start : num_computed // size * size]
-            fresh = encode(fresh if start else self._salted(fresh, table.salt))
+            fresh = encode(self._salted(fresh, table.salt) if table.salt and not start else fresh)
             parent = table.tail or adapter
             twin = self._tree.child(parent, fresh)
             if twin is None:
@@ -292,7 +293,8 @@ class UnifiedCache:
             self._mover.unpin(tail)
             if not self._traits.keeps_history:
                 self._discard_up(tail)
-        self._mover.sweep()
+        if self._mover.any_dying:
+            self._mover.sweep()
 
     # -- moving
 
@@ -310,13 +312,12 @@ class UnifiedCache:
         """Set the adapters and prefixes (tokens and salt) of the next queued requests."""
         if self._traits.looks_ahead:
             self._swapper.want(
-                self._find(namespace, self._salted(tokens, salt)) for namespace, tokens, salt in queued
+                self._find(namespace, self._salted(tokens, salt) if salt else tokens)
+                for namespace, tokens, salt in queued
             )
 
     def _salted(self, tokens: Sequence[int], salt: str) -> Sequence[int]:
         """A prompt's prefix in the tree: a salt changes its first token to one outside any vocabulary."""
-        if not salt:
-            return tokens
         number = self._salts.setdefault(salt, len(self._salts) + 1)
         return [tokens[0] + (number << SALT_SHIFT), *tokens[1:]]
 

@@ -32,26 +32,22 @@ class AccessConfig(Settings):
 
     SECTION: ClassVar[str] = "front_end"
 
-    api_keys: str | None = _access(
-        None, path="place", option="--api-keys", metavar="FILE", unset="whoever connects may do everything"
-    )
-    """Serve those only who send a key of this file (moe-lora keys add).  It is read again when it changes."""
+    api_keys: str | None = _access(None, path="place", option="--api-keys", metavar="FILE", unset="none")
+    """Require a key of this file.  moe-lora keys add writes the file.  It is read again when it changes."""
     admin_key_digests: tuple[str, ...] = _access((), check=_check_digests, unset="none")
     """SHA-256, in hex, of keys of administrators beside `api_keys`; `--api-key KEY` adds one.  Without
     `api_keys` only paths below /v1 and those that load adapters need a key: health, version and metrics are
     open."""
-    share_prefix_cache: bool = _access(False, option="--share-prefix-cache")
+    share_prefix_cache: bool = _access(False)
     """Let tenants use each other's computed prompts, of adapters that both may use and of the base model: how
     long a prompt takes then tells whether somebody else has sent it."""
-    admin_address: str | None = _access(
-        None, check=parse_address, option="--admin-address", metavar="ADDRESS", unset="with all else"
-    )
+    admin_address: str | None = _access(None, check=parse_address, metavar="ADDRESS", unset="with all else")
     """Serve what administrators ask for here only: host:port, or the absolute path of a Unix socket, which
     its owner alone may open."""
-    tls_cert: str | None = _access(None, path="place", option="--tls-cert", metavar="FILE", unset="no TLS")
-    """Certificate, with its chain, in PEM: serve HTTPS."""
+    tls_cert: str | None = _access(None, path="place", option="--tls-cert", metavar="FILE", unset="none")
+    """Serve HTTPS by this certificate, with its chain, in PEM."""
     tls_key: str | None = _access(None, path="place", option="--tls-key", metavar="FILE")
-    """Its private key, in PEM."""
+    """Private key of the certificate, in PEM."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,7 +20,6 @@ class DLoraConfig(Settings):
     """
 
     SECTION: ClassVar[str] = "dlora"
-    GROUP: ClassVar[str] = "Adapters"
 
     alpha_switch: float = setting(1.0, above=0)
     """Requests of the largest adapter by requests of the FCFS batch.  Weights merge from this ratio on.  The

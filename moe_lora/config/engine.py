@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.hf_config import cut_to, read_config
+from moe_lora.core.hf_config import read_config
+from moe_lora.families import cut_to
 
 from .devices import DeviceShare
 from .dlora import DLoraConfig
@@ -52,56 +53,54 @@ CHOSEN = "chosen from the model and the memory that is free"
 class EngineConfig(Settings):
     """How one engine runs one model."""
 
-    GROUP: ClassVar[str] = "Engine"
+    GROUP: ClassVar[str] = "Model"
 
     model_dir: str = setting(in_file=False)
     """Folder of the base model's checkpoint."""
     adapters: tuple[tuple[str, str], ...] = setting((), in_file=False)
     """(name, directory) pairs served from the start; with a pool only measured then: the pool says what an
     instance gets."""
-    dtype: str = setting("auto", choices=DTYPES, option="--dtype")
-    """Of weights, activations and KV; auto: the checkpoint's, bfloat16 for a float16 checkpoint."""
-    load_format: str = setting(LOAD_FORMATS[0], choices=LOAD_FORMATS, option="--load-format")
+    dtype: str = setting("auto", choices=DTYPES, option="--dtype", metavar="DTYPE")
+    """Type of weights and KV: auto, float32, bfloat16.  Activations have the type too.  auto is the
+    checkpoint's type, and bfloat16 for a float16 checkpoint."""
+    load_format: str = setting(LOAD_FORMATS[0], choices=LOAD_FORMATS)
     """Where the weights are from: the folder's files; or dummy, random ones of the sizes that its config.json
     states, the same at each start.  dummy reads no weights, and needs none there."""
-    num_layers: int | None = setting(None, least=1, option="--num-layers", metavar="N", unset="all")
+    num_layers: int | None = setting(None, least=1, metavar="N", unset="all")
     """With dummy weights only the first N layers, so that a model fits."""
-    generation_config: str = setting(
-        GENERATION_CONFIGS[0], choices=GENERATION_CONFIGS, option="--generation-config"
-    )
+    generation_config: str = setting(GENERATION_CONFIGS[0], choices=GENERATION_CONFIGS)
     """Sampling of requests without fields of their own: auto: temperature, top_p, top_k and min_p of the
     checkpoint's generation_config.json; none: 1, 1, 0 and 0.  The file's end tokens count with auto only."""
-    quantize: str = setting(QUANTIZE[0], choices=QUANTIZE, option="--quantize")
-    """How weights of attention, MLP and experts are held: as the checkpoint keeps them; none: in the dtype,
-    dequantised where needed; or quantised as they are loaded: int8 and fp8 with a scale per output, int4 with
-    one per group of inputs; with -dynamic inputs are quantised too, to int8.  Router, norms and embeddings
-    stay as they are, and so do adapters (docs/guides/quantised.md)."""
+    quantize: str = setting(QUANTIZE[0], choices=QUANTIZE, option="--quantize", metavar="FORMAT")
+    """Hold weights as none, int8, int4 or fp8.  checkpoint keeps the checkpoint's format, and none is the
+    dtype.  The formats cover weights of attention, MLP and experts, quantised at the load: int8 and fp8 with
+    a scale per output, int4 with a scale per group of inputs.  int8-dynamic and int4-dynamic quantise inputs
+    to int8 too.  Router, norms, embeddings and adapters keep the dtype (docs/guides/quantised.md)."""
     quantize_group_size: int | None = setting(
-        None, option="--quantize-group-size", metavar="32|64|128", unset="64 with int4, a whole row with fp8"
+        None, metavar="32|64|128", unset="64 with int4, a whole row with fp8"
     )
     """Inputs that share a scale: with int4 32, 64 or 128; with fp8 128, in blocks of 128 outputs."""
-    quantize_head: bool = setting(False, option="--quantize-head")
+    quantize_head: bool = setting(False)
     """Quantise the vocabulary head too."""
-    device: str = setting("auto", choices=DEVICES, option="--device")
-    """What computes; auto: CUDA if there is any."""
+    device: str = setting("auto", choices=DEVICES, option="--device", metavar="DEVICE")
+    """Device of the model: auto, cpu or cuda.  auto is CUDA where a device is there, else the CPU."""
     max_loras: int = setting(64, least=1, option="--max-loras", group="Adapters")
-    """Adapters resident on the device at once, where there is no LoRA Server."""
+    """Adapters on the device.  A LoRA Server has its own capacity."""
     max_lora_rank: int | None = setting(
         None, least=1, option="--max-lora-rank", group="Adapters", metavar="R", unset="what the device takes"
     )
-    """Serve no adapter above this LoRA rank.  A larger adapter is refused when its file is read."""
+    """Highest LoRA rank served.  A larger adapter is refused when its file is read."""
     adapter_root: str | None = setting(
-        None, path="folder", option="--adapter-root", group="Adapters", unset="any folder"
+        None, path="folder", option="--adapter-root", metavar="FOLDER", group="Adapters", unset="any folder"
     )
-    """Read no adapter outside of this folder, whatever path or link leads there.  A registry lies in it
-    too."""
+    """Read adapters below this folder only.  The rule holds for paths, links and the registry."""
     max_num_seqs: int = setting(64, least=1, option="--max-num-seqs")
-    """Sequences computed at once."""
+    """Sequences computed in a step."""
     max_num_batched_tokens: int = setting(2048, least=1, option="--max-num-batched-tokens")
-    """Token rows per step.  Longer prompts are prefilled in chunks."""
+    """Tokens computed in a step.  Longer prompts are prefilled in chunks."""
     max_model_len: int | None = setting(None, least=1, option="--max-model-len", unset="the model's")
-    """Prompt and answer, in tokens."""
-    arena_mb: float | None = setting(None, above=0, option="--arena-mb", group="Memory", unset=CHOSEN)
+    """Tokens of prompt and answer."""
+    arena_mb: float | None = setting(None, above=0, unset=CHOSEN)
     """Device memory for KV and adapters together, in 10^6 bytes, of each process."""
     memory_utilization: float | None = setting(
         None, above=0, most=1, unset="half of the memory that is free once the weights are there"
@@ -112,15 +111,13 @@ class EngineConfig(Settings):
     host_arena_mb: float | None = setting(
         None,
         least=0,
-        option="--host-arena-mb",
-        group="Memory",
         unset="on CUDA as much as the device has, at most a quarter of what is free; on CPU 0",
     )
     """Host memory for KV and adapters that left the device, in 10^6 bytes, of each process; 0: none."""
     cache_policy: str = setting(
-        CACHE_POLICIES[0], choices=CACHE_POLICIES, option="--cache-policy", group="Memory"
+        CACHE_POLICIES[0], choices=CACHE_POLICIES, option="--cache-policy", metavar="POLICY"
     )
-    """Which of them leave the device and come back.  Those with -wo are ablations
+    """Eviction policy of KV and adapters.  Names with -wo are ablations
     (docs/explanation/cache.md)."""
     swap_interval_s: float = setting(0.1, above=0)
     """How often pages are moved ahead of need."""
@@ -130,40 +127,40 @@ class EngineConfig(Settings):
     """Share of the device in use below which pages are moved in ahead of need."""
     swap_time_unit_s: float | None = setting(None, above=0, unset="the policy's")
     """FastLibra's unit of the time since a cached thing was used."""
-    kv_cache_gb: float | None = setting(None, above=0, option="--kv-cache-gb", unset="none")
-    """Bound on KV, in 10^9 bytes.  Without it, and without arena_mb, KV of max_num_seqs sequences of
+    kv_cache_gb: float | None = setting(None, above=0, option="--kv-cache-gb", metavar="GB", unset="chosen")
+    """Room for KV, in 10^9 bytes.  Without it, and without arena_mb, KV of max_num_seqs sequences of
     max_model_len goes into the arena, at most a quarter of the memory that is free."""
     lora_memory_gb: float | None = setting(
-        None, above=0, option="--lora-memory-gb", group="Adapters", unset=CHOSEN
+        None, above=0, option="--lora-memory-gb", metavar="GB", group="Adapters", unset="chosen"
     )
-    """Room for adapters in the arena, in 10^9 bytes, where arena_mb is not given.  Chosen: max_loras times
+    """Room for adapters, in 10^9 bytes.  The setting goes without arena_mb.  Chosen: max_loras times
     the largest adapter known at the start (or one of rank 16), at most a quarter of the memory that is
     free."""
-    block_size: int = setting(16, least=1, option="--block-size")
+    block_size: int = setting(16, least=1)
     """Tokens per KV page."""
     eager: bool = setting(False, option="--eager")
-    """Don't compile the model."""
+    """Start without compilation."""
     decode_buckets: tuple[int, ...] | None = setting(
         None, unset="on CPU one graph for any size, and one for 1; on CUDA powers of two"
     )
     """Batch sizes that decode steps are padded to, one compiled graph each."""
-    async_scheduling: str = setting("auto", choices=("auto", "on", "off"), option="--async-scheduling")
+    async_scheduling: str = setting("auto", choices=("auto", "on", "off"))
     """Whether a step is scheduled and launched before the tokens of the one before are known.  Tokens are the
     same, and reach clients a step later.  A request that a token ends computes one row for nothing.  auto: on
     CUDA; off with several ranks, a LoRA Server, host workers, merging or an emulated step, where on is
     refused."""
-    prefix_caching: bool = setting(True, option="--no-prefix-caching")
+    prefix_caching: bool = setting(True)
     """False: every prompt is computed from its first token."""
-    expert_parallel: int = setting(1, least=1, option="--expert-parallel", metavar="P")
-    """Processes of each instance that share the experts; must divide their number."""
-    tensor_parallel: int = setting(1, least=1, option="--tensor-parallel", metavar="T")
-    """Processes of each instance that share attention heads, inner widths and the vocabulary head; must
-    divide the first two.  With expert_parallel the same number, experts stay whole
+    expert_parallel: int = setting(1, least=1, option="--expert-parallel", group="Scaling")
+    """Processes of an instance that share its experts.  The number divides the number of experts."""
+    tensor_parallel: int = setting(1, least=1, option="--tensor-parallel", group="Scaling")
+    """Processes of an instance that share its heads.  They share inner widths and the vocabulary head too.
+    The number divides heads and widths.  With the same expert_parallel, experts stay whole
     (docs/guides/parallel.md)."""
     num_threads: int | None = setting(None, least=1, option="--threads", unset="all cores, shared")
-    """CPU threads of each instance, all its processes together."""
-    num_instances: int = setting(1, least=1, option="--instances", group="Several instances and front ends")
-    """Engine processes that stand in for each other.  Those of a host divide its cores and its host
+    """CPU threads of an instance.  All its processes together use that many."""
+    num_instances: int = setting(1, least=1, option="--instances", group="Scaling")
+    """Engine processes that replace each other.  Instances of a host divide its cores and its host
     memory."""
     spare_process: bool = setting(True)
     """Whether `moe-lora serve` with several instances on its host keeps a process more.  It has imported
@@ -172,7 +169,7 @@ class EngineConfig(Settings):
     """A request that waits longer for its adapter stops younger ones from passing it."""
     seed: int = 0
     """Of sampling without a seed.  Each front end, and each start of an instance, makes another one of it."""
-    lora_kernel: str = setting("sgmv", choices=LORA_KERNELS, option="--lora-kernel", group="Adapters")
+    lora_kernel: str = setting("sgmv", choices=LORA_KERNELS)
     """How deltas are computed: sgmv, true rank; baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA)."""
     lora_server: LoraServerConfig | None = setting(None, in_file=False)
     """Where deltas are computed; None: by the engine."""
@@ -184,8 +181,8 @@ class EngineConfig(Settings):
     host_workers: int | str = setting(
         0, least=0, words=(AUTO,), option="--host-workers", metavar="N", group="Adapters"
     )
-    """Processes of this host that compute the prompts of adapters that are still loading, for each of the
-    expert_parallel ranks of each instance.  auto: as many as the performance model and the cores ask for, 0
+    """CPU processes that prefill during a load.  The number counts for each of the expert_parallel
+    ranks of each instance.  auto: as many as the performance model and the cores ask for, 0
     on a CPU device.  With a LoRA Server those of the sites that it leaves to the instances."""
     host_cores: tuple[int, ...] = ()
     """Cores that host workers run on, one each, those of the first instance's first rank first; by default
@@ -197,18 +194,18 @@ class EngineConfig(Settings):
     host_tokens_per_step: int = setting(0, least=0, unset="host_tokens_per_worker x host_workers")
     """Prompt tokens of loading adapters in a step that computes for others too, at most; 0: see the
     default."""
-    host_tpot_budget_ms: float | None = setting(
-        None, above=0, option="--host-tpot-budget-ms", metavar="MS", group="Adapters", unset="none"
-    )
+    host_tpot_budget_ms: float | None = setting(None, above=0, metavar="MS", unset="none")
     """host_tokens_per_step is the most with which the model's layers take no longer than that in a step, by
     the performance model."""
     performance_model: str | None = setting(None, path="place", unset="the front end's")
     """Times of this machine, of `moe-lora profile-steps --host-worker`, by which a prompt begins on host
     workers or waits for its adapter."""
-    batching: str = setting(BATCHINGS[0], choices=BATCHINGS, option="--batching", group="Adapters")
-    """Whether weights carry an adapter: unmerged, never; merged, one adapter's requests at a time; dlora,
-    dLoRA's rule; auto, the cheapest of unmerged, merged and mixed steps (docs/guides/merging.md), which on
-    quantised weights is unmerged always."""
+    batching: str = setting(
+        BATCHINGS[0], choices=BATCHINGS, option="--batching", metavar="MODE", group="Adapters"
+    )
+    """Merge adapters: unmerged (never), merged, dlora, auto.  merged serves the requests of one adapter at a
+    time, dlora follows dLoRA's rule, and auto takes the cheapest of unmerged, merged and mixed steps.  On
+    quantised weights auto is unmerged (docs/guides/merging.md)."""
     dlora: DLoraConfig | None = setting(None, in_file=False)
     """Parameters of batching=dlora; None: the defaults."""
     merge_mb_per_step: float = setting(64.0, above=0)
@@ -217,16 +214,14 @@ class EngineConfig(Settings):
     merge_error_limit: float = setting(0.05, above=0)
     """auto merges no adapter whose deltas would change by more than this part of them, because merged weights
     are rounded to the dtype; merged and dlora merge it and log that."""
-    verify_merge: bool = setting(False, option="--verify-merge", group="Adapters")
+    verify_merge: bool = setting(False)
     """Compare all weights with a checksum of the first ones each time an adapter was taken out of them."""
     pool: PoolConfig | None = setting(None, in_file=False)
     """The pool of the instances; None: each keeps all adapters."""
     state_dir: str | None = setting(
         None,
         path="place",
-        option="--state-dir",
         metavar="FOLDER",
-        group="Several instances and front ends",
         unset="host-NAME in $XDG_STATE_HOME/moe_lora, else in ~/.local/state/moe_lora",
     )
     """What must outlive a process: contents of adapters.  Not a place cleaned by age, such as /tmp."""
@@ -251,7 +246,7 @@ class EngineConfig(Settings):
 
     @property
     def quantisation(self) -> dict[str, Any]:
-        """How weights are held, as `core.weight_format` takes it."""
+        """How weights are held, as `weight_format` takes it."""
         return {name: getattr(self, name) for name in QUANTISATION}
 
     def hf_config(self) -> dict[str, Any]:
@@ -263,11 +258,11 @@ class EngineConfig(Settings):
         return found if self.num_layers is None else cut_to(found, self.num_layers)
 
     def weights_name(self) -> str:
-        """Name of the format (`core.weight_format`) that instances hold the model's weights in.
+        """Name of the format (`weight_format`) that instances hold the model's weights in.
 
         Reads its config.json; raises ConfigError if there is none.
         """
-        from moe_lora.core.weight_format import weight_format
+        from .weight_format import weight_format
 
         return weight_format(self.hf_config(), **self.quantisation).name
 

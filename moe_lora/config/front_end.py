@@ -60,17 +60,18 @@ class RoutingConfig(Settings):
     """How requests are spread over instances (docs/guides/placement.md)."""
 
     SECTION: ClassVar[str] = "front_end"
-    GROUP: ClassVar[str] = "Several instances and front ends"
+    GROUP: ClassVar[str] = "Scaling"
 
     routing: str | None = setting(
         None,
         choices=ROUTINGS,
         option="--routing",
-        unset="by the placement if there is one, else least_outstanding",
+        metavar="ROUTER",
+        unset="least_outstanding, or the placement's",
     )
-    """How requests are spread over instances (docs/guides/placement.md); rank_aware and
-    shortest_pending_time need --performance-model."""
-    performance_model: str | None = setting(None, path="place", option="--performance-model", metavar="FILE")
+    """Policy that chooses an instance for a request (docs/guides/placement.md).  rank_aware and
+    shortest_pending_time need front_end.performance_model."""
+    performance_model: str | None = setting(None, path="place", metavar="FILE")
     """Step times by rank, of `moe-lora profile-steps`, for the routers that need them."""
     performance_form: str = setting("full", choices=PERFORMANCE_FORMS)
     """Which of its models they use: full, or the papers' toppings."""
@@ -88,10 +89,12 @@ class RoutingConfig(Settings):
     adapter_load_s_per_rank: float = setting(0.0, least=0)
     """Seconds to load an adapter by its rank, as shortest_pending_time counts it; with host workers 0 is the
     performance model's, and both routers count what is less, this or the start on the host."""
-    placement: str | None = setting(None, choices=PLACEMENTS, option="--placement", unset="not at all")
-    """Divide adapters over instances, and route by that (docs/guides/placement.md); beside burst_tolerance
-    --routing may be shortest_pending_time."""
-    placement_interval_s: float = setting(30.0, above=0, option="--placement-interval-s")
+    placement: str | None = setting(
+        None, choices=PLACEMENTS, option="--placement", metavar="NAME", unset="none"
+    )
+    """Divide adapters over instances, and route by the result.  Beside burst_tolerance, routing may be
+    shortest_pending_time (docs/guides/placement.md)."""
+    placement_interval_s: float = setting(30.0, above=0)
     """From one placement to the next."""
     demand_steps: int = setting(8, least=1)
     """Placement intervals that the forecast of an adapter's demand looks at.  With demand_smoothing 1 and no
@@ -101,14 +104,12 @@ class RoutingConfig(Settings):
     alone."""
     demand_trend: float = setting(0.0, least=0, most=1)
     """Weight of the latest change in that forecast's damped trend; 0 is no trend."""
-    operating_points: str | None = setting(
-        None, path="place", option="--operating-points", metavar="FILE", unset="all ranks alike"
-    )
+    operating_points: str | None = setting(None, path="place", metavar="FILE", unset="all ranks alike")
     """{"rank": tokens/s} that an instance serves of a rank alone, for the placement."""
-    heartbeat_timeout_s: float = setting(5.0, above=0, option="--heartbeat-timeout-s")
+    heartbeat_timeout_s: float = setting(5.0, above=0)
     """An instance that does not get on for so long gets no requests, until it does again; if it sends no
     beats, those that it has go on elsewhere.  More where one step or one load may take longer."""
-    heartbeat_dead_s: float = setting(30.0, above=0, option="--heartbeat-dead-s")
+    heartbeat_dead_s: float = setting(30.0, above=0)
     """After so long all its requests go on elsewhere, and its connection is ended, with one front end its
     process too; else that ends after twice as long.  More where a step takes longer."""
 
@@ -138,11 +139,11 @@ class MigrationConfig(Settings):
     """When running and waiting requests move to other instances (docs/guides/migration.md)."""
 
     SECTION: ClassVar[str] = "front_end"
-    GROUP: ClassVar[str] = "Several instances and front ends"
+    GROUP: ClassVar[str] = "Scaling"
 
-    migration: str = setting("off", choices=MIGRATIONS, option="--migration")
-    """Move requests away from instances that are short of memory or whose requests queue
-    (docs/guides/migration.md)."""
+    migration: str = setting("off", choices=MIGRATIONS, option="--migration", metavar="POLICY")
+    """Move requests off overloaded instances: off or dlora.  An instance is overloaded without free memory,
+    or with requests that queue (docs/guides/migration.md)."""
     migration_interval_s: float = setting(1.0, above=0)
     """Time from one plan to the next at least; more, up to 16 times as much, while plans gain too little."""
     migration_queue_s: float = setting(0.5, least=0)
@@ -168,14 +169,14 @@ class FrontEndConfig(AccessConfig, LimitsConfig, MigrationConfig, RoutingConfig)
     """Where the front end listens, for HTTP and for instances that dial in, how it routes, what clients may
     have of it."""
 
-    host: str = setting("127.0.0.1", option="--host", group="Where")
-    """Where to listen for HTTP."""
-    port: int = _port(8000, option="--port", group="Where")
-    """Of HTTP; 0 takes a free one."""
+    host: str = setting("127.0.0.1", option="--host", metavar="HOST", group="Access")
+    """Address to listen at for HTTP."""
+    port: int = _port(8000, option="--port", group="Access")
+    """Port of HTTP.  0 takes a free port."""
     engines_address: str | None = setting(None, check=parse_address)
     """Where instances dial in: host:port, or on one host the absolute path of a socket."""
     cors_origins: tuple[str, ...] = setting(
-        (), check=_check_origins, option="--cors-origin", metavar="ORIGIN", group="Where", unset="none"
+        (), check=_check_origins, former="--cors-origin", metavar="ORIGIN", unset="none"
     )
     """Let pages of this origin call the server from a browser (https://app.example.com; * is all); may be
     given several times."""
@@ -185,11 +186,11 @@ class FrontEndConfig(AccessConfig, LimitsConfig, MigrationConfig, RoutingConfig)
     """Adapters, and tenants, whose requests, tokens and TTFT /metrics counts by name.  Further names count as
     "other"; 0 turns the counts off."""
     adapter_chat_template: bool = setting(False, option="--adapter-chat-template", group="Adapters")
-    """Use the chat template and the end token beside an adapter for its requests, where its tokenizer has the
-    base model's tokens.  A template is a program: only for adapters of people that you trust."""
-    log_level: str = setting("info", choices=LOG_LEVELS, option="--log-level", group="Where")
-    """The least that front ends, the controller, instances and server ranks log."""
-    drain_s: float = setting(20.0, least=0, option="--drain-s", group="Where")
+    """Use the chat template that lies beside an adapter.  Its end token counts too, where its tokenizer has
+    the base model's tokens.  A template is a program: only for adapters of people that you trust."""
+    log_level: str = setting("info", choices=LOG_LEVELS, option="--log-level", metavar="LEVEL", group="More")
+    """Log level: debug, info, warning or error."""
+    drain_s: float = setting(20.0, least=0)
     """When told to end, requests under way get so long to finish.  Then each ends with an error, a stream
     with an error event, one without a token with a 503.  A second signal ends it at once."""
 
@@ -233,15 +234,14 @@ class ProvisionConfig(Settings):
     """How the places for adapters are watched to meet the load (`provision.online`)."""
 
     SECTION: ClassVar[str] = "provision"
-    GROUP: ClassVar[str] = "Watching the load"
 
-    target_iar: float = setting(0.95, above=0, most=1, option="--target-iar")
+    target_iar: float = setting(0.95, above=0, most=1)
     """Share of requests whose adapter should find a place at once, watched with a LoRA Server or if given."""
-    window_s: float = setting(300.0, above=0, option="--provision-window-s")
+    window_s: float = setting(300.0, above=0, former="--provision-window-s")
     """For how long a request counts for that."""
     interval_s: float = setting(30.0, above=0)
     """From one evaluation to the next."""
-    auto_resize: bool = setting(False, option="--auto-resize")
+    auto_resize: bool = setting(False)
     """Let the LoRA Server's capacity follow what the target needs, up to what its memory holds."""
     min_capacity: int = setting(1, least=1)
     """The capacity never falls below this."""
@@ -255,10 +255,10 @@ class RegistryConfig(Settings):
     GROUP: ClassVar[str] = "Adapters"
     OPENED_BY: ClassVar[str] = "folder"
 
-    folder: str = setting(path="folder", option="--registry", unset="none")
-    """Serve the adapters that a registry has for this model (moe-lora adapters add).  The front end opens it,
+    folder: str = setting(path="folder", option="--registry", metavar="FOLDER", unset="none")
+    """Serve the adapters of a registry.  moe-lora adapters add fills a registry.  The front end opens it,
     or the controller where there is one; store/ in it must be at the same path on every host."""
     adapters: tuple[str, ...] | None = setting(
-        None, option="--registry-adapters", metavar="NAME...", unset="all of this base model"
+        None, former="--registry-adapters", metavar="NAME...", unset="all of this base model"
     )
     """Only these of them, from the start."""

@@ -23,21 +23,23 @@ class LoraServerConfig(Settings):
     GROUP: ClassVar[str] = "LoRA Server"
     OPENED_BY: ClassVar[str] = "layout"
 
-    layout: str = setting("EP1-PP1", option="--lora-server", metavar="LAYOUT", unset="none, in the instances")
-    """Compute deltas on a LoRA Server of this layout, EPx-PPy: x ranks share the experts of each of y stages
-    of layers.  Also EPx, PPy, and DPm (adapters spread over m ranks, for comparison).  x must divide the
-    number of experts; x·y processes must be started."""
+    layout: str = setting("EP1-PP1", option="--lora-server", metavar="LAYOUT", unset="none")
+    """Compute deltas in a LoRA Server, such as EP1-PP1.  In EPx-PPy, x ranks share the experts of each of y
+    stages of layers.  Also EPx, PPy, and DPm (adapters spread over m ranks, for comparison).  x must divide
+    the number of experts; x·y processes must be started."""
     capacity: int = setting(64, least=1, option="--lora-capacity")
-    """The most adapters resident on the LoRA Server at once, within the memory of its ranks.  More adapters
+    """Adapters on the LoRA Server.  The memory of its ranks bounds the number too.  More adapters
     may be known than that."""
     memory_gb: float | None = setting(
         None,
         above=0,
         option="--lora-server-memory-gb",
-        unset="capacity times the largest adapter known at the start, or times one of rank 16 on all targets "
-        "if that is more and takes at most an eighth of the memory",
+        metavar="GB",
+        unset="chosen",
     )
-    """Budget for adapters on each of its ranks, in 10^9 bytes.  An adapter within the budget is served, and
+    """Room for adapters on each rank, in 10^9 bytes.  Chosen is capacity times the largest adapter known at
+    the start, or times one of rank 16 on all targets if that takes more and at most an eighth of the memory.
+    An adapter within the budget is served, and
     others are evicted for it; a larger one is refused when it is loaded."""
     address: str = ""
     """host:port of its first rank, as every other host reaches it; on one host the path of a socket."""
@@ -46,12 +48,12 @@ class LoraServerConfig(Settings):
     store_dir: str = setting("", path="folder")
     """Where packed adapters lie as files.  Roles on one host share it; hosts need not: missing files are sent
     over."""
-    transport: str = setting("shm", choices=TRANSPORTS, option="--transport")
+    transport: str = setting("shm", choices=TRANSPORTS)
     """How instances and LoRA Server exchange rows: shm (one host), gloo (two-sided, any hosts), nixl
     (one-sided, any hosts; `pip install "moe-lora[nixl]"`).  nixl is not dependable yet when the network is
     cut and comes back: a server rank was seen to end with a segmentation fault (no request was lost by
     it)."""
-    device_puts: str = setting("none", choices=DEVICE_PUTS, option="--device-puts")
+    device_puts: str = setting("none", choices=DEVICE_PUTS)
     """ibgda: instances of one GPU each put the rows of decode steps to the server's GPUs themselves
     (NVSHMEM), and get the deltas so; transport has the rest, and everything from when one of them has ended
     until all are started together.  Needs layout EPx-PPy.  Experimental: docs/reference/support.md says what
@@ -67,9 +69,9 @@ class LoraServerConfig(Settings):
     """An answer that takes longer is computed by the instance."""
     lease_timeout_s: float = setting(5.0, above=0)
     """How long the leases of an instance that vanished are kept."""
-    load_gb_per_s: float | None = setting(None, above=0, option="--load-gb-per-s", unset="none")
+    load_gb_per_s: float | None = setting(None, above=0, unset="none")
     """Bound on the rate at which its ranks load adapters, in 10^9 bytes per second."""
-    host_workers: int = setting(0, least=0, option="--lora-server-host-workers")
+    host_workers: int = setting(0, least=0, former="--lora-server-host-workers")
     """Processes beside each of its ranks that compute the rows of layers that are still being loaded; 0: such
     rows wait."""
     host_tokens_per_worker: int = setting(32, least=1)

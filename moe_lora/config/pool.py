@@ -17,9 +17,8 @@ class PoolConfig(Settings):
     """The adapter pool: adapters lie in the host memory of some instances, and others read them there."""
 
     SECTION: ClassVar[str] = "pool"
-    GROUP: ClassVar[str] = "Several instances and front ends"
 
-    replicas: int = setting(1, least=1, option="--pool-replicas", unset="every instance has all")
+    replicas: int = setting(1, least=1, former="--pool-replicas", unset="every instance has all")
     """Keep each adapter in the host memory of this many instances only; the others read it there
     (docs/guides/placement.md)."""
     transport: str = setting("shm", choices=POOL_TRANSPORTS)

@@ -42,8 +42,8 @@ WORDS: dict[Any, str] = {
 class Rule:
     """What a setting may be beside its type, and where users find it.
 
-    option: of the command, with its dashes; "--no-..." turns off what is on by default.  words: what a number
-    may be instead.  least, most: bounds
+    option: of `moe-lora serve`, with its dashes; "" for a setting of the file alone.  former: another option
+    that named the setting once.  words: what a number may be instead.  least, most: bounds
     that are allowed; above: one that is not.  path: "folder" (one that is there, as an option) or "place";
     in a file of settings it starts at that file's folder.  check: called with name and value, raises
     ConfigError.  unset: what holds, in words, where the option is not given, and what None stands for.
@@ -52,6 +52,7 @@ class Rule:
     """
 
     option: str = ""
+    former: str = ""
     least: float | None = None
     above: float | None = None
     most: float | None = None

@@ -22,19 +22,22 @@ from .limits import LimitsConfig
 from .settings import MISSING, WORDS, Setting, Settings, meanings, settings_of
 from .vllm_options import VLLM_OPTIONS
 
-_KINDS = {**SECTIONS, "front_ends": FrontEndPlace, "limits": LimitsConfig}
+KINDS: dict[str, Any] = {**SECTIONS, "front_ends": FrontEndPlace}
+"""Section of the cluster file → settings class."""
+_OF_PAGES = {**KINDS, "limits": LimitsConfig}
 _TABLE = re.compile(r"(<!-- (settings|options|vllm): ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def section_table(kind: Any) -> str:
     """What may stand in a section, with default and option, as a table in Markdown."""
-    return _markdown(("field", "value", "default", "option of serve", ""), list(_rows(kind)))
+    return _markdown(("field", "value", "default", "option of serve", ""), list(rows(kind)))
 
 
-def _rows(kind: Any, section: str = "") -> Iterator[tuple[str, ...]]:
+def rows(kind: Any, section: str = "") -> Iterator[tuple[str, ...]]:
+    """Name, values, default, option and meaning of each setting of a section, in Markdown."""
     for name, one in settings_of(kind).items():
         if isinstance(one.default, Settings):
-            yield from _rows(type(one.default), f"{section}{name}.")
+            yield from rows(type(one.default), f"{section}{name}.")
         elif one.rule.in_file:
             option = f"`{one.rule.option}`" if one.rule.option else ""
             yield f"`{section}{name}`", _values(one), _default(one), option, meanings(kind)[name]
@@ -66,7 +69,7 @@ def with_tables(text: str) -> str:
     def made(found: re.Match[str]) -> str:
         if found[2] == "vllm":
             return f"{found[1]}{vllm_table(found[3])}{found[4]}"
-        kinds = [_KINDS[name] for name in found[3].split()]
+        kinds = [_OF_PAGES[name] for name in found[3].split()]
         table = section_table(*kinds) if found[2] == "settings" else option_table(*kinds)
         return f"{found[1]}{table}{found[4]}"
 

@@ -20,9 +20,10 @@ class VllmOption(NamedTuple):
     """One option of vLLM.
 
     names: the long name, then short names.  takes: a "flag" has a form --no-NAME.  words: value → our words,
-    `{}` for the value, "" for no words; `ANY`: every other value.  Further values are refused.  text: reason
-    of no effect, or way out of a refusal.  convert: see `cli.vllm_words.CONVERTERS`.  example: a value for
-    `ANY`.  own: `serve` has an option of this name.
+    `{}` for the value, "" for no words; `ANY`: every other value.  Further values are refused.  A flag may
+    have words for values beside "true" and "false".  text: reason of no effect, or way out of a refusal.
+    convert: see `cli.vllm_words.CONVERTERS`.  example: a value for `ANY`.  own: the option means the same
+    here.
     """
 
     names: tuple[str, ...]
@@ -79,7 +80,14 @@ def _shown(words: str) -> str:
 
 
 def same(name: str, text: str = "", *, convert: str = "", example: str = "1", **words: str) -> VllmOption:
+    """An option that `serve` has too."""
     return VllmOption((name,), "value", words or {ANY: f"{name} {{}}"}, text, convert, example, own=True)
+
+
+def setting(name: str, place: str, text: str = "", *values: str) -> VllmOption:
+    """An option with the same effect as a setting.  values: all that may be given; none: any."""
+    words = {value: f"--set {place}={value}" for value in values} or {ANY: f"--set {place}={{}}"}
+    return VllmOption((name,), "value", words, text, own=True)
 
 
 def alias(

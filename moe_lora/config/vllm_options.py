@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .vllm_option import ANY, MODEL, VllmOption, alias, flag, off, only, refused, same, unused
+from .vllm_option import ANY, MODEL, VllmOption, alias, flag, off, only, refused, same, setting, unused
 
 _TENSORS = "save the model as safetensors files and give their folder"
 _CONFIG = "config.json of MODEL_DIR decides; change the file there"
@@ -17,7 +17,7 @@ _LOGS_WITH = "requests are not logged; log them at a proxy, or count them by /me
 _TRACES = "no traces are sent; /metrics has the times of requests"
 _TOOLS = "omit the option; answers are plain text, and requests with tools are refused"
 _CODE = "no code of others runs in the server; omit the option"
-_CORS = "every method and header is allowed to an origin of --cors-origin; give '[\"*\"]' or omit the option"
+_CORS = "every method and header is allowed to front_end.cors_origins; give '[\"*\"]' or omit the option"
 _PEERS = "omit the option; processes of an instance compute prompts and answers alike"
 _FIXED_ADAPTERS = "omit the option; a request names its adapter as model"
 
@@ -54,10 +54,16 @@ MODELS = (
             "float": "--dtype float32",
         },
     ),
-    same(
-        "--load-format",
+    VllmOption(
+        ("--load-format",),
+        "value",
+        {
+            "auto": "",
+            "safetensors": "--set engine.load_format=safetensors",
+            "dummy": "--set engine.load_format=dummy",
+        },
         _TENSORS,
-        **{"auto": "", "safetensors": "--load-format safetensors", "dummy": "--load-format dummy"},
+        own=True,
     ),
     only("--config-format", ("auto", "hf"), _CONFIG),
     only("--model-impl", ("auto", "vllm"), "models run on the layers of this package; choose auto"),
@@ -151,9 +157,9 @@ MEMORY = (
         example="0.9",
     ),
     alias("--kv-cache-memory-bytes", "--kv-cache-gb {}", convert="bytes_to_gb", example="2e9"),
-    alias("--kv-offloading-size", "--host-arena-mb {}", convert="gib_to_mb"),
-    only("--kv-offloading-backend", ("native",), "KV that leaves the device goes to --host-arena-mb"),
-    unused("--swap-space", "--host-arena-mb says how much KV the host keeps"),
+    alias("--kv-offloading-size", "--set engine.host_arena_mb={}", convert="gib_to_mb"),
+    only("--kv-offloading-backend", ("native",), "KV that leaves the device goes to engine.host_arena_mb"),
+    unused("--swap-space", "engine.host_arena_mb says how much KV the host keeps"),
     only("--cpu-offload-gb", ("0", "0.0"), "weights stay on the device; --quantize makes them smaller"),
     refused("--num-gpu-blocks-override", "give --kv-cache-gb"),
     only(
@@ -162,8 +168,8 @@ MEMORY = (
         "KV has the dtype of the model; omit the option, and give --kv-cache-gb for more room",
     ),
     unused("--calculate-kv-scales", "KV is not quantised", "flag"),
-    same("--block-size"),
-    flag("--enable-prefix-caching", "", "--no-prefix-caching", "on by default"),
+    setting("--block-size", "engine.block_size"),
+    flag("--enable-prefix-caching", "", "--set engine.prefix_caching=false", "on by default"),
     unused("--prefix-caching-hash-algo", "prefixes are compared token by token"),
     unused("--disable-hybrid-kv-cache-manager", "one cache has KV of all layers", "flag"),
     only("--kv-transfer-config", ("", "{}"), _PEERS),
@@ -185,7 +191,13 @@ SCHEDULING = (
     VllmOption(
         ("--async-scheduling",),
         "flag",
-        {"true": "--async-scheduling on", "false": "--async-scheduling off"},
+        {
+            "true": "--set engine.async_scheduling=on",
+            "false": "--set engine.async_scheduling=off",
+            "auto": "--set engine.async_scheduling=auto",
+            "on": "--set engine.async_scheduling=on",
+            "off": "--set engine.async_scheduling=off",
+        },
         "a word may follow: auto, on or off",
         own=True,
     ),
@@ -227,7 +239,8 @@ ADAPTERS = (
     same("--max-loras"),
     same("--max-lora-rank", "no limit by default; an adapter above it is refused when its file is read"),
     unused(
-        "--max-cpu-loras", "the server keeps every adapter that was loaded; --host-arena-mb bounds memory"
+        "--max-cpu-loras",
+        "the server keeps every adapter that was loaded; engine.host_arena_mb bounds memory",
     ),
     VllmOption(
         ("--lora-modules",),
@@ -270,16 +283,16 @@ HTTP = (
         "restart the server after a certificate has changed, or with --config send SIGHUP",
         "flag",
     ),
-    alias("--allowed-origins", "--cors-origin {}", convert="origins", example='["*"]'),
+    alias("--allowed-origins", "--set front_end.cors_origins={}", convert="origins", example='["*"]'),
     only("--allowed-methods", ('["*"]',), _CORS),
     only("--allowed-headers", ('["*"]',), _CORS),
     off("--allow-credentials", "send keys in the header Authorization; omit the option"),
     only("--root-path", ("", "/"), "let the proxy strip the prefix before it passes a request on"),
-    refused("--uds", "give --host and --port; --admin-address may be a socket"),
+    refused("--uds", "give --host and --port; front_end.admin_address may be a socket"),
     refused("--middleware", _CODE),
     flag("--disable-fastapi-docs", "--set front_end.docs_page=false", ""),
     unused("--enable-offline-docs", "the page at /docs loads nothing from elsewhere", "flag"),
-    alias("--shutdown-timeout", "--drain-s {}"),
+    alias("--shutdown-timeout", "--set front_end.drain_s={}"),
     unused("--uvicorn-log-level", _LOGS),
     unused("--disable-uvicorn-access-log", _LOGS, "flag"),
     unused("--disable-access-log-for-endpoints", _LOGS),
@@ -295,7 +308,7 @@ HTTP = (
     unused("--otlp-traces-endpoint", _TRACES),
     unused("--collect-detailed-traces", _TRACES),
     unused("--show-hidden-metrics-for-version", "every metric is shown"),
-    unused("--h11-max-incomplete-event-size", "--max-header-bytes bounds the head of a request"),
+    unused("--h11-max-incomplete-event-size", "front_end.max_header_bytes bounds the head of a request"),
     unused("--h11-max-header-count", "a request may have 128 headers"),
     unused("--enable-request-id-headers", "every answer has X-Request-Id", "flag"),
     unused("--enable-prompt-tokens-details", "usage always has prompt_tokens_details", "flag"),

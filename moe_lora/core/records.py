@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records that the controller, its registry and the LoRA Server give to front ends."""
+"""Records of the controller, its registry and the LoRA Server for front ends."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ READY, BROKEN, REMOVED = "ready", "broken", "removed"
 class RegisteredAdapter:
     """One version of an adapter.
 
-    lora_rank: the largest of its config; alpha: the config's lora_alpha.  targets: modules and parameters
-    as the config names them.  num_bytes: of its files.  content_hash: of its files (`ContentStore`).
-    base_hash: see `base_model_hash`.  path: the folder to serve it from.  source: where it was added from.
-    state: ready; broken, its files were found lost or altered; or removed.  created_s: Unix time.
+    lora_rank: largest of the config; alpha: lora_alpha of the config.  targets: modules and parameters in the
+    config.  num_bytes, content_hash: of its files (`ContentStore`).  base_hash: see `base_model_hash`.  path:
+    folder to serve.  source: original folder.  state: ready; broken (files lost or altered); or removed.
+    created_s: Unix time.
     """
 
     name: str
@@ -35,8 +35,8 @@ class RegisteredAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseStats:
-    """Now: adapters resident, leases held, acquires waiting, bytes of the pages taken.  Since the start:
-    adapters loaded and evicted, bytes of the pages loaded.
+    """Now: resident adapters, leases, waiting acquires, bytes of used pages.  Since the start: loaded and
+    evicted adapters, bytes of loaded pages.
     """
 
     num_resident: int
@@ -50,10 +50,10 @@ class LeaseStats:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState(LeaseStats):
-    """capacity: adapters resident at once.  max_capacity: the most that the ranks' memory holds, as far as
-    the registered adapters tell; None if there is none.  num_instances: that are linked.  incarnation: of the
-    leader.  ranks: of each rank how often it has joined this leader; 0: it is not there.  unlinked: of each
-    rank, how many processes of these instances send it rows when they can, but have no link to it now.
+    """capacity: most resident adapters.  max_capacity: limit by the ranks' memory and the registered
+    adapters; None without adapters.  num_instances: linked.  incarnation: of the leader.  ranks: joins of
+    each rank with this leader; 0: absent.  unlinked: per rank, processes of these instances without their
+    link.
     """
 
     capacity: int
@@ -65,12 +65,12 @@ class ServerState(LeaseStats):
 
     @property
     def num_away(self) -> int:
-        """Ranks that are not there."""
+        """Absent ranks."""
         return self.ranks.count(0)
 
     @property
     def num_unlinked(self) -> int:
-        """Links that are missing between instances and ranks."""
+        """Missing links between instances and ranks."""
         return sum(self.unlinked)
 
     @property
@@ -80,13 +80,10 @@ class ServerState(LeaseStats):
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """What the model says of a demand at a capacity.
+    """The model's view of a demand at a capacity.
 
-    expected_active: adapters that at least one request uses, in the mean.  predicted_iar: share of requests
-    that the capacity admits at once, by the corrected model, which is what simulation agrees with;
-    predicted_iar_paper: by InfiniLoRA's equation 4, too high while requests wait.  measured_iar: the share
-    that was, None if no request ended.  needed_capacity: the smallest one whose predicted_iar reaches
-    target_iar.
+    expected_active: mean adapters in use.  predicted_iar: by the corrected model; predicted_iar_paper: by
+    InfiniLoRA's equation 4.  measured_iar: None without an ended request.  needed_capacity: for target_iar.
     """
 
     num_requests: int
@@ -102,19 +99,17 @@ class Outlook:
 
     @property
     def suffices(self) -> bool:
-        """Whether the capacity reaches the target."""
+        """True if the capacity reaches the target."""
         return self.predicted_iar >= self.target_iar
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementQuality:
-    """Of one table under one demand.  Loads are shares of a server's capacity.
+    """Quality of a table under a demand.  Loads are shares of a server's capacity.
 
-    target_utilisation: mean load, a lower bound on both worst loads.  worst_load: of a server, each adapter
-    at its own rank's operating point (kernels that compute true ranks).  worst_padded_load: of a server, all
-    its tokens at its highest rank's point (kernels that pad).  rank_mixing: padded over own load, of all
-    servers together; 1 = no rank is served beside a higher one.  most_held, mean_held: adapters per server.
-    copied_bytes, num_copies: what servers get that they did not have, of adapters that were anywhere.
+    target_utilisation: mean load.  worst_load: of a server, true ranks.  worst_padded_load: at the server's
+    highest rank.  rank_mixing: padded over own load of all servers; 1: ranks are apart.  most_held,
+    mean_held: adapters per server.  copied_bytes, num_copies: of known adapters on new servers.
     """
 
     target_utilisation: float

@@ -15,10 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 from .errors import ConfigError
-from .hf_config import FAMILIES, shape_fields
 
 MATRIX_ALIGN_BYTES = 64
 """Each A and B matrix of a packed adapter starts at a multiple of this many bytes."""
@@ -71,7 +69,7 @@ class Site:
         """Width of the site's fused output y."""
         return sum(self.out_features)
 
-    @property
+    @cached_property
     def num_entries(self) -> int:
         """Rows this site takes in the layer's offset table."""
         return len(self.modules) * max(1, self.num_experts)
@@ -85,8 +83,9 @@ class Site:
 class ModelShape:
     """Sizes of one base model; `num_experts` is 0 for a dense one.
 
-    `intermediate_size` is that of one expert (or of the dense MLP). Raises ConfigError for sizes
-    that cannot be a model. `from_hf_config` reads a checkpoint's config.json.
+    `intermediate_size` is that of one expert (or of the dense MLP).  fused_qkv: one module for q, k and v.
+    num_windowed_layers: layers whose attention sees a window only.  Raises ConfigError for sizes that cannot
+    be a model.  `families.shape_of` reads a checkpoint's config.json.
     """
 
     family: str
@@ -101,10 +100,10 @@ class ModelShape:
     vocab_size: int
     max_position: int
     dtype_bytes: int
+    fused_qkv: bool = False
+    num_windowed_layers: int = 0
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise ConfigError(f"family={self.family!r} is not supported; choose one of {', '.join(FAMILIES)}")
         for name in _POSITIVE:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be an integer of 1 or more")
@@ -113,8 +112,6 @@ class ModelShape:
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
                 "grouped-query attention needs whole groups"
             )
-        if (self.num_experts > 0) != (self.family != "llama"):
-            raise ConfigError(f"num_experts={self.num_experts} does not fit family={self.family!r}")
         if not min(1, self.num_experts) <= self.num_experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"num_experts_per_token={self.num_experts_per_token} must lie between "
@@ -127,7 +124,7 @@ class ModelShape:
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden, inner, experts = self.hidden_size, self.intermediate_size, self.num_experts
         qkv: tuple[tuple[str, ...], tuple[int, ...]] = (("q", "k", "v"), (q_size, kv_size, kv_size))
-        if self.family == "dbrx":
+        if self.fused_qkv:
             qkv = (("qkv",), (q_size + 2 * kv_size,))
         rows: list[tuple[str, tuple[str, ...], int, tuple[int, ...], int]] = [
             ("qkv", qkv[0], hidden, qkv[1], 0),
@@ -167,7 +164,7 @@ class ModelShape:
         """Bytes of one packed adapter of this rank on whole sites, alignment of each matrix included.
 
         targets: site names. shared_gate_up_a: gate and up of an expert share one A (the fused PEFT
-        form). DBRX's own fused form shares more; this is then an upper bound. expert_parallel: ranks that
+        form). A form that shares more has fewer bytes than this bound. expert_parallel: ranks that
         share the experts; the bytes are then those of one rank.
         """
         if lora_rank < 1:
@@ -185,15 +182,6 @@ class ModelShape:
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
-
-    @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Shape of the model that a Hugging Face config.json describes.
-
-        Raises ConfigError (a ValueError) naming the key for a model type or an option that is not
-        supported, or a missing key. A config without a dtype counts as bfloat16.
-        """
-        return cls(**shape_fields(config))
 
 
 _POSITIVE = (

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -26,31 +26,19 @@ from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, check_expert_parallel, rank_limit
 from moe_lora.core.shard import ModelShard
-from moe_lora.dist.host_workers.workers import HostWorkers
-from moe_lora.dist.transport.contract import Transport, make_transport
 from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes
-from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.adapters.manager import AdapterManager
-from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
-from moe_lora.engine.merging.merging import Merging
-from moe_lora.engine.merging.merging_times import (
-    bytes_per_rank,
-    copy_bandwidth,
-    expected_step_times,
-    expected_swap_times,
-)
 from moe_lora.engine.ranks.followers import HOST_STORE, Allocate, Followers, RankReport, start_followers
 from moe_lora.engine.ranks.rank import Rank
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.engine.step.steps_ahead import check_ahead, schedules_ahead
 from moe_lora.engine.text.generation_config import read_sampling_defaults
 from moe_lora.engine.text.tokenizer_files import read_eos_token_ids
+from moe_lora.families import shape_of
 from moe_lora.policies.admission.host_start import HostLoads
 from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
-from moe_lora.policies.merging.merging import make_merging_policy
-from moe_lora.policies.merging.merging_costs import MergingCosts, Uid
 from moe_lora.scheduling.queues import RequestQueue, shortest_first
 from moe_lora.scheduling.scheduler import Scheduler
 
@@ -60,6 +48,11 @@ from .ranks import exchange
 from .sequence import Sequence
 
 if TYPE_CHECKING:
+    from moe_lora.dist.host_workers.workers import HostWorkers
+    from moe_lora.dist.transport.contract import Transport
+    from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
+    from moe_lora.engine.adapters.pool_store import PoolAdapters
+    from moe_lora.engine.merging.merging import Merging
     from moe_lora.engine.moving.kv_transfer import KvTransfer
 
 
@@ -98,7 +91,7 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
     mine = followers or Followers()
     try:
         hf_config = config.hf_config()
-        shape = ModelShape.from_hf_config(hf_config)
+        shape = shape_of(hf_config)
         # Again when the model is loaded: what "auto" stands for is known then.
         check_ahead(
             config,
@@ -249,7 +242,8 @@ def _core(
         upper=config.swap_out_above,
         lower=config.swap_in_below,
     )
-    pool = store if isinstance(store, PoolAdapters) else None
+    pool = None if config.pool is None else cast("PoolAdapters", store)
+    leases = None if rank.lora_server is None else cast("LeasedAdapters", store)
     host_loads = None if store.host is None else HostLoads(rank.host.rule, config.max_num_batched_tokens)
     manager = AdapterManager(
         cache,
@@ -258,7 +252,7 @@ def _core(
         clock,
         num_slots=config.max_loras,
         num_pages=size.num_pages - size.request_pages,
-        leases=store if isinstance(store, LeasedAdapters) else None,
+        leases=leases,
         host_loads=host_loads,
     )
     transfers = Transfers(
@@ -331,6 +325,8 @@ def _cache_figures(cache: UnifiedCache, page_bytes: int, max_kv_pages: int) -> d
 
 def _transport(config: EngineConfig, name: str) -> Transport:
     """What instances read each other's adapters by, and put KV by: the pool's, or shared memory."""
+    from moe_lora.dist.transport.contract import make_transport
+
     options: dict[str, Any] = {}
     if config.pool is not None and config.pool.transport == "gloo":
         options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}
@@ -349,6 +345,16 @@ def _merging(
     config: EngineConfig, rank: Rank, runner: ModelRunner, adapters: AdapterManager, clock: Clock
 ) -> Merging:
     """Policies that weigh modes begin with times by this device's bandwidth."""
+    from moe_lora.engine.merging.merging import Merging
+    from moe_lora.engine.merging.merging_times import (
+        bytes_per_rank,
+        copy_bandwidth,
+        expected_step_times,
+        expected_swap_times,
+    )
+    from moe_lora.policies.merging.merging import make_merging_policy
+    from moe_lora.policies.merging.merging_costs import MergingCosts, Uid
+
     assert runner.merged is not None
     versions, weights = adapters.versions, runner.merged.weights
     costs = None
@@ -421,6 +427,8 @@ def _store(
 
     options: dict[str, Any] = {}
     if config.pool is not None:
+        from moe_lora.engine.adapters.pool_store import PoolAdapters
+
         host = host_workers(None)
         transport = _transport(config, config.instance)
         return PoolAdapters(transport, lambda path, name, content: contents.read(name, path, content), host)
@@ -441,9 +449,11 @@ def _store(
         options = {"store": host.store, "before_removal": stays, "host": host}
     elif rank.lora_server is None and size.num_host_pages:
         options = {"in_files": True, "store": contents.store}
-    return (
-        AdapterStore(**options) if rank.lora_server is None else LeasedAdapters(rank.lora_server, **options)
-    )
+    if rank.lora_server is None:
+        return AdapterStore(**options)
+    from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
+
+    return LeasedAdapters(rank.lora_server, **options)
 
 
 def site_ranks(shape: ModelShape, adapters: list[PackedAdapter]) -> list[int]:

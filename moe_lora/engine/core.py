@@ -29,10 +29,8 @@ from moe_lora.core.request import (
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.manager import AdapterManager
-from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.client.step_notes import StepNotes
-from moe_lora.engine.merging.merging import Merging
 from moe_lora.engine.ranks.followers import Followers
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.engine.step.sampler import Drawn, sample
@@ -44,6 +42,8 @@ from .sequence import Sequence, check_request
 from .suspects import run_apart
 
 if TYPE_CHECKING:
+    from moe_lora.engine.adapters.pool_store import PoolAdapters
+    from moe_lora.engine.merging.merging import Merging
     from moe_lora.engine.moving.kv_transfer import KvTransfer
     from moe_lora.engine.moving.moves import RequestMoves
 
@@ -316,10 +316,12 @@ class EngineCore:
         Returns in how many seconds it needs that again, whatever happens; None: not before something does.
         """
         self._transfers.settle()
-        self._hear_failures()
+        if not self._adapters.failures.reports.empty():
+            self._hear_failures()
         if self._moves is not None:
             self._moves.tend()
-        self._adapters.bring_pinned()
+        if self._adapters.to_bring:
+            self._adapters.bring_pinned()
         if not self._sequences:
             if self._notes is not None:
                 self._notes.step(set())

@@ -47,30 +47,14 @@ class Sequence:
     second_token_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.held, self.awaits_kv = self.request.held, self.request.awaits_kv
-        self.tokens = [*self.request.prompt_token_ids, *self.request.generated]
-        self.table = BlockTable(self.adapter_uid)
-
-    @property
-    def adapter_uid(self) -> int | None:
+        request = self.request
+        self.tenant, self.share, self.priority = request.tenant, request.share, request.priority
+        self.cache_salt = request.cache_salt
+        self.held, self.awaits_kv = request.held, request.awaits_kv
+        self.tokens = [*request.prompt_token_ids, *request.generated]
+        self.adapter_uid = None if self.adapter is None else self.adapter.uid
         """The adapter's version, None for the base; also the prefix-cache namespace."""
-        return None if self.adapter is None else self.adapter.uid
-
-    @property
-    def tenant(self) -> str:
-        return self.request.tenant
-
-    @property
-    def share(self) -> float:
-        return self.request.share
-
-    @property
-    def priority(self) -> int:
-        return self.request.priority
-
-    @property
-    def cache_salt(self) -> str:
-        return self.request.cache_salt
+        self.table = BlockTable(self.adapter_uid)
 
     @property
     def num_generated(self) -> int:

@@ -2,10 +2,9 @@
 """The operations of a compiled step, registered with torch.library.
 
 Operations on the arena or the LoRA tables take a channel: int64 [handle, layer, address of a `StepCalls` or
-0].  A channel is declared mutated: torch.compile then keeps the order begin < base GEMM < add_to and KV
-writes, and the arena never enters a graph.  `begin` also declares x mutated, so the base GEMM stays behind.
-`add_to` names x to keep its memory until then.  On CPU one operation replaces the three (`lora_linear`); C++
-tries it and attention first (csrc/operations.cpp).
+0], declared mutated: torch.compile then keeps the order begin < base GEMM < add_to and KV writes.  `begin`
+also declares x mutated, and `add_to` names x to keep its memory.  On CPU one operation replaces the three
+(`lora_linear`); C++ tries it and attention first (csrc/operations.cpp).
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ class LocalBackend(LoraBackend):
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         self._decode = step.decode
-        self._shared = SharedSegments()
+        if not self._arena.is_cpu:
+            self._shared = SharedSegments()
         self._routing = routing
         self._rows, self._rows_here = {}, {}
 

@@ -85,13 +85,12 @@ def no_terms(num_routes: int, num_groups: int, num_terms: int = 1) -> np.ndarray
 class RowRouting:
     """Up to M signed terms per row and group of sites; their sum is added to the sites' output.
 
-    groups: [L][sites] group of each site of each layer.  row_route: [T] int32 route of each row, -1 = base
-    model.  terms: [N + 1, G, M] TERM; the last route is empty.  M is 1 without merging, else 2: the merged
-    adapter's rows have no term, all others subtract it, base rows by their own route.  adapters: may be empty
-    if all sources are LOCAL.  here: [N, L] bool, layers with HOST terms computed on the device, equal on all
-    ranks of an instance; None: layers present at `begin`.  on_device: `slots_here` and `frames_pushed` on the
-    device, as copied with the step's input.  site_ranks: largest rank per site for this device's launches;
-    None: of the rows.
+    groups: [L][sites] group of each site of each layer.  row_route: [T] int32, -1 = base model.  terms: [N +
+    1, G, M] TERM; the last route is empty.  M is 1 without merging, else 2: the merged adapter's rows have no
+    term, all others subtract it.  adapters: may be empty if all sources are LOCAL.  here: [N, L] bool, layers
+    with HOST terms computed on the device; None: layers present at `begin`.  on_device: `slots_here` and
+    `frames_pushed` on the device.  site_ranks: largest rank per site for this device's launches; None: of the
+    rows.
     """
 
     groups: Sequence[Sequence[int]]

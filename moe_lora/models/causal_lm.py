@@ -12,11 +12,11 @@ from torch import nn
 
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
+from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels import ops
 from moe_lora.kernels.operands import Rotation
 
 from .quantised_weight import QuantisedWeight
-from .spec import ModelSpec
 
 # The linear layers that LoRA sites are made of.
 #

@@ -16,6 +16,8 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.progress import Show, silent
 from moe_lora.core.shard import ModelShard
+from moe_lora.families import family_named, model_spec
+from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.quantised import Format, format_of
 
@@ -24,7 +26,6 @@ from .checkpoint import Checkpoint
 from .divided_weights import Cut, HeldRanges, held_ranges
 from .quantised_weight import Quantisation, QuantisedWeight, WeightLayout, common_layout
 from .random_weights import RandomCheckpoint
-from .spec import ModelSpec, model_spec
 from .stored_weight import StoredWeight
 from .weights import Piece, WeightMap, stored_pieces, weight_map
 
@@ -300,7 +301,7 @@ def refuse_unexpected(model: CausalLM, checkpoint: Source, weights: WeightMap) -
     """Raise ConfigError if the checkpoint has tensors that no part of the model is made of."""
     used = {key for pieces in weights.values() for piece in pieces for key in piece.keys}
     if model.spec.tie_word_embeddings:
-        used.add("lm_head.weight")
+        used.add(family_named(model.spec.shape.family).head)
     unexpected = sorted(k for k in checkpoint if k not in used and not k.endswith(RECOMPUTED))
     if unexpected:
         named = ", ".join(unexpected[:NUM_NAMED])

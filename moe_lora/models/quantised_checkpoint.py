@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.progress import Show
+from moe_lora.families import family_named, model_spec
+from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels import quantised
 from moe_lora.kernels.quantised import Format
 
@@ -28,7 +30,6 @@ from .causal_lm import CausalLM
 from .checkpoint import INDEX_NAME, Checkpoint
 from .loader import linear_layers, refuse_unexpected
 from .quantised_weight import Quantisation, rows_at_once
-from .spec import ModelSpec, model_spec
 from .stored_weight import packed_fields
 from .weights import Piece, linear_weight_map, weight_map
 
@@ -38,7 +39,6 @@ _WEIGHTS = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"),
     *(".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"),
 )
-_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _parts(spec: ModelSpec, checkpoint: Checkpoint, quantisation: Quantisation) 
     held = {name for _, _, name in linear_layers(model)}
     if quantisation.head:
         held.add("head")
-        written["head"] = [Piece(_HEAD)]
+        written["head"] = [Piece(family_named(spec.shape.family).head)]
         sources.setdefault("head", sources["embedding"])
         shapes["head"] = shapes["embedding"]
     parts = []

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels.quantised import E8M0_BIAS, format_of
 
 from .causal_lm import CausalLM
-from .spec import ModelSpec
 from .stored_weight import StoredWeight
 from .weights import Piece, WeightMap, linear_weight_map
 
@@ -84,7 +84,7 @@ class RandomCheckpoint:
         if len(shape) == 1 and "norm" in key:
             return torch.ones(shape, device=self._device)
         if len(shape) > 1:
-            is_embedding = key.endswith(("embed_tokens.weight", "wte.weight"))
+            is_embedding = key == self.weights["embedding"][0].key
             bound = math.sqrt(3.0 if is_embedding else 3.0 / shape[1])
         return torch.empty(shape, device=self._device).uniform_(-bound, bound, generator=self._drawing(key))
 

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.families import family_of
 from moe_lora.kernels.quantised import Format, QuantisedOperand, dequantise, format_of, put
 
 READ = (
-    "GPT-OSS's mxfp4; fp8 in blocks (E4M3); compressed-tensors pack-quantized with 4 or 8 bits and "
-    "float-quantized; torchao's Int8Tensor, IntxUnpackedToInt8Tensor and Float8Tensor, weights only"
+    "mxfp4 experts of a family that is published so; fp8 in blocks (E4M3); compressed-tensors pack-quantized "
+    "with 4 or 8 bits and float-quantized; torchao's Int8Tensor, IntxUnpackedToInt8Tensor and Float8Tensor, "
+    "weights only"
 )
 
 
@@ -121,16 +123,14 @@ class Scheme:
 def scheme_of(config: Mapping[str, Any], metadata: Callable[[], Mapping[str, str]]) -> Scheme | None:
     """The scheme that config.json's quantization_config names.
 
-    None: nothing is quantised, or GPT-OSS's MXFP4, whose tensors `weights` knows.
+    None: nothing is quantised, or by the family's own format, whose tensors `weights` knows.
     metadata: of the checkpoint's files, which torchao writes to.  Raises ConfigError for what isn't read.
     """
     section = config.get("quantization_config") or {}
     method = section.get("quant_method")
+    if not section or (method is not None and method == family_of(config).own_format):
+        return None
     match method:
-        case None if not section:
-            return None
-        case "mxfp4" if config.get("model_type") == "gpt_oss":
-            return None
         case "fp8":
             return _fp8(section)
         case "compressed-tensors":

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each family's checkpoints keep the parameters of the layer stack.
+"""The tensors of a checkpoint that each parameter of the layer stack is made of, by its family's names.
 
 Legend: E experts, F inner size of an expert or a dense MLP, H hidden size.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +14,10 @@ from typing import Any
 import torch
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.shape import ModelShape
+from moe_lora.families import family_named
+from moe_lora.families.schema.family import Family, ModelSpec, Place, of_all_experts
 
-from .spec import ModelSpec
 from .stored_weight import Scheme, StoredWeight, mxfp4
 
 
@@ -43,31 +44,55 @@ WeightMap = dict[str, list[Piece]]
 """Model parameter name -> the checkpoint tensors it is made of."""
 
 
+SITES = {
+    "qkv": "attention.qkv",
+    "o": "attention.o",
+    "router": "mlp.gate",
+    "gate_up": "mlp.gate_up",
+    "down": "mlp.down",
+}
+"""Module of a layer for each LoRA site."""
+
+
 def weight_map(spec: ModelSpec, checkpoint: Container[str]) -> WeightMap:
-    """Every parameter's pieces.  checkpoint: names of its tensors, which tell in which form experts are."""
-    embedding, norm, layers, layer_map = "model.embed_tokens", "model.norm", "model.layers", _layer
-    if spec.shape.family == "dbrx":
-        embedding, norm, layers = "transformer.wte", "transformer.norm_f", "transformer.blocks"
-        layer_map = _dbrx_layer
-    weights = {"embedding": [Piece(f"{embedding}.weight")], "norm.weight": [Piece(f"{norm}.weight")]}
-    if not spec.tie_word_embeddings:
-        weights["head"] = [Piece("lm_head.weight")]
-    for layer in range(spec.shape.num_layers):
-        for name, pieces in layer_map(spec, checkpoint, f"{layers}.{layer}").items():
-            weights[f"layers.{layer}.{name}"] = pieces
-    return weights
+    """Pieces of every parameter.  checkpoint: names of its tensors, by which the form of the MLP is found."""
 
+    def form(family: Family, prefix: str) -> tuple[Place, ...]:
+        for places in family.mlp:
+            weights = (place.of(0) for place in places if place.site != "router")
+            if any(prefix + place.key in checkpoint for place in weights):
+                return places
+        return family.mlp[-1]
 
-class _LinearExperts:
-    """Names of a checkpoint in which each linear layer of an expert has a tensor of its own."""
-
-    def __contains__(self, key: object) -> bool:
-        return re.search(r"\.0\.(down_proj|w2)\.weight$", str(key)) is not None
+    return _mapped(spec, form)
 
 
 def linear_weight_map(spec: ModelSpec) -> WeightMap:
     """As `weight_map`, of the form in which quantisers of linear layers write checkpoints."""
-    return weight_map(spec, _LinearExperts())
+
+    def form(family: Family, prefix: str) -> tuple[Place, ...]:
+        return next(places for places in family.mlp if all(place.form == "matrix" for place in places))
+
+    return _mapped(spec, form)
+
+
+def _mapped(spec: ModelSpec, form: Callable[[Family, str], tuple[Place, ...]]) -> WeightMap:
+    """form: places of the MLP below a layer's prefix."""
+    family = family_named(spec.shape.family)
+    weights: WeightMap = {"embedding": [Piece(family.embedding)], "norm.weight": [Piece(family.norm)]}
+    if not spec.tie_word_embeddings:
+        weights["head"] = [Piece(family.head)]
+    for layer in range(spec.shape.num_layers):
+        prefix, ours = f"{family.stack}.{layer}.", f"layers.{layer}"
+        for name, key in family.tensors.items():
+            weights[f"{ours}.{name}"] = [Piece(prefix + key)]
+        places = (*family.attention, *form(family, prefix))
+        for place in of_all_experts(places, spec.shape.num_experts):
+            name = f"{ours}.{SITES[place.site]}"
+            weights.setdefault(f"{name}.weight", []).extend(_weights(spec.shape, place, prefix))
+            if _has_bias(spec, place.site):
+                weights.setdefault(f"{name}.bias", []).extend(_biases(spec.shape, place, prefix))
+    return weights
 
 
 def stored_pieces(weights: WeightMap, scheme: Scheme, tensors: Container[str], num_experts: int) -> WeightMap:
@@ -101,143 +126,79 @@ def _stored(
     return [Piece(key, piece.index, make, tuple(others))]
 
 
-def _layer(spec: ModelSpec, checkpoint: Container[str], source: str) -> WeightMap:
-    """One layer of any family but DBRX."""
-    attention, site = f"{source}.self_attn", spec.shape.site("qkv")
-    weights = {
-        "attention_norm.weight": [Piece(f"{source}.input_layernorm.weight")],
-        "mlp_norm.weight": [Piece(f"{source}.post_attention_layernorm.weight")],
-    }
-    for kind in _kinds(spec.attention_bias):
-        weights[f"attention.qkv.{kind}"] = [
-            Piece(f"{attention}.{name}_proj.{kind}", (slice(column, column + width),))
-            for name, column, width in zip("qkv", site.columns, site.out_features, strict=True)
-        ]
-        weights[f"attention.o.{kind}"] = [Piece(f"{attention}.o_proj.{kind}")]
-    for name in (*("q_norm.weight", "k_norm.weight") * spec.qk_norm, *("sinks",) * spec.sinks):
-        weights[f"attention.{name}"] = [Piece(f"{attention}.{name}")]
-    return weights | _mlp(spec, checkpoint, source)
+def _has_bias(spec: ModelSpec, site: str) -> bool:
+    biases = {"qkv": spec.attention_bias, "o": spec.attention_bias, "router": spec.gate_bias}
+    return biases.get(site, spec.mlp_bias)
 
 
-def _mlp(spec: ModelSpec, checkpoint: Container[str], source: str) -> WeightMap:
-    """A layer's MLP in any form that transformers writes.
-
-    Dense, or a matrix per expert as older versions keep them; or fused: `mlp.experts.gate_up_proj` [E, 2F, H]
-    (gate rows first) and `mlp.experts.down_proj` [E, H, F].
-    """
-    family, mlp = spec.shape.family, f"{source}.mlp"
-    if family == "gpt_oss":
-        return _gpt_oss_mlp(spec, checkpoint, mlp)
-    if family == "llama":
-        return _matrices(spec, [(mlp, ())])
-    if f"{mlp}.experts.gate_up_proj" in checkpoint:
-        return {
-            "mlp.gate.weight": [Piece(f"{mlp}.gate.weight")],
-            "mlp.gate_up.weight": [Piece(f"{mlp}.experts.gate_up_proj")],
-            "mlp.down.weight": [Piece(f"{mlp}.experts.down_proj")],
-        }
-    if family == "mixtral":
-        mlp = f"{source}.block_sparse_moe"
-    experts = _matrices(spec, [(f"{mlp}.experts.{e}", (e,)) for e in range(spec.shape.num_experts)])
-    return {"mlp.gate.weight": [Piece(f"{mlp}.gate.weight")]} | experts
-
-
-def _matrices(spec: ModelSpec, sources: Iterable[tuple[str, tuple[int, ...]]]) -> WeightMap:
-    """Gate, up and down as matrices of their own under each (prefix, index into the parameter)."""
-    names = {"mixtral": ("w1", "w3", "w2"), "dbrx": ("w1", "v1", "w2")}
-    gate, up, down = names.get(spec.shape.family, ("gate_proj", "up_proj", "down_proj"))
-    weights: WeightMap = {}
-    for kind in _kinds(spec.mlp_bias):
-        weights[f"mlp.gate_up.{kind}"] = [
-            Piece(f"{prefix}.{name}.{kind}", (*index, rows))
-            for prefix, index in sources
-            for name, rows in zip((gate, up), _halves(spec), strict=True)
-        ]
-        weights[f"mlp.down.{kind}"] = [Piece(f"{prefix}.{down}.{kind}", index) for prefix, index in sources]
-    return weights
+def _weights(shape: ModelShape, place: Place, prefix: str) -> Iterator[Piece]:
+    """Pieces of a place's weight."""
+    key = prefix + place.key
+    if place.form == "mxfp4":
+        scales = (f"{key.removesuffix('_blocks')}_scales",)
+        for expert in range(shape.num_experts):
+            for rows, stored in _parts(shape, place):
+                yield Piece(key, (expert, *rows), partial(_mxfp4, expert, stored), scales)
+        return
+    for rows, stored in _parts(shape, place):
+        match place.form:
+            case "matrix":
+                yield Piece(key, (*_expert(place), *rows))
+            case "fused" if place.interleaved or place.transposed:
+                transform = partial(_fused, stored, place.transposed)
+                yield Piece(key, (slice(None), *rows) if rows else (), transform)
+            case "fused":
+                yield Piece(key)
+            case "rows":
+                transform = partial(_by_expert, shape.num_experts, place.site == "down")
+                yield Piece(key, (slice(None), *rows) if rows else (), transform)
 
 
-def _dbrx_layer(spec: ModelSpec, checkpoint: Container[str], source: str) -> WeightMap:
-    """w1, v1 and w2 are gate, up and (untransposed) down of all experts, one below the other.
-
-    Or layers of each expert, as quantisers write them.
-    """
-    experts, inner = spec.shape.num_experts, spec.shape.intermediate_size
-    attention, mlp = f"{source}.norm_attn_norm", f"{source}.ffn.experts.mlp"
-
-    def per_expert(stacked: torch.Tensor) -> torch.Tensor:
-        """[E*F, H] -> [E, F, H]; another number of rows stays as it is, for the loader to report."""
-        return stacked.view(experts, inner, -1) if stacked.shape[0] == experts * inner else stacked
-
-    weights = {
-        "attention_norm.weight": [Piece(f"{attention}.norm_1.weight")],
-        "mlp_norm.weight": [Piece(f"{attention}.norm_2.weight")],
-        "attention.qkv.weight": [Piece(f"{attention}.attn.Wqkv.weight")],
-        "attention.o.weight": [Piece(f"{attention}.attn.out_proj.weight")],
-        "mlp.gate.weight": [Piece(f"{source}.ffn.router.layer.weight")],
-    }
-    if f"{mlp}.0.w2.weight" in checkpoint:
-        return weights | _matrices(spec, [(f"{mlp}.{e}", (e,)) for e in range(experts)])
-    return weights | {
-        "mlp.gate_up.weight": [
-            Piece(f"{mlp}.{name}", (slice(None), rows), per_expert)
-            for name, rows in zip(("w1", "v1"), _halves(spec), strict=True)
-        ],
-        "mlp.down.weight": [Piece(f"{mlp}.w2", (), lambda stacked: per_expert(stacked).mT)],
-    }
-
-
-def _gpt_oss_mlp(spec: ModelSpec, checkpoint: Container[str], mlp: str) -> WeightMap:
-    """Gate (even) and up (odd) interleaved; experts in floating point, [E, H, 2F] and [E, F, H], or in MXFP4.
-
-    Those are blocks and scales of [E, 2F, H] and [E, H, F], of which each piece is a part of one expert's.
-    Or layers of each expert, gate and up apart, as quantisers write them.
-    """
-    gate = {
-        "mlp.gate.weight": [Piece(f"{mlp}.router.weight")],
-        "mlp.gate.bias": [Piece(f"{mlp}.router.bias")],
-    }
-    if f"{mlp}.experts.0.down_proj.weight" in checkpoint:
-        experts = range(spec.shape.num_experts)
-        return gate | _matrices(spec, [(f"{mlp}.experts.{e}", (e,)) for e in experts])
-    every = slice(None)
-    halves = [(slice(first, None, 2), rows) for first, rows in enumerate(_halves(spec))]
-
-    def quantised(key: str, expert: int, stored: slice, index: tuple[slice, ...]) -> Piece:
-        def transform(blocks: torch.Tensor, scales: torch.Tensor) -> StoredWeight:
-            return mxfp4(blocks[expert, stored], scales[expert, stored])
-
-        return Piece(f"{key}_blocks", (expert, *index), transform, extra_keys=(f"{key}_scales",))
-
-    def transposed(stored: slice, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[..., stored].mT
-
-    def part(stored: slice, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[..., stored]
-
-    gate_up, down = f"{mlp}.experts.gate_up_proj", f"{mlp}.experts.down_proj"
-    if f"{gate_up}_blocks" in checkpoint:
-        experts = range(spec.shape.num_experts)
-        up_pieces = [quantised(gate_up, e, stored, (rows,)) for e in experts for stored, rows in halves]
-        down_pieces = [quantised(down, e, every, ()) for e in experts]
+def _biases(shape: ModelShape, place: Place, prefix: str) -> Iterator[Piece]:
+    """Pieces of a place's bias: [out] of a matrix, [E, out] of a fused parameter."""
+    key = prefix + place.bias_key
+    if place.form == "matrix":
+        for rows, _ in _parts(shape, place):
+            yield Piece(key, (*_expert(place), *rows))
+    elif not place.interleaved:
+        yield Piece(key)
     else:
-        up_pieces = [Piece(gate_up, (every, rows), partial(transposed, stored)) for stored, rows in halves]
-        down_pieces = [Piece(down, (), partial(transposed, every))]
-    return gate | {
-        "mlp.gate_up.weight": up_pieces,
-        "mlp.down.weight": down_pieces,
-        "mlp.gate_up.bias": [
-            Piece(f"{gate_up}_bias", (every, rows), partial(part, stored)) for stored, rows in halves
-        ],
-        "mlp.down.bias": [Piece(f"{down}_bias")],
-    }
+        for rows, stored in _parts(shape, place):
+            yield Piece(key, (slice(None), *rows), partial(_fused, stored, False))
 
 
-def _kinds(bias: bool) -> tuple[str, ...]:
-    return ("weight", "bias") if bias else ("weight",)
+def _parts(shape: ModelShape, place: Place) -> Iterator[tuple[tuple[slice, ...], slice]]:
+    """Of each stored part: its rows in the parameter, () for all; and its outputs in the tensor."""
+    site, num_modules = shape.site(place.site), len(place.modules)
+    if num_modules == len(site.modules) and not place.interleaved:
+        yield (), slice(None)
+        return
+    for i, module in enumerate(place.modules):
+        first = site.columns[module]
+        rows = slice(first, first + site.out_features[module])
+        yield (rows,), slice(i, None, num_modules) if place.interleaved else slice(None)
 
 
-def _halves(spec: ModelSpec) -> tuple[slice, slice]:
-    """Rows of gate and of up in the fused parameter."""
-    inner = spec.shape.intermediate_size
-    return slice(0, inner), slice(inner, 2 * inner)
+def _expert(place: Place) -> tuple[int, ...]:
+    return () if place.expert is None else (place.expert,)
+
+
+def _mxfp4(expert: int, stored: slice, blocks: torch.Tensor, scales: torch.Tensor) -> StoredWeight:
+    return mxfp4(blocks[expert, stored], scales[expert, stored])
+
+
+def _fused(stored: slice, transposed: bool, tensor: torch.Tensor) -> torch.Tensor:
+    """Some outputs of [E, in, out] as [E, out, in], or of a bias [E, out]."""
+    return _transposed(tensor[..., stored]) if transposed else tensor[..., stored]
+
+
+def _by_expert(num_experts: int, is_down: bool, stacked: torch.Tensor) -> torch.Tensor:
+    """[E*F, H] -> [E, F, H], of down [E, H, F].  Another number of rows stays, for the loader's error."""
+    inner, rest = divmod(stacked.shape[0], num_experts)
+    by_expert = stacked if rest else stacked.view(num_experts, inner, *stacked.shape[1:])
+    return _transposed(by_expert) if is_down else by_expert
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """A vector stays, for the loader's error."""
+    return tensor.mT if tensor.dim() > 1 else tensor

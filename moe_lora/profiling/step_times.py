@@ -22,6 +22,7 @@ from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, Site
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.ranks.rank import DTYPES, kv_layout, resolved
+from moe_lora.families import shape_of
 from moe_lora.workload.replay_plan import PlannedRequest
 
 _STD = 0.02
@@ -105,7 +106,7 @@ class StepClock:
             )
         self._now_s = time.thread_time if processor_time else time.perf_counter
         self.core = engine_with_adapters(config, adapters)
-        shape = ModelShape.from_hf_config(hf_config)
+        shape = shape_of(hf_config)
         self.expert_share = shape.num_experts_per_token / shape.num_experts if shape.num_experts else 1.0
         self._num_decode_steps = num_decode_steps
         self._num_requests = 0
@@ -168,7 +169,7 @@ def engine_with_adapters(config: EngineConfig, adapters: Mapping[str, int]) -> E
     """
     hf_config = config.hf_config()
     dtype = DTYPES[resolved(config, hf_config).dtype]
-    shape = replace(ModelShape.from_hf_config(hf_config), dtype_bytes=dtype.itemsize)
+    shape = replace(shape_of(hf_config), dtype_bytes=dtype.itemsize)
     slack = shape.num_layers * kv_layout(config, shape, dtype).page_bytes
     least = shape.adapter_bytes(16) + slack
     needed = max(least, sum(shape.adapter_bytes(rank) + slack for rank in adapters.values()))

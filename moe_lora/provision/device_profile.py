@@ -23,11 +23,9 @@ from moe_lora.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """seconds(b), piecewise linear through (batches[i], times_s[i]).
+    """seconds(b), piecewise linear through (batches[i], times_s[i]), extrapolated without negative times.
 
-    Extrapolates the last line above the last point.  Below the first point: the first line, or the line
-    through the origin if higher, to avoid negative times.  Raises ConfigError unless batches increase from 1
-    or more, and times are positive and do not decrease.
+    Raises ConfigError unless batches increase from 1 or more, and times are positive and do not decrease.
     """
 
     batches: tuple[float, ...]

@@ -10,8 +10,8 @@ R LoRA rank.
     FLOP of a pair     4 l H d                          (a token and an attended token)
     bytes of a pair    KV of a token                    (decode reads the context of each row)
 
-The delta counts one A for gate and up.  In GPT-OSS every second layer attends to the whole context.  Left
-out: output head, embedding, gate, norms, repeated weight reads, network, loads, and every goal.
+The delta counts one A for gate and up.  Left out: attention of layers with a window, output head, embedding,
+gate, norms, repeated weight reads, network, loads, and every goal.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def lower_bound(
     heads = shape.num_heads + shape.num_kv_heads
     token = shape.num_layers * (4 * width * shape.head_dim * heads + 6 * chosen * width * inner)
     delta = shape.num_layers * 2 * chosen * (2 * width + 3 * inner) * adapter_rank
-    whole = 0.5 if shape.family == "gpt_oss" else 1.0
+    whole = 1 - shape.num_windowed_layers / shape.num_layers
     pair = 4 * whole * shape.num_layers * shape.num_heads * shape.head_dim
     pairs = work.prompt_pairs + work.decode_pairs
     flop = rate_per_s * (work.computed_tokens * (token + delta) + pairs * pair)

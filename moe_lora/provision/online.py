@@ -182,10 +182,8 @@ SHRINK_ABOVE = 1.25
 def outlook(demand: Demand, capacity: int, target_iar: float, num_pools: int = 1) -> Outlook:
     """Solve the provisioning model for the observed demand.
 
-    Popularity is the share of the window's requests.  Unseen adapters have none: with n requests and a global
-    batch B, expected_active is too small by at most a share of about B / 2n.
-    num_pools: pools of `capacity` adapters (instances without a LoRA Server); requests spread evenly.
-    Without requests IAR is 1 and one slot suffices.
+    num_pools: pools of `capacity` adapters (instances without a LoRA Server).  Without requests IAR is 1 and
+    one slot suffices.
     """
     batch = demand.global_batch / num_pools
     active, needed = 0.0, 1
@@ -210,11 +208,9 @@ def outlook(demand: Demand, capacity: int, target_iar: float, num_pools: int = 1
 
 
 def resized(found: Outlook, *, min_capacity: int, max_capacity: int) -> int:
-    """The next capacity, between the bounds.
+    """The next capacity, between the bounds: the need and a tenth (MARGIN).
 
-    Changes if the current capacity is below the needed capacity, or above by more than a quarter
-    (SHRINK_ABOVE).  The new capacity exceeds the need by a tenth (MARGIN), for stability.  Without requests
-    the capacity stays.
+    Stays within a quarter (SHRINK_ABOVE) above the need, and without requests.
     """
     if not found.num_requests:
         return found.capacity

@@ -136,18 +136,18 @@ class Scheduler(Generic[Sequence]):
         preempted = [] if self.tenants is None or only is not None else self._return_slots(self.tenants)
         self._is_short = self.held_back = False
         self._look_at_adapters()
-        self._host_shares = self._divide_host()
+        self._host_shares = self._divide_host() if self._max_host_tokens else None
         budget = self._max_num_batched_tokens
         for sequence in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
             put_back = self._is_short and sequence not in self.running
-            if len(plan) == self._max_num_seqs or not self._may_compute(sequence):
+            if len(plan) == self._max_num_seqs or not (only is None or sequence.adapter_uid in only):
                 continue
             waits_for_adapter = 0 < sequence.cold_tokens <= sequence.num_computed
             if budget and not put_back and not waits_for_adapter:
                 budget -= self._continue(sequence, budget, plan)
         budget = self._max_num_batched_tokens - sum(plan.values())
         for sequence in list(self.loading):
-            may_start = sequence in self.loading and self._may_compute(sequence)
+            may_start = sequence in self.loading and (only is None or sequence.adapter_uid in only)
             may_start = may_start and budget > 0 and len(plan) < self._max_num_seqs
             if may_start and self._is_loaded(sequence, budget, plan):
                 self._start(sequence, budget, plan)
@@ -227,7 +227,7 @@ class Scheduler(Generic[Sequence]):
 
     def _divide_host(self) -> dict[Sequence, int] | None:
         """What each prompt of a loading adapter may take of a step beside others; None: there are none."""
-        if not self._max_host_tokens or not self._has_warm():
+        if not self._has_warm():
             return None
         cold = {one: one.num_uncomputed for one in self.running if one.cold_tokens > one.num_computed}
         for one in self.loading:
@@ -250,7 +250,8 @@ class Scheduler(Generic[Sequence]):
         if not self.waiting or not self._has_room(budget):
             return
         self._adapters.begin_round()
-        order = self.waiting.order(filter(self._may_compute, self.waiting))
+        only, waiting = self._only, self.waiting
+        order = waiting.order(one for one in waiting if only is None or one.adapter_uid in only)
         now_s = self._clock.now_s()
         passes = self._has_unused_lease if self._adapters.waits_for_others else None
         for sequence in admissible(order, self._acquire, now_s, self._starvation_s, passes):

@@ -109,7 +109,7 @@ class Connection(HttpToolsProtocol):
                 "%d connections are open, all that %s: more are refused with a 503; raise it with %s",
                 limits.connections.in_all,
                 "the limit on open files leaves room for" if by_files else "there may be",
-                "ulimit -n" if by_files else "--max-connections",
+                "ulimit -n" if by_files else "front_end.max_connections",
             )
         what = "too many connections; try again later"
         return limits.refusal("connections", ApiError(503, what, retry_s=RETRY_S))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_lora import families
 from moe_lora.core.shape import ModelShape
 from tests.families import make_checkpoint
 
@@ -28,6 +29,6 @@ def shape_of(checkpoint):
     """family → ModelShape of its tiny checkpoint."""
 
     def read(family: str) -> ModelShape:
-        return ModelShape.from_hf_config(json.loads((checkpoint(family) / "config.json").read_text()))
+        return families.shape_of(json.loads((checkpoint(family) / "config.json").read_text()))
 
     return read

@@ -23,6 +23,7 @@ from moe_lora.adapters.host_store import (
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft.reader import adapter_layer_bytes, read_adapter
 from moe_lora.core.shape import ModelShape
+from moe_lora.families import shape_of
 from tests.families import make_adapter, make_checkpoint
 
 
@@ -30,7 +31,7 @@ from tests.families import make_adapter, make_checkpoint
 def place(tmp_path_factory) -> tuple[Path, ModelShape]:
     folder = tmp_path_factory.mktemp("window")
     base = make_checkpoint("mixtral", folder / "base")
-    shape = ModelShape.from_hf_config(json.loads((base / "config.json").read_text()))
+    shape = shape_of(json.loads((base / "config.json").read_text()))
     return make_adapter("mixtral", base, folder / "a", 5), shape
 
 

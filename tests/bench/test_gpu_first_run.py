@@ -23,7 +23,7 @@ from bench.gpu import exchange_parts, first_run, host_parts, roofline_engine, ro
 from bench.gpu.run_log import Log
 from bench.harness.random_model import TINY
 from bench.harness.released_models import GPT_OSS_20B, MIXTRAL_8X7B, QWEN3_30B_A3B, in_bf16, tiny
-from moe_lora.core.shape import ModelShape
+from moe_lora.families import shape_of
 
 ROOT = Path(__file__).parents[2]
 _FOLDER = Path(first_run.__file__).parent
@@ -307,7 +307,7 @@ def test_models_are_cut_to_the_layers_that_fit() -> None:
 
 
 def test_products_of_a_prefill_by_hand() -> None:
-    shape = ModelShape.from_hf_config(tiny(in_bf16(GPT_OSS_20B)))
+    shape = shape_of(tiny(in_bf16(GPT_OSS_20B)))
     # Hidden and inner 64, heads 4 and 2 of 16, 2 of 4 experts, vocabulary 256, two layers; three tokens.
     row = 64 * 128 + 64 * 64 + 64 * 4 + 2 * (64 * 128 + 64 * 64)
     pairs = {0: 1 + 2 + 3, 2: 1 + 2 + 2}

@@ -16,11 +16,11 @@ from bench.hostile.openapi_calls import draw
 from moe_lora.adapters.peft.file_check import opened
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.hf_config import read_config
-from moe_lora.core.shape import ModelShape
+from moe_lora.families import shape_of
 from tests.serve.conftest import app_of, scripted
 from tests.small_tokenizers import characters, wrapped
 
-SHAPE = ModelShape.from_hf_config(read_config(GOOD_ADAPTER.parents[1] / "model"))
+SHAPE = shape_of(read_config(GOOD_ADAPTER.parents[1] / "model"))
 
 
 def said_of(folder: Path) -> list[str]:

@@ -170,7 +170,7 @@ def test_a_control_verb_is_written_into_routes_tables_and_functions(tmp_path: Pa
 
 
 def test_hidden_options_and_leaves_of_settings_count() -> None:
-    assert {"--listen-fd", "--max-loras"} <= set(interface.options())
+    assert {"--help-vllm", "--max-loras"} <= set(interface.options())
     assert {"model_dir", "engine.max_loras"} <= set(interface.settings())
 
 

@@ -15,7 +15,7 @@ from bench.harness.records import RESULTS, ROOT
 from bench.pages.blocks import complaints, pages
 from bench.pages.evidence import records
 from bench.pages.support import DEVICES, EVIDENCE, FAMILIES, FEATURES, InCi, RanOnce, matrix
-from tests.families import FAMILIES as TESTED_FAMILIES
+from tests.families import ALL_FAMILIES as TESTED_FAMILIES
 
 TESTS = [one for one in EVIDENCE if isinstance(one, InCi)]
 RECORDS = [one for one in EVIDENCE if isinstance(one, RanOnce)]

@@ -5,15 +5,22 @@ import json
 import os
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from safetensors.numpy import save_file
 
+from moe_lora.cli.former_options import former_options
 from moe_lora.cli.main import main
+from moe_lora.cli.serve import serve
 from moe_lora.config import FrontEndConfig, LoraServerConfig, PoolConfig, ProvisionConfig, RegistryConfig
-from moe_lora.config.cluster import ClusterConfig
+from moe_lora.config.cluster import SECTIONS, ClusterConfig
+from moe_lora.config.settings import settings_of
 from moe_lora.core.errors import CapacityError, EngineDeadError
+
+MOST_OPTIONS = 45
+LINES_OF_A_SCREEN = 50
 
 
 @pytest.fixture
@@ -21,7 +28,7 @@ def served(monkeypatch):
     """What `moe-lora serve` would start: a list that gets the engine's settings, and the others by name."""
     calls = []
 
-    def serve(cluster: ClusterConfig, reload: object) -> None:
+    def start(cluster: ClusterConfig, reload: object) -> None:
         others = {
             "host": cluster.front_end.host,
             "port": cluster.front_end.port,
@@ -35,7 +42,7 @@ def served(monkeypatch):
         }
         calls.append((cluster.engine, others))
 
-    monkeypatch.setattr("moe_lora.assemble.serve", serve)
+    monkeypatch.setattr("moe_lora.assemble.serve", start)
     return calls
 
 
@@ -84,7 +91,7 @@ def test_defaults_are_those_of_the_engine(served, model_dir):
 
 
 def test_lora_server_options_reach_the_server(served, model_dir):
-    options = ["--lora-server", "EP2-PP1", "--lora-capacity", "7", "--lora-kernel", "mbgmv"]
+    options = ["--lora-server", "EP2-PP1", "--lora-capacity", "7", "--set", "engine.lora_kernel=mbgmv"]
     assert run(model_dir, *options).exit_code == 0
     [(config, keywords)] = served
     assert config.lora_kernel == "mbgmv"
@@ -109,7 +116,17 @@ def test_options_reach_the_engine(served, model_dir):
         "--block-size",
         "8",
     ]
-    words = ["--dtype", "float32", "--device", "cpu", "--eager", "--no-prefix-caching", "--threads", "1"]
+    words = [
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--eager",
+        "--threads",
+        "1",
+        "--set",
+        "engine.prefix_caching=false",
+    ]
     room = ["--max-model-len", "77", "--kv-cache-gb", "0.5", "--lora-memory-gb", "0.25"]
     assert run(model_dir, *numbers, *words, *room, "--port", "0", "--served-model-name", "m").exit_code == 0
     [(config, keywords)] = served
@@ -126,7 +143,8 @@ def test_options_reach_the_engine(served, model_dir):
 
 
 def test_arenas_and_their_policy(served, model_dir):
-    options = ["--arena-mb", "64", "--host-arena-mb", "128", "--cache-policy", "lru", "--kv-cache-gb", "0.05"]
+    options = ["--set", "engine.arena_mb=64", "--set", "engine.host_arena_mb=128"]
+    options += ["--cache-policy", "lru", "--kv-cache-gb", "0.05"]
     assert run(model_dir, *options).exit_code == 0
     [(config, _)] = served
     assert (config.arena_mb, config.host_arena_mb, config.cache_policy) == (64, 128, "lru")
@@ -140,7 +158,8 @@ def test_instances_and_their_routing(served, model_dir):
 
 
 def test_options_say_how_adapters_are_placed(served, model_dir, cluster_file):
-    options = ["--placement", "loraserve", "--placement-interval-s", "5", "--operating-points", "points.json"]
+    options = ["--placement", "loraserve", "--set", "front_end.placement_interval_s=5"]
+    options += ["--set", "front_end.operating_points=points.json"]
     assert run(model_dir, "--instances", "2", *options).exit_code == 0
     routing = served[0][1]["routing"]
     assert (routing.routing, routing.placement, routing.placement_interval_s) == (None, "loraserve", 5.0)
@@ -148,8 +167,7 @@ def test_options_say_how_adapters_are_placed(served, model_dir, cluster_file):
     for words, reason in (
         (["--config", cluster_file, "--placement", "loraserve"], "leave one of them out"),
         ([model_dir, "--routing", "phi"], "need a placement"),
-        ([model_dir, "--operating-points", "p"], "need a placement"),
-        ([model_dir, "--placement", "optimal", "--placement-interval-s", "0"], "must be positive"),
+        ([model_dir, "--set", "front_end.operating_points=p"], "need a placement"),
     ):
         result = run(*words)
         assert result.exit_code == 1
@@ -164,12 +182,15 @@ def test_a_placement_needs_instances(model_dir):
 
 def test_adapters_lie_in_a_pool_if_it_is_asked_for(served, model_dir, cluster_file):
     assert run(model_dir).exit_code == 0
-    assert run(model_dir, "--instances", "3", "--pool-replicas", "2").exit_code == 0
+    assert run(model_dir, "--instances", "3", "--set", "pool.replicas=2").exit_code == 0
     assert [config.pool for config, _ in served] == [None, PoolConfig(replicas=2)]
     for words, reason in (
-        (["--config", cluster_file, "--pool-replicas", "1"], "a LoRA Server do not go together"),
-        ([model_dir, "--lora-server", "EP1-PP1", "--pool-replicas", "1"], "LoRA Server do not go together"),
-        ([model_dir, "--expert-parallel", "2", "--pool-replicas", "1"], "use expert_parallel=1"),
+        (["--config", cluster_file, "--set", "pool.replicas=1"], "a LoRA Server do not go together"),
+        (
+            [model_dir, "--lora-server", "EP1-PP1", "--set", "pool.replicas=1"],
+            "LoRA Server do not go together",
+        ),
+        ([model_dir, "--expert-parallel", "2", "--set", "pool.replicas=1"], "use expert_parallel=1"),
     ):
         result = run(*words)
         assert result.exit_code == 1
@@ -177,13 +198,13 @@ def test_adapters_lie_in_a_pool_if_it_is_asked_for(served, model_dir, cluster_fi
 
 
 def test_a_pool_of_no_instance_is_refused(model_dir):
-    result = run(model_dir, "--pool-replicas", "0")
+    result = run(model_dir, "--set", "pool.replicas=0")
     assert result.exit_code == 2
-    assert "0 is not in the range x>=1" in result.output
+    assert "pool.replicas=0 must be 1 or more" in result.output
 
 
 def test_a_pool_needs_instances(model_dir):
-    result = run(model_dir, "--port", "0", "--pool-replicas", "1")
+    result = run(model_dir, "--port", "0", "--set", "pool.replicas=1")
     assert result.exit_code == 1
     assert "give --instances 2 or more" in result.output
 
@@ -226,25 +247,29 @@ def test_a_file_gives_the_settings_and_options_go_before_it(served, cluster_file
 
 
 def test_options_say_how_the_load_is_watched(served, cluster_file, model_dir):
-    assert run(model_dir, "--target-iar", "0.9", "--provision-window-s", "60").exit_code == 0
+    words = ["--set", "provision.target_iar=0.9", "--set", "provision.window_s=60"]
+    assert run(model_dir, *words).exit_code == 0
     assert served[0][1]["provision"] == ProvisionConfig(target_iar=0.9, window_s=60.0)
     with open(cluster_file, "a") as file:
         file.write("provision: {target_iar: 0.8, interval_s: 5, min_capacity: 3}\n")
-    assert run("--config", cluster_file, "--target-iar", "0.7", "--auto-resize").exit_code == 0
+    words = ["--set", "provision.target_iar=0.7", "--set", "provision.auto_resize=true"]
+    assert run("--config", cluster_file, *words).exit_code == 0
     assert served[1][1]["provision"] == ProvisionConfig(
         target_iar=0.7, interval_s=5.0, min_capacity=3, auto_resize=True
     )
-    result = run(model_dir, "--auto-resize")
+    result = run(model_dir, "--set", "provision.auto_resize=true")
     assert result.exit_code == 1
     assert "provision.auto_resize needs a LoRA Server" in result.output
 
 
 def test_front_end_alone_serves_the_cluster_of_the_file(monkeypatch, cluster_file):
     calls = []
-    monkeypatch.setattr("moe_lora.assemble.serve_front_end", lambda *given: calls.append(given))
+    monkeypatch.setattr(
+        "moe_lora.assemble.serve_front_end", lambda *given, reload: calls.append((*given, reload))
+    )
     assert run("--config", cluster_file, "--role", "front-end", "--host", "0.0.0.0").exit_code == 0
-    [(cluster, name, listen_fds, reload)] = calls
-    assert (name, listen_fds) == (None, ())
+    [(cluster, name, reload)] = calls
+    assert name is None
     assert reload is not None
     assert (cluster.front_end.host, cluster.front_end.port) == ("0.0.0.0", 77)
     assert cluster.engines_address() == "h:2"
@@ -284,10 +309,11 @@ def test_options_say_where_one_of_several_front_ends_is(monkeypatch, tmp_path):
         "controller: {address: 'h:4', engines_address: 'h:5'}\n"
     )
     calls = []
-    monkeypatch.setattr("moe_lora.assemble.serve_front_end", lambda *given: calls.append(given))
-    options = ("--role", "front-end", "--name", "two", "--port", "90", "--admin-address", "h:8000")
+    monkeypatch.setattr("moe_lora.assemble.serve_front_end", lambda *given, reload: calls.append(given))
+    options = ("--role", "front-end", "--name", "two", "--port", "90")
+    options += ("--set", "front_end.admin_address=h:8000")
     assert run("--config", str(file), *options).exit_code == 0
-    [(cluster, name, _, _)] = calls
+    [(cluster, name)] = calls
     assert cluster.front_end_named("two").admin_address == "h:8000"
     assert (name, cluster.front_end_named("two").port, cluster.front_end_named("one").port) == ("two", 90, 81)
 
@@ -473,9 +499,9 @@ def test_adapters_that_can_not_be_served_are_left_out_if_that_is_asked_for(
         (["--routing", "by_adapter"], "round_robin"),
         (["--max-loras", "9" * 20], "choose at most"),
         (["--kv-cache-gb", "-1"], "kv_cache_gb"),
-        (["--arena-mb", "0"], "arena_mb"),
-        (["--host-arena-mb", "-1"], "host_arena_mb"),
-        (["--arena-mb", "9", "--lora-memory-gb", "1"], "leave one of them out"),
+        (["--set", "engine.arena_mb=0"], "arena_mb"),
+        (["--set", "engine.host_arena_mb=-1"], "host_arena_mb"),
+        (["--set", "engine.arena_mb=9", "--lora-memory-gb", "1"], "leave one of them out"),
         (["--cache-policy", "mru"], "fastlibra"),
         (["--dtype", "int8"], "int8"),
     ],
@@ -502,11 +528,12 @@ def test_a_start_that_fails_is_a_one_line_error(monkeypatch, model_dir, error):
 def test_a_registry_and_what_is_chosen_of_it_reach_the_server(served, model_dir, tmp_path, cluster_file):
     folder = str(tmp_path)
     assert run(model_dir, "--registry", folder).exit_code == 0
-    assert run(model_dir, "--registry", folder, "--registry-adapters", "a", "b", "--port", "1").exit_code == 0
+    two = ("--set", "registry.adapters=[a, b]")
+    assert run(model_dir, "--registry", folder, *two, "--port", "1").exit_code == 0
     with open(cluster_file, "a") as file:
         file.write("registry: {folder: there, adapters: [c]}\n")
     assert run("--config", cluster_file).exit_code == 0
-    assert run("--config", cluster_file, "--registry-adapters", "d").exit_code == 0
+    assert run("--config", cluster_file, "--set", "registry.adapters=d").exit_code == 0
     assert run("--config", cluster_file, "--registry", folder).exit_code == 0
     there = str(tmp_path / "there")
     assert [keywords["registry"] for _, keywords in served] == [
@@ -519,24 +546,92 @@ def test_a_registry_and_what_is_chosen_of_it_reach_the_server(served, model_dir,
 
 
 def test_registry_options_that_can_not_be_are_refused(served, model_dir):
-    assert "needs --registry" in run(model_dir, "--registry-adapters", "a").output
+    assert "needs --registry" in run(model_dir, "--set", "registry.adapters=a").output
     assert "does not exist" in run(model_dir, "--registry", "nowhere").output
     assert not served
 
 
 def test_origins_reach_the_server_and_go_before_those_of_the_file(served, cluster_file, model_dir):
     origins = ["https://a.example.com", "http://localhost:3000"]
-    assert run(model_dir, "--cors-origin", origins[0], "--cors-origin", origins[1]).exit_code == 0
+    assert run(model_dir, "--allowed-origins", json.dumps(origins)).exit_code == 0
     assert served[0][1]["cors_origins"] == tuple(origins)
-    result = run(model_dir, "--cors-origin", "https://a.example.com/page")
-    assert result.exit_code == 1
+    result = run(model_dir, "--set", "front_end.cors_origins=https://a.example.com/page")
+    assert result.exit_code == 2
     assert "give scheme://host[:port] without a path" in result.output
 
 
 def test_help_groups_the_options_and_shows_examples():
     text = run("--help").output
-    places = [text.index(f"\n{heading}:\n") for heading in ("Where", "Adapters", "Engine", "LoRA Server")]
+    headings = ("Model", "Adapters", "LoRA Server", "Scaling", "Access", "More")
+    places = [text.index(f"\n{heading}:\n") for heading in headings]
     assert places == sorted(places)
-    assert text.index("Adapters:") < text.index("--lora-dir") < text.index("Engine:")
+    assert text.index("Adapters:") < text.index("--lora-dir") < text.index("LoRA Server:")
     assert "  moe-lora serve demo/model --lora-dir demo/adapters\n" in text
-    assert "--listen-fd" not in text
+    assert "`moe-lora settings` lists" in text.splitlines()[-2]
+    assert len(text.splitlines()) <= 2 * LINES_OF_A_SCREEN
+
+
+def test_a_new_user_meets_few_options():
+    assert len([one for one in serve.params if isinstance(one, click.Option)]) <= MOST_OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["--heartbeat-dead-s", "40"], "--set front_end.heartbeat_dead_s=40"),
+        (["--heartbeat_dead_s=40"], "--set front_end.heartbeat_dead_s=40"),
+        (["--drain-s"], "--set front_end.drain_s=VALUE"),
+        (["--no-prefix-caching"], "--set engine.prefix_caching=false"),
+        (["--quantize-head", "--port", "1"], "--set engine.quantize_head=true"),
+        (["--pool-replicas", "2"], "--set pool.replicas=2"),
+        (["--provision-window-s=60"], "--set provision.window_s=60"),
+        (["--lora-server-host-workers", "2"], "--set lora_server.host_workers=2"),
+        (["--cors-origin", "a", "--cors-origin", "b"], "--set 'front_end.cors_origins=[a,b]'"),
+        (["--trusted-proxy", "10.0.0.5"], "--set 'front_end.trusted_proxies=[10.0.0.5]'"),
+        (["--registry-adapters", "a", "b"], "--set 'registry.adapters=[a,b]'"),
+        (["--transport", "gloo"], "--set lora_server.transport=gloo or --set pool.transport=gloo"),
+        (["--drain-s", "1", "--max-choices", "2"], "--max-choices is a setting of the file now"),
+    ],
+)
+def test_an_option_that_is_a_setting_of_the_file_is_refused_with_its_place(served, model_dir, words, place):
+    result = run(model_dir, *words)
+    assert result.exit_code == 2
+    assert place in result.output
+    assert f"{words[0].partition('=')[0].replace('_', '-')} is a setting of the file now" in result.output
+    assert not served
+
+
+@pytest.mark.parametrize("option", sorted(former_options()))
+def test_the_place_of_a_former_option_is_a_setting(option):
+    for place in former_options()[option]:
+        assert settings_of(SECTIONS[place.section])[place.setting.name] is place.setting
+        assert not place.setting.rule.option
+
+
+def test_values_of_set_have_the_type_of_their_setting(served, model_dir):
+    words = ["async_scheduling=on", "memory_utilization=1e-1", "host_arena_mb=1.5", "queue=fcfs"]
+    given = [word for one in words for word in ("--set", f"engine.{one}")]
+    given += ["--set", "front_end.migration=off", "--set", "engine.performance_model=null"]
+    result = run(model_dir, *given)
+    assert result.exit_code == 0, result.output
+    [(config, keywords)] = served
+    assert (config.async_scheduling, config.memory_utilization, config.host_arena_mb) == ("on", 0.1, 1.5)
+    assert (keywords["routing"].migration, config.performance_model) == ("off", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--set", "engine.block_size=x"], "engine.block_size='x' must be a whole number"),
+        (["--set", "engine.block_size=0"], "engine.block_size=0 must be 1 or more"),
+        (["--set", "engine.block_size"], "is not SECTION.NAME=VALUE"),
+        (["--set", "engine.block_size=[1"], "is not valid YAML"),
+        (["--block-size", "8", "--set", "engine.block_size=4"], "both mean --set engine.block_size"),
+        (["--set", "lora_server.transport=gloo"], "lora_server.transport needs --lora-server"),
+    ],
+)
+def test_bad_values_of_set_are_refused_by_place(served, model_dir, words, reason):
+    result = run(model_dir, *words)
+    assert result.exit_code == 2
+    assert reason in " ".join(result.output.split())
+    assert not served

@@ -48,7 +48,7 @@ def test_a_new_setting_is_an_option_a_key_of_the_file_and_a_row_of_the_docs() ->
     given: list[dict[str, Any]] = []
     command = _command(given)
     shown = CliRunner().invoke(command, ["--help"]).output
-    assert "--patience-s FLOAT" in shown
+    assert "--patience-s X" in shown
     assert "How long it waits.  [default: 2.5]" in shown
     assert CliRunner().invoke(command, ["--patience-s", "4"]).exit_code == 0
     assert CliRunner().invoke(command, []).exit_code == 0
@@ -72,10 +72,10 @@ def test_its_range_holds_in_the_file_and_in_python(value: float) -> None:
 
 def test_options_that_switch_and_lists_are_known_by_their_types() -> None:
     given: list[dict[str, Any]] = []
-    words = ["--eager", "--no-prefix-caching", "--threads", "2"]
+    words = ["--eager", "--adapter-root", ".", "--threads", "2"]
     result = CliRunner().invoke(_command(given), words)
     assert result.exit_code == 0, result.output
-    assert given == [{"engine": {"eager": True, "prefix_caching": False, "num_threads": 2}}]
+    assert given == [{"engine": {"adapter_root": ".", "eager": True, "num_threads": 2}}]
 
 
 def test_what_only_emulation_uses_stands_together() -> None:

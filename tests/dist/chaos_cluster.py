@@ -66,12 +66,12 @@ class ChaosCluster:
         self._write_file({})
         command = ["-m", "moe_lora.cli.main", "serve", "--config", str(folder / "cluster.yaml")]
         command += ["--lora-dir", str(model.adapter_dir), "--eager", "--dtype", "float32"]
-        command += ["--port", str(free_port()), "--state-dir", str(self.state)]
+        command += ["--port", str(free_port()), "--set", f"engine.state_dir={self.state}"]
         command += ["--instances", str(num_instances), "--front-ends", str(num_front_ends)]
-        command += ["--placement", "loraserve", "--placement-interval-s", "0.5"]
+        command += ["--placement", "loraserve", "--set", "front_end.placement_interval_s=0.5"]
         command += ["--threads", "1", "--max-loras", str(MAX_LORAS), "--max-model-len", str(MAX_MODEL_LEN)]
         if pool_replicas is not None:
-            command += ["--pool-replicas", str(pool_replicas)]
+            command += ["--set", f"pool.replicas={pool_replicas}"]
         if lora_server is not None:
             command += ["--lora-server", lora_server, "--lora-capacity", str(LORA_CAPACITY)]
         self._command = [sys.executable, *command]

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from moe_lora.config import CACHE_POLICIES, EmulationConfig, EngineConfig
 from moe_lora.config.devices import DeviceShare
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.shape import ModelShape
 from moe_lora.engine import arena_size as sizing
 from moe_lora.engine.arena_size import ArenaSize, arena_size
 from moe_lora.engine.build import caching_policy
 from moe_lora.engine.ranks.rank import Rank
+from moe_lora.families import shape_of
 from moe_lora.kernels.operands import KvLayout
 from moe_lora.policies.caching.caching_policies import CACHING_POLICIES
 from tests.families import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SHAPE = ModelShape.from_hf_config(tiny_config("mixtral").to_dict())
+SHAPE = shape_of(tiny_config("mixtral").to_dict())
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32)
 FREE = 1 << 30
 SITES = [site.name for site in SHAPE.sites]

@@ -241,7 +241,7 @@ def test_ranks_of_a_lora_server_have_hosts_compute_what_they_load(family, sites,
 def test_host_workers_with_nothing_to_compute_are_refused(served):  # noqa: F811
     with (
         lora_server(served("llama"), sites="all") as (server, _),
-        pytest.raises(ConfigError, match="--lora-server-host-workers"),
+        pytest.raises(ConfigError, match=r"set lora_server\.host_workers"),
     ):
         start(served("llama"), lora_server=server)
 
@@ -422,7 +422,7 @@ def test_without_room_for_the_store_the_engine_does_not_start(served, monkeypatc
 
 def test_adapter_without_a_part_on_the_device_is_not_taken_for_one_that_loads():
     """Experts-only adapters beside a LoRA Server have no slot, and never will."""
-    packed = SimpleNamespace(content_hash="0" * 64, targets=("gate", "up", "down"))
+    packed = SimpleNamespace(name="a", content_hash="0" * 64, targets=("gate", "up", "down"))
     adapter = AdapterVersion(1, 1, packed, None, lease=Lease(3, 9))
     runner = SimpleNamespace(
         _sources=[Source.LOCAL, Source.LEASED], _groups=((0, 1),) * NUM_LAYERS, _lora_rows=Counter()

@@ -18,10 +18,10 @@ from moe_lora.config.cluster import cluster_of
 from moe_lora.config.emulation import EmulationConfig, StageTime, StepProfile
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_config
-from moe_lora.core.shape import ModelShape
 from moe_lora.dist.host_workers.profile import emulated, host_section, read_host_times
 from moe_lora.engine.adapters import copies
 from moe_lora.engine.ranks.host_settings import HostSettings, host_settings, machine_of, model_of
+from moe_lora.families import shape_of
 from moe_lora.policies.admission.host_start import HostStart, HostTimes, PartTime, enough_workers
 from tests.families import NUM_LAYERS
 from tests.models.conftest import served  # noqa: F401  (the fixture)
@@ -47,7 +47,7 @@ def host_times(worker_s: float, **other) -> HostTimes:
 
 
 def write_profile(path: Path, model_dir: str, times: HostTimes, **changed) -> str:
-    model = model_of(ModelShape.from_hf_config(read_config(Path(model_dir))), torch.float32)
+    model = model_of(shape_of(read_config(Path(model_dir))), torch.float32)
     section = host_section(times, machine_of(CPU), model, {}, [])
     path.write_text(json.dumps({"format": "any", "host": section | changed}))
     return str(path)
@@ -91,7 +91,7 @@ def test_layers_are_loaded_in_the_order_that_the_profile_asks_for(served, tmp_pa
 
 
 def facts(model_dir: str, device: str = "cuda") -> dict[str, Any]:
-    shape = ModelShape.from_hf_config(read_config(Path(model_dir)))
+    shape = shape_of(read_config(Path(model_dir)))
     sites = [site.name for site in shape.sites]
     return {"device": torch.device(device), "shape": shape, "dtype": torch.float32, "local_sites": sites}
 

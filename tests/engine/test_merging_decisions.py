@@ -92,7 +92,7 @@ def by_engine(model, policy, monkeypatch) -> list[tuple]:
         noted.append(Noted(policy, name_of))
         return noted[0]
 
-    monkeypatch.setattr(build, "make_merging_policy", make)
+    monkeypatch.setattr("moe_lora.policies.merging.merging.make_merging_policy", make)
     core = []
     core.append(
         build.build_engine(

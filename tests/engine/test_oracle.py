@@ -8,7 +8,7 @@ import random
 import pytest
 
 from moe_lora import LLM, SamplingParams
-from tests.families import FAMILIES
+from tests.families import ALL_FAMILIES
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import LENGTHS, SLOTS, make_prompts
 from tests.oracle import greedy_reference
@@ -38,7 +38,7 @@ def smallest_kv_gb(served_model) -> float:
     ("family", "way"),
     [
         pytest.param(family, way, marks=() if way == "all_at_once" or family in QUICK else pytest.mark.slow)
-        for family in FAMILIES
+        for family in ALL_FAMILIES
         for way in WAYS
     ],
 )

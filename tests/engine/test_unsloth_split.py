@@ -17,6 +17,7 @@ from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape
+from moe_lora.families import shape_of
 from tests.families import NUM_EXPERTS, VOCAB_SIZE, load_model, make_checkpoint
 from tests.oracle import MIN_MARGIN
 
@@ -144,8 +145,8 @@ def test_tokens_are_those_of_peft_on_the_split_model(way, model_dir, tmp_path):
     assert any(one.token_ids != other.token_ids for one, other in zip(found[:3], found[3:], strict=True))
 
 
-def shape_of(model_dir: Path) -> ModelShape:
-    return ModelShape.from_hf_config(read_config(model_dir))
+def shape_in(model_dir: Path) -> ModelShape:
+    return shape_of(read_config(model_dir))
 
 
 def test_a_split_file_without_one_expert_is_refused_by_its_name(model_dir, tmp_path):
@@ -156,7 +157,7 @@ def test_a_split_file_without_one_expert_is_refused_by_its_name(model_dir, tmp_p
     left = {key: one for key, one in load_file(weights).items() if ".1.mlp.experts.down_projs.2." not in key}
     save_file(left, weights)
     with pytest.raises(AdapterError, match=r"no tensors for model\.layers\.1\.mlp\.experts\.down_projs\.2"):
-        read_adapter(tmp_path, shape_of(model_dir), torch.float32)
+        read_adapter(tmp_path, shape_in(model_dir), torch.float32)
 
 
 def test_split_and_whole_experts_in_one_file_are_refused(model_dir, tmp_path):
@@ -169,4 +170,4 @@ def test_split_and_whole_experts_in_one_file_are_refused(model_dir, tmp_path):
     weights = tmp_path / "split" / "adapter_model.safetensors"
     save_file(load_file(weights) | load_file(tmp_path / "whole" / "adapter_model.safetensors"), weights)
     with pytest.raises(AdapterError, match=r"mlp\.experts\..*lora_A"):
-        read_adapter(tmp_path / "split", shape_of(model_dir), torch.float32)
+        read_adapter(tmp_path / "split", shape_in(model_dir), torch.float32)

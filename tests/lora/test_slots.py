@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_lora.adapters.peft.reader import read_adapter
-from moe_lora.core.shape import ModelShape
+from moe_lora.families import shape_of
 from moe_lora.kernels.operands import LoraOperands, SlotTable
 from moe_lora.kernels.reference import arena_rows, lora_delta
 from tests.families import make_adapter, make_checkpoint
@@ -24,7 +24,7 @@ def shape_and_adapters(tmp_path_factory):
         make_adapter("mixtral", base, folder / "small", 3, ("qkv", "down"), form="per_expert"),
         make_adapter("mixtral", base, folder / "large", 8, seed=1),
     ]
-    return ModelShape.from_hf_config(json.loads((base / "config.json").read_text())), paths
+    return shape_of(json.loads((base / "config.json").read_text())), paths
 
 
 def put(shape, packed, first_bytes, slots, slot, arena, gap=192):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.families import ALL_TARGETS, PER_EXPERT_FAMILIES, make_adapter, make_checkpoint
+from tests.families import ALL_TARGETS, MOE_FAMILIES, PER_EXPERT_FAMILIES, make_adapter, make_checkpoint
 
 RANKS = (4, 8, 16, 64)
-SEEDS = {"llama": 0, "mixtral": 1, "qwen3_moe": 1, "gpt_oss": 0, "dbrx": 0}
+SEEDS = {"llama": 0, "mixtral": 1, "qwen3_moe": 1, "gpt_oss": 0, "dbrx": 0, "qwen3": 0}
 """Checkpoint seeds for which no decision of the oracle tests is close (the tests assert it)."""
 
 
@@ -42,7 +42,7 @@ def _adapter(family: str, base: Path, folder: Path, lora_rank: int) -> Path:
 
     Rank 8 is on the gate too; rank 16 in the per-expert form where there is one.
     """
-    targets = (*ALL_TARGETS, "router") if lora_rank == 8 and family != "llama" else ALL_TARGETS
+    targets = (*ALL_TARGETS, "router") if lora_rank == 8 and family in MOE_FAMILIES else ALL_TARGETS
     form = "per_expert" if lora_rank == 16 and family in PER_EXPERT_FAMILIES else "fused"
     return make_adapter(
         family,

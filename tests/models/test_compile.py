@@ -9,10 +9,10 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_lora.core.hf_config import read_config
+from moe_lora.families import model_spec
 from moe_lora.kernels import ops, reference
 from moe_lora.models.causal_lm import CausalLM, DecoderLayer, LoraLinear
 from moe_lora.models.quantised_weight import QuantisedWeight, WeightLayout, quantisation_of
-from moe_lora.models.spec import model_spec
 from tests.families import FAMILIES
 
 from .generated_code import assert_one_operation_a_site, assert_sites_in_order, largest_allocation

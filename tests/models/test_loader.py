@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from moe_lora.core.errors import ConfigError
 from moe_lora.models.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from moe_lora.models.loader import load_model
-from tests.families import FAMILIES, make_checkpoint
+from tests.families import ALL_FAMILIES, make_checkpoint
 from tests.families import load_model as load_transformers
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def llama(tmp_path):
     return make_checkpoint("llama", tmp_path)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_sharded_checkpoint_loads_the_same_weights(family, served, tmp_path):
     single = served(family).model_dir
     load_transformers(single).save_pretrained(tmp_path, max_shard_size="20KB")
@@ -106,7 +106,7 @@ def test_missing_tensor_is_named(llama):
         load(llama)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_tensor_of_another_shape_is_named(family, tmp_path):
     path = make_checkpoint(family, tmp_path)
     key = next(k for k in sorted(load_file(path / SINGLE_NAME)) if "down_proj" in k or "w2" in k)

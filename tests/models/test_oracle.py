@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.families import FAMILIES, make_adapter, make_checkpoint
+from tests.families import ALL_FAMILIES, make_adapter, make_checkpoint
 from tests.oracle import greedy_reference, reference_logits
 
 from .harness import Harness
@@ -32,14 +32,14 @@ def assert_logits(served, slots, sequences, found):
         assert (logits - expected).abs().max() < MAX_LOGIT_DIFFERENCE, (slot, len(sequence))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_prefill_logits_of_a_mixed_batch_equal_peft(family, served):
     model, prompts = served(family), make_prompts()
     _, logits = Harness(model.model_dir, model.adapters).prefill(prompts, SLOTS)
     assert_logits(model, SLOTS, prompts, logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_chunked_prefill_beside_decodes_gives_the_same_logits(family, served):
     model = served(family)
     slots = (3, -1, 1)
@@ -59,7 +59,7 @@ def test_chunked_prefill_beside_decodes_gives_the_same_logits(family, served):
     assert_logits(model, slots, prompts, [torch.cat(parts) for parts in found])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_greedy_continuation_of_a_mixed_batch_equals_peft(family, served):
     model, prompts = served(family), make_prompts()
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(1)).tolist()
@@ -76,7 +76,7 @@ MEDIAN_BF16_ERROR = 0.025
 """Error of a row of logits in bf16 as a share of their size; transformers' own is 0.8 to 2.4 % here."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_bf16_logits_stay_near_fp32(family, tmp_path):
     """Against the same bf16 weights computed in fp32, and no further off than transformers in bf16.
 

@@ -11,8 +11,8 @@ import torch
 from moe_lora import LLM, SamplingParams
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
+from moe_lora.families import shape_of
 from moe_lora.models.loader import random_model
 from moe_lora.models.quantised_weight import Quantisation, QuantisedWeight, quantisation_of
 from tests.families import FAMILIES, MOE_FAMILIES, make_adapter, make_checkpoint, tiny_config
@@ -25,7 +25,7 @@ def made(
     family: str, quantisation: Quantisation | None = None, shard: dict[str, int] | None = None, **changes
 ):
     config = json.loads(tiny_config(family).to_json_string(use_diff=False)) | changes
-    share = ModelShard(ModelShape.from_hf_config(config), **(shard or {}))
+    share = ModelShard(shape_of(config), **(shard or {}))
     return random_model(config, torch.float32, CPU, share, quantisation)
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bench.harness.released_models import GPT_OSS_20B, MIXTRAL_8X7B, QWEN3_30B_A3B
+from moe_lora.families import model_spec
 from moe_lora.models.causal_lm import CausalLM
-from moe_lora.models.spec import model_spec
 
 DBRX = {
     "model_type": "dbrx",

@@ -9,8 +9,8 @@ import torch
 from moe_lora.adapters.packed import shard_adapter
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
+from moe_lora.families import shape_of
 from moe_lora.models.loader import load_model, random_model
 from moe_lora.models.quantised_weight import QuantisedWeight
 from tests.adapters.dense import packed_deltas
@@ -80,7 +80,7 @@ def test_deltas_of_divided_adapters_add_up(family, served):
 
 def test_heads_that_are_fewer_than_ranks_are_held_by_several(tmp_path):
     config = tiny_config("llama", num_attention_heads=8, num_key_value_heads=2).to_dict()
-    shape = ModelShape.from_hf_config(config)
+    shape = shape_of(config)
     models = [random_model(config, torch.float32, CPU, ModelShard(shape, 4, 1, rank)) for rank in range(4)]
     keys = [model.layers[0].attention.qkv.weight[32:48] for model in models]
     assert models[0].spec.shape.num_kv_heads == 1
@@ -112,17 +112,17 @@ def test_numbers_that_do_not_fit_are_refused(family, numbers, problem):
     heads, kv = numbers.pop("heads", 4), numbers.pop("kv", 2)
     config = tiny_config(family, num_attention_heads=heads, num_key_value_heads=kv).to_dict()
     with pytest.raises(ConfigError, match=problem):
-        ModelShard(ModelShape.from_hf_config(config), **numbers)
+        ModelShard(shape_of(config), **numbers)
 
 
 def test_mxfp4_groups_that_would_be_cut_are_refused():
     config = tiny_config("gpt_oss", intermediate_size=32).to_dict()
     config["quantization_config"] = {"quant_method": "mxfp4"}
-    shape = ModelShape.from_hf_config(config)
+    shape = shape_of(config)
     with pytest.raises(ConfigError, match="cut a group of 32; choose another tensor_parallel"):
         random_model(config, torch.float32, CPU, ModelShard(shape, 2))
     config["intermediate_size"] = 64
-    shape = ModelShape.from_hf_config(config)
+    shape = shape_of(config)
     whole, part = (
         random_model(config, torch.float32, CPU, shard).layers[1].mlp.down.weight
         for shard in (None, ModelShard(shape, 2, 1, 1))

@@ -13,7 +13,7 @@ import torch
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError
 from moe_lora.core.hf_config import read_config
-from moe_lora.core.shape import ModelShape
+from moe_lora.families import shape_of
 from moe_lora.profiling.step_times import OverloadError, StepClock, random_adapter, serve_open_loop
 from moe_lora.timing.step_model import Row
 from moe_lora.workload.replay_plan import PlannedRequest
@@ -58,7 +58,7 @@ def test_a_batch_beyond_one_step_is_refused_and_dropped(clock: StepClock) -> Non
 
 
 def test_share_of_experts_is_the_models(clock: StepClock) -> None:
-    shape = ModelShape.from_hf_config(read_config(MODEL))
+    shape = shape_of(read_config(MODEL))
     assert clock.expert_share == shape.num_experts_per_token / shape.num_experts
 
 
@@ -104,7 +104,7 @@ def test_open_loop_stops_when_requests_wait_too_long(clock: StepClock) -> None:
 
 @pytest.mark.parametrize("lora_rank", [1, 7, 16])
 def test_random_adapter_is_what_its_shape_says(lora_rank: int) -> None:
-    shape = ModelShape.from_hf_config(read_config(MODEL))
+    shape = shape_of(read_config(MODEL))
     packed = random_adapter(shape, torch.bfloat16, "x", lora_rank, seed=0)
     assert packed.max_lora_rank == lora_rank
     assert packed.nbytes == shape.adapter_bytes(lora_rank) * 2 // shape.dtype_bytes
@@ -113,11 +113,11 @@ def test_random_adapter_is_what_its_shape_says(lora_rank: int) -> None:
 
 
 def test_an_adapter_of_no_rank_is_refused() -> None:
-    shape = ModelShape.from_hf_config(read_config(MODEL))
+    shape = shape_of(read_config(MODEL))
     with pytest.raises(ConfigError, match="lora_rank=0 must be 1 or more"):
         random_adapter(shape, torch.float32, "x", 0, seed=0)
 
 
 def test_the_rank_of_a_random_adapter_has_no_upper_limit() -> None:
-    shape = ModelShape.from_hf_config(read_config(MODEL))
+    shape = shape_of(read_config(MODEL))
     assert random_adapter(shape, torch.float32, "x", 513, seed=0).max_lora_rank == 513

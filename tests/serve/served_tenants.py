@@ -151,18 +151,18 @@ def new_key(file: Path, tenant: str, *words: str) -> str:
 def serving_tenants(folder: Path, cert: Path, key: Path) -> Iterator[ServedTenants]:
     file, admins = folder / "keys.json", folder / "admin"
     keys = {tenant: new_key(file, tenant, *words) for tenant, words in TENANTS.items()}
-    options = ["--api-keys", file, "--tls-cert", cert, "--tls-key", key, "--admin-address", admins]
-    options += [
-        "--max-num-seqs",
-        4,
-        "--max-loras",
-        MAX_LORAS,
-        "--max-queued-tokens",
-        MOST_QUEUED * LEAST_QUEUED_TOKENS,
-    ]
-    options += ["--max-queued-tokens-per-client", MOST_OF_ONE * LEAST_QUEUED_TOKENS]
-    options += ["--max-connections-per-client", MOST_CONNECTIONS]
-    options += ["--heartbeat-timeout-s", 90, "--heartbeat-dead-s", 120]  # longer than it is stopped
+    options = ["--api-keys", file, "--tls-cert", cert, "--tls-key", key]
+    options += ["--max-num-seqs", 4, "--max-loras", MAX_LORAS]
+    settings = {
+        "admin_address": admins,
+        "max_queued_tokens": MOST_QUEUED * LEAST_QUEUED_TOKENS,
+        "max_queued_tokens_per_client": MOST_OF_ONE * LEAST_QUEUED_TOKENS,
+        "max_connections_per_client": MOST_CONNECTIONS,
+        "heartbeat_timeout_s": 90,  # longer than it is stopped
+        "heartbeat_dead_s": 120,
+    }
+    for name, value in settings.items():
+        options += ["--set", f"front_end.{name}={value}"]
     options += ["--adapter-root", DEMO / "adapters", "--lora-dir", DEMO / "adapters", "--eager"]
     with demo_server(folder / "log", *map(str, options)) as server:
         context = ssl.create_default_context(cafile=str(cert))

@@ -26,7 +26,7 @@ OPTIONS = ("--eager", "--instances", "2", "--dtype", "float32", "--routing", "ro
 KINDS = [
     pytest.param((), id="instances"),
     pytest.param(("--lora-server", "EP1-PP1"), id="LoRA Server", marks=pytest.mark.slow),
-    pytest.param(("--pool-replicas", "1"), id="pool", marks=pytest.mark.slow),
+    pytest.param(("--set", "pool.replicas=1"), id="pool", marks=pytest.mark.slow),
 ]
 
 
@@ -39,7 +39,7 @@ def folder(tmp_path) -> Path:
 @pytest.fixture(params=KINDS)
 def pair(request, tmp_path, folder) -> Iterator[DemoServer]:
     modules = (f"start={folder}", f"other={ADAPTERS / NAMES[1]}")
-    state = ("--state-dir", str(tmp_path / "state"))
+    state = ("--set", f"engine.state_dir={tmp_path / 'state'}")
     with demo_server(
         tmp_path / "log", *OPTIONS, *state, *request.param, "--lora-modules", *modules
     ) as server:

@@ -155,7 +155,9 @@ def test_metrics_count_what_was_served(demo):
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_signal_lets_a_stream_finish_and_nothing_of_the_server_is_left(tmp_path, number):
     body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
-    with demo_server(tmp_path / "log", "--eager", "--state-dir", str(tmp_path / "state")) as server:
+    with demo_server(
+        tmp_path / "log", "--eager", "--set", f"engine.state_dir={tmp_path / 'state'}"
+    ) as server:
         large = httpx.post(f"{server.url}/v1/completions", json={"prompt": [5] * 20_000}, trust_env=False)
         assert large.status_code == 400  # by the process that checks large bodies
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, trust_env=False) as answer:
@@ -178,7 +180,7 @@ def test_signal_lets_a_stream_finish_and_nothing_of_the_server_is_left(tmp_path,
 @pytest.mark.parametrize("options", [(), ("--front-ends", "2", "--lora-server", "EP1-PP1")])
 def test_a_server_that_is_told_to_end_while_it_starts_leaves_nothing(tmp_path, options):
     command = [sys.executable, "-m", "moe_lora.cli.main", "serve", str(DEMO / "model"), "--port", "0"]
-    command += ["--eager", "--state-dir", str(tmp_path / "state"), *options]
+    command += ["--eager", "--set", f"engine.state_dir={tmp_path / 'state'}", *options]
     log = tmp_path / "log"
     with tempfile.TemporaryDirectory() as temporary:
         with log.open("w") as file:

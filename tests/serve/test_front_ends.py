@@ -90,7 +90,7 @@ def test_one_port_outlives_a_front_end_and_all_end_together(server):
 
 def test_administrators_have_a_place_of_their_own_before_all_front_ends(tmp_path):
     place = tmp_path / "admin"
-    options = (*OPTIONS, *SEVERAL, "--admin-address", str(place))
+    options = (*OPTIONS, *SEVERAL, "--set", f"front_end.admin_address={place}")
     body = {"lora_name": "new", "lora_path": str(DEMO / "adapters" / "upper")}
     with demo_server(tmp_path / "log", *options) as server:
         until_whole(server)
@@ -185,7 +185,7 @@ def test_an_instance_that_hangs_in_a_step_is_started_again(tmp_path, monkeypatch
     (tmp_path / "sitecustomize.py").write_text(HANGS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("HANGS", str(tmp_path))
-    options = ("--heartbeat-timeout-s", "5", "--heartbeat-dead-s", "10")
+    options = ("--set", "front_end.heartbeat_timeout_s=5", "--set", "front_end.heartbeat_dead_s=10")
     with demo_server(tmp_path / "log", *OPTIONS, *SEVERAL, *options, anew=True) as server:
         until_whole(server)
         text, first = complete(server), pids(server)["instance-0"]
@@ -239,7 +239,9 @@ def kill_and_await(server: DemoServer, name: str) -> None:
 
 @pytest.mark.slow
 def test_a_second_signal_ends_all_at_once(tmp_path):
-    with demo_server(tmp_path / "log", *OPTIONS, "--front-ends", "2", "--drain-s", "1000") as server:
+    with demo_server(
+        tmp_path / "log", *OPTIONS, "--front-ends", "2", "--set", "front_end.drain_s=1000"
+    ) as server:
         until(
             lambda: len(re.findall(r"instance-0 dialled in", server.log.read_text())) == 3,
             server.log.read_text,

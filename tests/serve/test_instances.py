@@ -381,7 +381,9 @@ def test_end_of_the_front_end_ends_all_instances_also_one_that_is_starting(tmp_p
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once_also_a_stopped_instance(tmp_path):
-    with demo_server(tmp_path / "log", *OPTIONS, "--lora-server", "EP1-PP1", "--drain-s", "1000") as server:
+    with demo_server(
+        tmp_path / "log", *OPTIONS, "--lora-server", "EP1-PP1", "--set", "front_end.drain_s=1000"
+    ) as server:
         everyone = server.engine_pids() + server.lora_server_pids()
         assert len(everyone) == 3
         stop(everyone[0])

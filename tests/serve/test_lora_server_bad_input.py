@@ -38,15 +38,18 @@ def run(*words: str) -> str:
             r"--lora-capacity.*0 is not in the range x>=1",
         ),
         (
-            ["--lora-server", "EP1-PP1", "--transport", "pigeon"],
-            r"'pigeon' is not one of 'shm', 'gloo', 'nixl'",
+            ["--lora-server", "EP1-PP1", "--set", "lora_server.transport=pigeon"],
+            r"lora_server.transport='pigeon' is not known; choose one of shm, gloo, nixl",
         ),
         (
             ["--lora-server", "EP1-PP1", "--lora-server-memory-gb", "0.000001"],
             r"lora_server.memory_gb=1e-06 is too small for adapter '.*' of .*; a rank .* at least 0\.0",
         ),
         (["--lora-server", "EP1-PP1", "--lora-server-memory-gb", "-1"], r"memory_gb=-1.0 must be positive"),
-        (["--lora-server", "EP1-PP1", "--load-gb-per-s", "0"], r"load_gb_per_s=0.0 must be positive"),
+        (
+            ["--lora-server", "EP1-PP1", "--set", "lora_server.load_gb_per_s=0"],
+            r"load_gb_per_s=0.0 must be positive",
+        ),
     ],
 )
 def test_setting_that_can_not_work_is_named_at_start(words, reason):

@@ -15,7 +15,7 @@ from .demo_server import DEMO, DemoServer, demo_server
 
 ADAPTERS = list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:6]
 OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--instances", "2", "--dtype", "float32")
-PLACED = ("--placement", "loraserve", "--placement-interval-s", "0.2")
+PLACED = ("--placement", "loraserve", "--set", "front_end.placement_interval_s=0.2")
 
 
 def metric(server: DemoServer, name: str) -> float:

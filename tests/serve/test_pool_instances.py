@@ -43,7 +43,7 @@ def alone(folder, tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def pair(folder, tmp_path_factory) -> Iterator[DemoServer]:
     log = tmp_path_factory.mktemp("pair") / "log"
-    with demo_server(log, "--lora-dir", str(folder), *FLEET, "--pool-replicas", "1") as server:
+    with demo_server(log, "--lora-dir", str(folder), *FLEET, "--set", "pool.replicas=1") as server:
         yield server
 
 
@@ -132,7 +132,16 @@ def test_answers_come_from_disk_when_the_only_holder_is_killed(pair, alone):
 
 
 def test_answers_come_from_the_other_replica_when_one_is_killed(folder, alone, tmp_path):
-    three = (*FLEET[:1], "--instances", "3", *FLEET[3:], "--pool-replicas", "2", "--lora-dir", str(folder))
+    three = (
+        *FLEET[:1],
+        "--instances",
+        "3",
+        *FLEET[3:],
+        "--set",
+        "pool.replicas=2",
+        "--lora-dir",
+        str(folder),
+    )
     hidden = tmp_path / "hidden"
     with demo_server(tmp_path / "log", *three) as server:
         assert sorted(samples(server, "instance_pool_adapters").values()) == [4, 4, 4]
@@ -147,7 +156,14 @@ def test_answers_come_from_the_other_replica_when_one_is_killed(folder, alone, t
 
 
 def test_adapters_move_with_the_placement_while_answers_stay_the_same(folder, alone, tmp_path):
-    placed = ("--placement", "loraserve", "--placement-interval-s", "0.2", "--pool-replicas", "1")
+    placed = (
+        "--placement",
+        "loraserve",
+        "--set",
+        "front_end.placement_interval_s=0.2",
+        "--set",
+        "pool.replicas=1",
+    )
     options = (*FLEET[:5], "--max-loras", "2", "--lora-dir", str(folder))
     with demo_server(tmp_path / "log", *options, *placed) as server:
         moves = 0.0

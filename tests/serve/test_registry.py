@@ -241,7 +241,7 @@ def test_starts_that_can_not_be_are_refused(stocked, tmp_path):
 
 
 def test_the_demo_serves_its_registry_and_a_version_registered_while_it_runs(stocked, tmp_path):
-    options = ("--registry", str(stocked), "--registry-adapters", "upper", "--eager")
+    options = ("--registry", str(stocked), "--set", "registry.adapters=upper", "--eager")
     with (
         demo_server(tmp_path / "log", *options) as server,
         httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http,
@@ -279,7 +279,7 @@ def with_large(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "layout", [(), ("--front-ends", "2"), ("--instances", "2", "--pool-replicas", "1")], ids=len
+    "layout", [(), ("--front-ends", "2"), ("--instances", "2", "--set", "pool.replicas=1")], ids=len
 )
 def test_adapters_above_the_rank_limit_are_unavailable_and_new_ones_are_refused(with_large, tmp_path, layout):
     options = ("--registry", str(with_large), "--max-lora-rank", "8", "--eager", *layout)

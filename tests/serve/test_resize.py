@@ -142,7 +142,7 @@ def test_capacity_follows_the_load_by_itself(tmp_path):
                 most = grown["moe_lora:lora_server_capacity"] - 2
                 await until(http, lambda m: m["moe_lora:lora_server_capacity"] < most)
 
-    with demo_server(tmp_path / "log", *options, "--auto-resize") as server:
+    with demo_server(tmp_path / "log", *options, "--set", "provision.auto_resize=true") as server:
         asyncio.run(play(server.url))
 
 

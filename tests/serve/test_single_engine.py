@@ -15,7 +15,7 @@ from .test_instances import until
 
 
 def test_engine_that_is_stopped_is_unhealthy_and_said_once_and_healthy_when_it_gets_on(tmp_path):
-    with demo_server(tmp_path / "log", "--eager", "--heartbeat-timeout-s", "5") as server:
+    with demo_server(tmp_path / "log", "--eager", "--set", "front_end.heartbeat_timeout_s=5") as server:
 
         def health() -> int:
             return httpx.get(f"{server.url}/health", trust_env=False).status_code

@@ -32,7 +32,7 @@ ADAPTERS_PER_SERVER = 25
 PEAK_PRECISION = 0.05
 REFERENCE = "loraserve"
 AT = (0.8, 1.0)
-"""Shares of the reference's highest rate at which all are compared."""
+"""Shares of the reference's highest rate for comparisons."""
 NUM_DRAWS = 3
 """Of random placements; the median counts."""
 EVERYWHERE = ("rank_aware", "least_outstanding")
@@ -41,7 +41,7 @@ Rows = Iterator[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def loraserve_cells(*, quick: bool) -> Iterator[tuple[dict[str, Any], Callable[[], Rows]]]:
-    """(name, what runs it)."""
+    """(name, runner)."""
     length_s = 60.0 if quick else 200.0
     small = [("production", 4)]
     sizes = {
@@ -59,7 +59,7 @@ def loraserve_cells(*, quick: bool) -> Iterator[tuple[dict[str, Any], Callable[[
 
 
 def weak_scaling(model: str, popularity: str, num_servers: int, length_s: float) -> Rows:
-    """Highest rate within the SLO of each system, and all of them at shares of the reference's."""
+    """Highest rate within the SLO of each system, and all systems at shares of the reference's."""
     systems = loraserve_systems(model, popularity, ADAPTERS_PER_SERVER * num_servers, length_s)
     peaks: dict[str, float] = {}
     for name in SYSTEMS:
@@ -73,7 +73,7 @@ def weak_scaling(model: str, popularity: str, num_servers: int, length_s: float)
 
 
 def fewest_servers(model: str, length_s: float) -> Rows:
-    """Servers that each system needs for what the reference serves on 8, less 5 %, 200 adapters."""
+    """Servers of each system for the reference's load on 8, less 5 %, 200 adapters."""
     systems = loraserve_systems(model, "production", 200, length_s)
     rate = 0.95 * peak_rate(systems, next(contestants(REFERENCE)), 8, 32.0)
     for name in SYSTEMS:
@@ -91,7 +91,7 @@ Made = Callable[[Systems, int, float], SystemConfig]
 
 
 def contestants(name: str) -> Iterator[Made]:
-    """The system of that name, for so many servers and such a rate; several where it is drawn."""
+    """Makers of the named system, by number of servers and rate; several for random systems."""
     if name == "random":
         for seed in range(NUM_DRAWS):
             yield partial(_placed, partial(random_placement, seed=seed))
@@ -145,7 +145,7 @@ def peak_rate(systems: Systems, made: Made, num_servers: int, guess: float) -> f
 
 
 def holds(systems: Systems, config: SystemConfig, rate: float) -> bool:
-    """Whether at most 5 % of the judged requests wait for longer than the SLO; given up when they do."""
+    """True if at most 5 % of the judged requests exceed the SLO; stops early on failure."""
     plan, since_s = systems.load.plan(rate), systems.load.since_s
     num_late_allowed = 0.05 * sum(request.arrival_s >= since_s for request in plan)
     num_late = 0

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench_cluster simulates: step times, loads and systems, with where each number comes from.
+"""Plan of bench_cluster's simulation: step times, loads and systems, with the origin of each number.
 
 Step times are of Llama-7B on one A100, seconds; R rank, T tokens or rows.  Toppings (section 2.3, figures 4
 and 6) gives prefill 44 ms for 256 tokens and 90 ms for 1024, so 28.7 ms + 60 us a token; decode with BGMV
 34.8 ms for 24 requests of rank 32 and 35.8 ms for 16 of rank 64, so 31.8 ms + 3.9 us · T · max R; with MBGMV
-35.3 and 35.9 ms, so 33.5 ms + 2.3 us · sum R.  LoRAServe (section III-A1) has a prefill of 2000 tokens take
+35.3 and 35.9 ms, so 33.5 ms + 2.3 us · sum R.  LoRAServe (section III-A1): a prefill of 2000 tokens takes
 2.7 times as long at rank 128 as at rank 8: 1.19 us a token and unit of rank.  Neither paper gives a decode
-step's growth with the batch's KV; none is in these.
+step's growth with the batch's KV, so these times have none.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ PREFILL_S, PREFILL_TOKEN_S, PREFILL_RANK_S = 28.7e-3, 60e-6, 1.19e-6
 BGMV_S, BGMV_RANK_S = 31.8e-3, 3.9e-6
 MBGMV_S, MBGMV_RANK_S = 33.5e-3, 2.3e-6
 FLOPS_PER_S, READ_BYTES_PER_S = 0.5 * 312e12, 0.8 * 1.94e12
-"""Assumed to be reached of an A100's peaks, for what no paper measured."""
+"""Assumed reached shares of an A100's peaks, without measurements in the papers."""
 HOST_BYTES_PER_S, FETCH_BYTES_PER_S = 20e9, 12.5e9
 """Assumed: PCIe 4 from the host's memory, 100 Gbit/s from another host's."""
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, NUM_SLOTS, KV_TOKENS = 64, 2048, 64, 90_000
-"""Of an instance; 64 requests is Toppings' usual maximum, KV is what 80 GB leave."""
+"""Of an instance; 64 requests is Toppings' usual maximum, KV is the rest of 80 GB."""
 INTERVAL_S = 30.0
 
 
@@ -58,8 +58,8 @@ def rank_bytes(num_modules: int) -> float:
 
 
 def step_models(num_modules: int) -> dict[str, StepModel]:
-    """padded: BGMV.  true_rank: MBGMV, prefill at the same time per unit of rank.  roofline: true ranks where
-    FLOPs and bytes alone count, on the base of BGMV: what a kernel could come to.
+    """padded: BGMV.  true_rank: MBGMV, prefill at the same time per unit of rank.  roofline: true ranks by
+    FLOPs and bytes alone, on the base of BGMV: a bound for kernels.
     """
     prefill = {"step": PREFILL_S, "tokens": PREFILL_TOKEN_S}
     flops_s = rank_bytes(num_modules) / DTYPE_BYTES * 2 / FLOPS_PER_S
@@ -119,8 +119,9 @@ class Load:
 
 
 class Planner:
-    """What the front end's controller does: the forecast from the steps before, placed anew from the table
-    of before.  expected: tokens/s before the first step.  forecast: of the steps; None: with its defaults.
+    """The front end's controller: a forecast from earlier steps, and a new placement from the last table.
+
+    expected: tokens/s before the first step.  forecast: of the steps; None: with its defaults.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class Systems:
         rate_per_s: float,
         forecast: Callable[[], DemandForecast] = DemandForecast,
     ) -> SystemConfig:
-        """Adapters where a placement has them, requests by its shares."""
+        """Adapters on their placement's servers, requests by its shares."""
         expected = self.load.expected(rate_per_s)
 
         def planner() -> Planner:
@@ -205,7 +206,7 @@ class Systems:
 def simulated_points(
     model: StepModel, ranks: Sequence[int], load: PointLoad, slo: SloGoal
 ) -> dict[int, float]:
-    """Operating points in tokens/s, found in the simulator on one instance of each rank."""
+    """Operating points in tokens/s, from the simulator on one instance per rank."""
 
     def run(lora_rank: int, rate_per_s: float, seed: int) -> Trial:
         batch = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of bench_cluster's simulated records, beside what the papers say."""
+"""Tables of bench_cluster's simulated records, beside the papers' numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAPER_TPT = {"shortest_pending_time": "0.78", "random": "0.77", "first_fit": "0.
 
 
 def summary_tables(records: Sequence[Record], *, markdown: bool = False) -> str:
-    """Every study that the records have, its cells one after the other."""
+    """Every study of the records, with its cells in sequence."""
     tables = []
     for cell in _cells(records):
         study = cell[0]["config"]["study"]

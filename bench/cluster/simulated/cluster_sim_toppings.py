@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Toppings' simulation of 60 servers (section 7.4): which router keeps how many requests within their SLO."""
+"""Toppings' simulation of 60 servers (section 7.4): requests within their SLO, by router."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RATES_PER_S = (280.0, 340.0)
 with padded ranks mixed.
 """
 RANKS = (8, 16, 32, 64)
-"""Four, as the paper says; which, from its figure 11."""
+"""Four, as in the paper; values from its figure 11."""
 ZIPF_S = 1.0
 """Assumed: the functions' invocations are in a figure only."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 70, 215
@@ -42,7 +42,7 @@ Rows = Iterator[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def toppings_cells(*, quick: bool) -> Iterator[tuple[dict[str, Any], Callable[[], Rows]]]:
-    """(name, what runs it)."""
+    """(name, runner)."""
     rates = {"padded": RATES_PER_S, "true_rank": RATES_PER_S, "roofline": RATES_PER_S[-1:]}
     for model, of_model in ({"padded": RATES_PER_S[:1]} if quick else rates).items():
         for rate in of_model:
@@ -115,7 +115,7 @@ def _systems(model: str, load: Load, slo_tpot_s: float) -> Systems:
 
 
 def _without_lora(load: Load, plan: Sequence[PlannedRequest]) -> System:
-    """The same requests of the base model, where the least token work is left."""
+    """The same requests to the base model, routed to the least token work."""
     systems = Systems(
         load=load, model=step_models(NUM_MODULES)["padded"], points={}, mean_output_tokens=OUTPUT_TOKENS
     )
@@ -125,7 +125,7 @@ def _without_lora(load: Load, plan: Sequence[PlannedRequest]) -> System:
 
 
 def _judged_ids(plan: Sequence[PlannedRequest], load: Load) -> list[int]:
-    """Those of the middle: servers are full by then, and others still come."""
+    """The middle requests: servers are full, and others still come."""
     return [one.index for one in plan if one.arrival_s >= load.since_s]
 
 
@@ -137,7 +137,7 @@ def _tpt_s(result: System) -> dict[int, float]:
 def _judged(
     result: System, plan: Sequence[PlannedRequest], load: Load, base_tpt_s: Mapping[int, float]
 ) -> dict[str, Any]:
-    """slo_attainment: requests whose time per token is at most 1.5 times their own without LoRA;
+    """slo_attainment: requests with a time per token of at most 1.5 times their own without LoRA;
     slo_attainment_of_mean: at most 1.5 times the mean.
     """
     ids = _judged_ids(plan, load)
@@ -167,7 +167,7 @@ class _Clocks:
     placements_s: list[float] = field(default_factory=list)
 
     def routing(self, config: SystemConfig) -> SystemConfig:
-        """The system, its router's decisions timed; a router that placements swap is left as it is."""
+        """The system with timed router decisions, except for a router with placements."""
         if config.placement is not None:
             return config
         return replace(config, router=lambda: _TimedRouter(config.router(), self))

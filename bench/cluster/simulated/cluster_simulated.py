@@ -18,7 +18,7 @@ from .cluster_sim_toppings import toppings_cells
 def simulate(out: Path | None, *, quick: bool, only: str | None) -> None:
     """Simulate all cells (those with `only` in their label), append to `out`, print tables.
 
-    A label is the values of the cell's name, such as "weak_scaling padded production 4".
+    A label is the values of the cell's name, e.g. "weak_scaling padded production 4".
     """
     cells = [*loraserve_cells(quick=quick), *toppings_cells(quick=quick)]
     labelled = [(" ".join(map(str, name.values())), name, run) for name, run in cells]
@@ -35,5 +35,5 @@ def simulate(out: Path | None, *, quick: bool, only: str | None) -> None:
 
 
 def print_markdown(records: list[dict[str, Any]]) -> None:
-    """The tables of records that exist."""
+    """The tables of existing records."""
     click.echo(summary_tables(records, markdown=True))

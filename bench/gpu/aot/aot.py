@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m bench.gpu.aot.aot`: compile every kernel of every table for sm_90a, without a GPU.
 
-Every kernel with every dtype, design and size of its constants at least once; with `--all` everything that is
-launched: each configuration where rows are and are not multiples of 16 bytes, adding and overwriting, in bf16
-for sites of one, two and three modules, in the other dtypes for sites of two.
-Prints what each became and how many bytes it keeps on their way, and ends with status 1 if SGMV lost wgmma,
-its 16-byte copies, TMA or one of its buffers, or if anything spills or exceeds the limits of an SM.
+Every kernel with every dtype, design and size of its constants at least once; `--all` compiles every launch:
+each configuration with rows on and off multiples of 16 bytes, adding and overwriting, in bf16 for sites of
+one, two and three modules, in further dtypes for sites of two.
+Prints each result and its bytes in flight.  Exit status 1 if SGMV lost wgmma, its 16-byte copies, TMA or a
+buffer, or for spills and exceeded SM limits.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from .sass import COPIES, MARKS, TENSOR_CORES, TMA
 _ROWS, _RANK, _TOP_K = 2, 64, 8
 _HOPPER_SMS = 132
 _WIDTHS = {True: 1024, False: 1001}
-"""Widths of a site whose rows are, or are not, multiples of 16 elements."""
+"""Widths of a site with rows on, or off, multiples of 16 elements."""
 _IN_WIDTHS = {True: (1024, 2880, 3072, 4096), False: (1001, 4004)}
-"""Input widths that are summed in one part to four by the default table; GPT-OSS's is no whole steps."""
+"""Input widths with one part to four by the default table; GPT-OSS's is no whole steps."""
 _ALL_RANKS = configs.Choice(algorithm="any")
 _MODULES = {"bf16": (1, 2, 3), "fp16": (2,), "fp32": (2,)}
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """What a compilation knows of a tensor."""
+    """A compilation's knowledge of a tensor."""
 
     dtype: torch.dtype
     address: int
@@ -56,9 +56,9 @@ class Pointer:
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """One compilation: a kernel, by its module and name, and what it is launched with; see `_known`.
+    """One compilation: a kernel, by module and name, and its launch; see `_known`.
 
-    rings: buffers that its loops must have, as (how many, rows, columns) each.
+    rings: required loop buffers, as (how many, rows, columns) each.
     """
 
     module: str
@@ -73,7 +73,7 @@ class Build:
 
 
 def _known(operand: Any) -> Any:
-    """The operand, or the tuple of operands, with what is known of tensors in their place."""
+    """The operand, or the tuple of operands, with descriptions in place of tensors."""
     if isinstance(operand, torch.Tensor):
         return Pointer(operand.dtype, operand.data_ptr() % 16)
     if isinstance(operand, tuple):
@@ -84,7 +84,7 @@ def _known(operand: Any) -> Any:
 
 @contextmanager
 def launches_recorded(dtype: str = "", label: str = "") -> Iterator[list[Build]]:
-    """Builds of what is launched in the context, where nothing runs: each also as one that begins early."""
+    """Builds of the context's launches, without runs: each also with an early start."""
     found: list[Build] = []
 
     def record(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
@@ -109,7 +109,7 @@ def launches_recorded(dtype: str = "", label: str = "") -> Iterator[list[Build]]
 
 
 def table_builds() -> list[Build]:
-    """Every kernel with every configuration of the tables, and the kernels that have none."""
+    """Every kernel with every table configuration, and kernels without a table."""
     from moe_lora.kernels.triton import exchange, norm, sampling, signals  # needs Triton
     from moe_lora.kernels.triton.linear import experts, quantised_linear
 
@@ -123,7 +123,7 @@ def table_builds() -> list[Build]:
         sampling.draw(torch.empty(2, 151936), torch.empty(2, 3), torch.empty(2, 3, dtype=torch.int64))
         for of_model, layers in itertools.product(configs.DTYPE_NAMES, (experts, norm, quantised_linear)):
             layers.launch_all(of_model)
-        with patch.object(configs, "_INTERPRETED_SMS", _HOPPER_SMS):  # single rows fill it, or they don't
+        with patch.object(configs, "_INTERPRETED_SMS", _HOPPER_SMS):  # single rows fill the device, or not
             for of_model in configs.DTYPE_NAMES:
                 experts.launch_all(of_model)
     for path in sorted(configs.CONFIG_DIR.glob("*.json")):
@@ -145,7 +145,7 @@ def table_builds() -> list[Build]:
 
 
 def _decode_pairs(table: configs.ConfigTable) -> list[tuple[configs.Config, configs.Config]]:
-    """Configurations of shrink and of expand that one launch may have together."""
+    """Possible pairs of shrink and expand configurations in one launch."""
     shrinks, expands = (
         [
             entry.config
@@ -158,8 +158,9 @@ def _decode_pairs(table: configs.ConfigTable) -> list[tuple[configs.Config, conf
 
 
 def deciding(builds: list[Build]) -> list[Build]:
-    """Few of the builds, in which each kernel meets each dtype, and in it each value of each constant, each
-    kind of operand and each instruction that must be there; all pairs of them it does not."""
+    """A few builds that cover each kernel, dtype, constant value, operand kind and required instruction, but
+    not all pairs.
+    """
     left = [(build, _traits(build)) for build in builds]
     missing = set[tuple[Any, ...]]().union(*(traits for _, traits in left))
     found = []
@@ -177,9 +178,9 @@ def _traits(build: Build) -> set[tuple[Any, ...]]:
 
 
 def config_builds(kernel: str, config: configs.Config, dtype: str, modules: int, split_k: int) -> list[Build]:
-    """What one configuration is launched as.
+    """Launches of one configuration.
 
-    split_k: that of `vector_shrink`, which `vector_expand` reads the parts of.
+    split_k: of `vector_shrink`, for `vector_expand`.
     """
     label = " ".join(f"{name}={int(value)}" for name, value in config.items())
     builds: list[Build] = []
@@ -194,7 +195,7 @@ def config_builds(kernel: str, config: configs.Config, dtype: str, modules: int,
 
 
 def site_builds(shrink: configs.Config, expand: configs.Config, dtype: str, modules: int) -> list[Build]:
-    """What one launch of both halves is."""
+    """Launches of both halves together."""
     builds: list[Build] = []
     zeros = Zeros()
     for aligned in (True, False):
@@ -214,7 +215,7 @@ def site_builds(shrink: configs.Config, expand: configs.Config, dtype: str, modu
 
 
 def _launch(kernel: str, dtype: str, modules: int, width: int, split_k: int) -> None:
-    """Launch a kernel in every way that a site of this width does."""
+    """Launch a kernel in every way of a site of this width."""
     problem, y, total = _problem(dtype, modules, width)
     high_rank = replace(problem, max_lora_rank=2 * _RANK)
     added = ((y, True, False), (total, True, False), (total, True, True))
@@ -238,7 +239,7 @@ def _launch(kernel: str, dtype: str, modules: int, width: int, split_k: int) -> 
 
 
 def _pipelined(build: Build) -> Build:
-    """The build, of which weights, and x, must come through all their buffers, by 16 bytes or TMA."""
+    """The build, with weights and x required through all buffers, by 16 bytes or TMA."""
     meta = build.meta
     shrink, expand = (
         int(meta.get(name, meta.get("STAGES", 0))) for name in ("SHRINK_STAGES", "EXPAND_STAGES")
@@ -253,7 +254,9 @@ def _pipelined(build: Build) -> Build:
 
 
 def attention_builds() -> list[Build]:
-    """Writing K and V, decode with parts, tiles of prompts: head sizes and groups in bf16, others in one."""
+    """Writing K and V, decode with parts, tiles of prompts: head sizes and groups in bf16, one in other
+    dtypes.
+    """
     cases = [
         ("bf16", head_dim, group, plain)
         for head_dim, group, plain in itertools.product((64, 128), (1, 4, 5, 8), (True, False))
@@ -308,8 +311,10 @@ def _segments(top_k: int | None, zeros: Zeros | None) -> Segments:
 def _problem(
     dtype: str, modules: int, width: int, in_width: int | None = None
 ) -> tuple[Problem, torch.Tensor, torch.Tensor]:
-    """Operands of a dense site of so many modules, its output, and one in fp32.  width: of its modules, and
-    of its input where that is not given."""
+    """Operands of a dense site of `modules` modules, its output, and an fp32 output.
+
+    width: of its modules, and by default of its input.
+    """
     in_width = in_width or width
     of_model = configs.dtype_named(dtype)
     site = Site(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles kernels for sm_90a on a machine without GPU, and prints and judges what they became."""
+"""Compiles kernels for sm_90a without a GPU, and prints and judges the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Hopper:
-    """What Triton asks of a driver before it compiles, answered for sm_90a; the device is nobody's."""
+    """Triton's driver answers for sm_90a; no real device."""
 
     def get_current_device(self) -> str:
         return "sm_90a"
@@ -30,9 +30,9 @@ class _Hopper:
 
 
 def leave_in_cache(build: Build) -> None:
-    """Have Triton's cache hold what a launch would compile for sm_90a.
+    """Fill Triton's cache with a launch's code for sm_90a.
 
-    In a process that launches nothing: Triton compiles for sm_90a from then on.
+    For a process without launches: Triton compiles for sm_90a from then on.
     """
     _compiled(build)
 
@@ -71,7 +71,7 @@ def line(build: Build, compiled: Compiled) -> str:
 
 
 def check(builds: list[Build], processes: int = 2) -> list[str]:
-    """Compile all, print the table as results come in, return what is wrong."""
+    """Compile all, print the table on arrival, return faults."""
     wanted = " ".join(f"{name:<11}" for name in MARKS)
     header = (
         f"{'kernel':<14}{'type':<5}{'regs':>4}{'shared':>8}{'stack':>6}{'local':>6}{'spills':>7}{'KB/SM':>6}"
@@ -79,7 +79,7 @@ def check(builds: list[Build], processes: int = 2) -> list[str]:
     )
     print(f"{'':9}{header}{'variant':<16}config")
     wrong: list[str] = []
-    # Workers are forks: one that collected a process group of this process would wait for its threads.
+    # Workers are forks: collecting this process's process group would wait for its threads.
     gc.collect()
     with ProcessPoolExecutor(processes, initializer=gc.disable) as pool:
         running = {pool.submit(compile_build, build): build for build in builds}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ptxas made of a kernel: registers, memory and the instructions that matter, read from a cubin."""
+"""ptxas's result for a kernel: registers, memory and important instructions, from a cubin."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import NamedTuple
 MAX_REGISTERS = 255
 MAX_SHARED_BYTES = 227 * 1024
 MARKS = TENSOR_CORES, COPIES, TMA = "HGMMA", "LDGSTS.128", "UTMALDG"
-"""Products by warpgroup, 16-byte copies into shared memory, those by TMA: what SGMV is made of on Hopper."""
+"""Products by warpgroup, 16-byte copies into shared memory, and TMA copies: SGMV's parts on Hopper."""
 WAIT = "ACQBULK"
-"""Waits for the kernel before on the stream, where this one was launched to begin earlier."""
+"""Wait for the previous kernel of the stream, after an early start."""
 _GLOBAL = {"LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG", "UBLKCP", "UTMALDG", "UTMASTG"}
 _SM_SHARED_BYTES, _SM_REGISTERS, _RESERVED_BYTES = 228 * 1024, 65536, 1024
 _BITS = {"f32": 32, "i32": 32, "bf16": 16, "f16": 16, "i8": 8, "f8E4M3FN": 8}
 
 
 class Ring(NamedTuple):
-    """Buffers that a loop fills while it computes on one of them.  bits: of an element."""
+    """Buffers that a loop fills while computing on one of them.  bits: of an element."""
 
     buffers: int
     rows: int
@@ -35,7 +35,7 @@ class Ring(NamedTuple):
 class Compiled:
     """Resources of one compiled kernel; bytes are per program, stack and local per thread.
 
-    waits_first: it does so before it touches global memory.
+    waits_first: waits before any access to global memory.
     """
 
     registers: int
@@ -50,11 +50,11 @@ class Compiled:
 
     @property
     def bytes_in_flight(self) -> int:
-        """What loops keep on their way: of each ring of buffers, all but the one that is computed on."""
+        """Bytes in flight in loops: of each ring, all buffers but the current one."""
         return sum((ring.buffers - 1) * ring.rows * ring.columns * ring.bits // 8 for ring in self.rings)
 
     def in_flight_per_sm(self, programs: int) -> int:
-        """Bytes that loops keep on their way to an SM, with so many programs on it or as many as fit."""
+        """Bytes in flight to an SM, with `programs` programs or as many as fit."""
         by_shared = _SM_SHARED_BYTES // (self.shared_bytes + _RESERVED_BYTES)
         by_registers = _SM_REGISTERS // (-(-max(self.registers, 1) // 8) * 8 * self.threads)
         return min(programs, by_shared, by_registers) * self.bytes_in_flight
@@ -65,8 +65,9 @@ class Compiled:
         rings: tuple[tuple[int, int, int], ...] = (),
         dependent: bool = False,
     ) -> list[str]:
-        """What is wrong with it: lost instructions or buffers, spills, limits exceeded; of a dependent one, a
-        wait that comes late.  Empty if nothing is."""
+        """Faults: lost instructions or buffers, spills, exceeded limits, a dependent kernel's late wait.
+        Empty if fine.
+        """
         found = [f"lost {name}" for name in required if name not in self.instructions]
         if dependent and not self.waits_first:
             found.append("touches memory before it has waited for the kernel before it")
@@ -90,10 +91,10 @@ class Compiled:
 
 
 def inspect(cubin: bytes, dynamic_shared_bytes: int, ttgir: str = "", threads: int = 128) -> Compiled:
-    """Read a cubin with the cuobjdump that Triton brings along.
+    """Read a cubin with Triton's cuobjdump.
 
-    dynamic_shared_bytes: Triton's own figure (`metadata.shared`), which the cubin does not know.  ttgir:
-    Triton's last form of the kernel before LLVM's, which has the loops' buffers.
+    dynamic_shared_bytes: Triton's figure (`metadata.shared`), not in the cubin.  ttgir: Triton's last form of
+    the kernel before LLVM's, with the loops' buffers.
     """
     import triton
 
@@ -109,7 +110,7 @@ def inspect(cubin: bytes, dynamic_shared_bytes: int, ttgir: str = "", threads: i
 
 
 def rings_of(ttgir: str) -> tuple[Ring, ...]:
-    """The rings of two-dimensional buffers that a kernel's loops have."""
+    """The rings of two-dimensional buffers in a kernel's loops."""
     found = re.findall(r"local_alloc[^:]*: \(\) -> !ttg\.memdesc<(\d+)x(\d+)x(\d+)x([a-zA-Z]\w*),", ttgir)
     return tuple(
         Ring(int(buffers), int(rows), int(columns), _BITS[kind])

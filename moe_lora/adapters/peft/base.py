@@ -14,6 +14,7 @@ from typing import Any
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.wrong_files import pointer_problem
+from moe_lora.families import shape_of
 
 from .config import MAX_REASON_CHARS, AdapterConfig, cut, shown
 from .files import MAX_CONFIG_BYTES, confined, open_file
@@ -59,7 +60,7 @@ def check_base(config: AdapterConfig, base: Mapping[str, Any] | None, shape: Mod
     if base is None:
         return
     try:
-        theirs = ModelShape.from_hf_config(base)
+        theirs = shape_of(base)
     except ValueError as error:
         raise _not_comparable(config, error) from error
     for field in _SAME_BASE:

@@ -23,6 +23,7 @@ from .places import (
     PlaceMap,
     Shaped,
     check_pair,
+    has_older_names,
     is_swapped,
     max_tensors,
     place_map,
@@ -64,8 +65,7 @@ def match(
     check_embeddings(tensors, shape, where)
     names = read_names(tensors, place_map(shape).layer_prefix, where)
     paths = {name.path for name in names.by_key.values()}
-    old_mixtral = shape.family == "mixtral" and any(".block_sparse_moe." in path for path in paths)
-    places = place_map(shape, old_mixtral)
+    places = place_map(shape, has_older_names(shape, paths))
     expected = _expected(config, places, paths, names)
     found: dict[tuple[str, int], dict[str, str]] = {}
     for key, name in names.by_key.items():

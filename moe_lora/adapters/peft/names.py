@@ -103,7 +103,7 @@ class Names:
 
 
 def read_names(keys: Iterable[str], layer_prefix: str, where: str) -> Names:
-    """The keys of a file in parts.  layer_prefix: e.g.  `model.layers`, by the served family.
+    """The keys of a file in parts.  layer_prefix: e.g. `model.layers`, by the served family.
 
     Raises AdapterError with `where` and the key for a name of no LoRA tensor, and for tensors of two adapters
     or below two prefixes.

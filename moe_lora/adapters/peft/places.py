@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of LoRA in each family: PEFT module paths and expert parameters mapped to sites.
+"""The places of LoRA pairs in a model: PEFT module paths and expert parameters mapped to sites.
 
 Torch-free.  A place is one LoRA pair (lora_A, lora_B) of the file.  PEFT nests several parameters of one
 module: the last has the bare key, each earlier has one `.base_layer` more; so places are in order of
@@ -14,41 +14,20 @@ same delta with A and B exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape, Site
+from moe_lora.families import family_named
+from moe_lora.families.schema.family import Place, of_all_experts
 
 if TYPE_CHECKING:
     import torch
 
     from moe_lora.adapters.packed import Pair
-
-Form = Literal["matrix", "fused", "rows"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """One LoRA pair.
-
-    parameter: name below the module.  modules: indices in the site fed by the pair.
-    expert: number, None if dense or all at once.  form: "matrix" (one linear layer), "fused" (3-D
-    parameter of all experts), "rows" (2-D parameter with the experts stacked in its rows).
-    optional_linear: a linear layer in older transformers only.  is_split: True only in Unsloth's GPT-OSS (a
-    linear layer per expert); False only in plain GPT-OSS; None in both.
-    """
-
-    site: str
-    modules: tuple[int, ...]
-    parameter: str = "weight"
-    expert: int | None = None
-    form: Form = "matrix"
-    interleaved: bool = False
-    optional_linear: bool = False
-    is_split: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -60,16 +39,27 @@ class PlaceMap:
 
 
 @lru_cache(maxsize=8)
-def place_map(shape: ModelShape, old_mixtral_names: bool = False) -> PlaceMap:
-    """Places of every layer.  old_mixtral_names: `block_sparse_moe` instead of `mlp`."""
-    layer_prefix = "transformer.blocks" if shape.family == "dbrx" else "model.layers"
-    in_layer = _dbrx_layer() if shape.family == "dbrx" else _layer(shape, old_mixtral_names)
+def place_map(shape: ModelShape, older_names: bool = False) -> PlaceMap:
+    """Places of every layer.  older_names: by `Family.older_path`."""
+    family = family_named(shape.family)
+    new, old = family.older_path or ("", "")
+    in_layer: dict[str, tuple[Place, ...]] = {}
+    for place in of_all_experts((*family.attention, *family.adapted), shape.num_experts):
+        renamed = older_names and place.path.startswith(new)
+        path = old + place.path.removeprefix(new) if renamed else place.path
+        in_layer[path] = (*in_layer.get(path, ()), place)
     by_path = {
-        f"{layer_prefix}.{layer}.{path}": (layer, places)
+        f"{family.stack}.{layer}.{path}": (layer, places)
         for layer in range(shape.num_layers)
         for path, places in in_layer.items()
     }
-    return PlaceMap(by_path, layer_prefix)
+    return PlaceMap(by_path, family.stack)
+
+
+def has_older_names(shape: ModelShape, paths: Iterable[str]) -> bool:
+    """True for a file with the older names of the family's modules."""
+    older = family_named(shape.family).older_path
+    return older is not None and any(f".{older[1]}" in path for path in paths)
 
 
 STRANGERS = 1000
@@ -82,78 +72,14 @@ def max_tensors(shape: ModelShape) -> int:
     return 2 * sum(len(places) for _, places in place_map(shape).by_path.values())
 
 
-def _layer(shape: ModelShape, old_mixtral_names: bool) -> dict[str, tuple[Place, ...]]:
-    places: dict[str, tuple[Place, ...]] = {
-        f"self_attn.{name}_proj": (Place(site="qkv", modules=(i,)),) for i, name in enumerate("qkv")
-    }
-    places["self_attn.o_proj"] = (Place(site="o", modules=(0,)),)
-    if shape.family == "llama":
-        return places | _expert_modules("mlp", ("gate_proj", "up_proj", "down_proj"), None)
-    gpt_oss = shape.family == "gpt_oss"
-    router = "router" if gpt_oss else "gate"
-    moe = "block_sparse_moe" if old_mixtral_names else "mlp"
-    split = False if gpt_oss else None
-    places[f"{moe}.{router}"] = (Place(site="router", modules=(0,), optional_linear=True, is_split=split),)
-    places[f"{moe}.experts"] = (
-        Place(
-            site="gate_up",
-            modules=(0, 1),
-            parameter="gate_up_proj",
-            form="fused",
-            interleaved=gpt_oss,
-            is_split=split,
-        ),
-        Place(site="down", modules=(0,), parameter="down_proj", form="fused", is_split=split),
-    )
-    if gpt_oss:
-        places |= _unsloth_split(shape.num_experts)
-    leaves = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
-    if shape.family in leaves:
-        for expert in range(shape.num_experts):
-            places |= _expert_modules(f"{moe}.experts.{expert}", leaves[shape.family], expert)
-    return places
-
-
-def _unsloth_split(num_experts: int) -> dict[str, tuple[Place, ...]]:
-    """Linear layers of Unsloth's GPT-OSS for 4-bit training.
-
-    gate_up_projs.{e} is [2F, H] with gate in even and up in odd rows, as in the 3-D parameter.
-    Source: unsloth_zoo, temporary_patches/gpt_oss.py (GptOssExperts, GptOssTopKRouter).
-    """
-    places: dict[str, tuple[Place, ...]] = {
-        "mlp.router.linear": (Place(site="router", modules=(0,), is_split=True),)
-    }
-    for expert in range(num_experts):
-        places[f"mlp.experts.gate_up_projs.{expert}"] = (
-            Place(site="gate_up", modules=(0, 1), expert=expert, interleaved=True, is_split=True),
-        )
-        places[f"mlp.experts.down_projs.{expert}"] = (
-            Place(site="down", modules=(0,), expert=expert, is_split=True),
-        )
-    return places
-
-
-def _expert_modules(
-    prefix: str, leaves: tuple[str, str, str], expert: int | None
-) -> dict[str, tuple[Place, ...]]:
-    optional = expert is not None
-    return {
-        f"{prefix}.{leaf}": (Place(site=site, modules=(module,), expert=expert, optional_linear=optional),)
-        for leaf, (site, module) in zip(leaves, (("gate_up", 0), ("gate_up", 1), ("down", 0)), strict=True)
-    }
-
-
-def _dbrx_layer() -> dict[str, tuple[Place, ...]]:
-    return {
-        "norm_attn_norm.attn.Wqkv": (Place(site="qkv", modules=(0,)),),
-        "norm_attn_norm.attn.out_proj": (Place(site="o", modules=(0,)),),
-        "ffn.router.layer": (Place(site="router", modules=(0,)),),
-        "ffn.experts.mlp": (
-            Place(site="gate_up", modules=(0,), parameter="w1", form="rows"),
-            Place(site="gate_up", modules=(1,), parameter="v1", form="rows"),
-            Place(site="down", modules=(0,), parameter="w2", form="rows"),
-        ),
-    }
+# From a PEFT tensor pair to the matrices that multiply the input and make the output.
+#
+# Legend: E experts, R LoRA rank, I in_features, O out_features of the whole parameter, F expert width.
+#
+# PEFT flattens a 3-D parameter asymmetrically: A's rows are expert-major [E·R, I], B's columns
+# rank-major [O, R·E]. Versions that took a stored [E, O, I] weight for [E, I, O] wrote A [E·R, O] and
+# B [I, R·E] instead ("swapped"); the same delta with the roles of A and B exchanged.  Unsloth grouped
+# B's columns by expert for a while (`config.ExpertLayout`).
 
 
 _FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
@@ -292,7 +218,7 @@ def _views(
 
 
 def _split(expand: torch.Tensor, place: Place) -> tuple[torch.Tensor, ...]:
-    """One view per module: gate and up in sequence, or alternating (GPT-OSS)."""
+    """One view per module: gate and up lie one after the other, or alternate."""
     if len(place.modules) == 1:
         return (expand,)
     if place.interleaved:

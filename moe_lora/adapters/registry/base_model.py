@@ -13,6 +13,7 @@ from moe_lora.adapters.peft.files import header_of
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_json_file
 from moe_lora.core.shape import ModelShape
+from moe_lora.families import shape_of
 
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 4096
@@ -48,7 +49,7 @@ def model_shape(model_dir: str | Path) -> ModelShape:
     """Sizes of the base model in a folder.  Raises ConfigError."""
     path = Path(model_dir) / "config.json"
     try:
-        return ModelShape.from_hf_config(read_json_file(path))
+        return shape_of(read_json_file(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model_dir}: {error}") from error
 

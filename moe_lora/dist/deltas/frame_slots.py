@@ -2,9 +2,8 @@
 """Frames between a device's stream and a host worker, in reused slots.
 
 The k-th use of a slot is requested by request word k, answered by answer word k, and refused by refusal word
-k; the engine answers refused uses.  Words only rise, so late answers change nothing, and a new server can
-continue without further state.  The device writes words in the order of its stream without a doorbell, so
-servers poll.
+k; the engine answers refused uses.  Words only rise, so late answers change nothing.  The device writes words
+without a doorbell, so servers poll.
 """
 
 from __future__ import annotations

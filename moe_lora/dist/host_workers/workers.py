@@ -53,10 +53,10 @@ def check_cores(
 class HostWorkers:
     """The host workers of one engine process, and their LoraBackend.
 
-    store: of adapters; None: a new one in a folder of the engine.  num_tokens: tokens per step within time,
-    over all workers.  tokens_per_worker: see `RowShares`.  cores: one per worker; empty: any.
-    answer_timeout_s: limit, after which the engine computes a worker's rows.  slowdown: factor that emulates
-    less than a core.  stream: of the device; None: the engine's thread waits.
+    store: of adapters; None: a new one in a folder of the engine.  num_tokens: per step within time, over all
+    workers.  cores: one per worker; empty: any.  answer_timeout_s: limit, after which the engine computes a
+    worker's rows.  slowdown: emulates less than a core.  stream: of the device; None: the engine's thread
+    waits.
     Raises EngineDeadError if a worker does not start, ConfigError if the device can't use the frames.
     """
 

@@ -402,7 +402,7 @@ def roles_of(cluster: ClusterConfig, file: int, http: Sequence[int]) -> list[Rol
     file: descriptor of the cluster's file.
     """
     listen = [word for one in http for word in ("--listen-fd", str(one))]
-    serve = ("-m", "moe_lora.cli.main", "serve", *_told(file))
+    serve = ("-m", "moe_lora.cli.host_role", *_told(file))
     return [
         Role(name="controller", kind=CONTROLLER, words=(*serve, "--role", "controller"), fds=(file,)),
         *(

@@ -131,14 +131,14 @@ def build_rank(config: EngineConfig, server_rank: int, local_rank: int | None = 
     """
     import torch
 
-    from moe_lora.core.shape import ModelShape
     from moe_lora.dist.lora_server.server_rank import ServerRank
     from moe_lora.engine.ranks.rank import resolved
+    from moe_lora.families import shape_of
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     hf_config = config.hf_config()
     config = resolved(config, hf_config)
-    shape = ModelShape.from_hf_config(hf_config)
+    shape = shape_of(hf_config)
     host = _host_workers_of_server(config, shape)
     try:
         return ServerRank(config, shape, server_rank, host, local_rank)

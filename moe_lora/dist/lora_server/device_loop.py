@@ -2,12 +2,8 @@
 """The data path of one server rank for device puts: a stream per instance, no host.
 
 A session's step is fixed: wait for the frame; per layer, admit rows to slots; per site, wait for x, compute,
-put the answer.  CUDA captures the step once and replays ahead, so the device waits for requests, several
-instances overlapping on their streams (InfiniLoRA section 3).
-
-An idle instance's session waits without bound, so the process must never synchronise the device: kernels run
-once before sessions (`DataLoop.warm_up`, `DeviceSession.prepare`), page-locked memory is allocated at start,
-and the role's environment loads CUDA code eagerly with a queue per stream (`launch.roles`).
+put the answer.  CUDA captures the step once and replays ahead, instances overlapping (InfiniLoRA section 3).
+An idle instance's session waits without bound, so the process must never synchronise the device.
 
 NOT YET RUN on a GPU.  Without a GPU operations run eagerly, as in tests.
 """

@@ -73,15 +73,11 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
 class ServerAdapterStore:
     """The adapters of one server rank.
 
-    generation: [M] content of each slot, loaded or loading; a request with a lower one is late, with a higher
-    one is ahead of the load command.  loaded: [M, L] generation of each layer in the arena.  contents:
-    generation and adapter of used slots.  reading: held while slot table and arena are read for a request, so
-    that rows change between requests only.  led: True if load commands can come.
-
-    Loads interleave by layer, so a new adapter's first layers don't wait for another's last (InfiniLoRA
-    section 5.3).  On CUDA they pass through page-locked buffers on their own stream, during the computation
-    of deltas.  load_bytes_per_s: limit of the load rate; None: no limit.  layer_wise: False loads whole
-    adapters in sequence, for comparison.
+    generation: [M] content of each slot, loaded or loading; a request with a lower one is late.  loaded: [M,
+    L] generation of each layer in the arena.  contents: generation and adapter of used slots.  reading: held
+    while slot table and arena are read for a request.  led: True if load commands can come.
+    Loads interleave by layer (InfiniLoRA section 5.3); on CUDA on their own stream.  load_bytes_per_s: limit
+    of the load rate.  layer_wise: False loads whole adapters in sequence, for comparison.
     Raises ConfigError without the memory.
     """
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of every transport, in OpenSHMEM's words: windows of memory, and counting signals.
 
-A process makes one Transport, allocates windows, and sends their descriptors to peers, which `attach`.  A
-peer puts bytes into a window and raises one of its signals; a reader of the value sees the bytes (release
-store, acquire load).  Signals are unsigned 64-bit, on own cache lines, with one writer at a time.  A raise
-below the present value changes nothing, and waits test >=, so skipped values can't hang a waiter.  A
-restarted process has new windows, which peers `attach`; peers need no restart.
+A process allocates windows and sends their descriptors to peers, which `attach`.  A peer puts bytes into a
+window and raises one of its signals; a reader of the value sees the bytes (release store, acquire load).
+Signals are unsigned 64-bit with one writer at a time.  A raise below the present value changes nothing, and
+waits test >=.  A restarted process has new windows; peers need no restart.
 
 Source: InfiniLoRA section 5.1 (push-based communication); OpenSHMEM 1.5 section 9.8 (signals).
 """

@@ -2,11 +2,8 @@
 """Puts issued by a device: the LoRA Server's interface, and its implementations.
 
 The members of a group start together with equal memory (OpenSHMEM's symmetric memory); a put copies a place
-to the same place of another member, queued on the current stream.  Terms are those of `contract.Transport`,
-but no member joins later or returns.
-
-Signals count additions: each block of a put adds 1 after its bytes, so PUT_BLOCKS more per put cover all
-bytes.  Puts to one signal are unordered: before a second put to a place, the first must have been used.
+to the same place of another member, queued on the current stream.  No member joins later or returns.
+Signals count additions: PUT_BLOCKS more per put cover all its bytes.  Puts to one signal are unordered.
 
 Source: InfiniLoRA section 5.1 (IBGDA, push-based communication); OpenSHMEM 1.5 sections 6 and 9.8.
 """

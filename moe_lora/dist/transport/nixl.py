@@ -3,7 +3,7 @@
 
 Optional: pip install 'moe-lora[nixl]'.  Signals are notifications; waiters collect them and raise the local
 words.  NIXL's progress thread is off, as it burns a core: connections, and puts between hosts (TCP), progress
-only while the target waits or puts.  UCX reads its own variables, e.g.  UCX_TLS=tcp,self or
+only while the target waits or puts.  UCX reads its own variables, e.g. UCX_TLS=tcp,self or
 UCX_NET_DEVICES=eth0.  With Debian's Open MPI, UCX_MODULES=cma avoids a crash at exit.
 
 Attach and `quiet` read a header page {magic, tag, num_bytes, num_signals, freed} before each window's data,

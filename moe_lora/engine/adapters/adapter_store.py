@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,9 +17,11 @@ from moe_lora.core.host import OwnFolder
 from moe_lora.core.request import AdapterResidency
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
-from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.lora.row_routing import Lease
 from moe_lora.policies.caching.caching import ANYBODY, Asker
+
+if TYPE_CHECKING:
+    from moe_lora.dist.host_workers.workers import HostWorkers
 
 
 @dataclass(eq=False)
@@ -49,10 +52,10 @@ class AdapterVersion:
     merged: bool = False
     leaseless: bool = False
     asker: Asker = ANYBODY
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.packed.name
+    def __post_init__(self) -> None:
+        self.name = self.packed.name
 
     @property
     def is_idle(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +24,9 @@ from moe_lora.lora.local import LayerPart, open_slot, part_bytes, point_layer, p
 from moe_lora.policies.admission.host_start import load_order
 
 from .pool_fetch import LayerReader, fetch_layers, fetch_whole
-from .pool_store import PoolAdapters
+
+if TYPE_CHECKING:
+    from .pool_store import PoolAdapters
 
 
 @dataclass(frozen=True)

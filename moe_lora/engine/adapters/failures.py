@@ -39,27 +39,24 @@ class Failure:
 class AdapterFailures:
     """Failures by adapter version, until a load of the adapter succeeds.
 
-    The engine's thread uses everything but `report`, which any thread may call.
+    The engine's thread uses everything but `report`, which any thread may call.  reports: not read yet.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._failures: dict[int, Failure] = {}
+        self.by_version: dict[int, Failure] = {}
         self._num_loads: dict[int, int] = {}
-        self._reports: queue.SimpleQueue[tuple[str, Exception]] = queue.SimpleQueue()
-
-    def __bool__(self) -> bool:
-        return bool(self._failures)
+        self.reports: queue.SimpleQueue[tuple[str, Exception]] = queue.SimpleQueue()
 
     def report(self, content_hash: str, error: Exception) -> None:
         """Note a failure that another process found; `reported` returns it to the engine's thread."""
-        self._reports.put((content_hash, error))
+        self.reports.put((content_hash, error))
 
     def reported(self) -> list[tuple[str, Exception]]:
         """Reports since the last call: content hash and error."""
         found = []
-        while not self._reports.empty():
-            found.append(self._reports.get())
+        while not self.reports.empty():
+            found.append(self.reports.get())
         return found
 
     def load_failed(self, adapter: AdapterVersion, error: Exception, *, may_repeat: bool = True) -> bool:
@@ -91,31 +88,31 @@ class AdapterFailures:
     def loaded(self, adapter: AdapterVersion) -> None:
         """A load to the device succeeded: this ends a failure with a pause, no other."""
         self._num_loads.pop(adapter.uid, None)
-        failure = self._failures.get(adapter.uid)
+        failure = self.by_version.get(adapter.uid)
         if failure is not None and failure.retry_s is not None:
-            del self._failures[adapter.uid]
+            del self.by_version[adapter.uid]
 
     def forget(self, uid: int) -> None:
         self._num_loads.pop(uid, None)
-        self._failures.pop(uid, None)
+        self.by_version.pop(uid, None)
 
     def problem(self, adapter: AdapterVersion) -> str | None:
         """Why the adapter is unavailable; None: it is not."""
-        failure = self._failures.get(adapter.uid)
+        failure = self.by_version.get(adapter.uid)
         return None if failure is None else failure.reason
 
     def check(self, adapter: AdapterVersion) -> None:
         """Raises AdapterFailedError while the adapter is unavailable; a failure whose pause is over ends."""
-        failure = self._failures.get(adapter.uid)
+        failure = self.by_version.get(adapter.uid)
         if failure is None:
             return
         if failure.retry_s is None or self._clock.now_s() < failure.retry_s:
             raise AdapterFailedError(self.message(adapter))
-        del self._failures[adapter.uid]
+        del self.by_version[adapter.uid]
 
     def message(self, adapter: AdapterVersion) -> str:
         """What clients are told; the adapter has failed."""
-        failure = self._failures[adapter.uid]
+        failure = self.by_version[adapter.uid]
         way_out = "load it again once that is mended"
         if failure.retry_s is not None:
             rest_s = max(0.0, failure.retry_s - self._clock.now_s())
@@ -124,7 +121,7 @@ class AdapterFailures:
 
     def _note(self, adapter: AdapterVersion, reason: str, pause_s: float | None) -> None:
         retry_s = None if pause_s is None else self._clock.now_s() + pause_s
-        self._failures[adapter.uid] = Failure(reason, retry_s)
+        self.by_version[adapter.uid] = Failure(reason, retry_s)
         logger.error("adapter %s version %d is unavailable: %s", adapter.name, adapter.version, reason)
 
 

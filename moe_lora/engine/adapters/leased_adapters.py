@@ -6,14 +6,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import AdapterError, CapacityError
-from moe_lora.dist.host_workers.workers import HostWorkers
-from moe_lora.dist.lora_server.attach import LoraServerClient
 
 from .adapter_store import AdapterStore, AdapterVersion
+
+if TYPE_CHECKING:
+    from moe_lora.dist.host_workers.workers import HostWorkers
+    from moe_lora.dist.lora_server.attach import LoraServerClient
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import chain, count
+from typing import TYPE_CHECKING
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.orders import Namespace, Readiness
@@ -20,7 +21,9 @@ from moe_lora.policies.admission.host_start import ColdAdapter, HostLoads
 
 from .adapter_store import AdapterStore, AdapterVersion, ShardSizes
 from .failures import AdapterFailures
-from .leased_adapters import LeasedAdapters
+
+if TYPE_CHECKING:
+    from .leased_adapters import LeasedAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +66,7 @@ class AdapterManager:
         self._uids = count(1)
         self._numbers: dict[str, int] = {}
         self._pinned: set[AdapterVersion] = set()
-        self._to_bring: list[AdapterVersion] = []
+        self.to_bring: list[AdapterVersion] = []
         self.on_drop: Callable[[Namespace], None] | None = None
         """Called with a version's uid when nothing is left of it."""
         self._refused_pages = sys.maxsize
@@ -110,7 +113,8 @@ class AdapterManager:
     def usable(self, name: str) -> AdapterVersion:
         """As `current`.  Raises AdapterFailedError while the adapter is unavailable."""
         adapter = self.current(name)
-        self.failures.check(adapter)
+        if adapter.uid in self.failures.by_version:
+            self.failures.check(adapter)
         return adapter
 
     def remove(self, name: str) -> None:
@@ -159,7 +163,8 @@ class AdapterManager:
     def dequeue(self, adapter: AdapterVersion) -> None:
         """One of those holds the adapter now, or has left."""
         adapter.num_waiting -= 1
-        self._settle(adapter)
+        if adapter.retired or self.leases is not None:
+            self._settle(adapter)
 
     def begin_round(self) -> None:
         """Requests are about to be admitted, one `acquire` after the other."""
@@ -227,7 +232,8 @@ class AdapterManager:
         if self.leases is not None and not adapter.num_running:
             self.leases.release(adapter)
         self._cache.let_go(adapter.uid, adapter.last_used_s)
-        self._settle(adapter)
+        if adapter.retired or self.leases is not None:
+            self._settle(adapter)
 
     def is_ready(self, adapter: AdapterVersion) -> bool:
         """Whether what belongs on this device is there."""
@@ -273,24 +279,24 @@ class AdapterManager:
         adapter.pinned = True
         self._pinned.add(adapter)
         self._cache.pin(adapter.uid)
-        self._to_bring.append(adapter)
+        self.to_bring.append(adapter)
         self.bring_pinned()
 
     def bring_pinned(self) -> None:
         """Bring in what was pinned when there was no room; to be called again and again."""
-        for adapter in list(self._to_bring):
+        for adapter in list(self.to_bring):
             self.begin_round()
             if self._hold(adapter, again=True) is not Readiness.NO_ROOM:
                 self._cache.let_go(adapter.uid, self._clock.now_s())
-                self._to_bring.remove(adapter)
+                self.to_bring.remove(adapter)
 
     def unpin(self, adapter: AdapterVersion) -> None:
         """Undo `pin`."""
         if adapter.pinned:
             adapter.pinned = False
             self._pinned.discard(adapter)
-            if adapter in self._to_bring:
-                self._to_bring.remove(adapter)
+            if adapter in self.to_bring:
+                self.to_bring.remove(adapter)
             self._cache.unpin(adapter.uid)
 
     def preload(self, names: Iterable[str]) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +14,9 @@ from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.adapters.host_store import adapter_in, adapter_without_data, is_intact, layout_of, write_adapter
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import AdapterError, PeerGoneError, PeerUnreachableError, StorageError
-from moe_lora.dist.transport.contract import RemoteWindow, Transport
+
+if TYPE_CHECKING:
+    from moe_lora.dist.transport.contract import RemoteWindow, Transport
 
 
 class Peers:

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.adapters.host_store import (
@@ -25,11 +26,13 @@ from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.host import allow_many_files, num_open_files
 from moe_lora.core.request import AdapterResidency
-from moe_lora.dist.host_workers.workers import HostWorkers
-from moe_lora.dist.transport.contract import Transport, Window
 
 from .adapter_store import AdapterStore
 from .pool_fetch import LayerReader, Peers
+
+if TYPE_CHECKING:
+    from moe_lora.dist.host_workers.workers import HostWorkers
+    from moe_lora.dist.transport.contract import Transport, Window
 
 logger = logging.getLogger(__name__)
 

@@ -174,6 +174,8 @@ class Transfers:
 
     def settle(self) -> None:
         """Confirm what is done, and what can't be done: the cache goes on without it."""
+        if not self._under_way:
+            return
         finished = self._mover.finished() + (self._fetcher.finished() if self._fetcher is not None else [])
         if finished:
             failed = tuple(number for number, error in finished if error is not None)

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,36 +22,36 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import progress, silent
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
-from moe_lora.dist.deltas.cuda_stream import CudaStream
-from moe_lora.dist.deltas.session import FrameLayout
-from moe_lora.dist.deltas.stream_backend import Stream
-from moe_lora.dist.host_workers.workers import HostWorkers
-from moe_lora.dist.lora_server.attach import LoraServerClient
 from moe_lora.engine.adapters.copies import RankCopier
-from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Mover
 from moe_lora.engine.arena_size import free_bytes, max_model_len, most_sharers
-from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
 from moe_lora.engine.step.execution_context import ExecutionContext
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.engine.step.step_batch import StepBatch
 from moe_lora.engine.step.step_buffer import StepBuffer
 from moe_lora.engine.step.step_graphs import CaptureSteps, StepGraphs
 from moe_lora.engine.step.step_pieces import CudaRecorder, HostCalled, StepCapture, between_graphs
+from moe_lora.families import shape_of
 from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.operands import KvLayout, SlotTable
 from moe_lora.kernels.page_locked import page_locked
 from moe_lora.lora.backend import LoraBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend
-from moe_lora.lora.paced import PacedBackend
 from moe_lora.lora.row_routing import Source
 from moe_lora.models.loader import load_model, random_model
 from moe_lora.models.quantised_weight import quantisation_of
-from moe_lora.models.weight_merge import WeightMerge, can_be_merged
 
 from .exchange import ALONE, Exchanges, ExpertExchange, RankSums, ReduceExchange, RowExchange, open_group
 from .followers import RENDEZVOUS
 from .host_settings import HostSettings, host_settings
+
+if TYPE_CHECKING:
+    from moe_lora.dist.deltas.stream_backend import Stream
+    from moe_lora.dist.host_workers.workers import HostWorkers
+    from moe_lora.dist.lora_server.attach import LoraServerClient
+    from moe_lora.engine.adapters.pool_store import PoolAdapters
+    from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
+    from moe_lora.models.weight_merge import WeightMerge
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Rank:
         self.dist_rank = dist_rank
         self.device = rank_device(torch.device(config.device), config.num_ranks, dist_rank)
         self.dtype = DTYPES[config.dtype]
-        self.shape = ModelShape.from_hf_config(hf_config)
+        self.shape = shape_of(hf_config)
         self.shard = self.shard_of(dist_rank)
         quantisation = quantisation_of(config.quantize, config.quantize_group_size, config.quantize_head)
         only = config.instance == EngineConfig.instance  # others would draw over each other
@@ -93,19 +94,7 @@ class Rank:
             else:
                 self.model = load_model(Path(config.model_dir), *held, show)
         self.layout = kv_layout(config, self.shard.shape, self.dtype)
-        self.lora_server = server = (
-            LoraServerClient(
-                config.lora_server,
-                self.shape,
-                self.dtype,
-                config.instance,
-                client_rank=dist_rank,
-                client_ranks=config.expert_parallel,
-                device=self.device,
-            )
-            if config.lora_server is not None
-            else None
-        )
+        self.lora_server = server = self._lora_server()
         self.local_sites = [
             site.name
             for i, site in enumerate(self.shape.sites)
@@ -204,6 +193,21 @@ class Rank:
         rate = self.config.emulation.load_gb_per_s
         return Mover(self.device, on_done, None if rate is None else rate * 1e9)
 
+    def _lora_server(self) -> LoraServerClient | None:
+        if self.config.lora_server is None:
+            return None
+        from moe_lora.dist.lora_server.attach import LoraServerClient
+
+        return LoraServerClient(
+            self.config.lora_server,
+            self.shape,
+            self.dtype,
+            self.config.instance,
+            client_rank=self.dist_rank,
+            client_ranks=self.config.expert_parallel,
+            device=self.device,
+        )
+
     def host_workers(self, store: HostStore | None) -> HostWorkers | None:
         """This rank's own host workers, if the settings ask for some; store: see `HostWorkers`.
 
@@ -213,10 +217,13 @@ class Rank:
         host = self.host
         if not host.num_workers:
             return None
+        from moe_lora.dist.deltas.session import FrameLayout
+        from moe_lora.dist.host_workers.workers import HostWorkers
+
         if not self.local_sites:
             raise ConfigError(
                 f"host_workers={host.num_workers} would have nothing to compute: the LoRA Server computes "
-                "all sites; set lora_server.host_workers (--lora-server-host-workers) instead"
+                "all sites; set lora_server.host_workers instead"
             )
         tokens = host.tokens_per_worker
         layout = FrameLayout(self.shape, self.dtype, tokens * max(1, self.shape.num_experts_per_token))
@@ -234,7 +241,11 @@ class Rank:
 
     def host_stream(self) -> Stream | None:
         """By which this rank's device asks host workers; None where the engine's thread does."""
-        return CudaStream(self.device) if self.device.type == "cuda" else None
+        if self.device.type != "cuda":
+            return None
+        from moe_lora.dist.deltas.cuda_stream import CudaStream
+
+        return CudaStream(self.device)
 
     @cached_property
     def host(self) -> HostSettings:
@@ -278,6 +289,8 @@ class Rank:
         backend: LoraBackend = routed
         profile = self.config.emulation.step_profile
         if profile is not None:
+            from moe_lora.lora.paced import PacedBackend
+
             backend = PacedBackend(backend, self.shape, profile, remote=self.lora_server is not None)
         if self._capture is not None:
             exchanges = between_graphs(exchanges, self._capture)
@@ -332,8 +345,12 @@ class Rank:
     def merges(self) -> bool:
         """Whether weights may carry an adapter.  Raises ConfigError where they have to and can't."""
         batching = self.config.batching
-        if batching == "unmerged" or can_be_merged(self.model):
-            return batching != "unmerged"
+        if batching == "unmerged":
+            return False
+        from moe_lora.models.weight_merge import can_be_merged
+
+        if can_be_merged(self.model):
+            return True
         if batching != "auto":
             raise ConfigError(
                 f"batching={batching!r} and a checkpoint with quantised weights do not go together: "
@@ -347,10 +364,14 @@ class Rank:
     @cached_property
     def weight_merge(self) -> WeightMerge:
         """Only where `merges`."""
+        from moe_lora.models.weight_merge import WeightMerge
+
         return WeightMerge(self.model)
 
     def _merged_weights(self, backend: RoutedBackend, find: Callable[[str], PackedAdapter]) -> MergedWeights:
         leased = [i for i, site in enumerate(self.shape.sites) if site.name not in self.local_sites]
+        from moe_lora.engine.merging.merged_weights import MergedWeights
+
         return MergedWeights(
             self.weight_merge,
             backend,

@@ -53,10 +53,10 @@ class ExecutionContext:
         """Make `step` the batch that the operations work on."""
         assert not self._begun, "a site of the last step was begun, and its deltas were never added"
         self._step = step
-        self.zeros = Zeros()
-        self._attention = None
         if self._arena.is_cpu:
             self._attention = cpu.StepAttention(step, self._layout, self._arena)
+        else:
+            self.zeros = Zeros()
         self.backend.begin_step(step, routing)
         if self._calls is not None and self._attention is not None:
             first, same = routing.groups[0], routing.groups.count(routing.groups[0]) == len(routing.groups)

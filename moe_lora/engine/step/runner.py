@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
-from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
 from moe_lora.engine.sequence import Sequence
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.row_routing import (
@@ -36,6 +35,9 @@ from .execution_context import ExecutionContext
 from .step_batch import StepBatch
 from .step_buffer import StepBuffer
 from .step_graphs import RANK_STEP, CaptureSteps, StepGraphs, with_places
+
+if TYPE_CHECKING:
+    from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
 
 logger = logging.getLogger(__name__)
 _NO_LEASE = Lease(-1, 0)
@@ -208,7 +210,11 @@ class ModelRunner:
     def _launch(self, batch: StepBatch) -> torch.Tensor:
         if self._graphs is not None and (shape := self._graphs.shape_of(batch)) is not None:
             return self._graphs.run(shape, batch, self._compute)
-        return self._compute(batch.with_drawn() if self._buffer is None else batch.through(self._buffer))
+        if self._buffer is not None:
+            batch = batch.through(self._buffer)
+        elif batch.drawn is not None:
+            batch = batch.with_drawn()
+        return self._compute(batch)
 
     def _compute(self, batch: StepBatch) -> torch.Tensor:
         """The same of a batch on the device."""
@@ -293,7 +299,7 @@ class ModelRunner:
         ]
         of_items += [-1] * (len(counts) - len(plan))
         row_route = np.array(of_items, dtype=np.int32).repeat(counts)
-        merged = self._merged_route(routes)
+        merged = -1 if self.merged is None else self._merged_route(routes)
         beside_weights = row_route >= 0
         if self.merged is not None and self.merged.is_whole:
             beside_weights &= row_route != merged

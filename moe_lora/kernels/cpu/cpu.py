@@ -6,10 +6,9 @@ Legend: T token rows, H input width, N output width, E experts, K experts per to
 Calls release the GIL and use up to `torch.get_num_threads()` threads.  A row's bits do not depend on further
 rows, nor on the number of threads.  LoRA kernels, equal in bits:
 
-- "sgmv" (ours): rows of one (adapter, expert) form a segment; matrices are read once, at true rank.
-- "bgmv" (Punica, arXiv 2310.18547): row by row, padded to the batch's largest rank: num_rows * max(R)
-  (Toppings, equation 2).  Products past a smaller matrix are discarded.
-- "mbgmv" (S-LoRA, arXiv 2311.03285): row by row at true rank, sum(R).
+- "sgmv" (ours): rows of one (adapter, expert) form a segment, at true rank.
+- "bgmv" (Punica, arXiv 2310.18547): row by row, padded to the batch's largest rank (Toppings, equation 2).
+- "mbgmv" (S-LoRA, arXiv 2311.03285): row by row at true rank.
 """
 
 from __future__ import annotations

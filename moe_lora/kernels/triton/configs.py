@@ -2,12 +2,9 @@
 """Meta-parameters of each kernel's launch: committed tables, and an override.
 
 A table is a JSON file `configs/<gpu name>.json`, keyed by kernel, dtype, phase and the site's widths.
-Parameters that fix a row's order of sums (the algorithm, and `ORDER_FIXING`) must not depend on the phase: a
-step mixes decode rows and prefill chunks.  Tables that break this are refused.  Tiles of tokens, stages and
-grids may differ by phase.  `state` of an entry: `tuned` on this GPU, or `default`.
-
-A launch never waits for the device: host numbers bound grids, and device memory counts the work of a
-persistent grid.  So CUDA graphs can capture launches.
+Parameters that fix a row's order of sums (the algorithm, and `ORDER_FIXING`) must not depend on the phase, as
+a step mixes decode rows and prefill chunks.  `state` of an entry: `tuned` on this GPU, or `default`.
+A launch never waits for the device, so CUDA graphs can capture launches.
 """
 
 from __future__ import annotations

@@ -45,17 +45,10 @@ Competing = TypeVar("Competing", bound=CompetingView)
 class VirtualTokenCounter:
     """Counts service per tenant, by weight; the tenant of least service goes first.
 
-    A returning tenant starts at least at the least counter of waiting tenants (or the last one's), less
-    `credit`, so absence saves up no more than that.  With credit 0 (the paper's) the second of two
-    simultaneous requests waits for everyone to catch up with the first.  The least is taken without credits:
-    credits do not add up.
-
+    A returning tenant starts at the least counter of waiting tenants, less `credit` (0 in the paper).
     With U = (PREFILL_COST x tokens of the longest prompt + DECODE_COST x concurrent requests x tokens of the
-    longest answer + credit) / the least share, counters of waiting tenants differ by at most U, and service
-    per share of two waiting tenants by 2 U (as theorem 4.4), except for requests without an adapter place or
-    after a preemption.
-
-    Counters are kept for ever: two numbers for each tenant in key files.
+    longest answer + credit) / the least share, service per share of two waiting tenants differs by at most 2
+    U (as theorem 4.4), except for requests without an adapter place or after a preemption.
     """
 
     def __init__(self, credit: float = 0.0, first: str = "", given: float = 0.0) -> None:

@@ -46,9 +46,9 @@ class PartTime:
 class HostTimes:
     """Measured times of one machine (`moe-lora profile-steps --host-worker`).
 
-    worker: by site, named by its modules ("q+k+v"), one worker's time for a layer's deltas, with messages.
-    device: a prompt's layer on the device, with deltas.  load_fixed_s, load_bytes_per_s: of adapters to the
-    device.  bytes_per_rank: of an adapter on all measured sites.  max_tokens, max_rank: largest measured.
+    worker: by site, named by its modules ("q+k+v"), one worker's time for a layer's deltas.  device: a
+    prompt's layer on the device, with deltas.  load_fixed_s, load_bytes_per_s: of adapters to the device.
+    bytes_per_rank: of an adapter on all measured sites.
     """
 
     worker: Mapping[str, PartTime]

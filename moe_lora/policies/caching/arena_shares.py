@@ -19,12 +19,9 @@ SLACK = 1 / 64
 class ArenaShares:
     """Evicts tenants' nodes beyond their shares of an arena before nodes within shares.
 
-    The arena is divided among present tenants, by weight.  A tenant may fill unused room; when others come,
-    its least valued nodes beyond its share go first.  So a tenant within its share loses nothing to others,
-    unless everything beyond shares is in use, pinned or in transit.  The tenant that room is made for
-    (`asking`) gives back `SLACK` of the arena, or its largest node, before its share is full.
-
-    T: tenants by number.  N: candidates for eviction.  Numbers are never reused, as nodes carry them.
+    The arena is divided among present tenants, by weight; a tenant may fill unused room.  The tenant that
+    room is made for (`asking`) gives back `SLACK` of the arena, or its largest node, before its share is
+    full.  T: tenants by number.  N: candidates for eviction.
     """
 
     def __init__(self) -> None:
@@ -82,9 +79,9 @@ class ArenaShares:
     ) -> NDArray[np.int64]:
         """[N]: eviction order before values.
 
-        BEYOND: the least valued nodes beyond a tenant's share.  REST: other nodes of such a tenant, for
-        contiguous room.  WITHIN: nodes of tenants within their shares.  held [T]: total per tenant, pinned
-        included.  owners, amounts, values [N].  total: size of the arena in the same unit.
+        BEYOND: the least valued nodes beyond a tenant's share.  REST: other nodes of such a tenant.  WITHIN:
+        nodes within shares.  held [T]: total per tenant.  owners, amounts, values [N].  total: size of the
+        arena.
         """
         beyond = held - self.portions(now_s) * total
         if self.asking != NOBODY:

@@ -57,8 +57,7 @@ class ReuseRates:
 def rates_from(hits: Floats, time_s: Floats) -> ReuseRates:
     """per_s[c, b] = max over e >= b of (1 + hits) / (end of bin e + time), sums over the bins b to e.
 
-    The Gittins index of keeping a node from bin b to the end of bin e, or to its next use.  The 1 and the end
-    of e are a prior node: without data the least recently used is worth least.
+    The Gittins index of keeping a node, with a prior.
     hits [C, B]: uses at this age.  time_s [C, B]: nodes' time at this age.
     """
     best = np.zeros_like(hits)
@@ -79,9 +78,9 @@ Amount = TypeVar("Amount", float, NDArray[Any])
 class CacheCosts:
     """Costs of restoring bytes or KV.
 
-    page_bytes; transfer_bytes_per_s: host to device; transfer_s: latency of one copy; disk_bytes_per_s: an
-    adapter's files to the device; prefill_tokens_per_s: at the start of a prompt; attention_s_per_token2:
-    extra per token and earlier token.  wait_s: fixed loss of a request by any missing node: a step of others.
+    transfer_bytes_per_s: host to device; transfer_s: latency of a copy; disk_bytes_per_s: files to the
+    device; attention_s_per_token2: per token and earlier token; wait_s: a request's fixed loss by any missing
+    node.
     """
 
     page_bytes: int
@@ -110,11 +109,11 @@ class CacheCosts:
 class NodeColumns:
     """Nodes to be valued.  All [N].
 
-    is_adapter bool; pages int64; visits float64: total; recent float64: visits decayed by exp(-t /
-    `adapter_recent_s`) up to the last one (0 for KV); idle_s float64: since the last use; backed bool: on the
-    host; first_token, num_tokens int64: a KV node's place in its prompt (0 for adapters); turn int64: nodes
-    of its dialogue up to it, or a ghost's uses plus one (0 for adapters); wanted int64: queued requests that
-    need the node; adapter_ready bool: its adapter (or itself) is on this device or the LoRA Server.
+    is_adapter bool; pages int64; visits float64: total; recent float64: decayed visits (0 for KV); idle_s
+    float64: since the last use; backed bool: on the host; first_token, num_tokens int64: place in the prompt
+    (0 for adapters); turn int64: nodes of its dialogue up to it (0 for adapters); wanted int64: queued
+    requests that need the node; adapter_ready bool: its adapter (or itself) is on this device or the LoRA
+    Server.
     """
 
     is_adapter: NDArray[np.bool_]
@@ -150,11 +149,12 @@ class Traits:
     """A policy's traits besides values.
 
     keeps_dependencies: KV is on the device only with its adapter.  keeps_history: KV of finished requests
-    stays.  keeps_idle_adapters: adapters without requests stay.  uses_host_for_kv: evicted history goes to
-    the host.  swaps_in: `tick` prefetches.  backs_up: `tick` copies history to the host ahead of need.
-    looks_ahead: queued requests count.  learns_reuse: needs `CacheLoad.reuse`.  exchanges: `tick` replaces
-    less valued nodes.  values_per_page: `values` are per page, else per node.  drops_backed_first: backed
-    nodes are evicted first.  adapter_share: part of the device for adapters only; None: no partition.
+    stays.  uses_host_for_kv: evicted history goes to the host.  swaps_in: `tick` prefetches.  backs_up:
+    `tick` copies history ahead of need.  looks_ahead: queued requests count.  learns_reuse: needs
+    `CacheLoad.reuse`.  exchanges: `tick` replaces less valued nodes.  values_per_page: `values` are per page.
+    drops_backed_first: backed nodes are evicted first.  adapter_share: part of the device for adapters only;
+    None: no partition.  keeps_idle_adapters: adapters without requests stay.  needs_visits: a node without
+    visits has no value.
     """
 
     keeps_dependencies: bool = True
@@ -169,6 +169,7 @@ class Traits:
     values_per_page: bool = False
     drops_backed_first: bool = True
     adapter_share: float | None = None
+    needs_visits: bool = False
 
 
 class CachingPolicy(Protocol):

@@ -102,7 +102,7 @@ class FastLibra:
 
     @property
     def traits(self) -> Traits:
-        return Traits(keeps_dependencies=self.keeps_dependencies)
+        return Traits(keeps_dependencies=self.keeps_dependencies, needs_visits=True)
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
         probability = np.minimum(nodes.visits / load.num_queries, 1.0)
@@ -126,17 +126,11 @@ class FastLibra:
 class CostAware:
     """value = uses per second x seconds that a request loses without the node / pages.
 
-    Uses: learned by kind and idle time (`policies.caching.caching`), 0 for an unused adapter; plus one within
-    queue_s per queued request that needs the node.
-    Seconds, on the device: a copy from the host (or a load of files); KV is recomputed if faster or without a
-    host copy, slower with depth.  Computing counts 1 + behind_per_s times its length, for requests queued
-    behind: at utilisation u, arrivals_per_s / (1 - u) per second (M/G/1).  Plus wait_s, the missed step:
-    whole for an adapter, for KV by its share of the prefix.  KV of an adapter that is not ready counts
-    unready_share of its copy time.  Seconds, on the host: the excess of computing or loading over copying.
-
-    Also (`traits`): backs up the least valued history, and exchanges nodes ahead of need.
-    behind_per_s: default for 6 requests/s at u = 0.8.  adapter_recent_s: time constant of
-    `NodeColumns.recent`.
+    Uses: learned by kind and idle time (`policies.caching.caching`); plus one within queue_s per queued
+    request.  Seconds, on the device: a copy from the host or a load, or a recomputation if faster, times 1 +
+    behind_per_s times its length for queued requests (M/G/1), plus wait_s, the missed step.  unready_share:
+    weight of KV without its adapter.  Seconds, on the host: the excess of computing or loading over copying.
+    behind_per_s: default for 6 requests/s at utilisation 0.8.
     """
 
     costs: CacheCosts

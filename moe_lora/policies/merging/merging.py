@@ -119,15 +119,13 @@ class MergedOnly(UnmergedOnly):
 
 
 class DLora:
-    """Merges for the adapter of most requests if they are many relative to FCFS, and stops if few: Algorithm
-    1; thresholds by Algorithm 2, starvation by Algorithm 3 (A.1).
+    """Merges for the adapter of most requests if they are many relative to FCFS, and stops if few.
 
-    A merged step serves the merged adapter only.  A passed-over request earns its adapter one credit of the
-    served.  B is max_num_seqs, n the number of adapters so far.  An adapter with a request among the first B
-    is served again after at most ceil(credit B) (n - 1) + ceil(t_starve B) + 1 steps.  Starving adapters can
-    pay while t_normal >= 1.  Our choices: the richest served adapter pays; starving adapters run unmerged
-    unless only the merged one starves; R_merge "changed" means another adapter.  As in the authors' artifact,
-    weights also merge at the threshold: a lone adapter has a ratio of 1.
+    Algorithm 1; thresholds by Algorithm 2, starvation by Algorithm 3 (A.1).  B is max_num_seqs, n the number
+    of adapters so far: an adapter with a request among the first B is served again after at most
+    ceil(credit B) (n - 1) + ceil(t_starve B) + 1 steps.  Our choices: the richest served adapter pays;
+    starving adapters run unmerged unless only the merged one starves.  As in the authors' artifact, weights
+    also merge at the threshold.
 
     costs: IterationTime and the switching overhead t_M.
     """
@@ -253,10 +251,8 @@ def _at_most(rows: Counter[Uid], most: int) -> Counter[Uid]:
 class CheapestMode:
     """The mode of least cost per request: unmerged, mixed, or merged for one adapter alone.
 
-    The weights change once the missed savings exceed the cost of the change (rent or buy, no forecast).
-    Candidates: no adapter, the present one, and the eligible one of most requests in FCFS order.  Merged-only
-    steps pass others over for at most max_wait_s and a step, then none for as long, so a request among the
-    first max_num_seqs computes in at least half of the time.
+    The weights change once the missed savings exceed the cost of the change (rent or buy).  Merged-only steps
+    pass others over for at most max_wait_s and a step, then none for as long.
     """
 
     def __init__(self, costs: MergingCosts, max_wait_s: float = 1.0) -> None:
@@ -369,5 +365,7 @@ def make_merging_policy(
     if name not in BATCHINGS:
         raise ConfigError(f"batching={name!r} is unknown; choose one of {', '.join(BATCHINGS)}")
     if costs is None:
-        raise ConfigError(f"batching={name!r} needs a performance model; give --performance-model FILE")
+        raise ConfigError(
+            f"batching={name!r} needs a performance model; give --set front_end.performance_model=FILE"
+        )
     return DLora(costs, dlora) if name == "dlora" else CheapestMode(costs)

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A migration plan in milliseconds: longest requests first from overloaded replicas, then a local search.
 
-`lower_bound` bounds the slowest replica.  Replicas above the bound give their cheapest moves until they reach
-it; each request, the longest first, goes to the replica of earliest end, with adapter and byte costs.  So K,
-the number of givers, follows from the problem.  Then single requests, groups of one adapter and pairs move
-between slowest and fastest until near the bound or without gain.  The paper's own relaxation is
-`relaxed_migration`.
+Replicas above `lower_bound` give their cheapest moves, the longest first, to the replica of earliest end.
+Then single requests, groups of one adapter and pairs move between slowest and fastest.
 Source: dLoRA, section 5.2, for the problem; the algorithm is ours, after Graham's longest processing time.
 """
 

@@ -314,9 +314,8 @@ def undo_harmful(placement: Placement, before: Sequence[tuple[float, float]]) ->
 def lower_bound(placement: Placement) -> float:
     """Lower bound of the slowest replica's seconds, not always reached.
 
-    A replica of time T has T - eta seconds for one adapter's requests, which gives each adapter's number of
-    replicas; the total, with swapping beyond device memory, is at most T each.  The least such T, and at
-    least any request with its adapter.
+    The least T whose replicas hold all requests, adapters and swapping, and at least any request with its
+    adapter.
     """
     problem, num = placement.problem, len(placement.problem.replicas)
     if not problem.requests:

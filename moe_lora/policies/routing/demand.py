@@ -78,9 +78,7 @@ class DemandForecast:
     Holt's linear method with a damped trend, from the oldest step to the latest:
     level(t) = predicted + gain · (rate(t) - predicted), predicted = level(t-1) + DAMPING · trend(t-1),
     trend(t) = DAMPING · trend(t-1) + trend_gain · (level(t) - predicted).
-    gain: smoothing, or 1 / t in step t if more.
-    Without a trend, smoothing = 1 / num_steps is the mean, and 1 the last step.
-    The forecast is the next prediction, between 0 and twice the most seen.
+    gain: smoothing, or 1 / t in step t if more.  The forecast is between 0 and twice the largest rate.
     Source: LoRAServe, Algorithm 1, lines 3-6, which leaves "extrapolate" open.
     """
 

@@ -83,11 +83,10 @@ _Row = tuple[tuple[int, float], ...]
 class PhiRouting:
     """Each adapter's requests over its instances in proportion to phi.
 
-    Smooth weighted round robin in place of the paper's draw: every instance of the adapter gains its phi, the
-    largest pays 1 and gets the request; of n requests an instance gets below phi · n + 1 and above phi · n -
-    (instances - 1).  Absent instances leave their share to the others.  The base model and unplaced adapters
-    go to the least token work.  With one instance a row: a disjoint assignment (InfiniLoRA, section 6.1).
-    Source: LoRAServe, section IV, "Architecture Overview".
+    Smooth weighted round robin in place of the paper's draw: of n requests an instance gets below phi · n + 1
+    and above phi · n - (instances - 1).  Absent instances leave their share to the others.  The base model
+    and unplaced adapters go to the least token work.
+    Source: LoRAServe, section IV, "Architecture Overview"; disjoint assignment: InfiniLoRA, section 6.1.
     """
 
     def __init__(self, table: Mapping[str, Iterable[tuple[int, float]]] | None = None) -> None:
@@ -160,7 +159,9 @@ class RoutingContext:
 
     def need_model(self, name: str) -> CostModel:
         if self.model is None:
-            raise ConfigError(f"routing={name!r} needs a performance model; give --performance-model FILE")
+            raise ConfigError(
+                f"routing={name!r} needs a performance model; give --set front_end.performance_model=FILE"
+            )
         return self.model
 
 

@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Immediate admissibility rate (IAR) of a cache with a queue: waiting requests keep slots busy for longer.
 
-A birth-death chain follows n, the number of wanting adapters: active in a slot, or in the queue.  M slots.
-
-- An idle adapter waits 1 / lambda_i for a request; a wanting adapter spends W_i in the queue, then B_i in a
-  slot.  The odds lambda_i (W_i + B_i) are scaled by a common factor to n expected wanting adapters.
-- k = max(n - M, 0) adapters queue; slots free at rate mu = sum_i P(i active) / B_i: W = k / mu, W_i = W /
-  r_i, with r_i the mean 1 / B of active adapters other than i, relative to that of all.
-  Arrivals during the wait lengthen B_i (`BusyPeriods`).  mu and r are a fixed point.
-- The chain goes up at sum_i lambda_i P(i idle | n), down at mu(n).
-
-IAR = 1 - sum_{n >= M} Pr[n] sum_i p_i P(i not active | n), as Poisson arrivals see time averages.  Exact
-without a queue (product form).  No constant is fitted.  See docs/explanation/estimator.md.
+A birth-death chain follows the number of wanting adapters: active in a slot, or in the queue.  With k in the
+queue, slots free at rate mu: W = k / mu.  Per adapter, mu, waits and busy periods are a fixed point.
+IAR = 1 - sum_{n >= M} Pr[n] sum_i p_i P(i not active | n); exact without a queue.  Derivation:
+docs/explanation/estimator.md.
 """
 
 from __future__ import annotations
@@ -44,9 +37,6 @@ _DU = 1.5 * _V**2 * _WEIGHTS
 
 class BusyPeriods:
     """Mean busy periods of M/M/infinity queues, service times exponential with mean 1.
-
-    After K first requests: int_0^1 exp(lambda u) (1 - (1-u)^K) / u du.  After a wait W of the first request
-    K = 1 + Poisson(lambda W): E (1-u)^K = (1-u) exp(-lambda u W).
 
     rates: [G] requests per mean service time, clipped to 40.
     """
@@ -117,7 +107,7 @@ class SlotDemand:
     def _with_queue(self, num_wanting: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """P(idle), P(active) and mean busy period per adapter at the fixed point of mu and r.
 
-        Rounds are limited: near mu = 0 the fixed point converges slowly, but shares no longer depend on mu.
+        Rounds are limited: near mu = 0 convergence is slow, but shares no longer depend on mu.
         """
         length = num_wanting - self.capacity
         for _ in range(MAX_ROUNDS):
@@ -140,8 +130,7 @@ class SlotDemand:
     def _shares(self, period: np.ndarray, num_wanting: int) -> tuple[np.ndarray, np.ndarray]:
         """P(wanting) and P(idle) per adapter, given the number of wanting adapters; period: W_i + B_i.
 
-        Independent indicators given their sum, to second order (Edgeworth): the log odds change by
-        (g - 1 + 2 q_i) / (2 s^2), with s^2 the sum's variance and g the third cumulant over s^2.
+        Independent indicators given their sum, to second order (Edgeworth).
         """
         if num_wanting in (0, self.num_adapters):
             wanting = np.full(len(period), float(num_wanting > 0))
@@ -176,10 +165,8 @@ GRID_RATIO = 1.3
 def corrected_admissibility_rate(popularity: Probabilities, global_batch: float, capacity: int) -> float:
     """Share of requests with an immediate start, in [0, 1]; first come, first served.
 
-    popularity: [N] probability of each adapter, sum 1 (within a millionth, then scaled to 1).
-    global_batch: mean number of requests in service, > 0.  capacity: adapter slots, >= 1.
-    1.0 exactly if and only if capacity covers every adapter of popularity > 0.  Poisson arrivals, service
-    times exponential with mean 1, as `moe_lora.sim.slot_queue` (docs/explanation/estimator.md).
+    popularity: [N] probabilities, sum 1 within a millionth.  global_batch: mean requests in service, > 0.
+    capacity: adapter slots, >= 1; the result is 1.0 if and only if every used adapter fits.
     Raises ValueError with the given value for bad arguments.
     """
     demand = _demand(popularity, global_batch, capacity)

@@ -42,10 +42,8 @@ def overflow(q: np.ndarray, counts: np.ndarray, mass: np.ndarray, capacity: int)
 
     q: [G] probabilities in [0, 1], by group.  counts: [G] members, real numbers.
     mass: [G] weight of a group's members in the first sum, total at most 1.
-    Reads the generating functions P(z) = prod_j (1 - q_j + q_j z)^counts_j and
-    P(z) sum_i mass_i (1 - q_i) / (1 - q_i + q_i z) at the roots of unity of an odd order W.
-    Error: the probability outside a window of W values, below 1e-13 by Bernstein's inequality, plus rounding
-    (1e-12 at 10^6 adapters).
+    Reads generating functions at roots of unity; error below 1e-13 (Bernstein) plus rounding (1e-12 at 10^6
+    adapters).
     """
     mean, variance = float(counts @ q), float(counts @ (q * (1 - q)))
     log_inverse = math.log(2 / OUTSIDE)
@@ -124,10 +122,7 @@ class RateGroups:
 def group_rates(probabilities: np.ndarray, global_batch: float) -> RateGroups:
     """Groups of equal rates.  Above 2048 distinct rates, crowded panels move to 16 Chebyshev points.
 
-    probabilities: [N], > 0.  Weights are those of the transposed interpolation.
-    A panel has length 1 in 2 ln(rate) up to rate 1, and in 2 sqrt(rate) above.  On this length Poisson tails
-    and log generating functions are polynomials of degree 15 within 1e-11 (tested).
-    Rates below 1e-13 / N become 0, an error below 1e-13.
+    probabilities: [N], > 0.  On a panel, Poisson tails are polynomials of degree 15 within 1e-11 (tested).
     """
     rates = probabilities * global_batch
     cold = rates < COLD / len(rates)
@@ -159,10 +154,7 @@ def _to_nodes(rates: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _node_weights(x: np.ndarray, panel: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """[panels, nodes]: sum over a panel's x of counts times the Lagrange polynomials of the nodes at x.
-
-    A Lagrange polynomial of Chebyshev points is (1 + 2 sum_k T_k(node) T_k(x)) / NUM_NODES.
-    """
+    """[panels, nodes]: sum over a panel's x of counts times the Lagrange polynomials of the nodes at x."""
     degrees = np.arange(1, NUM_NODES)
     moments = [np.bincount(panel, counts)]
     before, now = np.ones_like(x), x
@@ -243,9 +235,7 @@ MARGIN = 1e-8  # of the bounds over the errors of their sums
 def smallest_capacity(model: AdmissibilityModel, target: float) -> int:
     """Smallest capacity with model.rate(capacity) >= target; the number of used adapters always suffices.
 
-    Above the expected number of active adapters IAR grows with M: doubling steps, then bisection.  Below, IAR
-    may fall: skips stretches [a, b] by the bound of `least_turned_away`, and halves the rest, lower half
-    first.
+    IAR may fall below the expected number of active adapters: skips stretches by `least_turned_away`.
     """
     first_monotone = max(1, math.ceil(model.expected_active))
     found = _leftmost(model, target, 1, min(first_monotone, model.num_used) - 1)
@@ -313,22 +303,19 @@ def least_turned_away(model: AdmissibilityModel, begin: int, end: int) -> float:
 def immediate_admissibility_rate(popularity: Probabilities, global_batch: float, capacity: int) -> float:
     """IAR(M) = sum_i p_i [q_i + (1 - q_i) Pr[at most M - 1 further adapters are resident]], in [0, 1].
 
-    popularity: [N] probability of each adapter, sum 1 (within a millionth, then scaled to 1).
-    global_batch: requests in service over all instances, > 0.  capacity: M, adapter slots, >= 1.
-    q_i = Pr[Poisson(global_batch p_i) > tau], independent (equations 2 and 3, `AdmissibilityModel`).
-    1.0 exactly if and only if capacity covers every adapter of popularity > 0; otherwise the error is below
-    1e-9 (1e-12 up to 2048 different popularities).  May fall with growing M: see `min_capacity`.
+    popularity: [N] probabilities, sum 1 within a millionth.  global_batch: requests in service, > 0.
+    capacity: M adapter slots, >= 1; the result is 1.0 if and only if every used adapter fits, else within
+    1e-9.  May fall with growing M: see `min_capacity`.
     Raises ValueError with the given value for bad arguments.
-    Source: InfiniLoRA equation 4.
+    Source: InfiniLoRA equations 2 to 4.
     """
     return _model(popularity, global_batch).rate(checked_capacity(capacity))
 
 
 def min_capacity(popularity: Probabilities, global_batch: float, target: float) -> int:
-    """M*: smallest capacity M with IAR(M) >= target, equal to the result of a linear scan over M.
+    """M*: smallest capacity M with IAR(M) >= target, as by a linear scan over M.
 
-    target: in (0, 1]; 1 needs a slot for every adapter of popularity > 0.  A target within the error of
-    IAR(M) (see `immediate_admissibility_rate`) counts as reached or missed.
+    target: in (0, 1]; 1 needs a slot for every used adapter.
     Raises ValueError with the given value for bad input.
     Source: InfiniLoRA equation 1 and algorithm 1.
     """

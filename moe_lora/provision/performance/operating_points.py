@@ -54,8 +54,7 @@ class SloGoal(Settings):
 class PointLoad(Settings):
     """Requests of an operating point: equal lengths, Poisson arrivals, adapters of one rank.
 
-    A run has num_requests, or the arrivals of duration_s if more.  A server too slow by a share s is behind
-    by s duration_s at the end; the backlog must exceed the SLO by far.
+    A run has num_requests, or the arrivals of duration_s if more.
     """
 
     prompt_tokens: int = setting(least=1)
@@ -134,9 +133,9 @@ def find_operating_point(
 ) -> OperatingPoint:
     """Double or halve the rate to bracket the SLO, then bisect (geometrically) to within tolerance.
 
-    run(rate, seed): a short run.  A rate holds if more than half of `repeats` runs hold, with seeds 0, 1, …,
-    the same at every rate.  tolerance: of fails_at / rate - 1.  Raises ConfigError for impossible settings,
-    SloError if start_per_s / 2^max_halvings fails or start_per_s * 2^max_doublings holds.
+    run(rate, seed): a short run; a rate holds if more than half of `repeats` runs do.  Raises ConfigError for
+    impossible settings, SloError if start_per_s / 2^max_halvings fails or start_per_s * 2^max_doublings
+    holds.
     """
     if not (0 < start_per_s < math.inf and tolerance > 0 and repeats >= 1):
         raise ConfigError(
@@ -248,10 +247,7 @@ def simulated_run(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> Trial:
-    """One simulated instance, all adapters resident, step times by a performance model.
-
-    A mixed step takes a prefill step plus a decode step, more than the engine's joint step.
-    """
+    """One simulated instance, all adapters resident, step times by a performance model."""
     names = [str(index) for index in range(load.num_adapters)]
     config = SystemConfig(
         num_instances=1,

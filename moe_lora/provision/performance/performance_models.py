@@ -245,10 +245,9 @@ def batches_to_time(
 ) -> list[Batch]:
     """Batches that show every term of a performance model.
 
-    Each (rank, batch size) with all adapters and with one; num_mixed batches of random size, ranks and
-    adapters; each size without adapters.  Prompts have 1 to 64 tokens, at most max_tokens in total.  Holds
-    out a random quarter.  Raises ConfigError for no ranks or sizes, and for a batch with more requests than
-    max_tokens.
+    Each (rank, batch size) with all adapters and with one; num_mixed random batches; each size without
+    adapters.  Holds out a random quarter.  Raises ConfigError for no ranks or sizes, and for a batch with
+    more requests than max_tokens.
     """
     if not ranks or not batch_sizes:
         raise ConfigError("no ranks or no batch sizes were given; give one or more of each")
@@ -287,9 +286,8 @@ def measure(
 ) -> dict[str, list[MeasuredStep]]:
     """By kernel: a prefill and a decode step of each batch.
 
-    In a round every kernel's clock runs each batch; every second round reverses the order, to spread noise of
-    the machine.  The first round is a warm-up.  quantile: of a batch's samples; a low quantile is nearer to
-    an idle machine.  Raises ConfigError outside [0, 1].
+    Kernels take turns in every round, after a warm-up round.  quantile: of a batch's samples.  Raises
+    ConfigError outside [0, 1].
     """
     if not 0 <= quantile <= 1:
         raise ConfigError(f"quantile={quantile} must lie between 0 and 1 (0.5: the median)")

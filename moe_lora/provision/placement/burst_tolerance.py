@@ -29,12 +29,10 @@ class DeviceMemory:
 
 
 def preload(loads: Mapping[str, float], memory: DeviceMemory) -> dict[str, list[Server]]:
-    """Adapter -> servers to preload the adapter on.
+    """Adapter -> servers to preload the adapter on; adapters without load are not preloaded.
 
-    Burst tolerance of an adapter: requests within the unallocated memory of its servers, over its load.  The
-    adapter of lowest tolerance goes to a further server, the server of most unallocated memory.  Stops before
-    the lowest tolerance falls, or without memory.  Adapters without load are not preloaded.
-    loads: requests/s of each adapter, in any unit.  Raises ValueError for a load that is no number >= 0.
+    Gives servers of most unallocated memory to the adapter of lowest burst tolerance, until the lowest would
+    fall.  loads: requests/s, in any unit.  Raises ValueError for a load that is no number >= 0.
     """
     bad = next((name for name, load in loads.items() if not 0 <= load < math.inf), None)
     if bad is not None:

@@ -32,8 +32,7 @@ from .slots import Cap, Slots, least_caps
 def even_out(problem: PlacementProblem, shares: Shares) -> Shares:
     """Shares of the same adapters on the same servers with the least worst load; copies nothing.
 
-    A linear program over adapters on several servers: minimise T subject to each server's load <= T, shares
-    of an adapter sum to 1.  A server counts at its current highest rank.
+    A linear program: minimise T subject to each server's load <= T, shares of an adapter sum to 1.
     """
     split = [a for a, row in shares.items() if len(row) > 1 and problem.demand[a] > 0]
     if not split:
@@ -64,11 +63,10 @@ def even_out(problem: PlacementProblem, shares: Shares) -> Shares:
 def within_bytes(
     problem: PlacementProblem, shares: Shares, before: Shares, max_copied_bytes: float
 ) -> Shares:
-    """A placement between `before` and `shares` with at most max_copied_bytes copied.
+    """A placement between `before` and `shares` with at most max_copied_bytes copied, never worse than
+    `before`.
 
-    From the server of worst load, adapters move one by one, first the adapter of most load per byte.  The
-    result is the best state on the way, its shares evened out: never worse than `before`.  New adapters cost
-    nothing.
+    Moves adapters from the worst server, most load per byte first; new adapters cost nothing.
     """
     if copied_bytes(problem, shares, before) <= max_copied_bytes:
         return shares
@@ -153,11 +151,9 @@ def optimal_placement(
 ) -> OptimalPlacement:
     """Least worst load first, then fewest bytes copied from `previous`; arguments as of `place_adapters`.
 
-    padded: a server's tokens count at its highest rank, which joins even loads and separate ranks in one
-    number; False: adapters count at their own ranks.  slack: accepts loads up to (1 + slack) times the
-    optimum to save copies; a previous table within the slack stays.  max_copied_bytes: hard limit; below the
-    optimum's need, the best state on the way, never worse than staying.  adapter_bytes: None: proportional to
-    ranks.
+    padded: a server's tokens count at its highest rank; False: at their own.  slack: accepts loads up to
+    (1 + slack) times the optimum to save copies.  max_copied_bytes: hard limit, never worse than staying.
+    adapter_bytes: None: proportional to ranks.
 
     Without a limit, worst load <= (1 + slack) · optimum, and, with K ranks in demand on S >= K servers,
     optimum <= target utilisation · min(S / (S - K + 1), highest / lowest operating point of them).

@@ -87,8 +87,8 @@ def place_by_rank(
 def rank_budgets(problem: PlacementProblem) -> tuple[dict[int, int], int]:
     """Servers of each rank: round(rank's load / target utilisation), repaired to sum to the servers.
 
-    Our choice, absent in the paper: the rank rounded up most loses a server (ties: the lowest, whose adapters
-    fit on higher servers); the rank rounded down most gains a server (ties: the highest).
+    Our repair, absent in the paper: the rank rounded up most loses a server, the rank rounded down most gains
+    one.
     Returns the budgets, and the error of the rounded sum.
     """
     target = problem.target_utilisation
@@ -138,9 +138,8 @@ class _Packing:
         return self._shares
 
     def _pack_rank(self, adapters: Iterable[int], own: range) -> list[tuple[int, float]]:
-        """Fractional bin packing: fills a server to the target, then the next with the rest of the adapter.
-
-        Adapters without demand go to the server of fewest.  Returns the remaining shares.
+        """Fractional bin packing: fills a server to the target, then the next; returns the remaining
+        shares.
         """
         left = []
         servers = iter(own)

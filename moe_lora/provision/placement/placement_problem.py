@@ -159,8 +159,7 @@ _SHARE_WEIGHT = 1e-3
 def least_moves(problem: PlacementProblem, shares: Shares, before: Shares) -> Shares:
     """The placement under the permutation of servers that keeps most bytes in place.
 
-    An assignment problem over kept[i, j]: bytes of part i's adapters already on server j.  Then adapters
-    equal in rank and demand swap (not in the paper).  Source: LoRAServe, Algorithm 1, step 5.
+    Then adapters equal in rank and demand swap (not in the paper).  Source: LoRAServe, Algorithm 1, step 5.
     """
     if not before:
         return shares

@@ -90,8 +90,7 @@ def _tightest(tokens: Sequence[float], points: Sequence[float], counts: Sequence
 class Filling:
     """Fills servers of given highest rank (caps) and room (tokens/s); adapters stay in place if possible.
 
-    Ranks fall, so an adapter takes room only from servers of its rank or more.  If every rank and all above
-    fit, no order within a rank can fail.
+    Ranks fall: an adapter takes room only from servers of its rank or more.
     """
 
     def __init__(self, slots: Slots, caps: Sequence[int], room: Sequence[float]) -> None:
@@ -186,10 +185,10 @@ def least_caps(problem: PlacementProblem) -> list[Cap]:
 
 
 class Slots:
-    """Caps for numbered servers, and the shares under the caps, for any number of fillings.
+    """Caps for numbered servers, and the shares under the caps.
 
-    by_rank: (rank, adapters with demand) by falling rank; adapters of many bytes and little load come first
-    and stay.  idle: adapters without demand.  had: previous servers by adapter, greatest share first.
+    by_rank: (rank, adapters with demand) by falling rank.  idle: adapters without demand.  had: previous
+    servers by adapter, greatest share first.
     """
 
     def __init__(self, problem: PlacementProblem, before: Shares) -> None:

@@ -42,8 +42,8 @@ PARTS_OF_A_ROW = 16
 class Cluster:
     """A model on a device with SLOs: the inputs to size.
 
-    The load is a global batch of decoding requests, or output tokens per second.  Of the latter the running
-    batch follows from the layout's TPOT, plus the margin.  capacity_of: M* of a global batch, by estimator.
+    The load is a global batch of decoding requests, or output tokens per second.  capacity_of: M* of a global
+    batch, by estimator.
     """
 
     def __init__(self, inputs: PlanInputs) -> None:
@@ -177,10 +177,9 @@ class Cluster:
         return batch / parts, "kv" if batch == kv else "tpot"
 
     def steady_rows(self, layout: Layout, num_instances: int, *, loads: bool) -> float:
-        """Rows B of an instance in steady state: B = tokens per second * tpot_s(B) / L.
+        """Rows B of an instance in steady state: B = tokens per second * tpot_s(B) / L (Little's law).
 
-        Little's law.  The smallest solution, from an idle cluster, independent of the SLOs; without a
-        solution, the first B over a limit.  loads: include waits for adapter loads.
+        Without a solution, the first B over a limit.  loads: include waits for adapter loads.
         """
         inputs = self.inputs
         if inputs.global_batch is not None:
@@ -247,8 +246,7 @@ class Cluster:
     def step_s(self, layout: Layout, num_instances: int, batch: float) -> tuple[float, LoadQueue]:
         """A step with `batch` rows, including waits for loads, and the loads.
 
-        A closed system: longer steps ask for fewer adapters.  Solves t = step(batch L / (output tokens t)) by
-        bisection.
+        A closed system: longer steps ask for fewer adapters.
         """
         unhindered_s = self.tpot_s(layout.ep, batch)
         requests = num_instances * max(self.least_rows, batch) / self.inputs.output_tokens
@@ -275,9 +273,7 @@ class Cluster:
     def first_token_s(self, layout: Layout, tpot_s: float) -> tuple[float, float]:
         """(load, steps): the sum is P95 TTFT with an immediate start and no wait for further prompts.
 
-        load: the first layer of an adapter of largest rank, in x parts; later layers overlap (InfiniLoRA
-        section 5.3).  steps: 0.95 of the current step, one for the lease, the request's first, and those of a
-        long prompt.
+        load: the first layer of an adapter of largest rank, in x parts (InfiniLoRA section 5.3).
         """
         shape = self.inputs.shape
         largest = self.inputs.mix.largest().bytes_on_rank(shape, Layout(ep=layout.ep))

@@ -32,12 +32,11 @@ _FROM_TRACE = {
 class PlanInputs(PlanGoals):
     """A model, its adapters, a load, a device and two SLOs.
 
-    model: name or folder.  mix: of adapters.  probabilities: [N], by adapter.  weights: format on an
-    instance.  rate_per_s, output_tokens, context_tokens: means of the load.  prompts: computed by the
-    instances; None: by another device (InfiniLoRA section 2.1).
-    trace_rate_per_s: the trace's mean if rate_per_s is the trace's mean or peak; else None.
-    assumed: the user's rates for the profile.  adapters_are_traces: probabilities come from the trace.
-    adapter_share: requests for an adapter over all requests.  Raises ConfigError for impossible numbers.
+    probabilities: [N], by adapter.  weights: format on an instance.  rate_per_s, output_tokens,
+    context_tokens: means.  prompts: None: computed by another device (InfiniLoRA section 2.1).
+    trace_rate_per_s: the trace's mean if rate_per_s is its mean or peak.  assumed: the user's rates for the
+    profile.  adapters_are_traces: probabilities come from the trace.  Raises ConfigError for impossible
+    numbers.
     """
 
     model: str

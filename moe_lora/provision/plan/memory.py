@@ -7,9 +7,11 @@ sizes follow the published configurations.  `note` states differences.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +22,20 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.partition import Layout
 from moe_lora.core.shape import DEFAULT_TARGETS, MAX_CUDA_LORA_RANK, ModelShape
 from moe_lora.core.weight_format import WeightFormat
+from moe_lora.families import shape_of
 from moe_lora.provision.device_profile import Gpu
+
+_KNOWN = Path(__file__).parents[1] / "known_models.json"
+"""The five models of InfiniLoRA's table 3, by name: parts of their config.json, and table 3's settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownModel:
     """A shape with its settings in table 3.
 
-    lora_rank: of its adapters.  instance_gpus: GPUs of one LLM instance.  note: assumptions, and differences
-    from the published model; "" if none.
+    Layers, experts, top-k, LoRA rank and GPUs per instance are table 3's; other sizes are the published
+    model's.  lora_rank: of its adapters.  instance_gpus: GPUs of one LLM instance.  note: differences from
+    the published model, and assumptions; "" if none.
     """
 
     name: str
@@ -73,87 +80,14 @@ def known_model(name: str) -> KnownModel:
     )
 
 
-def _model(
-    name: str,
-    family: str,
-    sizes: tuple[int, int, int],
-    experts: tuple[int, int],
-    heads: tuple[int, int, int],
-    tokens: tuple[int, int],
-    served: tuple[int, int],
-    note: str = "",
-) -> KnownModel:
-    """sizes: layers, hidden, expert hidden.  experts: number, top-k.  heads: query, KV, head size.
-
-    tokens: vocabulary, longest context.  served: LoRA rank, GPUs per instance.
-    """
-    shape = ModelShape(
-        family=family,
-        num_layers=sizes[0],
-        hidden_size=sizes[1],
-        intermediate_size=sizes[2],
-        num_experts=experts[0],
-        num_experts_per_token=experts[1],
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=heads[2],
-        vocab_size=tokens[0],
-        max_position=tokens[1],
-        dtype_bytes=2,
+def _known_models() -> tuple[KnownModel, ...]:
+    rows = json.loads(_KNOWN.read_text(encoding="utf-8"))
+    return tuple(
+        KnownModel(name=name, shape=shape_of(row.pop("config")), **row) for name, row in rows.items()
     )
-    return KnownModel(name=name, shape=shape, lora_rank=served[0], instance_gpus=served[1], note=note)
 
 
-KNOWN_MODELS: tuple[KnownModel, ...] = (
-    _model(
-        "GPT-OSS-20B",
-        "gpt_oss",
-        (32, 2880, 2880),
-        (32, 4),
-        (64, 8, 64),
-        (201088, 131072),
-        (64, 1),
-        "32 layers as in table 3; the published model has 24. Weights count as bf16, not as its MXFP4",
-    ),
-    _model(
-        "Qwen3-30B-A3B",
-        "qwen3_moe",
-        (48, 2048, 768),
-        (128, 8),
-        (32, 4, 128),
-        (151936, 40960),
-        (32, 2),
-    ),
-    _model(
-        "Mixtral-8x7B",
-        "mixtral",
-        (32, 4096, 14336),
-        (8, 2),
-        (32, 8, 128),
-        (32000, 32768),
-        (64, 2),
-    ),
-    _model(
-        "Scaled-MoE",
-        "mixtral",
-        (18, 8192, 8192),
-        (32, 4),
-        (64, 8, 128),
-        (32000, 32768),
-        (64, 4),
-        "18 layers as in table 3; MegaScale-Infer (arXiv 2504.02263) has 48, 317 B parameters. Hidden sizes "
-        "8192 are its; heads, vocabulary and context are assumed, and make 317 B with 48 layers",
-    ),
-    _model(
-        "DBRX",
-        "dbrx",
-        (40, 6144, 10752),
-        (16, 4),
-        (48, 8, 128),
-        (100352, 32768),
-        (64, 4),
-    ),
-)
+KNOWN_MODELS = _known_models()
 
 FORMS = ("separate", "shared")
 _EXPERT_TARGETS = ("gate_up", "down")
@@ -163,11 +97,9 @@ _EXPERT_TARGETS = ("gate_up", "down")
 class AdapterMix:
     """Adapters of a workload: (LoRA rank, share of requests) pairs, and their form.
 
-    adapter_ranks: (LoRA rank, share of adapters) pairs, if different.  Memory counts the larger of both
-    means, computation the mean over requests.
+    adapter_ranks: (LoRA rank, share of adapters) pairs, if different; memory counts the larger mean.
     form: "separate": gate and up of an expert have an A each; "shared": one A (PEFT's fused form).
-    With experts, an adapter has gate_up and down of every expert; else all matrices of a layer: the LoRA
-    Server's default.  Raises ConfigError for shares that do not sum to 1.
+    Raises ConfigError for shares that do not sum to 1.
     """
 
     ranks: tuple[tuple[int, float], ...]
@@ -273,10 +205,9 @@ class LoadQueue:
     """An M/D/1 queue of loads on a LoRA Server's links.
 
     Legend: lambda loads per second, D seconds of a load, rho = lambda D, L instances, t seconds of a step, t0
-    of a step without waits, l layers.  Ranks load their parts in parallel, so their queues are alike.
-    loads_per_s: lambda.  load_s: D.  misses: share of adapter requests with a load.
-    Backlog: P(> x) = exp(-theta x), lambda (exp(theta D) - 1) = theta (Lundberg's exponent, Kingman's bound),
-    for rho < 1.
+    of a step without waits, l layers.  loads_per_s: lambda.  load_s: D.  misses: share of adapter requests
+    with a load.  Backlog: P(> x) = exp(-theta x), lambda (exp(theta D) - 1) = theta (Lundberg, Kingman), for
+    rho < 1.
     """
 
     loads_per_s: float
@@ -308,7 +239,6 @@ class LoadQueue:
     def step_s(self, unhindered_s: float, num_instances: int, num_layers: int) -> float:
         """t of a step with t0 = unhindered_s; infinite for rho >= 1.
 
-        A load has t + t0 (1 - 1/l): prefetch starts a step ahead, and the last layer needs the whole adapter.
         t = t0 + (1 - exp(-lambda t / L)) exp(-theta (t + t0 (1 - 1/l))) / theta.
         """
         decay = self.decay_per_s

@@ -167,25 +167,17 @@ BUDGET, CHECK = "budget: highest rate", "simulated check"
 class Plan:
     """A cluster, and its derivation.
 
-    kind: "lora_server", or "coupled": `slots` adapters beside the weights of each instance, no LoRA Server.
-    capacity: M* by the estimator of the inputs, for the global batch and all smaller; capacity_paper,
-    capacity_corrected: by each estimator.  iar, iar_corrected: share of immediate starts with M*.  slots:
-    adapters on the server's GPUs (>= M*), with slots_iar and slots_iar_corrected.  mean_wait_s: of requests
-    without an immediate start, with M*.  loads_per_s: of adapters, with all slots; loading_share: busy share
-    of the server's links; load_wait_s: mean time before a load starts.  Times include waits for loads.
-    max_num_seqs: most requests of an instance within the TPOT SLO, so that bursts need not wait.
-    binding_constraint: reason for the server's GPUs, from gpus_by_constraint, or the budget; rate_limited_by:
-    limit of a budget's rate.  p95_ttft_s: None if requests would queue for adapters.  p95_decode_ttft_s:
-    without the prompt.  prompt_share: of an instance's time, in full steps.
-    max_num_batched_tokens: rows of a step; None if another device computes prompts.  kv_gb_per_rank: of
-    coupled instances.
-    rate_per_s: requests.  running_per_instance, tpot_s: steady state at this rate.
-    global_batch, batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1's): with the margin.
-    requests_in_service: decoding and in prefill.
-    serviceable_rate_per_s: highest rate of the budget; None without a budget.
-    checked: replays behind the choice.  lower_bound: GPUs at peak rates; None without rates in the profile.
-    compared: reason for this kind, and distance of the alternative.  ran, never_ran: parts of the plan with
-    and without a run on this hardware.
+    kind: "lora_server", or "coupled": `slots` adapters beside the weights of each instance.
+    capacity: M* by the estimator of the inputs, for the global batch and all smaller.  iar: share of
+    immediate starts with M*; slots_iar: with `slots`.  mean_wait_s: without an immediate start.
+    loading_share: of the server's links.  max_num_seqs: most requests of an instance within the TPOT SLO.
+    binding_constraint: reason for the server's GPUs; rate_limited_by: of a budget's rate.  p95_ttft_s: None
+    if requests would queue for adapters.  prompt_share: of an instance's time, in full steps.
+    max_num_batched_tokens: rows of a step; None if another device computes prompts.
+    running_per_instance, tpot_s: steady state at rate_per_s.  global_batch, batch_per_instance,
+    tpot_at_load_s, layer_ms, metrics (table 1's): with the margin.
+    checked: replays behind the choice.  lower_bound: GPUs at peak rates.  compared: reason for this kind.
+    ran, never_ran: parts with and without a run on this hardware.
     """
 
     capacity: int

@@ -86,8 +86,7 @@ def _equations(cluster: Cluster, layout: Layout, num_instances: int, batch: floa
 def candidates(cluster: Cluster, num_instances: int) -> list[Candidate]:
     """Every layout with its steady batch, except those forbidden by the base model or KV.
 
-    Computes M* only for layouts that meet all but memory, up to the first that meets memory too; later
-    layouts share its M*, the rest use the batch without loads.
+    Computes M* only for layouts that meet all but memory.
     """
     alone = {layout: cluster.batch(layout, num_instances, loads=False) for layout in cluster.layouts}
     found = [
@@ -131,8 +130,7 @@ def loaded(cluster: Cluster, layout: Layout, num_instances: int) -> Candidate:
 def most_rows(cluster: Cluster, layout: Layout, num_instances: int) -> int:
     """Most decoding requests of an instance: within the TPOT SLO, (5), (6) and its KV.
 
-    At most MOST_ROWS, the engine's table size; at least the mean requests in service and four standard
-    deviations of a Poisson count.  A multiple of ROUND if large enough.
+    Between the mean plus four standard deviations and MOST_ROWS; a multiple of ROUND if large enough.
     """
 
     def in_time(rows: int) -> bool:
@@ -293,9 +291,7 @@ def fewest_instances(cluster: Cluster) -> int:
 def smallest_cluster(cluster: Cluster) -> ServerSize:
     """Fewest total GPUs; ties: fewest instances.
 
-    More instances have smaller batches and quicker steps.  L grows by an eighth until a load holds; from
-    there, tries every L that may save more server ranks than it costs.  Raises the last SloError if none
-    holds.
+    L grows by an eighth until a load holds.  Raises the last SloError if none holds.
     """
 
     def size(num_instances: int) -> ServerSize:

@@ -102,13 +102,10 @@ def sizes_of(shape: ModelShape, lora_rank: float, instance_gpus: int, weights: s
 class StageTimes:
     """Times of one layer of a model on a profile's device, in seconds.
 
-    lora_rank: mean over requests.  context_tokens: mean KV tokens per decode row.  probabilities: of the
-    adapters, for a roofline's distinct adapters in a batch.  weights: their format; their bytes are read at
-    the profile's reached rates.  prompts: prompt work per decode row.  Methods with a batch return the time
-    of a mean step with this number of decode rows, prompts included.
+    lora_rank: mean over requests.  context_tokens: mean KV per decode row.  probabilities: of the adapters.
+    weights: their format.  prompts: prompt work per decode row.  Methods with a batch time a mean step of
+    that many decode rows, prompts included.  Scaling: docs/reference/profiles.md.
     Raises ConfigError if the profile has no rates and is of another model or format.
-    Rules (docs/reference/profiles.md): a row counts as row_inputs, row_outputs or row_pair_values here /
-    there rows of the profiled model; activations also scale by NICs of the instance, there / here.
     """
 
     def __init__(

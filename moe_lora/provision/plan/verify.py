@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays of a cluster and its load in the simulator, to choose and to check plans.
 
-The cluster is the deployed one: instances, LoRA Server slots and layout, links of the fullest rank, predicted
-step times.  The start is a steady state: popular adapters are prefetched, and the planned number of requests
-is under way, drawn in proportion to length.
-
-Arrivals: the trace's, if the plan is for its mean or peak rate; the trace's, scaled to the plan's rate; and
-Poisson at the plan's rate, as in the admission models.  The last two differ by the trace's burstiness.  Short
-traces repeat.
+The start is a steady state: popular adapters are prefetched, and the planned requests are under way.
+Arrivals: the trace's, if the plan is for its rate; the trace's, scaled to the plan's rate; and Poisson.
 """
 
 from __future__ import annotations
@@ -56,13 +51,11 @@ TAIL = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Result of one arrival kind: "trace", "scaled" or "poisson".
+    """Result of one arrival kind: "trace", "scaled" or "poisson"; None without requests.
 
-    admitted_at_once: share of requests with an immediate slot, the IAR; if another device computes prompts,
-    also KV and a place in the batch.  waited_for_adapter, waited_for_room: share with a wait for a slot, and
-    for KV, batch or step tokens.  p95_ttft_s: queue, adapter load and prompt.  p95_decode_ttft_s: queue,
-    adapter load and first decode step.  None without requests.  loads_per_s: of adapters.  stopped: ended
-    early, goals out of reach; values cover the requests until then.
+    admitted_at_once: share of requests with an immediate slot, the IAR.  waited_for_adapter, waited_for_room:
+    share with a wait for a slot, and for KV, batch or step tokens.  p95_decode_ttft_s: without the prompt.
+    stopped: ended early, goals out of reach.
     """
 
     arrivals: str

@@ -18,13 +18,10 @@ from moe_lora.timing.step_model import Row, StepModel, StepWork
 class SimRequest:
     """A simulated request with its timestamps (seconds; NaN: not yet).
 
-    arrival_s: at its instance.  adapter: None for the base model.
-    num_cached: prompt tokens with KV from earlier requests.
-    admitted_s: out of the queue, with any blocking adapter load over.
-    first_token_s, finish_s: first and last token.  decode_ttft_s: queue, adapter load and first decode step,
-    without prefill (InfiniLoRA section 2.3, footnote).  at_once: starts with the first step after arrival.
-    waited_for_adapter: at some step no slot was free; otherwise KV or the batch had no room.
-    num_steps_before: steps of its instance before arrival.  prompt_left: prompt tokens not yet planned.
+    adapter: None for the base model.  num_cached: prompt tokens with KV from earlier requests.
+    admitted_s: out of the queue, with any blocking adapter load over.  decode_ttft_s: queue, adapter load and
+    first decode step, without prefill (InfiniLoRA section 2.3, footnote).  at_once: starts with the first
+    step after arrival.  waited_for_adapter: no slot was free.  prompt_left: prompt tokens not yet planned.
     """
 
     index: int

@@ -69,13 +69,10 @@ class LayerTimes(Protocol):
 class InstanceConfig(Settings):
     """An LLM instance.
 
-    profile: of one of its num_layers equal layers; or steps: times of whole steps by rank (a mixed step is a
-    prefill plus a decode step); or layers: layer times, prompts included.  max_num_seqs: concurrent requests.
-    kv_tokens: room for their prompts and whole answers; None: unlimited.
-    prefill: time of a step's prompt tokens, at most max_num_batched_tokens with the decode rows; None,
-    without `steps` and `layers`: prompts are computed elsewhere, and the first step is a decode step
-    (InfiniLoRA section 2.1).  prefix_hits: makes an instance's record of computed prefixes; None: no reuse.
-    shortest_first: see `policies.admission.admission`.
+    profile: of one of its num_layers equal layers; or steps: times of whole steps by rank; or layers: layer
+    times, prompts included.  max_num_seqs: concurrent requests.  kv_tokens: None: unlimited.  prefill: time
+    of a step's prompt tokens; None, without `steps` and `layers`: prompts are computed elsewhere (InfiniLoRA
+    section 2.1).  prefix_hits: makes an instance's record of computed prefixes; None: no reuse.
     """
 
     profile: StepProfile | None = None
@@ -113,10 +110,9 @@ class InstanceConfig(Settings):
 class LocalConfig(Settings):
     """Every instance has `capacity` adapter slots and loads at load_bytes_per_s (inf: at once).
 
-    fetch_bytes_per_s: from another host's memory, before the load.  starvation_s: a request that waits longer
-    for a slot stops younger requests.  blocking: a load blocks steps, as in vLLM's S-LoRA; False: only
-    requests for that adapter wait.  prefetched: resident at the start, the last evicted first; at most
-    `capacity`.
+    fetch_bytes_per_s: from another host's memory.  starvation_s: wait after which younger requests stop.
+    blocking: a load blocks steps, as in vLLM's S-LoRA.  prefetched: resident at the start, the last evicted
+    first.
     """
 
     capacity: int = setting(least=1)

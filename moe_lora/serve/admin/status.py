@@ -154,7 +154,9 @@ def capacity_router(frontend: Frontend) -> APIRouter:
         config, latest = frontend.cluster.provisioning, frontend.controller.figures.outlook
         if config is None:
             raise ApiError(
-                404, "the load on adapters is not watched; start with --target-iar or a LoRA Server"
+                404,
+                "the load on adapters is not watched; start with a LoRA Server, or with "
+                "--set provision.target_iar=0.95",
             )
         report = None if latest is None else {**asdict(latest), "suffices": latest.suffices}
         return JsonResponse({"settings": asdict(config), "latest": report})

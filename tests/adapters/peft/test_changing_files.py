@@ -33,9 +33,10 @@ from pathlib import Path
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
+from moe_lora.families import shape_of
 
 torch.set_num_threads(1)
-shape = ModelShape.from_hf_config(json.loads(Path(sys.argv[2]).read_text()))
+shape = shape_of(json.loads(Path(sys.argv[2]).read_text()))
 print("ready", flush=True)
 hashes, refused = set(), 0
 while not Path(sys.argv[3]).exists():

@@ -8,7 +8,14 @@ import torch
 
 from moe_lora.adapters.peft.reader import read_adapter
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
-from tests.families import ALL_TARGETS, FAMILIES, MOE_FAMILIES, PER_EXPERT_FAMILIES, load_model, make_adapter
+from tests.families import (
+    ALL_FAMILIES,
+    ALL_TARGETS,
+    MOE_FAMILIES,
+    PER_EXPERT_FAMILIES,
+    load_model,
+    make_adapter,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -19,7 +26,7 @@ def assert_packs_as_peft_merges(family, model_dir, adapter, shape):
     return packed
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("targets", [ALL_TARGETS, ("qkv", "o"), ("gate_up",), ("down",)], ids="-".join)
 def test_every_subset_of_sites_packs_as_peft_merges(family, targets, checkpoint, shape_of, tmp_path):
     adapter = make_adapter(family, checkpoint(family), tmp_path / "a", lora_rank=5, targets=targets, seed=3)
@@ -46,11 +53,11 @@ def test_per_expert_form_packs_as_peft_merges(family, targets, checkpoint, shape
     assert_packs_as_peft_merges(family, checkpoint(family), adapter, shape_of(family))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_patterns_and_rslora_pack_as_peft_merges(family, use_rslora, checkpoint, shape_of, tmp_path):
     first_layer = r"0\..*" if family != "dbrx" else r"blocks\.0\..*"
-    expert = {"dbrx": "mlp.w2", "llama": "down_proj"}.get(family, "experts.down_proj")
+    expert = {"dbrx": "mlp.w2", "llama": "down_proj", "qwen3": "down_proj"}.get(family, "experts.down_proj")
     adapter = make_adapter(
         family,
         checkpoint(family),

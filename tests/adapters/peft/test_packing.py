@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from moe_lora.adapters.peft.reader import pack_state_dict, read_adapter
 from moe_lora.core.errors import AdapterError
-from moe_lora.core.shape import ModelShape
+from moe_lora.families import shape_of
 from tests.adapters.dense import assert_same_deltas, packed_deltas
 from tests.families import FAMILIES, MOE_FAMILIES, load_model, make_adapter, per_expert_shapes
 
@@ -182,7 +182,7 @@ MODULES = {
 )
 def test_any_ranks_round_trip_through_the_packed_form(ranks, alpha, use_rslora, poisoned, seed):
     """Each module has its own rank; a NaN or infinity anywhere is caught."""
-    shape = ModelShape.from_hf_config(MIXTRAL)
+    shape = shape_of(MIXTRAL)
     generator = torch.Generator().manual_seed(seed)
     tensors, expected = {}, {}
     for (module, (out_features, in_features)), rank in zip(MODULES.items(), ranks, strict=True):

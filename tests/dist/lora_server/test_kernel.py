@@ -12,10 +12,10 @@ import pytest
 
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.shape import ModelShape
 from moe_lora.dist.launch import roles
 from moe_lora.dist.launch.roles import build_rank
 from moe_lora.dist.lora_server import data_loop as serving
+from moe_lora.families import shape_of
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 
@@ -50,6 +50,6 @@ def test_host_workers_that_cannot_be_are_refused(settings, host, problem):
     config = EngineConfig(
         model_dir=str(MODEL), device="cuda", dtype="float32", lora_server=server, **settings
     )
-    shape = ModelShape.from_hf_config(json.loads((MODEL / "config.json").read_text()))
+    shape = shape_of(json.loads((MODEL / "config.json").read_text()))
     with pytest.raises(ConfigError, match=problem):
         roles._host_workers_of_server(config, shape)

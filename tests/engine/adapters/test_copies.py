@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from moe_lora.adapters.packed import entries_of_experts
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.cache.orders import Copy
-from moe_lora.core.shape import ModelShape
 from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes
 from moe_lora.engine.adapters.copies import BringAdapter, ClearSlot, RankCopier, _runs
+from moe_lora.families import shape_of
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.kernels.reference import arena_rows
 from tests.families import make_adapter, make_checkpoint
@@ -28,7 +28,7 @@ CPU, PAGE_BYTES = torch.device("cpu"), 1024
 def shape_and_adapter(tmp_path_factory):
     folder = tmp_path_factory.mktemp("copies")
     base = make_checkpoint("mixtral", folder / "base")
-    shape = ModelShape.from_hf_config(json.loads((base / "config.json").read_text()))
+    shape = shape_of(json.loads((base / "config.json").read_text()))
     return shape, read_adapter(make_adapter("mixtral", base, folder / "a", 5), shape, torch.float32)
 
 

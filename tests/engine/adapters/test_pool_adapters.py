@@ -27,6 +27,7 @@ from moe_lora.engine.adapters.adapter_store import ShardSizes
 from moe_lora.engine.adapters.copies import BringAdapter, ClearSlot, RankCopier
 from moe_lora.engine.adapters.pool_fetch import fetch_layers
 from moe_lora.engine.adapters.pool_store import PoolAdapters
+from moe_lora.families import shape_of
 from moe_lora.kernels.operands import SlotTable
 from tests.families import make_adapter, make_checkpoint
 
@@ -37,7 +38,7 @@ PAGE_BYTES = 1024
 def place(tmp_path_factory) -> tuple[Path, ModelShape]:
     folder = tmp_path_factory.mktemp("pool")
     base = make_checkpoint("mixtral", folder / "base")
-    shape = ModelShape.from_hf_config(json.loads((base / "config.json").read_text()))
+    shape = shape_of(json.loads((base / "config.json").read_text()))
     make_adapter("mixtral", base, folder / "other", 3)
     return make_adapter("mixtral", base, folder / "a", 5), shape
 

@@ -58,7 +58,7 @@ class EveryMode:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, policy) -> None:
-    monkeypatch.setattr(build, "make_merging_policy", lambda *_: policy)
+    monkeypatch.setattr("moe_lora.policies.merging.merging.make_merging_policy", lambda *_: policy)
 
 
 def start(model, *, dtype: str = "float32", **settings) -> LLM:
@@ -304,7 +304,9 @@ def small_adapter(model, folder) -> str:
 def test_only_auto_refuses_adapters_that_merging_changes(batching, served, monkeypatch, tmp_path, caplog):  # noqa: F811
     """With changes of the weights for nothing, so that auto merges whatever it may."""
     model = served("mixtral")
-    monkeypatch.setattr(build, "expected_swap_times", lambda *_: lambda before, after: 0.0)
+    monkeypatch.setattr(
+        "moe_lora.engine.merging.merging_times.expected_swap_times", lambda *_: lambda before, after: 0.0
+    )
     adapters = {"small": small_adapter(model, tmp_path), "large": str(model.adapters[0])}
     with LLM(
         model.model_dir, adapters=adapters, dtype="bfloat16", eager=True, batching=batching, verify_merge=True

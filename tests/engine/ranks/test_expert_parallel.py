@@ -220,9 +220,10 @@ def test_number_of_processes_that_cannot_be_is_refused(size, problem):
         LLM(str(MODEL), expert_parallel=size)
 
 
-def test_dense_model_has_no_experts_to_share(served):  # noqa: F811
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_dense_model_has_no_experts_to_share(family, served):  # noqa: F811
     with pytest.raises(ConfigError, match="needs a Mixture-of-Experts model"):
-        LLM(served("llama").model_dir, expert_parallel=2)
+        LLM(served(family).model_dir, expert_parallel=2)
 
 
 TORCHRUN_PROGRAM = f"""

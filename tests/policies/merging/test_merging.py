@@ -403,7 +403,7 @@ def test_policies_have_names() -> None:
     assert made == [UnmergedOnly, MergedOnly, DLora, CheapestMode]
     with pytest.raises(ConfigError, match="choose one of unmerged, merged, dlora, auto"):
         make_merging_policy("mixed")
-    with pytest.raises(ConfigError, match="--performance-model"):
+    with pytest.raises(ConfigError, match=r"--set front_end\.performance_model"):
         make_merging_policy("auto")
 
 

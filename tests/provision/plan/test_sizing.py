@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_lora.config.weight_format import weight_format
 from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.core.partition import Layout
-from moe_lora.core.weight_format import UNQUANTISED, WeightFormat, weight_format
+from moe_lora.core.weight_format import UNQUANTISED, WeightFormat
 from moe_lora.provision.admission.admitted import largest
 from moe_lora.provision.admission.iar import immediate_admissibility_rate
 from moe_lora.provision.plan.cluster_size import CONSTRAINTS, EQ5, EQ6, MEMORY, Cluster

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moe_lora.config.weight_format import weight_format
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.weight_format import weight_format
 from moe_lora.provision.device_profile import read_profile
 from moe_lora.provision.plan.memory import KNOWN_MODELS, known_model
 from moe_lora.provision.plan.stages import StageTimes

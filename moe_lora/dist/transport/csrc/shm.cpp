@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Signals, doorbells and copies for memory that processes share.  Plain C ABI, Linux.
+// Signals, doorbells and copies for memory shared by processes.  Plain C ABI, Linux.
 //
-// A doorbell is one cache line {ring, sleepers} per process.  Raising a signal stores it (release), then looks
-// whether anybody sleeps at the doorbell; a sleeper announces itself, then looks at the signals once more.  The
-// fence between the two steps, on both sides, is what makes a lost wake impossible.
+// A doorbell is one cache line {ring, sleepers} per process.  A raise stores the signal (release), then checks the
+// doorbell for sleepers; a sleeper announces itself, then checks the signals once more.  A fence between the two
+// steps, on both sides, prevents a lost wake.
 
 #include <atomic>
 #include <cerrno>
@@ -73,7 +73,7 @@ int64_t first_reached(const Word* const* signals, const uint64_t* at_least, int6
 
 }  // namespace
 
-// Whether the process behind a pidfd has ended.
+// 1 if the process behind a pidfd has ended.
 EXPORT int32_t moe_lora_shm_ended(int32_t pidfd) {
   pollfd p{pidfd, POLLIN, 0};
   return poll(&p, 1, 0) > 0;
@@ -93,8 +93,8 @@ EXPORT void moe_lora_shm_raise(Word* signal, uint64_t value, Doorbell* bell) {
   ring(bell);
 }
 
-// Copy, raise, wake.  memcpy, not non-temporal stores: with those the reader fetches from memory, and 4 MB took 1.7
-// times as long until they were read (1.1 times as fast at 16 MB).
+// Copy, raise, wake.  memcpy: non-temporal stores make the reader fetch from memory, 1.7 times as long for 4 MB
+// (1.1 times as fast at 16 MB).
 EXPORT void moe_lora_shm_put(void* dst, const void* src, int64_t bytes, Word* signal, uint64_t value, Doorbell* bell) {
   std::memcpy(dst, src, size_t(bytes));
   raise_to(signal, value);
@@ -103,7 +103,7 @@ EXPORT void moe_lora_shm_put(void* dst, const void* src, int64_t bytes, Word* si
 
 EXPORT void moe_lora_shm_copy(void* dst, const void* src, int64_t bytes) { std::memcpy(dst, src, size_t(bytes)); }
 
-// Index of the first signal that has reached its value; -1 after timeout_ns, -2 if a POSIX signal came between.
+// Index of the first signal at its value; -1 after timeout_ns, -2 after a POSIX signal.
 EXPORT int64_t moe_lora_shm_wait(const Word* const* signals, const uint64_t* at_least, int64_t count,
                                  Doorbell* bell, int64_t spin_ns, int64_t timeout_ns) {
   const int64_t start = now_ns();

@@ -3,24 +3,24 @@
 // Included after tiles.inl. `Tiles` is the processor's unit (isa_amx.cpp) or a plain emulation of it
 // (isa_amx_emulated.cpp).
 //
-// Weights are the unit's left operand, read where they lie. x is its right operand, whose layout pairs two
-// elements of k per 32-bit word, one row of words per pair: panels of 32 rows are packed that way and padded with
+// Weights are the unit's left operand, read in place. x is the right operand, with two elements of k per 32-bit
+// word and one row of words per pair: panels of 32 rows are packed and padded with
 // zeros. An element's sum runs over k in steps of 32, in the unit's own order within a step: by width alone.
 //
-// Quantised weights are unpacked 32 rows at a time, into the cache, and read from there. Beside one panel of x the
-// first-level cache holds them, a few hundred inputs at a time; beside more panels, the second-level cache, for as
-// many panels as it holds too.
+// Quantised weights are unpacked 32 rows at a time, into the cache. Beside one panel of x the first-level cache
+// holds a few hundred inputs at a time; beside more panels, the second-level cache holds them, for its number of
+// panels.
 
 constexpr int64_t kTileRows = 16, kTileDepth = 32, kTileWords = 256;
 
 // Rows of a panel, and weights of a block.
 constexpr int64_t kPanelRows = 2 * kTileRows, kBlockColumns = 2 * kTileRows;
 
-// Quantised weights. Bytes of the rows of x that share an unpacked block, and their most rows. Weights per call.
+// Quantised weights. Bytes of the rows of x per unpacked block, and most rows. Weights per call.
 // Inputs per chunk beside one panel.
 constexpr int64_t kSharedBytes = 1 << 19, kMostSharedRows = 4 * kPanelRows, kTiledColumns = 512, kUnpackedInputs = 256;
 
-// Memory of one thread that grows.
+// Growing memory of one thread.
 template <class T>
 struct Buffer {
     T* items = nullptr;
@@ -54,7 +54,7 @@ static inline void pack_panel(const DotTile& t, int64_t row, uint32_t* words) {
     }
 }
 
-// 16 weights from n on, 32 elements from k on; what is missing is zero.
+// 16 weights from n on, 32 elements from k on; padded with zeros.
 template <class Tiles, int Register>
 static inline void load_weights(const DotTile& t, int64_t n, int64_t k) {
     const bf16* w = static_cast<const bf16*>(t.w) + n * t.width + k;
@@ -186,7 +186,7 @@ static inline void packed_panel(const PackedTile& t, int64_t row, const uint32_t
         });
 }
 
-// Rows of x that share an unpacked block, whole panels.
+// Rows of x per unpacked block, whole panels.
 static inline int64_t shared_rows(const DotTile& t) {
     const int64_t rows = kSharedBytes / (num_steps(t) * kTileDepth * int64_t(sizeof(bf16)) + 1) / kPanelRows * kPanelRows;
     return rows < kPanelRows ? kPanelRows : rows > kMostSharedRows ? kMostSharedRows : rows;

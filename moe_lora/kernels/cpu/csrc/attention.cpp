@@ -125,7 +125,7 @@ void attend(const Attention& a, const Task& t) {
     const int64_t chunk = round_up(span, 16), first = a.first_position(t.seq) + t.row, end = first + t.num_rows;
     prepare(a, t, chunk, s);
     const int64_t low = a.window > 0 ? std::max<int64_t>(0, first - a.window + 1) : 0;
-    // Chunks start at multiples of `span`, so that a row's sums do not depend on the rows beside it.
+    // Chunks start at multiples of `span`: a row's sums do not depend on further rows.
     for (int64_t begin = low / span * span; begin < end; begin += span)
         attend_chunk(a, t, low, begin, std::min(begin + span, end), chunk, s);
     const auto store = a.dtype == kF32 ? isa().store_f32 : isa().store_bf16;
@@ -136,7 +136,7 @@ void attend(const Attention& a, const Task& t) {
     }
 }
 
-// Tasks of all sequences, and how many bytes of keys and values they read.
+// Tasks of all sequences, and the bytes of keys and values read.
 std::vector<Task> cut(const Attention& a, int64_t& key_bytes) {
     std::vector<Task> tasks;
     const int64_t block_rows = std::max<int64_t>(1, kQueriesPerTask / a.group());

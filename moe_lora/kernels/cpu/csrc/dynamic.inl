@@ -4,7 +4,7 @@
 //
 // Weights lie in blocks of 16 outputs, the unit of the processor's dots of four bytes: int8 [block][k / 4][16][4];
 // int4 [block][k / 8][16][4], q + 8 of k + j in the low and of k + 4 + j in the high bits; scales [block][group][16].
-// int8: one fp32 scale per output. int4: scales of T. x lies in groups of as many rows as are computed together: [group]
+// int8: one fp32 scale per output. int4: scales of T. x lies in groups of rows computed together: [group]
 // [k / 4][row][4].
 
 constexpr int64_t kBlockOut = 16;
@@ -69,8 +69,8 @@ static void quantise_row(const void* from, int64_t width, bool asymmetric, uint8
     }
 }
 
-// M rows against B blocks of 16 outputs: sums[i][b][lane], fp32, of all but the row's scale (int8: without the
-// weights' scale either, for that one is applied after a rounding).
+// M rows against B blocks of 16 outputs: sums[i][b][lane], fp32, without the row's scale (int8: also without the
+// weights' scale, applied after a rounding).
 template <class I, class S, bool kInt4, int M, int B>
 static inline void dynamic_block(const DynamicTile& t, int64_t row, int64_t block, float* sums) {
     using Int = typename I::Int;

@@ -41,7 +41,7 @@ float widened(bf16 value) {
     return result;
 }
 
-// Whether the table's dots of bf16 agree with a plain loop, for whole and for partial tiles.
+// True if the table's dots of bf16 agree with a plain loop, for whole and for partial tiles.
 bool passes_self_test(const IsaTable& table, int64_t rows, int64_t num_w, int64_t width) {
     std::vector<bf16> x(rows * width), w(num_w * width);
     for (size_t i = 0; i < x.size(); i++) x[i] = sample(int64_t(i));
@@ -67,7 +67,7 @@ bool passes_self_test(const IsaTable& table) {
     return passes_self_test(table, 37, 53, 130) && passes_self_test(table, 1, 32, 64);
 }
 
-// Whether the table's dots over packed weights have the bits of its dots over the unpacked weights.
+// True if the table's dots over packed weights have the bits of its dots over the unpacked weights.
 bool packed_dots_pass(const IsaTable& table, Codes codes, int64_t rows) {
     constexpr int64_t kWidth = 640, kGroups = 10, kNumW = 53;
     const int64_t row_bytes = codes == kNibbles ? kWidth / 2 : kWidth;
@@ -100,7 +100,7 @@ bool tiles_pass_self_test(const IsaTable& table) {
 }
 
 #ifdef MOE_LORA_AMX
-// The processor has the tiles, the system lets this process use them, and they compute what they should.
+// True if the processor has tiles, the system allows them, and results are right.
 bool find_amx() {
     unsigned a, b, c, d;
     const bool in_processor =
@@ -112,7 +112,7 @@ bool find_amx() {
 }
 #endif
 
-// The table of this name; null if it is unknown or the processor lacks the instructions.
+// The named table; null if unknown or without support by the processor.
 const IsaTable* table_of(const char* name) {
 #ifdef MOE_LORA_X86
     __builtin_cpu_init();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// AMX tile registers for the dots of bf16, over plain and quantised weights; all else is that of avx512_bf16.
-// Written without a processor that has AMX: the driver is tested over the emulation, these instructions run first in
-// the self-test of isa.cpp, where they must agree with a plain loop to be used at all. Nothing here was timed.
+// AMX tile registers for the dots of bf16, over plain and quantised weights; the rest is avx512_bf16's.
+// Written without an AMX processor: tests use the emulation, and these instructions run first in the self-test of
+// isa.cpp, against a plain loop. Nothing here was timed.
 // Nothing of the C++ standard library may be used below: the linker could hand its copy to other sources.
 #include <cstdlib>
 
@@ -15,7 +15,7 @@ namespace {
 #include "tiles.inl"
 #include "amx.inl"
 
-// In assembler: the compiler's intrinsics are macros that take a register by literal number only.
+// In assembler: the compiler's intrinsics are macros with literal register numbers only.
 struct AmxTiles {
     static inline const IsaTable& base() { return *avx512_bf16_table(); }
     static inline void begin() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The driver of the AMX path over plain loops, so that it can be tested on any processor. Never chosen by itself.
+// The driver of the AMX path over plain loops, for tests on any processor. Never chosen by default.
 #include <cstdlib>
 
 #include "tiles.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Built for the instruction set of its name, whatever the compiler's default; used only where isa.cpp finds it.
+// Built for the instruction set of its name; used only if isa.cpp finds the set.
 // Nothing of the standard library may be used below: the linker could hand its copy to other sources.
 #include "tiles.h"
 

@@ -10,7 +10,7 @@
 
 enum Refusal : int32_t { kBadExpert = -2, kBadSlot = -3, kBadOffset = -4, kBadPage = -5, kBadSequence = -6 };
 
-// How a step's LoRA rows meet their matrices: see kernels/cpu/cpu.py.
+// Order of a step's LoRA rows: see kernels/cpu/cpu.py.
 enum LoraKernel : int32_t { kSgmv = 0, kBgmv = 1, kMbgmv = 2 };
 
 constexpr int kMaxModules = 8;
@@ -21,7 +21,7 @@ struct LoraSite {
     int64_t column[kMaxModules], out_features[kMaxModules];
 };
 
-// The slot table (all [slots, layers, entries]) and the arena that it points into.
+// The slot table (all [slots, layers, entries]) and its arena.
 struct LoraSlots {
     const int64_t* a_offset;
     const int64_t* b_offset;
@@ -73,20 +73,20 @@ MOE_LORA_API int32_t moe_lora_dynamic_linear(int32_t bits, int32_t dtype, int32_
 
 struct LoraShrunk;
 
-// h = x A^T of every row that has an adapter. Returns the address of a LoraShrunk, which holds h and the plan,
-// for exactly one call of expand or release; or a refusal.
+// h = x A^T of every row with an adapter. Returns the address of a LoraShrunk with h and the plan, for exactly one
+// call of expand or release; or a refusal.
 MOE_LORA_API int64_t moe_lora_shrink(int32_t kernel, int32_t dtype, int32_t threads, const void* x, int64_t x_stride,
                                      int64_t x_rows, const int32_t* ids, int64_t tokens, int64_t top_k,
                                      const LoraSite* site, int64_t layer, const int32_t* token_slots,
                                      const LoraSlots* slots, const void* arena, int64_t arena_bytes);
 
-// y += sign * round(scale * h B) for the same rows; the arena must still be what it was. y_dtype: that of x, or
-// fp32, which rounds nothing.
+// y += sign * round(scale * h B) for the same rows; the arena must be unchanged. y_dtype: of x, or
+// fp32, without rounding.
 MOE_LORA_API void moe_lora_expand(int32_t threads, LoraShrunk* shrunk, int32_t y_dtype, float sign, void* y,
                                   int64_t y_stride);
 MOE_LORA_API void moe_lora_release(LoraShrunk* shrunk);
 
-// A linear layer's weights as a LoRA site multiplies by them in every step.
+// A linear layer's weights at a LoRA site, constant over steps.
 struct SiteWeights {
     int32_t dtype, kind;       // of x, bias and output; 0 plain, 1 packed, 2 dynamic
     int32_t dynamic_bits;      // 8 or 4
@@ -97,7 +97,7 @@ struct SiteWeights {
     int64_t num_out, width;
 };
 
-// Where the adapters of a step's rows are at a site; the operands of moe_lora_shrink.
+// The adapters of a step's rows at a site; the operands of moe_lora_shrink.
 struct SiteRows {
     const LoraSite* site;
     const int32_t* token_slots;  // null: no row has a delta

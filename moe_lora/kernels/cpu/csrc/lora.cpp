@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// LoRA shrink and expand over a plan: what shrink left, and the plan it was made by, wait for expand.
+// LoRA shrink and expand over a plan: shrink's result and plan wait for expand.
 #include <mutex>
 
 #include "kernels.h"
@@ -18,7 +18,7 @@ struct Task {
 
 constexpr int64_t kRowsPerTask = 96;
 
-// Memory that grows and is never cleared.
+// Growing memory, never cleared.
 class Floats {
   public:
     float* at_least(int64_t count) {
@@ -45,7 +45,7 @@ struct LoraShrunk {
 
 namespace {
 
-// Shrunk objects that were redeemed, for the next shrink: their memory is warm.
+// Consumed shrunk objects, for the next shrink: their memory is warm.
 class Pool {
   public:
     LoraShrunk* take() {
@@ -110,7 +110,7 @@ void list_rows(LoraShrunk& shrunk, const char* x, int64_t row_stride_bytes, int6
         }
 }
 
-// Where the products of surplus rows go, and are forgotten.
+// Target of surplus rows' products, discarded.
 void** scratch_rows(int64_t columns) {
     static thread_local Floats scratch;
     static thread_local void* rows[kRowsPerTask];

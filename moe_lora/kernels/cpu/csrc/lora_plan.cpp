@@ -26,7 +26,7 @@ int32_t choose(const LoraRows& rows, int64_t num_slots, int64_t experts, std::ve
     return 0;
 }
 
-// Stable counting sort by `key`, whose values are below `limit`.
+// Stable counting sort by `key`, with values below `limit`.
 template <class Key>
 void sort_by(std::vector<Chosen>& chosen, int64_t limit, const Key& key) {
     std::vector<int32_t> start(limit + 1, 0);
@@ -54,8 +54,8 @@ std::shared_ptr<const RowGroups> group_rows(std::vector<Chosen>& chosen, int64_t
     return made;
 }
 
-// The sites of a step are asked with the same rows again and again: the last grouping is kept with a copy of
-// what it was made from.
+// The sites of a step share the same rows: the last grouping is kept with a copy of
+// its input.
 class LastGroups {
   public:
     int32_t find(const LoraRows& rows, int64_t num_slots, int64_t experts, bool one_row_each,
@@ -137,7 +137,7 @@ int32_t Planner::add_matrices(int64_t entry, LoraSegment& segment) const {
     return 0;
 }
 
-// `num` rows after a matrix that ends at `end`, moved back as far as it takes to stay in the arena.
+// `num` rows after a matrix that ends at `end`, moved back to stay in the arena.
 const char* Planner::surplus_rows(const char* end, int64_t num, int64_t width) const {
     const int64_t last = std::max<int64_t>(0, arena.bytes / item - num * width) * item;
     return arena.data + std::min<int64_t>(end - arena.data, last);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which rows share which adapter matrices at one site in one step.
+// Rows by adapter matrices at one site in one step.
 #pragma once
 #include <cstdint>
 #include <memory>

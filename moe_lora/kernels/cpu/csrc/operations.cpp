@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations of a decode step that torch's dispatcher calls without Python between, over the kernels of the library.
+// Operations of a decode step for torch's dispatcher, without Python, over the kernels of the library.
 //
-// They compute what the step's tables say is computed here (see kernels/cpu/step_calls.py). Everything else, and
-// operands that don't fit, go on to the operation in Python, stack untouched; what that raises comes back through here.
-// The only file with torch's headers: a library of its own, which belongs to one version of torch.
+// They compute the local part of the step's tables (see kernels/cpu/step_calls.py). The rest, and operands that
+// don't fit, go to the operation in Python, stack untouched; its exceptions come back through here.
+// The only file with torch's headers: a separate library for one version of torch.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -16,7 +16,7 @@ namespace {
 using c10::IValue;
 using torch::jit::Stack;
 
-// A site of a layer, once its weights have been seen; weights null: not yet.
+// A site of a layer, after its weights were seen; weights null: not yet.
 struct SeenSite {
     const SiteWeights* weights;
     const void* data;  // where the weights' first tensor lies, by which others are told
@@ -59,7 +59,7 @@ const StepCalls* calls_behind(const at::Tensor& channel, int64_t* layer) {
 
 at::ScalarType dtype_of(int32_t code) { return code ? at::kBFloat16 : at::kFloat; }
 
-// The rows are as many as x has, and of a site of these sizes.
+// The rows match x's number of rows and the site's sizes.
 bool fits(const StepRows& step, const SiteWeights& weights, int64_t layer, int64_t tokens) {
     if (!step.rows->token_slots) return true;
     const LoraSite& site = *step.rows->site;
@@ -74,7 +74,7 @@ void give(Stack& stack, size_t num_operands, at::Tensor out) {
     stack.emplace_back(std::move(out));
 }
 
-// Operands of lora_linear that are read here.
+// Operands of lora_linear.
 enum { kChannel = 0, kX = 1, kWeight = 2, kIds = 6, kSite = 7, kNumLinearOperands = 11 };
 
 bool linear_here(Stack& stack) {
@@ -149,7 +149,7 @@ bool attention_here(Stack& stack) {
     return true;
 }
 
-// The entry of no key at all is the kernel for every device, which is the operation in Python.
+// The entry without a key is the kernel for every device: the operation in Python.
 template <bool (*computed_here)(Stack&)>
 void here_or_in_python(const c10::OperatorHandle& operation, c10::DispatchKeySet, Stack* stack) {
     if (!computed_here(*stack)) operation.redispatchBoxed(c10::DispatchKeySet(), stack);
@@ -159,12 +159,12 @@ void here_or_in_python(const c10::OperatorHandle& operation, c10::DispatchKeySet
 
 MOE_LORA_API const char* moe_lora_torch_version() { return MOE_LORA_TORCH_VERSION; }
 
-// Of the tables, by which a library is told that was built for others than step_calls.py writes.
+// Sizes of the tables, to detect a library built for another step_calls.py.
 MOE_LORA_API void moe_lora_table_bytes(int64_t* bytes) {
     bytes[0] = sizeof(SeenSite), bytes[1] = sizeof(StepRows), bytes[2] = sizeof(StepAttention), bytes[3] = sizeof(StepCalls);
 }
 
-// Puts the operations before those in Python, once. Given: functions of the library with the kernels.
+// Registers the operations before those in Python, once. Given: functions of the kernels' library.
 MOE_LORA_API void moe_lora_register_operations(decltype(site_linear) of_site, decltype(attend) of_attention) {
     site_linear = of_site, attend = of_attention;
     static torch::Library library(torch::Library::IMPL, "moe_lora", c10::DispatchKey::CPU, __FILE__, __LINE__);

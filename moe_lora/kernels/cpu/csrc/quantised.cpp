@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linear layers over quantised weights.
 //
-// Weights only: where the instruction set has a dot over packed weights for that many rows of x, it runs. Otherwise a
-// block of weight rows is unpacked where the cache holds it, and the dots of linear.cpp run over it. Either way a
+// Weights only: a dot over packed weights runs if the instruction set has one for that many rows of x. Otherwise
+// a block of weight rows is unpacked into the cache, for the dots of linear.cpp. Either way a
 // result has the bits of the same layer over the dequantised weights. Dynamic: x is quantised too.
 #include <cstdlib>
 #include <memory>
@@ -14,11 +14,11 @@
 
 namespace {
 
-// Up to how many rows of x are few; unpacked weight rows beside few rows of x, and beside many: shares of the first
+// Most rows of x that count as few; unpacked weight rows beside few rows of x, and beside many: shares of the first
 // and of the second level cache.
 constexpr int64_t kFewRows = 12, kFewRowsBytes = 24 << 10, kManyRowsBytes = 128 << 10;
 
-// Memory of one thread that grows, aligned to cache lines.
+// Growing memory of one thread, aligned to cache lines.
 char* thread_buffer(int64_t bytes) {
     struct Free {
         void operator()(char* p) const { free(p); }
@@ -35,7 +35,7 @@ char* thread_buffer(int64_t bytes) {
 
 enum Format : int32_t { kFormatInt8 = 0, kFormatFp8 = 1, kFormatInt4 = 2, kFormatMxfp4 = 3 };
 
-// What the codes of 4 bits mean; of mxfp4 (E2M1) twice of it, beside half the scale, as `quantised.unpack` has it.
+// Values of the codes of 4 bits; of mxfp4 (E2M1) doubled, beside half the scale, as in `quantised.unpack`.
 constexpr float kInt4Values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 constexpr float kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
@@ -51,7 +51,7 @@ float half_power(uint8_t exponent) {
     return from_bits(uint32_t(std::max(normal, denormal)));
 }
 
-// Matrices of quantised weights, of which rows are taken as a PackedTile.
+// Matrices of quantised weights, with rows as a PackedTile.
 class PackedReader {
    public:
     PackedReader(const PackedWeights& weights, int64_t num_out, int64_t width)
@@ -116,7 +116,7 @@ void interleave(const uint8_t* u, int64_t padded, const int64_t* x, int64_t rows
     }
 }
 
-// As IsaTable::unpack, for groups that no vector fits.
+// As IsaTable::unpack, for groups without a fitting vector.
 void unpack_by_group(const PackedTile& t, Codes codes, int32_t dtype, char* out) {
     static constexpr Fp8Values fp8;
     std::vector<float> values(t.group);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Independent tasks over threads: each thread claims the next task before it runs the one it has, so that a
+// Independent tasks over threads: each thread claims the next task before it runs the current one, so that a
 // task can fetch the first bytes of its successor.
 #pragma once
 #include <omp.h>

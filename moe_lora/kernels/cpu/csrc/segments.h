@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a linear layer in the order of the weight matrices that they meet.
+// Rows of a linear layer in the order of their weight matrices.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -61,7 +61,7 @@ struct LinearTask {
 
 constexpr int64_t kLinearRowsPerTask = 512;
 
-// Cuts each segment in pieces of about equal traffic; `multiple`: what pieces of weight rows are whole multiples of.
+// Cuts each segment in pieces of about equal traffic; pieces of weight rows are whole multiples of `multiple`.
 inline std::vector<LinearTask> cut_segments(const std::vector<Segment>& segments, int64_t num_out, int64_t row_bytes,
                                             int threads, int64_t multiple) {
     const int64_t total = int64_t(segments.size()) * num_out * row_bytes;

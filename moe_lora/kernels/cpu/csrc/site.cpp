@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A LoRA site of a step in one call, for steps whose time is not in the kernels alone.
+// A LoRA site of a step in one call, to save time between kernels.
 #include <vector>
 
 #include "kernels.h"

@@ -21,7 +21,7 @@ static inline typename I::V exp_nonpositive(typename I::V x) {
 }
 
 // logits[0:count] become exp(scale * logits - max), those outside [low, high) zero. `count` is a multiple of
-// 16, `scale` positive. state.max and state.sum take in this chunk; state.rescale is what earlier sums must be multiplied by.
+// 16, `scale` positive. state.max and state.sum take in this chunk; state.rescale is the factor for earlier sums.
 template <class I>
 static void softmax_row(float* logits, int64_t count, int64_t low, int64_t high, float scale, SoftmaxState& state) {
     using V = typename I::V;

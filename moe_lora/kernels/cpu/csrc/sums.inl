@@ -3,16 +3,16 @@
 
 constexpr int64_t kStreamColumns = 1024, kStripBytes = 24 << 10;
 
-// out + delta, where delta = scale * sum is a value of the output's type: adding one that was computed elsewhere
-// gives the same bits. Adding zero leaves no negative zero, which a sum over a zeroed output would lose.
+// out + delta, with delta = scale * sum rounded to the output's type: a delta from elsewhere gives the same bits.
+// Adding zero leaves no negative zero, as a sum over a zeroed output would.
 template <class I, class Out>
 static inline typename I::V with_delta(typename I::V out, typename I::V scale, typename I::V sum) {
     const typename I::V delta = I::mul(scale, sum);
     return I::add(out, I::add(I::zero(), sizeof(Out) == 2 ? I::round_bf16(delta) : delta));
 }
 
-// M rows, C vectors of columns. `Fetch`: these rows are the first to read their part of B, so they fetch the
-// columns that come next, which lie far apart in memory, a row's stride each.
+// M rows, C vectors of columns. `Fetch`: these rows are the first readers of their part of B, and fetch the
+// next columns, a row's stride apart in memory.
 template <class I, class T, class Out, int M, int C, bool Fetch>
 static inline void sum_block(const SumTile& t, int64_t row, int64_t column) {
     const T* b = static_cast<const T*>(t.b) + column;
@@ -68,7 +68,7 @@ static inline void sum_rows(const SumTile& t, int64_t row, int rows, int64_t col
     sum_block<I, T, Out, M, C, Fetch>(t, row, column);
 }
 
-// Columns [begin, end) of balanced groups of rows that fit the registers.
+// Columns [begin, end) of balanced groups of rows in registers.
 template <class I, class T, class Out>
 static void sum_columns(const SumTile& t, int64_t begin, int64_t end) {
     const int64_t groups = (t.rows + I::kMaxRows - 1) / I::kMaxRows, wide = 4 * I::kLanes;
@@ -141,7 +141,7 @@ static void sum_tile(const SumTile& t) {
     if (t.rows == 1) stream_sums<I, T, Out, 1>(t, whole);
     if (t.rows == 2) stream_sums<I, T, Out, 2>(t, whole);
     if (t.rows > 2) {
-        // All groups of rows pass over as many columns of B as stay in the first-level cache.
+        // All groups of rows pass over the columns of B in the first-level cache.
         const int64_t fitting = kStripBytes / (t.depth * int64_t(sizeof(T)) + 1) / wide * wide;
         const int64_t strip = fitting > wide ? fitting : wide;
         for (int64_t c = 0; c < whole; c += strip) sum_columns<I, T, Out>(t, c, c + strip < whole ? c + strip : whole);

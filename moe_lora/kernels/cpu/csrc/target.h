@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// MOE_LORA_TARGET("avx2,..."): the functions that follow may use these instructions.
+// MOE_LORA_TARGET("avx2,..."): the following functions may use these instructions.
 #pragma once
 #include <immintrin.h>
 

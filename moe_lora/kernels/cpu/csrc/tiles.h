@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared by all sources: element types, the tiles that the vector code of each instruction set works on,
-// and the table of functions by which the drivers (linear, lora, attention) reach that code.
+// Shared by all sources: element types, the tiles of each instruction set's vector code,
+// and the table of functions for the drivers (linear, lora, attention).
 //
 // Every result is bit-stable: the sum behind one output element runs in an order that depends on the
 // instruction set and the inner width alone, never on how rows, columns or threads are cut.
@@ -57,7 +57,7 @@ struct PackedTile : DotTile {  // w: num_w rows of codes, row_bytes apart
     int64_t group, groups, row_bytes;
 };
 
-// What the codes of a PackedTile are; int8 with and without zeros.
+// Kinds of codes of a PackedTile; int8 with and without zeros.
 enum Codes : int32_t { kInt8, kInt8Zero, kFp8, kNibbles, kNumCodes };
 
 // Rows of x in bytes against weight blocks [0, num_w / 16); see dynamic.inl.
@@ -78,7 +78,7 @@ struct SoftmaxState {
     float max, sum, rescale;
 };
 
-// A dot over quantised weights, and how many rows of x and weights it takes at a time. `rows` 0: unpack first.
+// A dot over quantised weights, with its rows of x and weights per call. `rows` 0: unpack first.
 struct PackedDot {
     void (*run)(const PackedTile&);
     int64_t rows, columns;
@@ -121,7 +121,7 @@ const IsaTable* amx_bf16_table();
 const IsaTable* amx_emulated_table();
 const IsaTable* portable_table();
 
-// The table in use: the best that this processor has, or the one that MOE_LORA_ISA names.
+// The table in use: the processor's best, or the one named by MOE_LORA_ISA.
 const IsaTable& isa();
 
 enum DataType : int32_t { kF32 = 0, kBf16 = 1 };

@@ -2,7 +2,7 @@
 // The vector code, written once over a set of vector operations `I` (vec_*.h) and compiled once per
 // instruction set. Included inside an anonymous namespace, after the target is set.
 
-// Loops over registers must vanish before the arrays of accumulators are looked at, or these live in memory.
+// Loops over registers must be unrolled before arrays of accumulators are analysed, or the arrays live in memory.
 #define MOE_LORA_UNROLL _Pragma("GCC unroll 16")
 #define MOE_LORA_INLINE inline __attribute__((always_inline))
 
@@ -36,7 +36,7 @@ static inline void store_quad(bf16* p, Quad value) {
 
 constexpr Fp8Values kFp8Values;
 
-// What 16 codes mean, for processors without permutations of as many.
+// Values of 16 codes, for processors without permutations of that size.
 template <class T>
 struct CodeTable {
     T of[16];
@@ -48,7 +48,7 @@ struct CodeTable {
 // 48 KiB of data cache, slightly overdrawn (x is read more often than weights); a share of the second level.
 constexpr int64_t kFirstCacheBytes = 52 << 10, kBlockBytes = 128 << 10;
 
-// A walk through the weights that come after the current ones, a few lines per inner step.
+// A walk through the weights after the current ones, a few lines per inner step.
 struct Prefetch {
     const char* at;
     const char* end;
@@ -79,8 +79,8 @@ static inline void store_sums(Quad sums, Out* out, const Out* bias) {
     memcpy(out, four, Count * sizeof(Out));
 }
 
-// Weights of T as they lie in memory; the other sources of weights are in unpack.inl. kSpan: elements of k that one
-// turn of the loop takes, one or two steps.
+// Weights of T in memory; further sources are in unpack.inl. kSpan: elements of k per
+// turn of the loop, one or two steps.
 template <class I_, class T_>
 struct PlainWeights {
     using I = I_;
@@ -114,7 +114,7 @@ struct Constant {
     static constexpr int value = Value;
 };
 
-// step(k, Constant<number of the step in its span>) for each whole step of the width; the k where the rest begins.
+// step(k, Constant<number of the step in its span>) for each whole step of the width; returns the start of the rest.
 template <class W, class Step>
 static MOE_LORA_INLINE int64_t for_each_step(int64_t width, const Step& step) {
     constexpr int kStep = W::D::kStep;
@@ -128,7 +128,7 @@ static MOE_LORA_INLINE int64_t for_each_step(int64_t width, const Step& step) {
     return whole;
 }
 
-// M rows of x against N rows of w; sums are reduced by fours, those of two rows of x together if N is 2.
+// M rows of x against N rows of w; sums are reduced by fours, of two rows of x together if N is 2.
 template <class W, class Out, int M, int N>
 static inline void dot_block(const typename W::Tile& t, int64_t row, int64_t n, Prefetch& prefetch) {
     using I = typename W::I;
@@ -200,8 +200,8 @@ static inline void dot_rows(const typename W::Tile& t, int64_t row, int rows, in
     dot_block<W, Out, M, N>(t, row, n, prefetch);
 }
 
-// More rows than a group of four weights has registers for, but few enough for two weights: one pass over w, if
-// x, which each pair of weights reads anew, stays in the first-level cache.
+// More rows than registers for four weights, but few enough for two: one pass over w, if
+// x, read anew per pair of weights, stays in the first-level cache.
 template <class W, class Out>
 static void dot_pairs(const DotTile& t) {
     const int64_t row_bytes = t.width * int64_t(sizeof(typename W::T));
@@ -217,7 +217,7 @@ static void dot_pairs(const DotTile& t) {
     }
 }
 
-// Rows in balanced groups that fit the registers. If all of x, the current and the following weights fit the
+// Rows in balanced groups that fit the registers. If x, the current and the following weights fit the
 // first-level cache, weights come from memory four rows at a time; else a block of them stays in the second-level
 // cache while all groups pass over it. The following weights are fetched meanwhile.
 template <class I, class T, class Out>

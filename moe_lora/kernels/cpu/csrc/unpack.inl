@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantised weights as a source of weights for the dots of tiles.inl: round((code's value - zero) * scale) of T, what
-// torchao's `dequantize` gives, bit for bit. Included after tiles.inl.
+// Quantised weights as a source for the dots of tiles.inl: round((code's value - zero) * scale) of T, equal to
+// torchao's `dequantize`, bit for bit. Included after tiles.inl.
 //
 // Bytes: [rows][width], int8 or E4M3. Four bits: 64 codes in 32 bytes (byte i: element i low, element 32 + i high;
 // where width ends at a half, its bytes' high bits are 0). Scales: per row and group; a group is a multiple of 32.
 
-// Up to so many rows of x weights are unpacked once, by twos.
+// Most rows of x for a single unpacking of weights, by twos.
 constexpr int kPackedPairs = 8;
 
-// Rows of x and of weights that a call takes at a time: the scales of those weights are made fp32 for it.
+// Rows of x and of weights per call: the call converts the scales of its weights to fp32.
 constexpr int64_t kPackedRows = 12, kPackedColumns = 48;
 
-// Bytes of codes that are on their way from memory, at least, and at most for the first-level cache: rows of 4 KiB
+// Bytes of codes in flight from memory, at least, and at most for the first-level cache: rows of 4 KiB
 // would push each other out of its sets.
 constexpr int64_t kFetchAhead = 4 << 10, kFetchFirst = 8 << 10;
 
-// N rows of a tile from n on; what both kinds of codes share.
+// N rows of a tile from n on; common to both kinds of codes.
 template <class W, int N>
 struct PackedRows {
     const uint8_t* w;
@@ -31,7 +31,7 @@ struct PackedRows {
           zero(t.zero),
           scale(t.scale + n * t.groups) {}
     // The bytes of a step of N rows, to the first-level cache if `first`, else to the second; lines that two steps
-    // share are asked for twice.
+    // share are fetched twice.
     static MOE_LORA_INLINE const char* fetch(const char* ahead, int first) {
         constexpr int kBytes = N * W::D::kStep * W::kBits / 8;
         MOE_LORA_UNROLL
@@ -129,7 +129,7 @@ struct NibbleWeights {
             if constexpr (kSpan == 64) return D::look_up(row + (k - 32 * Step) / 2, 4 * Step, table[j]);
             return load_part(j, k, 0);
         }
-        // The end of a row of one group, whose bytes go on to the next 64 codes.
+        // The end of a row of one group, with bytes up to the next 64 codes.
         MOE_LORA_INLINE typename D::Raw load_part(int j, int64_t k, int) const {
             const uint8_t* const row = this->w + j * this->row_bytes;
             return D::look_up(row + k / 64 * 32 + k % 32, k % 64 < 32 ? 0 : 4, table[j]);
@@ -181,7 +181,7 @@ static void packed_columns(const PackedTile& t) {
     }
 }
 
-// A few rows of x: weights are unpacked in registers, once if the sums of all rows fit there too.
+// A few rows of x: weights are unpacked in registers, once if all sums fit there too.
 template <class W>
 static void packed_tile(const PackedTile& t) {
     if (t.rows > W::I::kMaxRows && t.rows <= kPackedPairs)

@@ -64,7 +64,7 @@ struct Avx512 {
         const Int positive = _mm512_max_epi32(_mm512_cvtps_epi32(value), _mm512_setzero_si512());
         _mm512_mask_cvtusepi32_storeu_epi8(to, mask(count), positive);
     }
-    // By way of fp16, whose exponent has four bits more than enough and is larger by 8.
+    // By way of fp16: its exponent has four spare bits and is larger by 8.
     static inline V load_fp8(const uint8_t* p) {
         const __m128i codes = _mm_loadu_si128((const __m128i*)p);
         const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
@@ -101,7 +101,7 @@ struct Avx512 {
         static inline Raw load_part(const float* p, int count) { return _mm512_maskz_loadu_ps(mask(count), p); }
         static inline void store(float* p, Raw raw) { _mm512_storeu_ps(p, raw); }
         static inline Raw pack(const V* v) { return v[0]; }
-        // Permutations look at the low bits of an index only, so the other nibble may stay where it is.
+        // Permutations read the low bits of an index only, so the other nibble may stay.
         using Table = V;
         static inline void fill(Table& table, const V* v) { table = v[0]; }
         static inline Raw look_up(const uint8_t* bytes, int shift, Table table) {

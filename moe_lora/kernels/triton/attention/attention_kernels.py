@@ -3,11 +3,9 @@
 
 Legend: T token rows, S sequences, N heads, M kv heads, G = N / M heads of a group, D head_dim, P parts.
 
-A program of `attend` holds a tile of query rows: consecutive rows of a sequence times the G heads of a kv
-head (GQA packing).  It walks over key blocks at multiples of BLOCK_N with a running maximum and sum (online
-softmax, fp32, base 2).  Invisible blocks leave a row's sums unchanged, bit for bit: a row depends on its own
-sequence alone.
-
+A program of `attend` holds consecutive rows of a sequence times the G heads of a kv head (GQA packing), and
+walks over key blocks at multiples of BLOCK_N (online softmax, fp32, base 2).  Invisible blocks leave a row's
+sums unchanged: a row depends on its own sequence alone.
 `pages` is the arena in the dtype of K and V, laid out by `operands.KvLayout`.
 Source: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding (parts), PagedAttention (arXiv 2309.06180).
 """

@@ -3,11 +3,10 @@
 
 Legend: T token rows, S sequences, N heads, M kv heads, D head_dim, P parts.
 
-Sequences of one row (decode) split their keys into parts of `PART_TOKENS` from the first visible key: enough
-programs for small batches, and a size independent of the batch.  Sequences of several rows (prompt chunks) go
-in tiles of `AttentionTiles.block_m` packed rows.  A step with both kinds is two launches, so a decoding
-sequence keeps its bits in any batch.  Grids come from host lengths (`operands.StepBounds`): no wait for the
-device.  Decode is bound by bytes: see docs/explanation/kernels.md.
+Sequences of one row (decode) split their keys into parts of `PART_TOKENS` from the first visible key;
+sequences of several rows go in tiles of `AttentionTiles.block_m` packed rows, in a separate launch, so a
+decoding sequence keeps its bits in any batch.  Grids come from host lengths (`operands.StepBounds`): no wait
+for the device.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 
 Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.
 
-Operands are swapped as in `wgmma_shrink`: wgmma's 64 rows are rows of a weight, its N the rows of a tile, 16
-to
-128.  All tiles add along H in the same steps of the same instruction: a row's bits don't depend on the batch.
-Loads go by pointer: x is gathered, and a tile's end is a number, not a descriptor.
+Operands are swapped as in `wgmma_shrink`.  All tiles add along H in the same steps of the same instruction: a
+row's bits don't depend on the batch.
 """
 
 from __future__ import annotations
@@ -163,8 +161,7 @@ def choose_and_order(
     `segment_kernels.sort_rows` if SORTS.
 
     An item per program: tokens, then experts of the order, then blocks of rows to sort, which wait for all
-    tokens.  Programs draw item numbers from a counter, so a waiting program has a number above all tokens':
-    no deadlock, as in `wgmma_site`.
+    tokens without deadlock, as in `wgmma_site`.
     counters: [2] int32, zeros: the next number, and the finished tokens.  first, num_held: ordered experts.
     to_sort: operands of the sort, of num_slots slots, experts of_model, and tiles of tile_rows rows.
     """

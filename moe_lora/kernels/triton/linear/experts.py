@@ -9,9 +9,8 @@ Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width
     gate           the activation alone
     weighted_sum   sum over k of weights[t, k] * y[t*K + k]
 
-Sums are in fp32, in an order that depends on H and dtype alone, without atomics; a gated `linear` rounds as
-`linear`, `triton_lora.lora_expand` and `gate` do.  So a row has the same bits in any batch, with or without
-deltas of further rows.  Launches never wait for the device: host numbers bound grids.
+Sums are in fp32, in an order that depends on H and dtype alone, without atomics: a row has the same bits in
+any batch, with or without deltas of further rows.  Launches never wait for the device.
 """
 
 from __future__ import annotations

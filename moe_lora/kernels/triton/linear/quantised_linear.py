@@ -4,14 +4,10 @@
 Legend: T tokens, K experts per token, E experts, R rows (T, or T*K), N output width, H input width, S
 separate sums over the inputs.
 
-One kernel for every weights-only format of `kernels.quantised`.  A tile of bytes becomes round(scale * q) in
-x's dtype (`weight_tile`), with the bits of `quantised.dequantise`, and multiplies on tensor cores.  H, format
-and dtype fix the order of fp32 sums; tests marked `gpu` check equal bits in any batch.  Experts' rows are
-sorted (`segments`); nothing waits for the device.
-
-Two 4-bit values of a byte are 32 inputs apart: lower and upper halves are separate tiles.  A step covers
-inputs of one group, with a vector of scales; group sizes off multiples of 32 (8 bits: 16) load a scale per
-value.  With few tiles the S parts are separate programs: same sums, same order.
+A tile of bytes becomes round(scale * q) in x's dtype (`weight_tile`), with the bits of
+`quantised.dequantise`.  H, format and dtype fix the order of fp32 sums.  Two 4-bit values of a byte are 32
+inputs apart: lower and upper halves are separate tiles.  With few tiles the S parts are separate programs:
+same sums, same order.
 """
 
 from __future__ import annotations

@@ -8,15 +8,13 @@ Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), H i
     lora_delta   out = delta                zero without an adapter
 
 Sums are in fp32, in an order that depends on widths, rank and dtype alone, without atomics: a row's delta has
-the same bits in any batch, in decode and in prefill.  Ranks 1..512 mix in one launch, without padding in
-memory.  In fp16 the h of `wgmma` overflows for x_row @ A.T above 65504; `vector` keeps h in fp32.
-Launches never wait for the device: the host keeps bounds of ranks (`SlotTable.ranks`).  For capture into a
-CUDA graph, set `max_lora_rank` to a bound over all replays.
+the same bits in any batch and phase.  Ranks 1..512 mix in one launch.  In fp16 the h of `wgmma` overflows for
+x_row @ A.T above 65504.  Launches never wait for the device; for capture into a CUDA graph, set
+`max_lora_rank` to a bound over all replays.
 
-algorithm, for "sgmv": `wgmma` (SGMV, tensor-core tiles, swapped operands) or `vector` (BGMV, a row per work
-item, sums by threads); `choose` picks by site shape, rank and dtype, never by batch or phase.  Classes of
-ranks with different algorithms are separate launches.  Baselines: "bgmv" (Punica: rows at the batch's maximum
-rank), "mbgmv" (S-LoRA: rows at true rank).
+algorithm, for "sgmv": `wgmma` (SGMV, tensor-core tiles) or `vector` (BGMV, sums by threads); `choose` picks
+by site shape, rank and dtype.  Baselines: "bgmv" (Punica: rows at the batch's maximum rank), "mbgmv" (S-LoRA:
+true rank).
 Source: Punica (arXiv 2310.18547), S-LoRA (arXiv 2311.03285), InfiniLoRA section 5.2.
 """
 

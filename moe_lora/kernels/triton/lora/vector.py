@@ -3,14 +3,9 @@
 
 Legend: R rows, H input width, C output columns, S separate sums over H, M modules of the site.
 
-A work item reads a few rank rows (shrink) or a column block (expand) of one matrix with 16-byte loads.  Small
-programs keep bytes in flight: 4 per SM, with four stages of an 8 x 512 two-byte tile.
-
-A tile's layout over threads decides the order of sums.  So addresses and strides of x and y are not
-specialized: the compiler might choose another layout.
-
-PADDED is Punica's BGMV for mixed ranks: rows at the batch's maximum rank.  Reads behind a matrix stay inside
-the arena and are discarded.
+A work item reads a few rank rows (shrink) or a column block (expand) of one matrix with 16-byte loads.  A
+tile's layout over threads decides the order of sums, so addresses and strides of x and y are not specialized.
+PADDED: rows at the batch's maximum rank; reads behind a matrix stay inside the arena and are discarded.
 Source: Punica (arXiv 2310.18547); S-LoRA (arXiv 2311.03285), MBGMV.
 """
 

@@ -4,16 +4,10 @@
 Legend: R rows, H input width, C output columns, S separate sums over H, M modules of the site.
 
 wgmma's 64 rows are rank rows (or output columns), its N the tile's tokens, 16 to 64: small tiles waste
-little.  Rows of x are gathered.  A persistent grid walks the tiles of `segments`.
-
-Weights come through buffers, STAGES - 1 steps ahead.  By pointer: 16-byte copies, masked past the true rank;
-odd rows element by element.  By TMA: a descriptor per matrix, made on the device from the slot table; fewer
-instructions per byte, but a write and a fence through L2 per matrix.
-
+little.  Weights come STAGES - 1 steps ahead, by pointer (16-byte copies; odd rows element by element), or by
+TMA, with a descriptor per matrix made on the device from the slot table.
 Loops are not warp-specialized: Triton would then overwrite a descriptor before its loads end.
-
-h is fp32, [S, M, R, width] by sorted position; expand adds its parts.  S fixes the order of sums: the same
-in decode and prefill.
+h is fp32, [S, M, R, width] by sorted position.  S fixes the order of sums: the same in decode and prefill.
 """
 
 from __future__ import annotations

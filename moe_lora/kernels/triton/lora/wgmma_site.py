@@ -3,13 +3,10 @@
 
 Legend: R rows, C output columns, S separate sums over H, M modules of the site.
 
-An expand item waits for all parts of its tile's h: a shrink item counts itself with release after its stores,
-an expand item reads the count with acquire.  Sums equal the two launches' in order.
-
-No deadlock: programs draw item numbers, shrink before expand, from a counter.  A waiting item has a number
-above all shrink items, which are done or running and wait for nothing.
-
-A fill zeroes the counters of a step's launches.
+A shrink item counts itself with release after its stores, an expand item reads the count with acquire.  Sums
+equal the two launches' in order.  No deadlock: programs draw item numbers, shrink before expand, from a
+counter, so a waiting item has a number above all shrink items, which wait for nothing.  A fill zeroes the
+counters of a step.
 Source: the look-back of single-pass scans (Merrill and Garland 2016).
 """
 

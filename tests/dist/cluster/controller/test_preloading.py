@@ -161,7 +161,7 @@ def test_only_the_pair_of_the_paper_is_allowed():
     with pytest.raises(ConfigError, match="routes by its own table, not by routing='shortest_pending_time'"):
         FrontEndConfig(placement="loraserve", routing="shortest_pending_time")
     pair = cluster_config(FrontEndConfig(placement="burst_tolerance", routing="shortest_pending_time"))
-    with pytest.raises(ConfigError, match="give --performance-model FILE"):
+    with pytest.raises(ConfigError, match=r"give --set front_end\.performance_model=FILE"):
         make_routes(pair)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_lora.core.shard import ModelShard
+from moe_lora.families import model_spec
 from moe_lora.kernels import ops, reference
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.configs import interpreted
@@ -16,14 +17,13 @@ from moe_lora.kernels.triton.lora import triton_lora as lora
 from moe_lora.kernels.triton.lora.problem import Deltas
 from moe_lora.kernels.triton.lora.segments import Zeros, build_segments, rows_to_sort
 from moe_lora.models.causal_lm import MoeMlp, glu
-from moe_lora.models.spec import model_spec
 from tests.kernels.kernel_cases import popularity, random
 from tests.kernels.triton.gpu_cases import GATE_UP, LAYER, TOLERANCE, make_batch
 
 KINDS = ["distinct", "uniform", "zipf", "identical"]
 # Experts, experts per token, hidden and inner size, activation, bias: the families' kinds of experts.
 MIXTRAL, QWEN3 = (8, 2, 64, 112, "silu", False), (16, 4, 128, 24, "silu", False)
-GPT_OSS, DBRX = (4, 3, 96, 45, "gpt_oss", True), (8, 4, 37, 80, "silu", False)
+GPT_OSS, DBRX = (4, 3, 96, 45, "swigluoai", True), (8, 4, 37, 80, "silu", False)
 FAMILIES = {"mixtral": MIXTRAL, "qwen3_moe": QWEN3, "gpt_oss": GPT_OSS, "dbrx": DBRX}
 SILU, CLAMPED = experts.Gate(False, 0.0), experts.Gate(True, 0.7)
 
@@ -41,7 +41,7 @@ class Layer:
     def __init__(self, family, dtype, kind, tokens, device, seed=3):
         self.num_experts, top_k, hidden, inner, self.activation, biased = FAMILIES[family]
         g = torch.Generator().manual_seed(seed)
-        self.gate = CLAMPED if self.activation == "gpt_oss" else SILU
+        self.gate = CLAMPED if self.activation == "swigluoai" else SILU
 
         def made(*shape, scale=1.0):
             return (random(g, *shape) * scale).to(dtype).to(device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny seeded checkpoints and PEFT adapters of the five model families, made with transformers and peft.
+"""Tiny seeded checkpoints and PEFT adapters of the model families, made with transformers and peft.
 
 Weights are drawn wide enough that logits and gate choices are well apart, unlike a fresh
 initialisation. Everything is reproducible from (family, seed).
@@ -15,18 +15,22 @@ from typing import Any
 import torch
 
 from moe_lora.core.hf_config import read_config
-from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
+from moe_lora.families import shape_of
 
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
+"""Families that cover all pieces of the layers."""
+ALL_FAMILIES = (*FAMILIES, "qwen3")
 MOE_FAMILIES = FAMILIES[1:]
 PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
 ALL_TARGETS = ("qkv", "o", "gate_up", "down")
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 96, 2, 4
 
 _ATTENTION = {"qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",)}
+_DENSE = {**_ATTENTION, "gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
-    "llama": {**_ATTENTION, "gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)},
+    "llama": _DENSE,
+    "qwen3": _DENSE,
     "mixtral": _ATTENTION,
     "qwen3_moe": _ATTENTION,
     "gpt_oss": _ATTENTION,
@@ -35,6 +39,7 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
 _FUSED = {"gate_up": ("experts.gate_up_proj",), "down": ("experts.down_proj",)}
 _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     "llama": {},
+    "qwen3": {},
     "mixtral": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen3_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "gpt_oss": {**_FUSED, "router": ("mlp.router.weight",)},
@@ -80,6 +85,8 @@ def tiny_config(family: str, **changes: Any) -> Any:
     moe = {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
     if family == "llama":
         return transformers.LlamaConfig(**{**common, **changes})
+    if family == "qwen3":
+        return transformers.Qwen3Config(**{**common, **changes})
     if family == "mixtral":
         return transformers.MixtralConfig(**{**common, **moe, **changes})
     if family == "qwen3_moe":
@@ -91,7 +98,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
         )
     if family == "dbrx":
         return transformers.DbrxConfig(**{**_dbrx_fields(), **changes})
-    raise ValueError(f"family={family!r} is unknown; choose one of {', '.join(FAMILIES)}")
+    raise ValueError(f"family={family!r} is unknown; choose one of {', '.join(ALL_FAMILIES)}")
 
 
 def _dbrx_fields() -> dict[str, Any]:
@@ -111,7 +118,7 @@ def _dbrx_fields() -> dict[str, Any]:
 
 def shard_of(model_dir: Path | str, **numbers: int) -> ModelShard:
     """What a rank holds of a checkpoint's model.  numbers: fields of `ModelShard`."""
-    return ModelShard(ModelShape.from_hf_config(read_config(Path(model_dir))), **numbers)
+    return ModelShard(shape_of(read_config(Path(model_dir))), **numbers)
 
 
 def make_checkpoint(

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.shape import ModelShape
+from moe_lora.families import shape_of
 
 MIXTRAL = {
     "model_type": "mixtral",
@@ -62,7 +62,7 @@ del GPT_OSS["num_experts_per_tok"]
 
 def test_entries_of_all_sites_fill_the_offset_table_without_overlap():
     for config in (MIXTRAL, DBRX, QWEN, SCALED_MOE, GPT_OSS):
-        shape = ModelShape.from_hf_config(config)
+        shape = shape_of(config)
         rows = [
             site.entry(module, expert)
             for site in shape.sites
@@ -73,7 +73,7 @@ def test_entries_of_all_sites_fill_the_offset_table_without_overlap():
 
 
 def test_sites_of_a_mixtral_layer():
-    shape = ModelShape.from_hf_config(MIXTRAL)
+    shape = shape_of(MIXTRAL)
     assert [site.name for site in shape.sites] == ["qkv", "o", "router", "gate_up", "down"]
     qkv, gate_up = shape.site("qkv"), shape.site("gate_up")
     assert qkv.columns == (0, 4096, 5120)
@@ -85,7 +85,7 @@ def test_sites_of_a_mixtral_layer():
 
 
 def test_dbrx_has_one_fused_qkv_module():
-    shape = ModelShape.from_hf_config(DBRX)
+    shape = shape_of(DBRX)
     assert shape.site("qkv").modules == ("qkv",)
     assert shape.site("qkv").out_features == (48 * 128 + 2 * 8 * 128,)
     assert (shape.num_experts, shape.num_experts_per_token, shape.head_dim) == (16, 4, 128)
@@ -94,18 +94,18 @@ def test_dbrx_has_one_fused_qkv_module():
 def test_old_and_new_key_spellings_give_the_same_shape():
     renamed = {("dtype" if k == "torch_dtype" else k): v for k, v in MIXTRAL.items()}
     renamed["num_experts"] = renamed.pop("num_local_experts")
-    assert ModelShape.from_hf_config(renamed) == ModelShape.from_hf_config(MIXTRAL)
-    assert ModelShape.from_hf_config({**MIXTRAL, "head_dim": None}).head_dim == 128
+    assert shape_of(renamed) == shape_of(MIXTRAL)
+    assert shape_of({**MIXTRAL, "head_dim": None}).head_dim == 128
 
 
 def test_kv_and_adapter_bytes_by_hand():
-    shape = ModelShape.from_hf_config(QWEN)
+    shape = shape_of(QWEN)
     assert shape.kv_bytes_per_token() == 2 * 48 * 4 * 128 * 2
     per_expert = 2 * (2048 + 768) * 32 * 2 + (768 + 2048) * 32 * 2
     assert shape.adapter_bytes(32, targets=("gate_up", "down")) == 48 * 128 * per_expert
     shared = per_expert - 2048 * 32 * 2
     assert shape.adapter_bytes(32, ("gate_up", "down"), shared_gate_up_a=True) == 48 * 128 * shared
-    odd = ModelShape.from_hf_config({**MIXTRAL, "torch_dtype": "float32"})
+    odd = shape_of({**MIXTRAL, "torch_dtype": "float32"})
     assert odd.adapter_bytes(1, targets=("router",)) == 32 * (4096 * 4 + 64)
 
 
@@ -126,19 +126,19 @@ def test_kv_and_adapter_bytes_by_hand():
 )
 def test_unsupported_config_is_refused_by_name(changes, named):
     with pytest.raises(ValueError) as caught:
-        ModelShape.from_hf_config({**MIXTRAL, **changes})
+        shape_of({**MIXTRAL, **changes})
     assert named in str(caught.value)
 
 
 def test_partly_dense_qwen_is_refused():
     with pytest.raises(ConfigError, match="mlp_only_layers"):
-        ModelShape.from_hf_config({**QWEN, "mlp_only_layers": [0]})
+        shape_of({**QWEN, "mlp_only_layers": [0]})
 
 
 def test_shape_needs_no_torch():
     code = (
-        "import json, sys; from moe_lora.core.shape import ModelShape; "
-        f"ModelShape.from_hf_config(json.loads({json.dumps(MIXTRAL)!r})).sites; "
+        "import json, sys; from moe_lora.families import shape_of; "
+        f"shape_of(json.loads({json.dumps(MIXTRAL)!r})).sites; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model families: a file each, data alone; here the table of their names in config.json.
+
+docs/guides/families.md tells how to add a family.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from moe_lora.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_lora.core.shape import ModelShape
+
+    from .schema.family import Family, ModelSpec
+
+_NAMES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "mixtral": ("mixtral", "MixtralForCausalLM"),
+    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
+    "dbrx": ("dbrx", "DbrxForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+}
+"""Module of a family -> its values of model_type, and of architectures."""
+FAMILIES = tuple(_NAMES)
+
+
+def family_named(name: str) -> Family:
+    """The family of that module.  Raises ConfigError for an unknown name."""
+    if name not in _NAMES:
+        raise ConfigError(f"family={name!r} is {_unsupported()}")
+    family: Family = importlib.import_module(f"{__name__}.{name}").FAMILY
+    return family
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json: by model_type, or without a model_type by architectures.
+
+    Raises ConfigError for an unknown family.
+    """
+    return family_named(_name_in(config))
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Sizes of the model of a config.json.  A config without a dtype counts as bfloat16.
+
+    Raises ConfigError, with the key, for an unsupported family or option, or a missing or impossible value.
+    """
+    name = _name_in(config)
+    return family_named(name).shape(name, config)
+
+
+def model_spec(config: Mapping[str, Any]) -> ModelSpec:
+    """Layers of the model of a config.json.  Raises ConfigError as `shape_of`."""
+    return family_of(config).spec(shape_of(config), config)
+
+
+def cut_to(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The config.json of the same model with its first layers only.  Raises ConfigError if it has fewer."""
+    return family_of(config).cut(config, num_layers)
+
+
+def _name_in(config: Mapping[str, Any]) -> str:
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config.json must be a JSON object, found {type(config).__name__}")
+    key = "architectures" if config.get("model_type") is None else "model_type"
+    given = config.get(key)
+    for value in given if key == "architectures" and isinstance(given, list) else [given]:
+        found = next((name for name, known in _NAMES.items() if value in known), None)
+        if found is not None:
+            return found
+    if given is None:
+        raise ConfigError(f"config.json has no model_type: its family is {_unsupported('unknown')}")
+    raise ConfigError(f"config.json has {key}={given!r}, which is {_unsupported()}")
+
+
+def _unsupported(word: str = "not supported") -> str:
+    return f"{word}; supported are {', '.join(_NAMES)}; docs/guides/families.md tells how to add a family"

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llama: dense layers, with the rotary scalings of Llama 3.1 and YaRN."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .schema.config_json import ConfigJson
+from .schema.family import Family, linear_mlp
+
+
+def _layers(config: ConfigJson) -> Mapping[str, Any]:
+    return {"attention_bias": config.flag("attention_bias"), "mlp_bias": config.flag("mlp_bias")}
+
+
+MLP = linear_mlp("mlp")
+FAMILY = Family(title="Llama", layers=_layers, mlp=(MLP,), adapted=MLP)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3-MoE: many small experts, RMS norm on each head of q and k."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .schema.config_json import ConfigJson
+from .schema.family import (
+    EXPERT_SIZES,
+    QK_NORMS,
+    SIZES,
+    TENSORS,
+    Family,
+    Place,
+    fused_experts,
+    linear_mlp,
+)
+
+GATE = Place(path="mlp.gate", site="router", optional_linear=True)
+FUSED, LINEAR = fused_experts("mlp.experts"), linear_mlp("mlp.experts.{}")
+
+
+def _layers(config: ConfigJson) -> Mapping[str, Any]:
+    return {
+        "qk_norm": True,
+        "attention_bias": config.flag("attention_bias"),
+        "gate_norm": 1.0 if config.flag("norm_topk_prob") else None,
+    }
+
+
+def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
+    is_used = config.flag("use_sliding_window")
+    return (config.size("sliding_window", default=0, least=0) if is_used else 0,) * num_layers
+
+
+FAMILY = Family(
+    title="Qwen3-MoE",
+    # intermediate_size is that of dense layers, which are not supported.
+    sizes={**SIZES, **EXPERT_SIZES, "intermediate_size": ("moe_intermediate_size",)},
+    supported={"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
+    layers=_layers,
+    windows=_windows,
+    tensors={**TENSORS, **QK_NORMS},
+    mlp=((GATE, *FUSED), (GATE, *LINEAR)),
+    adapted=(GATE, *FUSED, *LINEAR),
+)

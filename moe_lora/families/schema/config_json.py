@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of a config.json by key, each checked for its type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_lora.core.errors import ConfigError
+
+_MISSING: Any = object()
+LARGEST = 1e30
+"""Limit of numbers, so that no formula overflows."""
+
+
+class ConfigJson:
+    """A config.json.  A dot in a key reads a section, and null counts as absent.
+
+    Several keys are spellings of one option: the first that is present counts.  Each method raises
+    ConfigError, with the key, for a missing value without a default, and for another type.
+    """
+
+    def __init__(self, content: Mapping[str, Any], section: str = "") -> None:
+        self._content, self._prefix = content, f"{section}." if section else ""
+
+    def get(self, *keys: str, default: Any = _MISSING) -> Any:
+        """The value, of any type."""
+        for key in keys:
+            value: Any = self._content
+            for depth, part in enumerate(key.split(".")):
+                if not isinstance(value, Mapping):
+                    section = ".".join(key.split(".")[:depth])
+                    raise self.refusal(section, value, "must be an object")
+                if (value := value.get(part)) is None:
+                    break
+            if value is not None:
+                return value
+        if default is _MISSING:
+            names = " or ".join(self._prefix + key for key in keys)
+            raise ConfigError(f"config.json has no {names}, which its family needs")
+        return default
+
+    def states(self, key: str) -> bool:
+        """True if the key is present, null included."""
+        section, _, last = key.rpartition(".")
+        found = self.get(section, default={}) if section else self._content
+        return isinstance(found, Mapping) and last in found
+
+    def size(self, *keys: str, default: Any = _MISSING, least: int = 1) -> int:
+        """An integer of `least` or more."""
+        value = self.get(*keys, default=default)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < LARGEST:
+            raise self.refusal(keys[0], value, f"must be an integer of {least} or more")
+        return value
+
+    def number(self, *keys: str, default: Any = _MISSING, above: float = 0.0) -> float:
+        """A number above a limit and below LARGEST; the default is not checked."""
+        value = self.get(*keys, default=None)
+        if value is None and default is not _MISSING:
+            return float(default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not above < value < LARGEST:
+            raise self.refusal(keys[0], value, f"must be a number above {above:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.get(key, default=default)
+        if not isinstance(value, bool):
+            raise self.refusal(key, value, "must be true or false")
+        return value
+
+    def section(self, *keys: str) -> ConfigJson:
+        """A section as a config of its own; without the section, an empty one."""
+        value = self.get(*keys, default={})
+        if not isinstance(value, Mapping):
+            raise self.refusal(keys[0], value, "must be an object")
+        return ConfigJson(value, keys[0])
+
+    def require(self, allowed: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raises ConfigError for an option outside its allowed values."""
+        for key, values in allowed.items():
+            given = self.get(key, default=None)
+            if given is not None and given not in values:
+                choices = " or ".join(repr(value) for value in values)
+                raise self.refusal(key, given, f"is not supported; supported is {choices}")
+
+    def refusal(self, key: str, value: Any, why: str) -> ConfigError:
+        """An error about the value of a key."""
+        return ConfigError(f"config.json has {self._prefix}{key}={value!r}, which {why}")
+
+    def __bool__(self) -> bool:
+        return bool(self._content)
+
+    def values(self) -> list[Any]:
+        """Values of all keys."""
+        return list(self._content.values())

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model family as data: sizes, layers, and the names of weights and of LoRA pairs in files.
+
+Legend: E experts, F inner size of an expert or a dense MLP, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.shape import ModelShape
+
+from .config_json import ConfigJson
+from .rope import RopeSpec, rope_spec
+
+Form = Literal["matrix", "fused", "rows", "mxfp4"]
+MAX_LAYERS = 10_000
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One model's architecture; sizes are in `shape`.
+
+    clip_qkv: q, k and v are clamped to +- this value, None = not.  window: attention window per layer in
+    tokens, 0 = full.  gate: "softmax_topk" takes the top k of the softmax over all experts, "topk_softmax"
+    the softmax over the top k logits.  gate_norm: p of the p-norm that divides the chosen weights, None = not
+    normalised.  activation: "silu" is silu(gate) * up, "swigluoai" its clamped form.
+    """
+
+    shape: ModelShape
+    rope: RopeSpec
+    norm_eps: float
+    window: tuple[int, ...]
+    norm: Literal["rms", "layer"] = "rms"
+    qk_norm: bool = False
+    attention_bias: bool = False
+    sinks: bool = False
+    clip_qkv: float | None = None
+    gate: Literal["softmax_topk", "topk_softmax"] = "softmax_topk"
+    gate_norm: float | None = 1.0
+    gate_bias: bool = False
+    mlp_bias: bool = False
+    activation: Literal["silu", "swigluoai"] = "silu"
+    activation_limit: float = 7.0
+    tie_word_embeddings: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A weight of a layer in a checkpoint, or a LoRA pair in an adapter.
+
+    path: the module below the layer; {} stands for an expert's number.  parameter: name below the module.
+    modules: numbers of the site's modules.  expert: None if dense or all at once.
+    form: "matrix", one linear layer [out, in].  "fused", a 3-D parameter of all experts [E, out, in].
+    "rows", a 2-D parameter [E * F, H], down transposed.  "mxfp4", blocks and scales of a fused parameter.
+    interleaved: gate and up alternate in the outputs.  transposed: a fused parameter [E, in, out].
+    optional_linear: a linear layer in older transformers only.  is_split: True in Unsloth's module of linear
+    experts alone, False in the module without them alone; None in both.
+    """
+
+    path: str
+    site: str
+    modules: tuple[int, ...] = (0,)
+    parameter: str = "weight"
+    form: Form = "matrix"
+    expert: int | None = None
+    interleaved: bool = False
+    transposed: bool = False
+    optional_linear: bool = False
+    is_split: bool | None = None
+
+    @property
+    def key(self) -> str:
+        """Name of the weight's tensor below the layer."""
+        return f"{self.path}.{self.parameter}{'_blocks' if self.form == 'mxfp4' else ''}"
+
+    @property
+    def bias_key(self) -> str:
+        """Name of the bias' tensor below the layer."""
+        return f"{self.path}.bias" if self.form == "matrix" else f"{self.path}.{self.parameter}_bias"
+
+    def of(self, expert: int) -> Place:
+        """The place of one expert."""
+        return replace(self, path=self.path.format(expert), expert=expert)
+
+
+def of_all_experts(places: Iterable[Place], num_experts: int) -> Iterator[Place]:
+    """The places with a number for each {}: all places of an expert, then those of the next."""
+    places = tuple(places)
+    yield from (place for place in places if "{}" not in place.path)
+    numbered = [place for place in places if "{}" in place.path]
+    yield from (place.of(expert) for expert in range(num_experts) for place in numbered)
+
+
+SIZES: Mapping[str, tuple[str, ...]] = {
+    "num_layers": ("num_hidden_layers",),
+    "hidden_size": ("hidden_size",),
+    "intermediate_size": ("intermediate_size",),
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "vocab_size": ("vocab_size",),
+    "max_position": ("max_position_embeddings",),
+}
+"""Fields of `ModelShape` and their keys in config.json, by most families' names."""
+EXPERT_SIZES: Mapping[str, tuple[str, ...]] = {
+    "num_experts": ("num_local_experts", "num_experts"),
+    "num_experts_per_token": ("num_experts_per_tok", "experts_per_token"),
+}
+TENSORS: Mapping[str, str] = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "mlp_norm.weight": "post_attention_layernorm.weight",
+}
+"""Our parameters without a LoRA site and their tensors below a layer, by most families' names."""
+QK_NORMS: Mapping[str, str] = {
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+}
+ATTENTION = (
+    *(Place(path=f"self_attn.{name}_proj", site="qkv", modules=(i,)) for i, name in enumerate("qkv")),
+    Place(path="self_attn.o_proj", site="o"),
+)
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def linear_mlp(path: str, leaves: tuple[str, str, str] = PROJECTIONS) -> tuple[Place, ...]:
+    """Gate, up and down as linear layers.  path: with {} a module of each expert, else the dense MLP."""
+    modules = (("gate_up", (0,)), ("gate_up", (1,)), ("down", (0,)))
+    return tuple(
+        Place(path=f"{path}.{leaf}", site=site, modules=numbers, optional_linear="{}" in path)
+        for leaf, (site, numbers) in zip(leaves, modules, strict=True)
+    )
+
+
+def fused_experts(path: str, **fields: Any) -> tuple[Place, ...]:
+    """gate_up_proj and down_proj of all experts, each one 3-D parameter.  fields: of both `Place`s."""
+    fields = {"path": path, "form": "fused", **fields}
+    return (
+        Place(site="gate_up", modules=(0, 1), parameter="gate_up_proj", **fields),
+        Place(site="down", parameter="down_proj", **{**fields, "interleaved": False}),
+    )
+
+
+def _full(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
+    return (0,) * num_layers
+
+
+def _same(config: ConfigJson) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model family.
+
+    title: name in docs.  sizes: fields of `ModelShape` and their keys; without num_experts, a dense family.
+    supported: values of options that other values refuse.  layers: fields of `ModelSpec` that differ from
+    its defaults.  windows: attention window of each layer.  theta, theta_keys, rope: of a config without
+    rope_parameters.  norm_eps: of a config without rms_norm_eps.
+
+    stack: prefix of the layers, in checkpoints and adapters.  tensors: our parameters without a site.
+    attention: places of both checkpoints and adapters.  mlp: the forms in which checkpoints have the rest of
+    the sites; the last form counts if a checkpoint has no tensor of any.  adapted: the places of LoRA pairs
+    beside attention; places of one path are in the order of their definition, by which PEFT nests them.
+    older_path: start of the adapted paths, and the start in older files.  own_format: quant_method of
+    checkpoints whose tensors `mlp` names.  experts_stay: quantisers of linear layers leave the experts.
+    """
+
+    title: str
+    sizes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SIZES)
+    fused_qkv: bool = False
+    supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    layers: Callable[[ConfigJson], Mapping[str, Any]] = _same
+    windows: Callable[[ConfigJson, int], tuple[int, ...]] = _full
+    theta: float = 1e4
+    theta_keys: tuple[str, ...] = ("rope_theta",)
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    norm_eps: float = 1e-6
+
+    embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    stack: str = "model.layers"
+    tensors: Mapping[str, str] = field(default_factory=lambda: TENSORS)
+    attention: tuple[Place, ...] = ATTENTION
+    mlp: tuple[tuple[Place, ...], ...]
+    adapted: tuple[Place, ...]
+    older_path: tuple[str, str] | None = None
+    own_format: str | None = None
+    experts_stay: bool = False
+
+    def shape(self, name: str, config: Mapping[str, Any]) -> ModelShape:
+        """Sizes of the model.  name: of the family."""
+        found = ConfigJson(config)
+        found.require({"hidden_act": ("silu", "swish"), **self.supported})
+        hidden = found.size(*self.sizes["hidden_size"])
+        heads = found.size(*self.sizes["num_heads"])
+        defaults = {"num_kv_heads": heads, "head_dim": hidden // heads}
+        sizes = {
+            size: found.size(*keys, default=defaults[size]) if size in defaults else found.size(*keys)
+            for size, keys in self.sizes.items()
+        }
+        if sizes["num_layers"] > MAX_LAYERS:
+            raise found.refusal(
+                self.sizes["num_layers"][0], sizes["num_layers"], f"must be at most {MAX_LAYERS}"
+            )
+        windows = self.windows(found, sizes["num_layers"])
+        return ModelShape(
+            **({"num_experts": 0, "num_experts_per_token": 0} | sizes),
+            family=name,
+            fused_qkv=self.fused_qkv,
+            num_windowed_layers=sum(window > 0 for window in windows),
+            dtype_bytes=_dtype_bytes(found),
+        )
+
+    def spec(self, shape: ModelShape, config: Mapping[str, Any]) -> ModelSpec:
+        """Layers of the model, of these sizes."""
+        found = ConfigJson(config)
+        fields = {
+            "norm_eps": found.number("rms_norm_eps", default=self.norm_eps),
+            "window": self.windows(found, shape.num_layers),
+            "tie_word_embeddings": found.flag("tie_word_embeddings"),
+            **self.layers(found),
+        }
+        rope = rope_spec(found, shape.head_dim, self.theta_keys, self.theta, self.rope)
+        return ModelSpec(shape=shape, rope=rope, **fields)
+
+    def cut(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+        """The config.json with the first layers only.  Raises ConfigError if the model has fewer."""
+        keys = self.sizes["num_layers"]
+        known = ConfigJson(config).size(*keys)
+        if num_layers > known:
+            raise ConfigError(
+                f"num_layers={num_layers} is more than the model's {known}; lower it or leave it out"
+            )
+        cut = {**config, next(key for key in keys if config.get(key) is not None): num_layers}
+        if isinstance(kinds := config.get("layer_types"), list):
+            cut["layer_types"] = kinds[:num_layers]
+        return cut
+
+
+def windows_by_type(config: ConfigJson, window: int, kinds: list[str]) -> tuple[int, ...]:
+    """A window for sliding layers.  kinds: of a config without layer_types."""
+    pattern = ("sliding_attention", "full_attention")
+    given = config.get("layer_types", default=kinds)
+    if not isinstance(given, list) or len(given) != len(kinds) or not all(kind in pattern for kind in given):
+        raise ConfigError(
+            f"config.json has layer_types={given!r}; needed are {len(kinds)} of {' or '.join(pattern)}"
+        )
+    return tuple(window if kind == pattern[0] else 0 for kind in given)
+
+
+def _dtype_bytes(config: ConfigJson) -> int:
+    name = str(config.get("dtype", "torch_dtype", default="bfloat16")).removeprefix("torch.")
+    if name not in _DTYPE_BYTES:
+        raise ConfigError(f"dtype={name!r} is not supported; use one of {', '.join(_DTYPE_BYTES)}")
+    return _DTYPE_BYTES[name]

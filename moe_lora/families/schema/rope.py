@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embedding parameters from a config.json, in the old and the new spelling.
+
+Legend: d head_dim, i index of a frequency in [0, d / 2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_lora.core.errors import ConfigError
+
+from .config_json import ConfigJson
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Rotary embedding: inverse frequencies [head_dim / 2] and the factor on cos and sin (YaRN)."""
+
+    inverse_frequencies: tuple[float, ...]
+    attention_factor: float = 1.0
+
+
+def rope_spec(
+    config: ConfigJson, head_dim: int, theta_keys: tuple[str, ...], theta: float, default: Mapping[str, Any]
+) -> RopeSpec:
+    """Read `rope_parameters` (transformers 5) or a base and `rope_scaling` (4).
+
+    theta_keys: keys of the base outside the section.  theta, default: base and section of a config without.
+    Raises ConfigError for an unsupported scaling type or option, or a missing or impossible parameter.
+    """
+    if head_dim % 2:
+        raise ConfigError(f"head_dim={head_dim} must be even: rotary embedding turns pairs")
+    section = config.section("rope_parameters", "rope_scaling") or ConfigJson(default, "rope_parameters")
+    if any(isinstance(value, Mapping) for value in section.values()):
+        raise ConfigError("config.json has rope_parameters per kind of layer, which is not supported")
+    for one in (section, config):
+        one.require({"partial_rotary_factor": (1.0,)})
+    theta = section.number(
+        "rope_theta", default=config.number(*theta_keys, default=theta, above=1.0), above=1.0
+    )
+    kind = section.get("rope_type", "type", default="default")
+    plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    if kind == "default":
+        return RopeSpec(inverse_frequencies=tuple(plain))
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ConfigError(
+            f"rope_type={kind!r} is not supported; supported are default, linear, llama3 and yarn"
+        )
+    factor = section.number("factor")
+    if kind == "linear":
+        return RopeSpec(inverse_frequencies=tuple(f / factor for f in plain))
+    if kind == "llama3":
+        return RopeSpec(inverse_frequencies=tuple(_llama3(f, section, factor) for f in plain))
+    ramp = _yarn_ramp(section, head_dim, theta)
+    return RopeSpec(
+        inverse_frequencies=tuple(f * (1 - r) + f / factor * r for f, r in zip(plain, ramp, strict=True)),
+        attention_factor=_yarn_attention_factor(section, factor),
+    )
+
+
+def _llama3(frequency: float, section: ConfigJson, factor: float) -> float:
+    """Wavelengths below the original context stay, long ones are stretched by factor, with a ramp between.
+
+    Source: Llama 3.1 model card and reference configuration.
+    """
+    low = section.number("low_freq_factor")
+    high = section.number("high_freq_factor", above=low)
+    rotations = section.number("original_max_position_embeddings") * frequency / (2 * math.pi)
+    kept = min(1.0, max(0.0, (rotations - low) / (high - low)))
+    return frequency * kept + frequency / factor * (1 - kept)
+
+
+def _yarn_ramp(section: ConfigJson, head_dim: int, theta: float) -> list[float]:
+    """Share of interpolation per frequency: 0 for fast rotation within the original context, up to 1.
+
+    Source: YaRN (arXiv 2309.00071), section 3.2, "NTK-by-parts".
+    """
+    context = section.number("original_max_position_embeddings")
+
+    def index_of(rotations: float) -> float:
+        """The i whose frequency makes this many rotations over the original context."""
+        return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = index_of(section.number("beta_fast", default=32.0))
+    last = index_of(section.number("beta_slow", default=1.0))
+    if section.flag("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    width = (last - first) or 0.001
+    return [min(1.0, max(0.0, (i - first) / width)) for i in range(head_dim // 2)]
+
+
+def _yarn_attention_factor(section: ConfigJson, factor: float) -> float:
+    """Factor on cos and sin that keeps the attention's temperature.  Source: YaRN, equation 15."""
+    if given := section.number("attention_factor", default=0.0):
+        return given
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    weight, all_dim = section.get("mscale", default=0), section.get("mscale_all_dim", default=0)
+    if weight and all_dim:
+        return mscale(section.number("mscale")) / mscale(section.number("mscale_all_dim"))
+    return mscale(1.0)
