@@ -58,14 +58,6 @@ class _Request:
     num_prompt: int
     left: int
 
-    def take(self, output: TokenOutput) -> TokenOutput:
-        """The output as its peer knows it."""
-        self.left -= self.num_prompt + len(output.token_ids)
-        self.num_prompt = 0
-        if output.request_id == self.request_id:
-            return output
-        return msgspec.structs.replace(output, request_id=self.request_id)
-
 
 class ConnectionMux:
     """Hands commands of all peers to an engine loop, and its events back to the peer that asked.
@@ -187,7 +179,11 @@ class ConnectionMux:
             name = output.request_id
             asked = self._requests[name]
             if self._names.get((asked.peer, asked.request_id)) == name:
-                found.setdefault(asked.peer, []).append(asked.take(output))
+                asked.left -= asked.num_prompt + len(output.token_ids)
+                asked.num_prompt = 0
+                if asked.request_id != name:
+                    output = msgspec.structs.replace(output, request_id=asked.request_id)
+                found.setdefault(asked.peer, []).append(output)
             if output.finish_reason is not None:
                 self._ended(name)
         return found

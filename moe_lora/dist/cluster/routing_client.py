@@ -150,7 +150,9 @@ class FleetClient:
             self._cancel(resumable)
             raise
         finally:
-            self._remove(resumable)
+            del self._running[request.request_id]
+            for listener in self._listeners:
+                listener.stop(request.request_id, len(resumable.delivered))
             if resumable.move is not None or resumable.next is not None:
                 await self._end_move(resumable)
 
@@ -188,11 +190,6 @@ class FleetClient:
         if not resumable.delivered:
             for listener in self._listeners:
                 listener.cancel(resumable.request.request_id)
-
-    def _remove(self, resumable: ResumableRequest) -> None:
-        del self._running[resumable.request.request_id]
-        for listener in self._listeners:
-            listener.stop(resumable.request.request_id, len(resumable.delivered))
 
     async def _admit(self, resumable: ResumableRequest) -> tuple[Instance | None, Trial | None]:
         """Return the next instance, after a suspect's wait (see `Suspects.admit`).

@@ -88,20 +88,18 @@ class InstanceLoad:
             return
         self.num_running -= 1
         self.num_changes += 1
-        _reduce(self.running, adapter, 1)
+        self.running[adapter] -= 1
+        if not self.running[adapter]:
+            del self.running[adapter]
 
     def _leave(self, adapter: str | None, prompt_tokens: int) -> None:
         self.num_waiting -= 1
         self.waiting_tokens -= prompt_tokens
         self.num_changes += 1
-        _reduce(self.waiting, adapter, 1)
-        _reduce(self.waiting_prompts, adapter, prompt_tokens)
-
-
-def _reduce(counts: Counter[str | None], key: str | None, number: int) -> None:
-    counts[key] -= number
-    if not counts[key]:
-        del counts[key]
+        for counts, number in ((self.waiting, 1), (self.waiting_prompts, prompt_tokens)):
+            counts[adapter] -= number
+            if not counts[adapter]:
+                del counts[adapter]
 
 
 class InstanceView(Protocol):

@@ -279,8 +279,8 @@ def prepared(
     info, most = bounds.info, bounds.limits.max_request_tokens
     for token_ids in prompts:
         _check_prompt(token_ids, sampling, info)
-    if sampling.stop_token_ids:
-        _check_vocabulary("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+    if any(not 0 <= one < info.vocab_size for one in sampling.stop_token_ids):
+        raise _unknown_token("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
     sampling = for_engine(sampling, max(map(len, prompts)), body.default_max_tokens, tokenizer, info)
     answer_tokens = [
         min(info.max_model_len - len(one), _UNBOUNDED_ANSWER_TOKENS)
@@ -348,10 +348,10 @@ def _check_prompt(token_ids: Sequence[int], sampling: SamplingParams, info: Mode
         if num_tokens + asked > limit:
             what = f"{length} However, the prompt has {num_tokens} tokens, and {name}={asked}"
             raise ContextLengthError(400, f"{what}; shorten the prompt or lower {name}", name)
-    _check_vocabulary("prompt", token_ids, info.vocab_size)
+    if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
+        raise _unknown_token("prompt", token_ids, info.vocab_size)
 
 
-def _check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    if not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise bad_request(f"{name}: token id {wrong} is not in the vocabulary (0 to {vocab_size - 1})", name)
+def _unknown_token(name: str, token_ids: Sequence[int], vocab_size: int) -> ApiError:
+    wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+    return bad_request(f"{name}: token id {wrong} is not in the vocabulary (0 to {vocab_size - 1})", name)
