@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from moe_lora.cache.orders import Namespace
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.core.errors import CapacityError
+from moe_lora.core.errors import CapacityError, ConfigError
 from moe_lora.policies.admission.host_start import ColdAdapter, HostLoads, HostStart
 from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.routing.routing import InstanceLoad
@@ -26,8 +27,9 @@ from moe_lora.workload.statistics import mean, percentile
 from .adapters import CachedAdapters
 from .copy_links import CopyLinks
 from .events import EventQueue
+from .lora_server import SimLeases, SimLoraServer
 from .merged_weights import LoraWork, SimMergedWeights, SimMerging
-from .requests import PARTS, CachedRequest
+from .requests import PARTS, CachedRequest, LayerTime, step_rows
 
 STUCK_S = 60.0
 """Wait without any obstacle after which a request never finds room."""
@@ -44,6 +46,8 @@ class CachedConfig:
     and device, each way.  merging: None: unmerged steps.  tick_s: period of the cache's prefetch decisions.
     upper, lower: its thresholds (`UnifiedCache`).  host: host workers for prompts of loading adapters, with
     their batch and time; None: no workers.  lora_ranks: of adapters; 1 by default.
+    max_kv_pages, max_adapters: as `UnifiedCache`.  max_waiting: abort at more waiting requests.
+    layers: time of one of num_layers equal layers; None: steps follow `time`.
     """
 
     time: TransformerTime
@@ -61,6 +65,15 @@ class CachedConfig:
     lower: float = 0.70
     host: HostStart | None = None
     lora_ranks: Mapping[str, int] = field(default_factory=dict)
+    max_kv_pages: int | None = None
+    max_adapters: int | None = None
+    max_waiting: int = 10**9
+    layers: LayerTime | None = None
+    num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and (self.merging is not None or self.host is not None):
+            raise ConfigError("layers has no time of merges or host workers; leave merging and host out")
 
     @property
     def page_bytes(self) -> int:
@@ -83,7 +96,8 @@ class CachedInstance:
 
     A `policies.routing.routing.InstanceView`.  requests: with their own arrivals; more by `add`.
     is_over: True at the end of the run; None: once all `requests` are done.  on_done: called with each
-    finished request.  done: finished requests.  samples: `UnifiedCache.usage` every second.  aborted: too
+    finished request, in place of `done`.  server: the LoRA Server; None: adapters are here.
+    done: finished requests.  samples: `UnifiedCache.usage` every second.  aborted: too
     many requests waited.
     """
 
@@ -92,12 +106,12 @@ class CachedInstance:
         config: CachedConfig,
         policy: CachingPolicy,
         requests: Sequence[TurnRequest] = (),
-        max_waiting: int = 10**9,
         *,
         index: int = 0,
         events: EventQueue | None = None,
         is_over: Callable[[], bool] | None = None,
         on_done: Callable[[CachedRequest], None] | None = None,
+        server: SimLoraServer | None = None,
     ) -> None:
         self.index = index
         self.events = events or EventQueue()
@@ -111,15 +125,17 @@ class CachedInstance:
         self._last_step_s = 0.0
         self._config = config
         self._requests = requests
-        self._max_waiting = max_waiting
         self._is_over = is_over or (lambda: len(self.done) == len(requests))
-        self._on_done = on_done
+        self._on_done = on_done or self.done.append
+        self._outstanding: int | None = None
         self._leaving: dict[CachedRequest, Callable[[CachedRequest], None]] = {}
         self.cache = UnifiedCache(
             num_device_pages=config.num_device_pages,
             num_host_pages=config.num_host_pages,
             block_size=config.block_size,
             policy=policy,
+            max_kv_pages=config.max_kv_pages,
+            max_adapters=config.max_adapters,
             upper=config.upper,
             lower=config.lower,
         )
@@ -131,9 +147,14 @@ class CachedInstance:
         host = config.host
         self._host_loads = None if host is None else HostLoads(host, config.max_num_batched_tokens)
         self.num_host_tokens = 0
-        adapters = CachedAdapters(
-            self.cache, config.adapter_pages, self.events, self._host_loads, self._cold_adapter
-        )
+        self.leases: SimLeases | None = None
+        adapters: CachedAdapters | SimLeases
+        if server is None:
+            adapters = CachedAdapters(
+                self.cache, config.adapter_pages, self.events, self._host_loads, self._cold_adapter
+            )
+        else:
+            adapters = self.leases = server.leases(index, self.cache, self._step)
         self.scheduler: Scheduler[CachedRequest] = Scheduler(
             self.cache,
             adapters,
@@ -159,13 +180,16 @@ class CachedInstance:
 
     @property
     def outstanding_tokens(self) -> int:
-        return sum(request.num_uncomputed + request.num_left for request in self.unfinished)
+        if self._outstanding is None:
+            self._outstanding = sum(one.num_uncomputed + one.num_left for one in self.unfinished)
+        return self._outstanding
 
     def add(self, request: CachedRequest) -> None:
         """Queue a request, new or moved here with its tokens."""
+        self._outstanding = None
         self.load.add(request.adapter, request.num_uncomputed)
         self.scheduler.add(request)
-        self.aborted |= len(self.scheduler.waiting) > self._max_waiting
+        self.aborted |= len(self.scheduler.waiting) > self._config.max_waiting
         self._step()
 
     def take(self, request: CachedRequest, on_taken: Callable[[CachedRequest], None]) -> None:
@@ -173,6 +197,7 @@ class CachedInstance:
         if request in self._computing:
             self._leaving[request] = on_taken
             return
+        self._outstanding = None
         self.scheduler.finish(request)
         self.load.end(request.adapter, request.load_tokens, started=request.has_started)
         request.start_over()
@@ -223,6 +248,7 @@ class CachedInstance:
     def _step(self) -> None:
         if self._computing or self._over:
             return
+        self._outstanding = None
         plan = self.scheduler.schedule(self._may_compute())
         self.load.held_back = self.scheduler.held_back and bool(self.scheduler.waiting)
         now_s = self.events.now_s()
@@ -233,9 +259,23 @@ class CachedInstance:
         if plan:
             self._computing = {item.sequence: None for item in plan}
             self.num_steps += 1
+            self.busy_s += self._compute(plan)
+        elif self.leases is not None:
+            self.leases.rest()
+
+    def _compute(self, plan: Plan) -> float:
+        """Have the step end in time; seconds of its work."""
+        layers, end = self._config.layers, partial(self._end, plan)
+        if layers is None:
             step_s = self._step_s(plan)
-            self.busy_s += step_s
-            self.events.at(now_s + step_s, lambda: self._end(plan))
+        else:
+            rows = step_rows(plan)
+            layer_s, work_s = layers(rows)
+            if self.leases is not None:
+                return self.leases.run_layers(rows.adapters, layer_s, work_s, end)
+            step_s = self._config.num_layers * layer_s
+        self.events.at(self.events.now_s() + step_s, end)
+        return step_s
 
     def _may_compute(self) -> frozenset[Hashable] | None:
         requests = self.unfinished
@@ -287,6 +327,7 @@ class CachedInstance:
 
     def _end(self, plan: Plan) -> None:
         now_s = self.events.now_s()
+        self._outstanding = None
         self._computing, self._last_step_s = {}, now_s
         self.scheduler.advance(plan)
         for item in plan:
@@ -297,9 +338,7 @@ class CachedInstance:
             if request.append(now_s):
                 self.scheduler.finish(request)
                 self.load.end(request.adapter, request.load_tokens, started=request.has_started)
-                self.done.append(request)
-                if self._on_done is not None:
-                    self._on_done(request)
+                self._on_done(request)
             elif not request.has_started:
                 request.has_started = True
                 self.load.start(request.adapter, request.load_tokens)
@@ -351,7 +390,7 @@ def simulate_cached(
     requests: by arrival; each answer has at least one token.  max_waiting: stop at more waiting requests (far
     above saturation).  Raises CapacityError for a request that never finds room.
     """
-    instance = CachedInstance(config, policy, requests, max_waiting)
+    instance = CachedInstance(replace(config, max_waiting=max_waiting), policy, requests)
     instance.events.run()
     return instance
 

@@ -34,6 +34,7 @@ from moe_lora.workload.conversations import TurnRequest
 
 from .events import EventQueue
 from .instance import CachedConfig, CachedInstance
+from .lora_server import SimLoraServer, SimServerConfig
 from .requests import CachedRequest
 
 
@@ -56,6 +57,7 @@ class SimMigration:
 class ReplicasConfig:
     """instance: of each replica.  caching, router: make a run's.  preloaded: adapters per replica on its
     device at the start, within the room.  migration: None, or off by its settings: requests stay.
+    server: the LoRA Server, which then has all adapters.
     """
 
     num_replicas: int
@@ -64,8 +66,16 @@ class ReplicasConfig:
     router: Callable[[], Router]
     preloaded: Sequence[Iterable[str]] = ()
     migration: SimMigration | None = None
+    server: SimServerConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.server is not None and (
+            self.instance.layers is None or any(self.instance.adapter_pages.values())
+        ):
+            raise ConfigError(
+                "beside a LoRA Server give instances layers, whose time has the server's part, and adapters "
+                "of 0 pages"
+            )
         if self.num_replicas < 1:
             raise ConfigError(f"num_replicas={self.num_replicas} must be 1 or more")
         if len(self.preloaded) not in (0, self.num_replicas):
@@ -77,28 +87,38 @@ class ReplicasConfig:
 class Replicas:
     """The replicas after every request's last token: `done`, in order of finish.
 
+    requests: by arrival.  on_done: called with each finished request, in place of `done`.
     num_moves: moved requests by kind: waiting, by tokens, by KV.  policy: None without migration.
     Deterministic.  Raises CapacityError as `simulate_cached`.
     """
 
-    def __init__(self, config: ReplicasConfig, requests: Sequence[TurnRequest]) -> None:
+    def __init__(
+        self,
+        config: ReplicasConfig,
+        requests: Iterable[TurnRequest],
+        on_done: Callable[[CachedRequest], None] | None = None,
+    ) -> None:
         self.events = EventQueue()
         self.done: list[CachedRequest] = []
         self.num_moves: Counter[str] = Counter()
         self.policy: DLoraMigration | None = None
         self._moving: set[CachedRequest] = set()
         self._config = config
-        self._num_expected = len(requests)
+        self._on_done = on_done or self.done.append
+        self._num_left = 0
+        self._more_come = True
         self._router = config.router()
         self._listeners = listeners(self._router)
+        self.server = None if config.server is None else SimLoraServer(config.server, self.events)
         self.instances = [
             CachedInstance(
                 config.instance,
                 config.caching(),
                 index=index,
                 events=self.events,
-                is_over=lambda: len(self.done) == self._num_expected,
+                is_over=self._is_over,
                 on_done=self._finish,
+                server=self.server,
             )
             for index in range(config.num_replicas)
         ]
@@ -138,15 +158,21 @@ class Replicas:
     def _expect(self, requests: Iterable[TurnRequest]) -> None:
         requests = iter(requests)
         planned = next(requests, None)
+        self._more_come = planned is not None
         if planned is not None:
             self.events.at(planned.arrival_s, partial(self._arrive, planned, requests))
 
+    def _is_over(self) -> bool:
+        return not self._more_come and not self._num_left
+
     def _arrive(self, planned: TurnRequest, later: Iterable[TurnRequest]) -> None:
+        self._num_left += 1
         self._expect(later)
         self._router.choose(_Routed(planned), self.instances).add(CachedRequest(planned))
 
     def _finish(self, request: CachedRequest) -> None:
-        self.done.append(request)
+        self._num_left -= 1
+        self._on_done(request)
         self._moving.discard(request)
         for listener in self._listeners:
             listener.stop(request, len(request.planned.answer))
@@ -154,7 +180,7 @@ class Replicas:
             self._lengths.note(request.adapter, len(request.planned.answer))
 
     def _look(self, migration: SimMigration, policy: DLoraMigration) -> None:
-        if len(self.done) == self._num_expected:
+        if self._is_over():
             return
         now_s = self.events.now_s()
         self.events.at(now_s + migration.check_s, partial(self._look, migration, policy))
@@ -251,7 +277,7 @@ class _Routed:
     planned: TurnRequest
 
     @property
-    def adapter(self) -> str:
+    def adapter(self) -> str | None:
         return self.planned.adapter
 
     @property

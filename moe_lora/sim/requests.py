@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from moe_lora.cache.pages import BlockTable
-from moe_lora.scheduling.views import Waits
+from moe_lora.scheduling.views import Scheduled, Waits
 from moe_lora.workload.conversations import TurnRequest
 
 PARTS = ("queue", "adapter_cold", "history_cold", "prefill")
@@ -71,11 +73,11 @@ class CachedRequest:
         return self.planned.arrival_s
 
     @property
-    def adapter(self) -> str:
+    def adapter(self) -> str | None:
         return self.planned.adapter
 
     @property
-    def adapter_uid(self) -> str:
+    def adapter_uid(self) -> str | None:
         return self.planned.adapter
 
     @property
@@ -134,3 +136,43 @@ class CachedRequest:
     def _admitted_s(self) -> float:
         assert self.waits.admitted_s is not None
         return self.waits.admitted_s
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """The token rows of one step.
+
+    num_rows: decode rows.  num_prompts, num_prompt_tokens: prompts in the step, and their tokens in it.
+    num_prompt_pairs: pairs of a prompt token and a token that it attends to.  num_with_adapter: requests with
+    an adapter.
+    """
+
+    num_rows: int = 0
+    num_with_adapter: int = 0
+    num_prompts: int = 0
+    num_prompt_tokens: int = 0
+    num_prompt_pairs: int = 0
+    adapters: set[str] = field(default_factory=set)
+
+
+LayerTime: TypeAlias = Callable[[StepCounts], tuple[float, float]]
+"""Seconds of one layer of such a step, and how long the layer keeps the LoRA Server busy."""
+
+
+def step_rows(plan: Iterable[Scheduled[CachedRequest]]) -> StepCounts:
+    """Rows of a planned step; tokens whose KV came with a request are none."""
+    found = StepCounts()
+    for item in plan:
+        request, num_computed = item.sequence, item.sequence.num_computed
+        if request.adapter is not None:
+            found.num_with_adapter += 1
+            found.adapters.add(request.adapter)
+        num_tokens = item.num_tokens - min(item.num_tokens, max(0, request.num_brought - num_computed))
+        if item.num_tokens == 1 and num_computed >= len(request.planned.prompt):
+            found.num_rows += num_tokens
+        elif num_tokens:
+            found.num_prompts += 1
+            found.num_prompt_tokens += num_tokens
+            before = num_computed + item.num_tokens - num_tokens
+            found.num_prompt_pairs += num_tokens * before + num_tokens * (num_tokens + 1) // 2
+    return found

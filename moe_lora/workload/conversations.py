@@ -29,7 +29,7 @@ class TurnRequest:
 
     index: int
     arrival_s: float
-    adapter: str
+    adapter: str | None
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     tenant: str = ""

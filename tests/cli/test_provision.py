@@ -17,6 +17,7 @@ from moe_lora.cli import load_options, provision_verify
 from moe_lora.cli.main import main
 from moe_lora.config.cluster import read_cluster
 from moe_lora.provision.admission.iar import expected_active
+from moe_lora.provision.plan import two_simulators
 from moe_lora.provision.plan import verify as replayed
 from moe_lora.workload.popularity.named import long_tail, production_ranks, shifting_ranks
 from moe_lora.workload.popularity.popularity import zipf
@@ -296,6 +297,49 @@ def test_verified_plan_is_shown_as_it_was_checked(trace: Path, tmp_path: Path) -
     assert content["held"] is True
     assert {one["arrivals"] for one in content["verified"]} == {"trace", "poisson"}
     assert {one["target"] for one in content["verdicts"]} == {"target_iar", "slo_ttft_s", "slo_tpot_s"}
+
+
+def test_verified_plan_is_shown_on_both_simulators(trace: Path) -> None:
+    content = planned(trace, "--adapters", "64", "--verify", "--prefix-hit-share", "0.3")
+    names = ["provision.replayed", "moe_lora.sim"]
+    assert [one["simulator"] for one in content["simulators"]] == names
+    assert all(one["in_slo"] > 0.9 and one["p50_ttft_s"] > 0 for one in content["simulators"])
+    result = run(trace, "--adapters", "64", "--verify", "--prefix-hit-share", "0.3")
+    heading = "provision.replayed and moe_lora.sim, Poisson arrivals of the plan's rate (1500 requests):"
+    for text in (heading, "P99 TTFT", "within SLOs", "does not replay", "the stated 30.0% are one prefix"):
+        assert text in result.output
+    assert [result.output.count(f"\n{name:<20}") for name in names] == [1, 1]
+
+
+def test_interrupt_of_the_second_simulator_leaves_plan_and_check(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(two_simulators, "Replicas", interrupted)
+    out = tmp_path / "plan.yaml"
+    result = run(trace, "--adapters", "64", "--verify", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("GPUs in all")
+    assert "Targets (within" in result.output
+    assert "moe_lora.sim: Ctrl-C stopped the replay of 1500 requests" in result.output
+    assert out.exists()
+
+
+def test_interrupt_of_the_check_leaves_the_plan_and_no_file(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replayed, "replays", interrupted)
+    out = tmp_path / "plan.yaml"
+    # The search replays by its own name.
+    result = run(trace, "--adapters", "64", "--verify", "--out", str(out))
+    assert result.exit_code == 1
+    first, second, *_ = result.output.splitlines()
+    assert first == "This plan was not checked: Ctrl-C stopped the check"
+    assert second.startswith("GPUs in all")
+    assert not out.exists()
+
+
+def interrupted(*arguments: Any, **more: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_answer_comes_first_and_the_assumed_rank_is_said(trace: Path, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def traffic(seed, num_requests, num_adapters, gap_s=0.2):
 def num_left(config, policy, requests):
     """Requests that did not end in the time in which each of them could have run alone."""
     policy = make_caching_policy(policy, config.costs())
-    instance = CachedInstance(config, policy, requests, max_waiting=len(requests))
+    instance = CachedInstance(config, policy, requests)
     instance.events.run(requests[-1].arrival_s + ALONE_S * len(requests))
     return len(requests) - len(instance.done)
 

@@ -143,13 +143,9 @@ def replays(
     to_the_end: False stops at the first replay with goals out of reach.
     """
     config = system_of(cluster, place, load.popular)
-    rows = min(_running(cluster, place), config.instance.max_num_seqs)
     found = []
     for arrivals, requests in load.requests.items():
-        share = len(requests) / (requests[-1].arrival_s - requests[0].arrival_s) / load.rate_per_s
-        begun = _under_way(requests, round(rows * place.num_instances * share))
-        if cluster.inputs.prompts is not None:
-            begun = [replace(one, prompt_tokens=1, hash_ids=()) for one in begun]
+        begun = under_way(cluster, place, load, requests, config.instance.max_num_seqs)
         since_s = requests[0].arrival_s + WARM_UP_SHARE * (requests[-1].arrival_s - requests[0].arrival_s)
         watch = None if to_the_end else _Watch(cluster.inputs, requests, since_s)
         result = simulate(config, [*begun, *requests], watch)
@@ -162,6 +158,22 @@ def replays(
         if result.stopped:
             break
     return found
+
+
+def under_way(
+    cluster: Cluster,
+    place: SizedCluster,
+    load: PlannedLoad,
+    requests: Sequence[PlannedRequest],
+    max_num_seqs: int,
+) -> list[PlannedRequest]:
+    """The requests that the plan keeps running when the first of `requests` comes; their prompts are done."""
+    rows = min(_running(cluster, place), max_num_seqs)
+    share = len(requests) / (requests[-1].arrival_s - requests[0].arrival_s) / load.rate_per_s
+    begun = _under_way(requests, round(rows * place.num_instances * share))
+    if cluster.inputs.prompts is None:
+        return begun
+    return [replace(one, prompt_tokens=1, hash_ids=()) for one in begun]
 
 
 def _running(cluster: Cluster, place: SizedCluster) -> float:

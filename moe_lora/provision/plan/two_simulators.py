@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An accepted plan on both simulators, with equal requests.
+
+`provision.replayed` is the fast simulator that the search uses.  `moe_lora.sim` runs the engine's scheduler,
+cache and lease table.  Both begin with the requests that the plan keeps running.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_lora.config.engine import CACHE_POLICIES
+from moe_lora.core.shape import ModelShape
+from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.provision.replayed.prefix_hits import StatedHits
+from moe_lora.provision.replayed.system import simulate
+from moe_lora.provision.replayed.system_config import SimLoraServerConfig, SystemConfig
+from moe_lora.sim.instance import CachedConfig
+from moe_lora.sim.lora_server import SimServerConfig
+from moe_lora.sim.replicas import Replicas, ReplicasConfig
+from moe_lora.sim.requests import CachedRequest, StepCounts
+from moe_lora.timing.transformer_time import TransformerTime
+from moe_lora.workload.conversations import MOONCAKE_BLOCK, TurnRequest
+from moe_lora.workload.replay_plan import PlannedRequest
+from moe_lora.workload.statistics import mean, percentile
+from moe_lora.workload.traces.records import Trace
+
+from . import verify
+from .cluster_size import Cluster
+from .inputs import PlanInputs
+from .memory import base_parameters
+from .place import SizedCluster
+from .prompts import CHUNK_TOKENS
+from .verify import WARM_UP_SHARE, planned_load, system_of, under_way
+
+FAST, REAL = "provision.replayed", "moe_lora.sim"
+NUM_REQUESTS, LEAST_REQUESTS = 2000, 200
+"""Of a comparison; moe_lora.sim takes some milliseconds a request."""
+MOST_TOKENS = 400_000
+"""Of their answers; PROMPT_TOKENS of a prompt count as one."""
+PROMPT_TOKENS = 64
+BLOCK_TOKENS = 16
+"""Tokens of a KV page, as an engine's default."""
+NOT_REPLAYED = (
+    "messages between processes, lost processes, experts of unequal load, turns of instances at each layer "
+    "of the LoRA Server, and adapters of other than the mean size"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latencies:
+    """Of the judged requests on one simulator; None of no requests.
+
+    in_slo: share with TTFT and TPOT within the plan's SLOs.  prefix_hits: share of the prompt tokens.
+    """
+
+    simulator: str
+    num_requests: int
+    p50_ttft_s: float | None
+    p95_ttft_s: float | None
+    p99_ttft_s: float | None
+    mean_tpot_s: float | None
+    p95_tpot_s: float | None
+    in_slo: float | None
+    prefix_hits: float | None
+
+
+def num_replayed(inputs: PlanInputs) -> int:
+    """Requests of a comparison: NUM_REQUESTS, and fewer where they have more than MOST_TOKENS in all."""
+    tokens = inputs.output_tokens
+    if inputs.prompts is not None:
+        tokens += inputs.prompts.prompt_tokens / PROMPT_TOKENS
+    return max(LEAST_REQUESTS, min(NUM_REQUESTS, verify.NUM_REQUESTS, int(MOST_TOKENS / tokens)))
+
+
+class _Judged(NamedTuple):
+    """A request's times, NaN for the TPOT of a single token, its prompt tokens, and those of a prefix hit."""
+
+    ttft_s: float
+    tpot_s: float
+    prompt_tokens: int
+    num_cached: int
+
+
+def both(
+    inputs: PlanInputs,
+    place: SizedCluster,
+    rate_per_s: float,
+    trace: Trace,
+    *,
+    num_requests: int,
+    seed: int,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Latencies]:
+    """Latencies of FAST and of REAL under Poisson arrivals of the plan's rate.
+
+    show: called with the requests that are done on REAL, and with all.
+    Raises CapacityError for a request that finds no room on an instance.
+    """
+    cluster = Cluster(inputs)
+    load = planned_load(inputs, rate_per_s, trace, num_requests=num_requests, seed=seed)
+    requests = load.requests["poisson"]
+    system = system_of(cluster, place, load.popular)
+    first_s, last_s = requests[0].arrival_s, requests[-1].arrival_s
+    since_s = first_s + WARM_UP_SHARE * (last_s - first_s)
+    most_rows = system.instance.max_num_seqs
+    asked = [*under_way(cluster, place, load, requests, most_rows), *requests]
+    fast = [
+        _Judged(one.ttft_s, one.tpot_s, one.prompt_tokens, one.num_cached)
+        for one in simulate(system, asked).requests
+        if one.arrival_s >= since_s
+    ]
+    real = _real(system, inputs.shape, asked, since_s, show)
+    return [_latencies(FAST, inputs, fast), _latencies(REAL, inputs, real)]
+
+
+def _latencies(simulator: str, inputs: PlanInputs, judged: list[_Judged]) -> Latencies:
+    ttft_s, tpot_s, prompt_tokens, num_cached = np.array(judged, dtype=np.float64).reshape(-1, 4).T
+    in_slo = (ttft_s <= inputs.slo_ttft_s) & ~(tpot_s > inputs.slo_tpot_s)
+    tpot_s = tpot_s[~np.isnan(tpot_s)]
+    return Latencies(
+        simulator=simulator,
+        num_requests=len(ttft_s),
+        p50_ttft_s=percentile(ttft_s, 50),
+        p95_ttft_s=percentile(ttft_s, 95),
+        p99_ttft_s=percentile(ttft_s, 99),
+        mean_tpot_s=mean(tpot_s),
+        p95_tpot_s=percentile(tpot_s, 95),
+        in_slo=mean(in_slo.astype(np.float64)),
+        prefix_hits=float(num_cached.sum() / prompt_tokens.sum()) if judged else None,
+    )
+
+
+def _real(
+    system: SystemConfig,
+    shape: ModelShape,
+    requests: Sequence[PlannedRequest],
+    since_s: float,
+    show: Callable[[int, int], None],
+) -> list[_Judged]:
+    """Requests come once the first adapters are loaded."""
+    config = _replicas(system, shape, {one.adapter for one in requests if one.adapter is not None})
+    begin_s = len(system.adapters.prefetched) * _load_s(system) if config.preloaded else 0.0
+    found: list[_Judged] = []
+    num_done = 0
+
+    def finish(request: CachedRequest) -> None:
+        nonlocal num_done
+        num_done += 1
+        if request.arrival_s >= begin_s + since_s:
+            num_tokens = len(request.planned.prompt)
+            found.append(_Judged(request.ttft_s, request.tpot_s, num_tokens, request.num_cached))
+        show(num_done, len(requests))
+
+    Replicas(config, _turns(requests, system, begin_s), finish)
+    return found
+
+
+def _load_s(system: SystemConfig) -> float:
+    """Of an adapter."""
+    assert isinstance(system.adapter_bytes, float)
+    return system.adapter_bytes / system.adapters.load_bytes_per_s
+
+
+def _replicas(system: SystemConfig, shape: ModelShape, names: set[str]) -> ReplicasConfig:
+    adapters, instance = system.adapters, system.instance
+    server = None
+    if isinstance(adapters, SimLoraServerConfig):
+        server = _server(adapters, instance.num_layers, _load_s(system))
+    page_bytes = BLOCK_TOKENS * shape.kv_bytes_per_token()
+    assert isinstance(system.adapter_bytes, float)
+    assert instance.layers is not None
+    pages = 0 if server is not None else math.ceil(system.adapter_bytes / page_bytes)
+    kv_pages = int((instance.kv_tokens or 0.0) // BLOCK_TOKENS)
+    config = CachedConfig(
+        time=_weighed(system, shape),
+        adapter_pages=dict.fromkeys([*adapters.prefetched, *sorted(names - set(adapters.prefetched))], pages),
+        num_device_pages=kv_pages + adapters.capacity * pages,
+        num_host_pages=0,
+        link_bytes_per_s=adapters.load_bytes_per_s,
+        block_size=BLOCK_TOKENS,
+        max_num_seqs=instance.max_num_seqs,
+        max_num_batched_tokens=instance.max_num_batched_tokens,
+        starvation_s=adapters.starvation_s,
+        max_kv_pages=kv_pages,
+        max_adapters=adapters.capacity if server is None else None,
+        layers=instance.layers.layer_s,
+        num_layers=instance.num_layers,
+    )
+    return ReplicasConfig(
+        num_replicas=system.num_instances,
+        instance=config,
+        caching=lambda: make_caching_policy(CACHE_POLICIES[0], config.costs()),
+        router=system.router,
+        preloaded=[adapters.prefetched] * system.num_instances if server is None else (),
+        server=server,
+    )
+
+
+def _server(adapters: SimLoraServerConfig, num_layers: int, load_s: float) -> SimServerConfig:
+    return SimServerConfig(
+        capacity=adapters.capacity,
+        num_layers=num_layers,
+        layer_load_s=load_s / math.ceil(num_layers / adapters.num_stages),
+        num_stages=adapters.num_stages,
+        control_s=adapters.control_s,
+        starvation_s=adapters.starvation_s,
+        prefetched=adapters.prefetched,
+    )
+
+
+def _weighed(system: SystemConfig, shape: ModelShape) -> TransformerTime:
+    """By which a cache's policy weighs pages: a prompt chunk of the plan, and a decode step of one row."""
+    instance = system.instance
+    assert instance.layers is not None
+    chunk = StepCounts(num_prompts=1, num_prompt_tokens=CHUNK_TOKENS)
+    chunk_s, row_s = (
+        instance.num_layers * instance.layers.layer_s(step)[0] for step in (chunk, StepCounts(num_rows=1))
+    )
+    num_params = base_parameters(shape)
+    return TransformerTime(
+        num_params=num_params,
+        num_layers=instance.num_layers,
+        hidden_size=shape.hidden_size,
+        kv_token_bytes=shape.kv_bytes_per_token(),
+        flops_per_s=2.0 * num_params * CHUNK_TOKENS / chunk_s,
+        bytes_per_s=math.inf,
+        fixed_s=row_s,
+    )
+
+
+def _turns(requests: Sequence[PlannedRequest], system: SystemConfig, begin_s: float) -> Iterator[TurnRequest]:
+    """With token ids: equal ones for a block's hash, and for the stated share of an adapter's prompts."""
+    make_hits = system.instance.prefix_hits
+    hits = None if make_hits is None else make_hits()
+    share = hits.share if isinstance(hits, StatedHits) else 0.0
+    fresh = iter(range(-1, -(10**15), -1))
+    for one in requests:
+        blocks = (range(block * MOONCAKE_BLOCK, (block + 1) * MOONCAKE_BLOCK) for block in one.hash_ids)
+        stated = range(int(share * one.prompt_tokens))
+        prompt = islice(chain(stated, *blocks, fresh), max(1, one.prompt_tokens))
+        yield TurnRequest(
+            index=one.index,
+            arrival_s=begin_s + one.arrival_s,
+            adapter=one.adapter,
+            prompt=tuple(prompt),
+            answer=tuple(islice(fresh, one.output_tokens)),
+        )
