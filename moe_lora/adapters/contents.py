@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from moe_lora.adapters.peft.reader import adapter_layer_bytes, read_adapter
+from moe_lora.adapters.peft.reader import adapter_layer_bytes, pack_state_dict, read_adapter
 from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.shape import ModelShape
 
@@ -40,8 +41,8 @@ class AdapterContents:
         self.store = store
         self.max_lora_rank = max_lora_rank
         self._root = root
-        self._shape = shape
-        self._dtype = dtype
+        self.shape = shape
+        self.dtype = dtype
         self._owned = owned
         self._served: dict[str, list[str]] = {}
         """Name -> content hashes of its last two versions, to undo a load that a peer refuses."""
@@ -56,6 +57,10 @@ class AdapterContents:
         """
         return self._read(name, path, expected, must_keep=expected is None)
 
+    def pack(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
+        """The adapter of these tensors in memory (see `pack_state_dict`); the store does not keep it."""
+        return pack_state_dict(tensors, config, self.shape, self.dtype, name, self.max_lora_rank)
+
     def _read(self, name: str, path: str, expected: str | None, *, must_keep: bool) -> PackedAdapter:
         if expected is not None and (kept := self._kept(name, expected)) is not None:
             return kept
@@ -63,8 +68,8 @@ class AdapterContents:
         try:
             packed = read_adapter(
                 path,
-                self._shape,
-                self._dtype,
+                self.shape,
+                self.dtype,
                 name,
                 called=called,
                 root=self._root,
@@ -110,7 +115,7 @@ class AdapterContents:
         for _, path in adapters:
             try:
                 found.append(
-                    adapter_layer_bytes(path, self._shape, self._dtype, self._root, self.max_lora_rank)
+                    adapter_layer_bytes(path, self.shape, self.dtype, self._root, self.max_lora_rank)
                 )
             except (AdapterError, StorageError):
                 if not leave_out_bad:

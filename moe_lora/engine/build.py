@@ -32,6 +32,7 @@ from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.ranks.followers import HOST_STORE, Allocate, Followers, RankReport, start_followers
 from moe_lora.engine.ranks.rank import Rank
 from moe_lora.engine.step.runner import ModelRunner
+from moe_lora.engine.step.sampler import Sampler
 from moe_lora.engine.step.steps_ahead import check_ahead, schedules_ahead
 from moe_lora.engine.text.generation_config import read_sampling_defaults
 from moe_lora.engine.text.tokenizer_files import read_eos_token_ids
@@ -278,49 +279,13 @@ def _core(
         max_host_tokens=0 if store.host is None else rank.host.tokens_per_step,
     )
     info = model_info(config, rank.shape, rank.dtype, size.max_kv_pages, rank.device_names)
-    figures = partial(_cache_figures, cache, page_bytes, size.max_kv_pages)
-    parts = (scheduler, runner, manager, transfers, figures, contents, clock)
-    merging = None if runner.merged is None else _merging(config, rank, runner, manager, clock)
-    return EngineCore(
-        *(
-            info,
-            rank.shape,
-            rank.dtype,
-            *parts,
-            config.seed,
-            followers,
-            partial(_kv_transfer, config, rank),
-            pool,
-            merging,
-        ),
-        ahead=schedules_ahead(config, rank, store),
-    )
-
-
-def _cache_figures(cache: UnifiedCache, page_bytes: int, max_kv_pages: int) -> dict[str, Any]:
-    """Fields of `EngineStats`: what the cache holds and has done.  max_kv_pages: what KV may take."""
-    counters, pages = cache.counters, cache.usage()
-    num_pages = {
-        "adapter_load_bytes": counters.pages_loaded,
-        "swapped_in_bytes": counters.pages_in,
-        "swapped_out_bytes": counters.pages_out,
-        "kv_lost_bytes": counters.pages_dropped,
-        "device_kv_bytes": pages["device_kv"],
-        "device_kv_invalid_bytes": pages["device_kv_invalid"],
-        "device_adapter_bytes": pages["device_adapters"],
-        "host_kv_bytes": pages["host_kv"],
-        "host_adapter_bytes": pages["host_adapters"],
-    }
-    for tier in ("device", "host"):
-        num_pages[f"{tier}_bytes"] = sum(pages[f"{tier}_{part}"] for part in ("kv", "adapters", "free"))
-    return {
-        "kv_usage": pages["device_kv_used"] / max_kv_pages,
-        "adapter_loads": counters.adapter_loads,
-        "adapter_evictions": counters.adapter_evictions,
-        "kv_query_tokens": counters.kv_query_tokens,
-        "kv_device_hit_tokens": counters.kv_device_hit_tokens,
-        "kv_host_hit_tokens": counters.kv_host_hit_tokens,
-    } | {name: number * page_bytes for name, number in num_pages.items()}
+    sampler = Sampler(info.eos_token_ids, config.seed, ahead=schedules_ahead(config, rank, store))
+    core = EngineCore(info, scheduler, runner, manager, transfers, contents, sampler)
+    core.pool = pool
+    core.attach_moves(partial(_kv_transfer, config, rank))
+    if runner.merged is not None:
+        core.attach_merging(_merging(config, rank, runner, manager, clock))
+    return core
 
 
 def _transport(config: EngineConfig, name: str) -> Transport:

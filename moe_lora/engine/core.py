@@ -13,9 +13,7 @@ import torch
 
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.adapters.peft.reader import pack_state_dict
 from moe_lora.cache.orders import Readiness
-from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterVersionError, EngineDeadError
 from moe_lora.core.request import (
     AdapterInfo,
@@ -31,9 +29,8 @@ from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.client.step_notes import StepNotes
-from moe_lora.engine.ranks.followers import Followers
 from moe_lora.engine.step.runner import ModelRunner
-from moe_lora.engine.step.sampler import Drawn, sample
+from moe_lora.engine.step.sampler import Drawn, Sampler
 from moe_lora.lora.row_routing import content_number
 from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.scheduling.views import Scheduled
@@ -64,58 +61,42 @@ NUM_TRIES = 3
 class EngineCore:
     """Scheduler, runner and sampler of one model instance; not thread-safe (see `engine.loop`).
 
-    Built by `engine.build.build_engine`.  stalled: the last step found nothing that could run.  pool: its
-    adapters, where they lie in a pool.  figures: of the cache.  merging: decides what
-    the weights carry; None: never anything.  ahead: a step is launched before the tokens of the one
-    before are read.  What ends a request is found a step late then, and what it drew since is dropped.
+    `engine.build.build_engine` makes the core and attaches optional parts.  contents: reads adapters.
+    stalled: the last step found nothing that could run.
     """
 
     def __init__(
         self,
         info: ModelInfo,
-        shape: ModelShape,
-        dtype: torch.dtype,
         scheduler: Scheduler[Sequence],
         runner: ModelRunner,
         adapters: AdapterManager,
         transfers: Transfers,
-        figures: Callable[[], dict[str, Any]],
         contents: AdapterContents,
-        clock: Clock,
-        seed: int,
-        followers: Followers,
-        make_kv: Callable[[], KvTransfer],
-        pool: PoolAdapters | None = None,
-        merging: Merging | None = None,
-        *,
-        ahead: bool = False,
+        sampler: Sampler,
     ) -> None:
         self.info = info
-        self._shape = shape
-        self._dtype = dtype
         self._scheduler = scheduler
         self._runner = runner
         self._adapters = adapters
         self._transfers = transfers
         self._contents = contents
-        self._clock = clock
-        self._followers = followers
-        self.pool = pool
-        self._merging = merging
-        self._ahead = ahead
+        self._sampler = sampler
+        self._clock = scheduler.clock
+        self._merging: Merging | None = None
         self._under_way: StepUnderWay | None = None
         self._notes: StepNotes | None = None
-        self._seeds = torch.Generator().manual_seed(seed)
         self._sequences: dict[str, Sequence] = {}
-        self._make_kv = make_kv
+        self._make_kv: Callable[[], KvTransfer] | None = None
         self._moves: RequestMoves | None = None
+        self.pool: PoolAdapters | None = None
+        """The adapters, if a pool holds the adapters."""
         self.stalled = False
         self._num_empty = 0
         self._failed: list[AdapterVersion] = []
         """Adapters whose requests end with the next step."""
         transfers.on_load = self._note_load
         adapters.store.on_failure = adapters.failures.report
-        self._figures = figures
         self._counters = dict.fromkeys(
             ("num_steps", "prompt_tokens", "generation_tokens", "prefix_query_tokens", "prefix_hit_tokens"), 0
         )
@@ -123,7 +104,7 @@ class EngineCore:
     @property
     def shape_and_dtype(self) -> tuple[ModelShape, torch.dtype]:
         """Of the model."""
-        return self._shape, self._dtype
+        return self._contents.shape, self._contents.dtype
 
     @property
     def moves(self) -> RequestMoves:
@@ -131,6 +112,7 @@ class EngineCore:
         if self._moves is None:
             from moe_lora.engine.moving.moves import RequestMoves
 
+            assert self._make_kv is not None, "attach_moves comes first"
             self._moves = RequestMoves(self._sequences, self._scheduler, self._clock, self._make_kv())
         return self._moves
 
@@ -149,7 +131,15 @@ class EngineCore:
         """
         self._transfers.on_change = on_change
         self._adapters.store.on_change = on_change
-        self._followers.watch(on_loss)
+        self._transfers.followers.watch(on_loss)
+
+    def attach_merging(self, merging: Merging) -> None:
+        """Let `merging` decide before each step which adapter the weights carry."""
+        self._merging = merging
+
+    def attach_moves(self, make_kv: Callable[[], KvTransfer]) -> None:
+        """Let requests move between instances.  make_kv: called for the first request that moves."""
+        self._make_kv = make_kv
 
     def attach_notes(self, notes: StepNotes) -> None:
         """Note adapters before loads and steps from now on, for whoever asks what ended this process."""
@@ -165,10 +155,14 @@ class EngineCore:
         if self._moves is not None:
             self._moves.close()
         self._adapters.store.close()
-        self._followers.close(at_once=at_once)
+        self._transfers.followers.close(at_once=at_once)
 
     def step(self) -> list[TokenOutput]:
-        """Compute one batch; the tokens that requests gained, `ahead` those of the step before."""
+        """Compute one batch and return the tokens that requests gained.
+
+        `Sampler.ahead`: the tokens of the step before.  An end is found a step late then, and tokens that
+        an ended request drew since are dropped.
+        """
         self.tend()
         gains = self._end_failed() if self._failed else []
         plan = self._schedule()
@@ -193,7 +187,7 @@ class EngineCore:
             return gains + self._complete(step, plan)
         self._account(plan)
         self._under_way = step
-        if not self._ahead:
+        if not self._sampler.ahead:
             return gains + self.catch_up()
         for number, sequence in enumerate(step.sequences):
             if self._goes_on(sequence):
@@ -283,7 +277,7 @@ class EngineCore:
         before = self._under_way
         logits = self._runner.run(plan, None if before is None else before.drawn.tokens)
         sampling = [item.sequence for item in plan if item.samples]
-        return StepUnderWay(sampling, sample(logits, sampling, self.info.eos_token_ids))
+        return StepUnderWay(sampling, self._sampler.draw(logits, sampling))
 
     def catch_up(self) -> list[TokenOutput]:
         """The tokens of the step under way, if there is one: no sequence expects one any more."""
@@ -386,7 +380,9 @@ class EngineCore:
         if max_tokens is not None:
             limit_tokens = min(limit_tokens, len(request.prompt_token_ids) + max_tokens)
         arrival_s = self._clock.now_s() if arrival_s is None else arrival_s
-        sequence = Sequence(request, adapter, arrival_s, limit_tokens, self._seed(request))
+        sequence = Sequence(
+            request, adapter, arrival_s, limit_tokens, self._sampler.seed_of(request.sampling)
+        )
         self._sequences[request.request_id] = sequence
         if sequence.held or sequence.awaits_kv:
             self.moves.watch(sequence)
@@ -410,9 +406,7 @@ class EngineCore:
 
     def pack_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """As `read_adapter`, from tensors in memory; safe to call from another thread."""
-        limit = self._contents.max_lora_rank
-        packed = pack_state_dict(tensors, config, self._shape, self._dtype, name, limit)
-        return self._adapters.store.prepare(packed)
+        return self._adapters.store.prepare(self._contents.pack(name, tensors, config))
 
     def add_adapter(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
@@ -485,16 +479,10 @@ class EngineCore:
             adapters_preloaded=self._adapters.num_preloaded,
             **self._runner.lora_rows(),
             **self._adapters.store.counters(),
-            **self._figures(),
+            **self._transfers.figures(self._adapters.page_bytes, self.info.num_kv_blocks),
             **self._counters,
             **({} if self._merging is None else self._merging.figures()),
         )
-
-    def _seed(self, request: GenerateRequest) -> int | None:
-        if request.sampling.greedy:
-            return None
-        seed = request.sampling.seed
-        return int(torch.randint(2**62, (1,), generator=self._seeds)) if seed is None else seed
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         now_s = self._clock.now_s()

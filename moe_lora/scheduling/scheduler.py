@@ -70,7 +70,7 @@ class Scheduler(Generic[Sequence]):
         self.num_preemptions = self.num_adapter_hits = self.num_adapter_misses = 0
         self._cache = cache
         self._adapters = adapters
-        self._clock = clock
+        self.clock = clock
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._starvation_s = starvation_s
@@ -160,7 +160,7 @@ class Scheduler(Generic[Sequence]):
 
     def advance(self, plan: Iterable[Scheduled[Sequence]]) -> None:
         """The planned step is computed: what it filled of blocks can be found from now on."""
-        now_s = self._clock.now_s()
+        now_s = self.clock.now_s()
         for item in plan:
             sequence = item.sequence
             if item.samples:
@@ -173,7 +173,7 @@ class Scheduler(Generic[Sequence]):
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Pages for the KV that a loading sequence awaits; False (and none taken) if there are too few."""
-        return self._cache.grow(sequence.table, num_tokens, self._clock.now_s())
+        return self._cache.grow(sequence.table, num_tokens, self.clock.now_s())
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence ended (or its client left), wherever it is."""
@@ -252,7 +252,7 @@ class Scheduler(Generic[Sequence]):
         self._adapters.begin_round()
         only, waiting = self._only, self.waiting
         order = waiting.order(one for one in waiting if only is None or one.adapter_uid in only)
-        now_s = self._clock.now_s()
+        now_s = self.clock.now_s()
         passes = self._has_unused_lease if self._adapters.waits_for_others else None
         for sequence in admissible(order, self._acquire, now_s, self._starvation_s, passes):
             self.waiting.remove(sequence)
@@ -260,7 +260,7 @@ class Scheduler(Generic[Sequence]):
                 self._adapters.dequeue(sequence.adapter)
             self.loading.append(sequence)
             sequence.gave_way = False
-            now_s = self._clock.now_s()
+            now_s = self.clock.now_s()
             sequence.waits.load(now_s)
             self._match(sequence, now_s)
             if self._is_loaded(sequence, budget, plan):
@@ -308,7 +308,7 @@ class Scheduler(Generic[Sequence]):
         return self._only is None or sequence.adapter_uid in self._only
 
     def _acquire(self, sequence: Sequence) -> bool:
-        self._cache.count_for(sequence.tenant, sequence.share, self._clock.now_s())
+        self._cache.count_for(sequence.tenant, sequence.share, self.clock.now_s())
         if sequence.adapter is None:
             return True
         readiness = self._adapters.acquire(
@@ -325,7 +325,7 @@ class Scheduler(Generic[Sequence]):
     def _is_loaded(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:
         """Whether the adapter and the history of a loading sequence have come, or it begins without the
         adapter."""
-        now_s = self._clock.now_s()
+        now_s = self.clock.now_s()
         if sequence.waits.adapter_s is None:
             adapter = sequence.adapter
             if adapter is not None:
@@ -358,7 +358,7 @@ class Scheduler(Generic[Sequence]):
         self.running.append(sequence)
         sequence.num_computed = table.num_matched
         if sequence.waits.admitted_s is None:
-            sequence.waits.admitted_s = self._clock.now_s()
+            sequence.waits.admitted_s = self.clock.now_s()
             sequence.num_cached = table.num_matched
             if sequence.adapter is not None:
                 self.num_adapter_hits += sequence.adapter_hit
@@ -368,7 +368,7 @@ class Scheduler(Generic[Sequence]):
         return True
 
     def _grow(self, table: BlockTable, num_tokens: int) -> bool:
-        if self._cache.grow(table, num_tokens, self._clock.now_s()):
+        if self._cache.grow(table, num_tokens, self.clock.now_s()):
             return True
         self._is_short = True
         return False
@@ -415,6 +415,6 @@ class Scheduler(Generic[Sequence]):
 
     def _give_back(self, sequence: Sequence) -> None:
         """Pages first, then the adapter that they depend on."""
-        self._cache.release(sequence.table, self._clock.now_s())
+        self._cache.release(sequence.table, self.clock.now_s())
         if sequence.adapter is not None:
             self._adapters.release(sequence.adapter)

@@ -57,6 +57,7 @@ class AdapterManager:
         self.versions: dict[Namespace, AdapterVersion] = {}
         self.waits_for_others = leases is not None
         """Whether it may depend on another process that an adapter becomes ready."""
+        self.page_bytes = sizes.page_bytes
         self._cache = cache
         self._sizes = sizes
         self._clock = clock
@@ -153,7 +154,7 @@ class AdapterManager:
             pinned=adapter.pinned,
             idle_s=None if last_used_s is None else self._clock.now_s() - last_used_s,
             content_hash=adapter.packed.content_hash,
-            device_bytes=adapter.num_pages * self._sizes.page_bytes,
+            device_bytes=adapter.num_pages * self.page_bytes,
         )
 
     def enqueue(self, adapter: AdapterVersion) -> None:
@@ -377,7 +378,7 @@ class AdapterManager:
         readiness = self._cache.hold(adapter.uid, now_s, again=again)
         if self.host_loads is not None and readiness is Readiness.LOADING:
             packed, under_way = adapter.packed, before is Readiness.LOADING
-            num_bytes = adapter.num_pages * self._sizes.page_bytes
+            num_bytes = adapter.num_pages * self.page_bytes
             cold = ColdAdapter(lora_rank=packed.max_lora_rank, num_bytes=num_bytes, targets=packed.targets)
             self.host_loads.begin(adapter.uid, cold, num_tokens, now_s, under_way=under_way)
         if readiness is Readiness.NO_ROOM:
@@ -440,4 +441,4 @@ class AdapterManager:
             )
 
     def _mb(self, num_pages: int) -> str:
-        return f"{num_pages * self._sizes.page_bytes / 1e6:.3f}"
+        return f"{num_pages * self.page_bytes / 1e6:.3f}"

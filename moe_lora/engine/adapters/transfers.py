@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -154,7 +155,7 @@ class Transfers:
         self._adapters = adapters
         self._copier = copier
         self._clock = clock
-        self._followers = followers
+        self.followers = followers
         self._make_mover = make_mover
         self._mover = make_mover(self._tell)
         self._fetcher: Mover | None = None
@@ -179,7 +180,7 @@ class Transfers:
         finished = self._mover.finished() + (self._fetcher.finished() if self._fetcher is not None else [])
         if finished:
             failed = tuple(number for number, error in finished if error is not None)
-            self._followers.tell(OrdersDone(tuple(number for number, _ in finished), failed))
+            self.followers.tell(OrdersDone(tuple(number for number, _ in finished), failed))
         for number, error in finished:
             adapter = self._under_way.pop(number)
             if error is not None:
@@ -221,6 +222,34 @@ class Transfers:
             waited = True
         return waited
 
+    def figures(self, page_bytes: int, max_kv_pages: int) -> dict[str, Any]:
+        """Fields of `EngineStats`: bytes that the cache holds, and orders so far.
+
+        max_kv_pages: limit of pages with KV.
+        """
+        counters, pages = self._cache.counters, self._cache.usage()
+        num_pages = {
+            "adapter_load_bytes": counters.pages_loaded,
+            "swapped_in_bytes": counters.pages_in,
+            "swapped_out_bytes": counters.pages_out,
+            "kv_lost_bytes": counters.pages_dropped,
+            "device_kv_bytes": pages["device_kv"],
+            "device_kv_invalid_bytes": pages["device_kv_invalid"],
+            "device_adapter_bytes": pages["device_adapters"],
+            "host_kv_bytes": pages["host_kv"],
+            "host_adapter_bytes": pages["host_adapters"],
+        }
+        for tier in ("device", "host"):
+            num_pages[f"{tier}_bytes"] = sum(pages[f"{tier}_{part}"] for part in ("kv", "adapters", "free"))
+        return {
+            "kv_usage": pages["device_kv_used"] / max_kv_pages,
+            "adapter_loads": counters.adapter_loads,
+            "adapter_evictions": counters.adapter_evictions,
+            "kv_query_tokens": counters.kv_query_tokens,
+            "kv_device_hit_tokens": counters.kv_device_hit_tokens,
+            "kv_host_hit_tokens": counters.kv_host_hit_tokens,
+        } | {name: number * page_bytes for name, number in num_pages.items()}
+
     def close(self) -> None:
         self._mover.close()
         if self._fetcher is not None:
@@ -251,7 +280,7 @@ class Transfers:
         mover = self._mover
         if self._copier.fetches(rank_order):
             mover = self._fetcher = self._fetcher or self._make_mover(self._tell)
-        self._followers.tell(BeginOrder(order.copy_id, rank_order))
+        self.followers.tell(BeginOrder(order.copy_id, rank_order))
         mover.submit(order.copy_id, self._copier.begin(rank_order))
 
     def _end_bringing(self, content_hash: str) -> None:
@@ -264,7 +293,7 @@ class Transfers:
         slot = self._slots.pop(namespace, None)
         if slot is None:
             return
-        self._followers.tell(ClearSlot(slot))
+        self.followers.tell(ClearSlot(slot))
         self._copier.carry_out(ClearSlot(slot))
         self._free_slots.append(slot)
         if namespace in self._adapters:

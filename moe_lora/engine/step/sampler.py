@@ -58,6 +58,31 @@ class Drawn:
         return self._host_tokens.tolist(), [None if num is None else next(found) for num in self._num_top]
 
 
+class Sampler:
+    """Draws the tokens of one engine.
+
+    seed: of the seeds for requests without a seed.  ahead: the engine launches a step before it reads the
+    tokens of the step before.
+    """
+
+    def __init__(self, eos_token_ids: tuple[int, ...], seed: int, *, ahead: bool) -> None:
+        self.ahead = ahead
+        self._eos_token_ids = eos_token_ids
+        self._seeds = torch.Generator().manual_seed(seed)
+
+    def draw(self, logits_SV: torch.Tensor, sequences: Seq[Sequence]) -> Drawn:
+        """As `sample`."""
+        return sample(logits_SV, sequences, self._eos_token_ids)
+
+    def seed_of(self, sampling: SamplingParams) -> int | None:
+        """The seed of a request's noise; None for a greedy request."""
+        if sampling.greedy:
+            return None
+        if sampling.seed is not None:
+            return sampling.seed
+        return int(torch.randint(2**62, (1,), generator=self._seeds))
+
+
 @torch.inference_mode()
 def sample(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> Drawn:
     """The next token of each sequence, and its log probabilities where asked for.
@@ -73,7 +98,7 @@ def sample(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tup
         logprobs = torch.log_softmax(rows, dim=-1)
     _forbid_ends(logits_SV, sequences, eos_token_ids)
     tokens = logits_SV.argmax(dim=-1)
-    if any(not sequence.request.sampling.greedy for sequence in sequences):
+    if any(sequence.seed is not None for sequence in sequences):
         draw = _draw_on_device if _on_device(logits_SV) else _draw_on_host
         tokens = draw(logits_SV, sequences, tokens)
     return Drawn(tokens, logprobs, [sequence.request.sampling.logprobs for sequence in sequences])
