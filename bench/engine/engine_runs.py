@@ -59,7 +59,7 @@ def start_engine(
 def with_all_resident(core: EngineCore, adapters: tuple[tuple[str, str], ...]) -> EngineCore:
     """The engine, once all its adapters are on the device, where they stay."""
     for name, _ in adapters:
-        core.pin_adapter(name, pinned=True)
+        core.adapters.pin(core.adapters.current(name))
     while len(core.stats().resident_adapters) < len(adapters):
         core.tend()
         time.sleep(1e-3)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -121,6 +121,14 @@ class EngineCore:
     def shape_and_dtype(self) -> tuple[ModelShape, torch.dtype]:
         """Of the model."""
         return self._shape, self._dtype
+
+    @property
+    def adapters(self) -> AdapterManager:
+        return self._adapters
+
+    @property
+    def transfers(self) -> Transfers:
+        return self._transfers
 
     @property
     def has_work(self) -> bool:
@@ -426,23 +434,6 @@ class EngineCore:
         """
         adapter = self._adapters.current(name)
         return self._adapters.info(adapter), adapter.packed
-
-    def list_adapters(self) -> list[AdapterInfo]:
-        return [self._adapters.info(adapter) for adapter in self._adapters.known()]
-
-    def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
-        """Keep an adapter on the device from now on, or no longer.
-
-        Raises AdapterNotFoundError, or CapacityError if that left no room for one request.
-        """
-        adapter = self._adapters.current(name)
-        (self._adapters.pin if pinned else self._adapters.unpin)(adapter)
-        self._transfers.send()
-        return self._adapters.info(adapter)
-
-    def preload_adapters(self, names: Iterable[str]) -> int:
-        """As `AdapterManager.preload`."""
-        return self._adapters.preload(names)
 
     def stats(self) -> EngineStats:
         def names(sequences: list[Sequence]) -> tuple[str, ...]:

@@ -112,10 +112,13 @@ class Peer:
             self._waiting.append(messages)
             self._something.set()
 
-    def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
-        """Run a method of the peer; what it returned, or the error it raised.  Fails with PeerEndedError."""
+    def call(self, method: str, *args: Any, **words: Any) -> asyncio.Future[Any]:
+        """Run a method of the peer; what it returned, or the error it raised.  Fails with PeerEndedError.
+
+        Raises ValueError or TypeError for a call that `Interface.bind` refuses.
+        """
         assert self._protocol.asks is not None
-        assert method in self._protocol.asks, method
+        args = self._protocol.asks.bind(method, args, words)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self.ended.is_set():
             future.set_exception(PeerEndedError(self.problem))

@@ -120,7 +120,7 @@ class AdapterLoads:
         check_name(body.lora_name)
         check_base(body.base_model_name, self._frontend)
         try:
-            await self._frontend.client.unload_adapter(body.lora_name)
+            await self._frontend.client.call("unload_adapter", body.lora_name)
         except AdapterNotFoundError as error:
             what = f"the LoRA adapter {body.lora_name!r} cannot be found; GET /v1/models lists what is loaded"
             raise ApiError(404, what, "lora_name") from error
@@ -139,7 +139,8 @@ class AdapterLoads:
     async def _load(self, body: LoadAdapterRequest, files: _Files, *, in_place: bool) -> None:
         name = body.lora_name
         try:
-            info = await self._frontend.client.load_adapter(name, files.folder, replace=in_place)
+            replace = in_place or self._frontend.client.is_refused(name)
+            info = await self._frontend.client.call("load_adapter", name, files.folder, replace=replace)
         except FileNotFoundError as error:
             what = f"no LoRA adapter found: the files of {name!r} are gone"
             raise ApiError(404, what, "lora_path") from error
@@ -163,10 +164,10 @@ class AdapterLoads:
         if not body.pinned:
             return
         try:
-            await self._frontend.client.pin_adapter(body.lora_name, pinned=True)
+            await self._frontend.client.call("pin_adapter", body.lora_name, pinned=True)
         except CapacityError as error:
             if unload:
-                await self._frontend.client.unload_adapter(body.lora_name)
+                await self._frontend.client.call("unload_adapter", body.lora_name)
             state = "not loaded" if unload else "loaded, but not pinned"
             raise bad_request(f"{error}; the adapter is {state}", "pinned") from error
 
