@@ -74,9 +74,12 @@ class HealthMonitor:
             elif self._coming is None or self._coming.done():
                 self._coming = asyncio.create_task(self._try_to_come())
             looked_s = self._clock.now_s()
-            if await self._wait(heartbeat.timeout_s / _LOOKS_PER_TIMEOUT):
+            wait_s = heartbeat.timeout_s / _LOOKS_PER_TIMEOUT
+            if self._is_in() and not self._instance_registry.drains.names:
+                wait_s = max(wait_s, heartbeat.timeout_s - hearing.silent_s())
+            if await self._wait(wait_s):
                 break
-            if self._clock.now_s() - looked_s > heartbeat.timeout_s:
+            if self._clock.now_s() - looked_s - wait_s > heartbeat.timeout_s / 2:
                 hearing.restart_clock()  # this process itself stood still
         if self._coming is not None:
             await asyncio.wait([self._coming])

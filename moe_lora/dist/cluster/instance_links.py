@@ -292,8 +292,8 @@ class FrontEndLinks:
             self._mux.open(peer)
             beats = asyncio.create_task(self._beat(peer, welcome.heartbeat_s, pulse))
             try:
-                async for message in peer.messages():
-                    self._mux.put(peer, message)
+                # A task of its own: a message resumes the reader alone, and none of its callers.
+                await asyncio.create_task(self._read(peer))
             finally:
                 beats.cancel()
                 self._mux.close(peer)
@@ -302,6 +302,10 @@ class FrontEndLinks:
         if not self._stopping.is_set():
             logger.warning("lost %s: %s; its requests end here", name, peer.problem)
         return None
+
+    async def _read(self, peer: Peer) -> None:
+        async for message in peer.messages():
+            self._mux.put(peer, message)
 
     async def _welcome(self, peer: Peer, hello: Hello) -> Welcome | str:
         """The listener's welcome, or the reason of a refusal."""

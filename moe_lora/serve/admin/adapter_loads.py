@@ -111,7 +111,8 @@ class AdapterLoads:
             and loaded[0] == await self._version(body.lora_name)
             and await in_daemon_thread(loaded[1].holds, files, self._root)
         ):
-            await self._pin(body)
+            if body.pinned:
+                await self._pin(body)
         else:
             await self._load(body, files, in_place=True)
 
@@ -157,12 +158,11 @@ class AdapterLoads:
         await in_daemon_thread(log_text_of, self._frontend.cluster, name, files.folder)
         if await in_daemon_thread(files.are_unchanged):
             self._loaded[name] = info.version, files
-        await self._pin(body, unload=not in_place)
+        if body.pinned:
+            await self._pin(body, unload=not in_place)
 
     async def _pin(self, body: LoadAdapterRequest, *, unload: bool = False) -> None:
-        """Pins the adapter if the body says so.  unload: if the pin fails, the adapter is unloaded."""
-        if not body.pinned:
-            return
+        """Pins the adapter.  unload: if the pin fails, the adapter is unloaded."""
         try:
             await self._frontend.client.call("pin_adapter", body.lora_name, pinned=True)
         except CapacityError as error:
