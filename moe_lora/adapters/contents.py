@@ -47,17 +47,17 @@ class AdapterContents:
         """Name -> the content hashes of its last two versions: a load that others refuse is taken back."""
         self._lock = threading.Lock()
 
-    def read(self, name: str, path: str, expected: str | None = None) -> PackedAdapter:
+    def read(
+        self, name: str, path: str, expected: str | None = None, *, must_keep: bool | None = None
+    ) -> PackedAdapter:
         """The adapter in a folder; with a content hash given, that content and no other.
 
-        Errors may go to clients: they name the adapter, and the log the folder.
+        must_keep: whether a full store is an error; None: if no content was named, since what is served
+        already is served on.  Errors may go to clients: they name the adapter, and the log the folder.
         Raises AdapterError, also if the folder has other content and the store has not that one,
-        StorageError if the store is full and no content was named, or no file can be opened.
+        StorageError if the store is full, or no file can be opened.
         """
-        return self._read(name, path, expected, must_keep=expected is None)
-
-    def _read(self, name: str, path: str, expected: str | None, *, must_keep: bool) -> PackedAdapter:
-        """See `read`.  must_keep: whether a full store is an error: what is served already is served on."""
+        must_keep = expected is None if must_keep is None else must_keep
         if expected is not None and (kept := self._kept(name, expected)) is not None:
             return kept
         called = f"adapter {name!r}: "
@@ -99,7 +99,7 @@ class AdapterContents:
         found = []
         for name, path in adapters:
             try:
-                found.append((self._read(name, path, None, must_keep=not leave_out_bad), path))
+                found.append((self.read(name, path, must_keep=not leave_out_bad), path))
             except (AdapterError, StorageError) as error:
                 if not leave_out_bad:
                     raise
@@ -125,7 +125,8 @@ class AdapterContents:
             before = self._served.get(name, [])
             if before[-1:] != [hash_now]:
                 self._served[name] = [*before[-1:], hash_now]
-                self._remove(before[:-1])
+                if before[:-1]:
+                    self._remove(before[:-1])
 
     def forget(self, name: str) -> None:
         """The name is not served any more."""

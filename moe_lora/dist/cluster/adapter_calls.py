@@ -57,13 +57,15 @@ class FleetAdapters:
 
         Raises what the verb raises, and what `Interface.bind` raises.
         """
+        registry = self._instance_registry
         name, *rest = _INTERFACE.bind(verb, args, words)
         own = self._own.get(verb)
         change = self._change(verb, name, *rest) if own is None else own(name, *rest)
 
         async def work() -> Any:
             async with self._locks.setdefault(name, asyncio.Lock()):
-                await self._instance_registry.dialled_in(lambda: self._instance_registry.live)
+                if not registry.live:
+                    await registry.dialled_in(lambda: registry.live)
                 return await change
 
         task = asyncio.ensure_future(work())
@@ -94,9 +96,8 @@ class FleetAdapters:
 
                 async def load(some: list[Instance], content: str | None) -> Answers[AdapterInfo]:
                     words: Any = {"replace": replace, "version": version, "content_hash": content}
-                    return await ask(
-                        registry, some, lambda client: client.call("load_adapter", name, path, **words)
-                    )
+                    calls = [one.client.call("load_adapter", name, path, **words) for one in some]
+                    return await ask(registry, some, calls)
 
                 answers, errors = await load_alike(instances, load)
             else:
@@ -115,7 +116,7 @@ class FleetAdapters:
     async def _is_unavailable(self, name: str) -> bool:
         """Whether some instance can't serve the adapter."""
         registry = self._instance_registry
-        answers, _ = await ask(registry, registry.live, lambda client: client.list_adapters())
+        answers, _ = await ask(registry, registry.live, [one.client.list_adapters() for one in registry.live])
         infos = chain.from_iterable(infos for _, infos in answers)
         return any(info.name == name and info.residency == "unavailable" for info in infos)
 
@@ -133,7 +134,8 @@ class FleetAdapters:
         instances = registry.having(None)
         if self.pool is not None:
             self.pool.forget(name)
-        answers, errors = await ask(registry, instances, lambda client: client.call("unload_adapter", name))
+        calls = [one.client.call("unload_adapter", name) for one in instances]
+        answers, errors = await ask(registry, instances, calls)
         if self.pool is not None:
             await self.pool.sweep()
         for _, error in errors:
@@ -152,13 +154,13 @@ class FleetAdapters:
             if served is None:
                 raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
             instances = registry.having(name)
-            answers, errors = await ask(registry, instances, lambda client: client.call(verb, name, *args))
+            calls = [one.client.call(verb, name, *args) for one in instances]
+            answers, errors = await ask(registry, instances, calls)
             if errors:
                 before = [instance for instance, info in answers if info.pinned != served.pinned]
                 if before:
-                    await ask(
-                        registry, before, lambda client: client.call("pin_adapter", name, served.pinned)
-                    )
+                    undone = [one.client.call("pin_adapter", name, served.pinned) for one in before]
+                    await ask(registry, before, undone)
                 raise errors[0][1]
             info = merge_adapters([info] for _, info in answers)[0]
             registry.pin(name, pinned=info.pinned)
@@ -176,7 +178,7 @@ class FleetAdapters:
         if not instances:
             return
         if self.pool is None or previous is None:
-            _, errors = await ask(self._instance_registry, instances, undo)
+            _, errors = await ask(self._instance_registry, instances, [undo(one.client) for one in instances])
         else:
             errors = await self.pool.take_back(instances, name, previous)
         for instance, error in errors:

@@ -164,7 +164,10 @@ class Interface:
         return bound.args
 
     def args(self, method: str, data: msgspec.Raw) -> tuple[Any, ...]:
-        """The arguments of a call.  Raises msgspec.DecodeError if they are not what the method takes."""
+        """The arguments of a call.
+
+        Raises KeyError for an unknown method, msgspec.DecodeError for arguments of other types.
+        """
         found: tuple[Any, ...] = self._args[method](data)
         return found
 

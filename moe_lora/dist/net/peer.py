@@ -210,11 +210,13 @@ class Peer:
     def _asked(self, call: CallFrame) -> Asked | None:
         """The call, unless there is no such method, or it takes others: then it is refused."""
         answers = self._protocol.answers
-        if answers is None or call.method not in answers:
+        try:
+            if answers is None:
+                raise KeyError(call.method)
+            return Asked(self, call.number, call.method, answers.args(call.method, call.args))
+        except KeyError:
             self.send(FailureFrame(call.number, ValueError(f"{call.method!r} is not answered here")))
             return None
-        try:
-            return Asked(self, call.number, call.method, answers.args(call.method, call.args))
         except msgspec.DecodeError as error:
             self.send(FailureFrame(call.number, TypeError(f"{call.method} does not take this: {error}")))
             return None

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from moe_lora.core.errors import (
 from moe_lora.core.records import RegisteredAdapter
 from moe_lora.core.request import name_problem
 from moe_lora.dist.net.thread import in_daemon_thread
+from moe_lora.engine.text.adapter_text import FILES as TEXT_FILES
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import AlreadyLoadedError, ApiError, bad_request, to_api_error
 from moe_lora.serve.openai.protocol import LoadAdapterRequest, UnloadAdapterRequest
@@ -155,11 +157,17 @@ class AdapterLoads:
             raise bad_request(f"adapter {name!r} can't be read: {error.strerror or error}") from error
         except Exception as error:
             raise to_api_error(error) from error
-        await in_daemon_thread(log_text_of, self._frontend.cluster, name, files.folder)
-        if await in_daemon_thread(files.are_unchanged):
+        if await in_daemon_thread(self._look_again, name, files):
             self._loaded[name] = info.version, files
         if body.pinned:
             await self._pin(body, unload=not in_place)
+
+    def _look_again(self, name: str, files: _Files) -> bool:
+        """Log text files beside the adapter; returns True if its files are those of before the load."""
+        with suppress(OSError):
+            if frozenset(TEXT_FILES).intersection(os.listdir(files.folder)):
+                log_text_of(self._frontend.cluster, name, files.folder)
+        return files.are_unchanged()
 
     async def _pin(self, body: LoadAdapterRequest, *, unload: bool = False) -> None:
         """Pins the adapter.  unload: if the pin fails, the adapter is unloaded."""

@@ -129,7 +129,7 @@ class MigrationController:
         live = self._instance_registry.undrained
         if len(live) < 2:
             return 0
-        answers, _ = await ask(self._instance_registry, live, _report)
+        answers, _ = await ask(self._instance_registry, live, [_report(one.client) for one in live])
         reports = [Report(instance, *found) for instance, found in answers]
         self._learn(reports)
         under_way = self._moves_under_way(reports)

@@ -149,7 +149,9 @@ class FleetPool:
             sources = self._directory.sources(facts.content_hash, engine)
             return engine.call("pool_know", facts, path, True, version, sources)
 
-        answers, errors = await ask(self._instance_registry, instances, undo)
+        answers, errors = await ask(
+            self._instance_registry, instances, [undo(one.client) for one in instances]
+        )
         self._note(answers)
         return errors
 
@@ -249,7 +251,7 @@ class FleetPool:
         return await ask(
             self._instance_registry,
             instances,
-            lambda client: client.call(method, *args),
+            [one.client.call(method, *args) for one in instances],
         )
 
     def _failed(self, problem: str) -> None:
