@@ -30,10 +30,11 @@ from bench.harness.interleave import Contestant, interleave, ratio
 from bench.harness.records import Recorder
 from moe_lora.core.address import Address
 from moe_lora.core.request import FinishReason, GenerateRequest, ModelInfo, TokenOutput
+from moe_lora.dist.cluster.instance_links import ENGINE_SIDE, FRONT_END_SIDE
 from moe_lora.dist.cluster.listener import DialledClient
 from moe_lora.dist.net.connection import dial, listen
 from moe_lora.dist.net.peer import Peer
-from moe_lora.engine.client.messages import ENGINE_SIDE, FRONT_END_SIDE, Hello, Outputs, Request
+from moe_lora.engine.client.messages import Hello, Outputs, Request
 
 _INFO = ModelInfo(
     name="m",

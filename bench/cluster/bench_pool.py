@@ -35,7 +35,7 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.dist.transport import make_transport
 from moe_lora.engine.adapters.pool_fetch import fetch_layers
 from moe_lora.engine.adapters.pool_store import PoolAdapters
-from moe_lora.engine.loop import Sources
+from moe_lora.engine.verbs import Sources
 from moe_lora.families import shape_of
 
 KINDS = ("shm", "gloo")

@@ -59,7 +59,7 @@ def start_engine(
 def with_all_resident(core: EngineCore, adapters: tuple[tuple[str, str], ...]) -> EngineCore:
     """The engine with all its adapters resident."""
     for name, _ in adapters:
-        core.pin_adapter(name, pinned=True)
+        core.adapters.pin(core.adapters.current(name))
     while len(core.stats().resident_adapters) < len(adapters):
         core.tend()
         time.sleep(1e-3)

@@ -48,20 +48,21 @@ class AdapterContents:
         """Name -> content hashes of its last two versions, to undo a load that a peer refuses."""
         self._lock = threading.Lock()
 
-    def read(self, name: str, path: str, expected: str | None = None) -> PackedAdapter:
-        """The adapter in a folder; with a content hash, exactly this content.
-
-        Errors name the adapter, for clients; the log names the folder.
-        Raises AdapterError, also for other content that the store lacks; StorageError for a full store
-        without a named content, or no free file handle.
-        """
-        return self._read(name, path, expected, must_keep=expected is None)
-
     def pack(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """The adapter of these tensors in memory (see `pack_state_dict`); the store does not keep it."""
         return pack_state_dict(tensors, config, self.shape, self.dtype, name, self.max_lora_rank)
 
-    def _read(self, name: str, path: str, expected: str | None, *, must_keep: bool) -> PackedAdapter:
+    def read(
+        self, name: str, path: str, expected: str | None = None, *, must_keep: bool | None = None
+    ) -> PackedAdapter:
+        """The adapter in a folder; with a content hash, exactly this content.
+
+        must_keep: a full store is an error; None: only without a content hash.
+        Errors name the adapter, for clients; the log names the folder.
+        Raises AdapterError, also for other content that the store lacks; StorageError for a full store,
+        or no free file handle.
+        """
+        must_keep = expected is None if must_keep is None else must_keep
         if expected is not None and (kept := self._kept(name, expected)) is not None:
             return kept
         called = f"adapter {name!r}: "
@@ -102,7 +103,7 @@ class AdapterContents:
         found = []
         for name, path in adapters:
             try:
-                found.append((self._read(name, path, None, must_keep=not leave_out_bad), path))
+                found.append((self.read(name, path, must_keep=not leave_out_bad), path))
             except (AdapterError, StorageError) as error:
                 if not leave_out_bad:
                     raise
@@ -128,7 +129,8 @@ class AdapterContents:
             before = self._served.get(name, [])
             if before[-1:] != [hash_now]:
                 self._served[name] = [*before[-1:], hash_now]
-                self._remove(before[:-1])
+                if before[:-1]:
+                    self._remove(before[:-1])
 
     def forget(self, name: str) -> None:
         """The name is not served any more."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,6 +115,14 @@ class EngineCore:
             assert self._make_kv is not None, "attach_moves comes first"
             self._moves = RequestMoves(self._sequences, self._scheduler, self._clock, self._make_kv())
         return self._moves
+
+    @property
+    def adapters(self) -> AdapterManager:
+        return self._adapters
+
+    @property
+    def transfers(self) -> Transfers:
+        return self._transfers
 
     @property
     def has_work(self) -> bool:
@@ -444,23 +452,6 @@ class EngineCore:
         """
         adapter = self._adapters.current(name)
         return self._adapters.info(adapter), adapter.packed
-
-    def list_adapters(self) -> list[AdapterInfo]:
-        return [self._adapters.info(adapter) for adapter in self._adapters.known()]
-
-    def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
-        """Keep an adapter on the device from now on, or no longer.
-
-        Raises AdapterNotFoundError, or CapacityError if that left no room for one request.
-        """
-        adapter = self._adapters.current(name)
-        (self._adapters.pin if pinned else self._adapters.unpin)(adapter)
-        self._transfers.send()
-        return self._adapters.info(adapter)
-
-    def preload_adapters(self, names: Iterable[str]) -> int:
-        """As `AdapterManager.preload`."""
-        return self._adapters.preload(names)
 
     def stats(self) -> EngineStats:
         def names(sequences: list[Sequence]) -> tuple[str, ...]:

@@ -194,13 +194,13 @@ class _Engine:
                     "of adapter_config.json (r, lora_alpha, …)"
                 )
             packed = self.client.core.pack_adapter(name, source, config)
-            return self.client.call("publish_adapter", packed, None).result()
+            return self.client.start_call("publish_adapter", packed, None).result()
         if not isinstance(source, (str, os.PathLike)):
             raise ValueError(
                 f"source is a {type(source).__name__}; give a PEFT directory, or a state dict and config"
             )
         path = adapter_folder(os.fspath(source), name)
-        info = self.client.call("load_adapter", name, path, True, None).result()
+        info = self.client.start_call("load_adapter", name, path, replace=True).result()
         self._log_text(name, path)
         return info
 
@@ -209,20 +209,20 @@ class _Engine:
 
     def unload_adapter(self, name: str) -> None:
         """Refuse new requests for `name`, wait for its running ones, free its memory."""
-        self.client.call("unload_adapter", name).result()
+        self.client.start_call("unload_adapter", name).result()
 
     def pin_adapter(self, name: str, *, pinned: bool = True) -> AdapterInfo:
         """Bring an adapter to the device and keep it there, or do so no longer.
 
         Raises AdapterNotFoundError, or CapacityError if that left no room for one request.
         """
-        return self.client.call("pin_adapter", name, pinned).result()
+        return self.client.start_call("pin_adapter", name, pinned).result()
 
     def list_adapters(self) -> list[AdapterInfo]:
-        return self.client.call("list_adapters").result()
+        return self.client.start_call("list_adapters").result()
 
     def stats(self) -> EngineStats:
-        return self.client.call("stats").result()
+        return self.client.start_call("stats").result()
 
     def close(self) -> None:
         """End the engine; requests under way are dropped."""

@@ -154,18 +154,18 @@ def _load_s(core: EngineCore, shape: ModelShape, dtype: torch.dtype, lora_rank: 
     core.remove_adapter(_NAME.format(lora_rank))
     core.add_adapter(packed, None)
     begin_s = time.perf_counter()
-    core.pin_adapter(name, True)
+    core.adapters.pin(core.adapters.current(name))
     while name not in core.stats().resident_adapters:
         core.tend()
         time.sleep(_LOOK_S)
     load_s = time.perf_counter() - begin_s
     core.remove_adapter(name)
     core.add_adapter(replace(packed, name=_NAME.format(lora_rank)), None)
-    core.pin_adapter(_NAME.format(lora_rank), True)
+    core.adapters.pin(core.adapters.current(_NAME.format(lora_rank)))
     while _NAME.format(lora_rank) not in core.stats().resident_adapters:
         core.tend()
         time.sleep(_LOOK_S)
-    core.pin_adapter(_NAME.format(lora_rank), False)
+    core.adapters.unpin(core.adapters.current(_NAME.format(lora_rank)))
     return load_s, packed.nbytes
 
 

@@ -70,10 +70,10 @@ class Connection(HttpToolsProtocol):
     _is_counted = False
     _lingers: asyncio.TimerHandle | None = None  # until it is closed, having been turned away
     _num_head_bytes = 0  # received since the parser last found a whole head or a piece of a body
-    _awaited: str | None = None  # what the client is to send, by _late_s; None: nothing
-    _late_s = math.inf
+    _awaited: str | None = None  # what the client is to send, by late_s; None: nothing
+    late_s = math.inf
     _unread_bytes = 0  # of an answer, when time began to run
-    _unread_s = math.inf  # when a client is ended that reads nothing of what waits for it
+    unread_s = math.inf  # when a client is ended that reads nothing of what waits for it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         error = None if self._is_counted else self.enter(transport)
@@ -180,7 +180,7 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._awaited, self._late_s = None, math.inf
+        self._awaited, self.late_s = None, math.inf
         super().on_message_complete()
         if self.cycle.response_complete:  # answered before its body had come
             self._await(_REQUEST, self.limits.config.idle_timeout_s)
@@ -193,34 +193,34 @@ class Connection(HttpToolsProtocol):
             self._await(_BODY, self.limits.config.body_timeout_s)
 
     def _await(self, what: str, time_s: float) -> None:
-        self._awaited, self._late_s = what, time.monotonic() + time_s
+        self._awaited, self.late_s = what, time.monotonic() + time_s
 
     # What a client reads.
 
     def pause_writing(self) -> None:
-        self._unread_s = time.monotonic() + self.limits.config.write_timeout_s
+        self.unread_s = time.monotonic() + self.limits.config.write_timeout_s
         self._unread_bytes = self.transport.get_write_buffer_size()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        self._unread_s = math.inf
+        self.unread_s = math.inf
         super().resume_writing()
 
     @property
     def is_unread(self) -> bool:
         """Whether the client does not read what waits for it."""
-        return self._unread_s < math.inf
+        return self.unread_s < math.inf
 
     def end_if_late(self, now_s: float) -> None:
         """End the connection if its client takes too long; called once in a while."""
-        if now_s >= self._unread_s:
+        if now_s >= self.unread_s:
             num_bytes = self.transport.get_write_buffer_size()
             if num_bytes < self._unread_bytes:  # slow, but it reads
-                self._unread_s, self._unread_bytes = now_s + self.limits.config.write_timeout_s, num_bytes
+                self.unread_s, self._unread_bytes = now_s + self.limits.config.write_timeout_s, num_bytes
                 return
             self.limits.count("write_time")
             self.transport.abort()
-        elif now_s >= self._late_s and not self.transport.is_closing() and not self.pipeline:
+        elif now_s >= self.late_s and not self.transport.is_closing() and not self.pipeline:
             if self._awaited == _REQUEST:
                 self.transport.close()
             elif not self._answering():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.dist.cluster.controller.cluster_state import Controller
-from moe_lora.engine.client.client import EngineClient
+from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.serve.metrics.metrics import Metrics
 
 from .limits import REFUSALS, Limits
@@ -54,7 +54,7 @@ class Frontend:
     large bodies; None: starts with the first of them.  Whoever makes it closes the client.
     """
 
-    client: EngineClient
+    client: FleetClient
     tokenizer: Tokenizer | None
     cluster: ClusterConfig
     controller: Controller

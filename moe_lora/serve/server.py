@@ -108,6 +108,7 @@ UNSENT_BYTES = 1 << 17
 PEAK_BYTES, RETURN_S = 64 << 20, 60.0
 """Memory that grew by so much since it was last given back to the system is given back again; and now and
 then what requests leave free between what lasts: some 100 bytes of each, and it takes 1 ms."""
+MEMORY_LOOK_S = 5.0
 SWEEP_S = 1.0
 """How often connections are ended whose client takes too long."""
 BACKLOG = 4096
@@ -166,15 +167,19 @@ class HttpServer(uvicorn.Server):
             self.on_ready(self.url)
 
     async def _sweep(self) -> None:
-        memory = ProcessMemory(resident_bytes(), time.monotonic())
+        memory, look_s = ProcessMemory(resident_bytes(), time.monotonic()), 0.0
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = time.monotonic()
-            if memory.is_due(resident_bytes(), now_s, bodies_bytes=self._limits.bodies.in_all):
-                await asyncio.to_thread(return_memory)
-                memory = ProcessMemory(resident_bytes(), now_s)
+            if now_s >= look_s:
+                look_s = now_s + MEMORY_LOOK_S
+                if memory.is_due(resident_bytes(), now_s, bodies_bytes=self._limits.bodies.in_all):
+                    await asyncio.to_thread(return_memory)
+                    memory = ProcessMemory(resident_bytes(), now_s)
             for connection in list(self.server_state.connections):
-                if isinstance(connection, Connection):
+                if isinstance(connection, Connection) and now_s >= min(
+                    connection.late_s, connection.unread_s
+                ):
                     connection.end_if_late(now_s)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -314,7 +319,8 @@ async def serve_forever(
     deciding = asyncio.create_task(frontend.controller.run())
     try:
         await frontend.controller.ready()
-        await server.serve(sockets=list(socks))
+        # A task of its own: ten times a second uvicorn's loop looks about.
+        await asyncio.create_task(server.serve(sockets=list(socks)))
     finally:
         deciding.cancel()
 

@@ -128,16 +128,16 @@ def stop_in_instance(stops: Stops) -> None:
 
 def stop_in_front_end(stops: Stops) -> None:
     """Between what it asks the two instances."""
-    carry_out, ask = RequestMover._carry_out, Attempt.ask
+    carry_out, call = RequestMover._carry_out, Attempt.call
 
     async def carry_out_later(self: RequestMover, *args: Any) -> None:
         await stops.stand_aside("ordered")
         await carry_out(self, *args)
 
-    async def ask_and_stand(attempt: Attempt, method: str, *args: Any) -> Any:
+    async def call_and_stand(attempt: Attempt, method: str, *args: Any) -> Any:
         if method in ("kv_window", "hold_request"):
             await stops.stand_aside("reserved at the target")
-        found = await ask(attempt, method, *args)
+        found = await call(attempt, method, *args)
         if method == "hold_request":
             await stops.stand_aside("state sent")
         if method == "resume_request" and attempt.request.held:
@@ -145,7 +145,7 @@ def stop_in_front_end(stops: Stops) -> None:
         return found
 
     RequestMover._carry_out = carry_out_later  # type: ignore[method-assign]
-    Attempt.ask = ask_and_stand  # type: ignore[method-assign]
+    Attempt.call = call_and_stand  # type: ignore[method-assign]
     _after(ResumableRequest, "switch", lambda *_: stops.stand("switched at the front end"))
 
 

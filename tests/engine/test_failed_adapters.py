@@ -12,7 +12,7 @@ import pytest
 
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import AdapterError, AdapterFailedError
-from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.core.request import AdapterInfo, GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.engine import core as core_module
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.adapters.failures import MAX_LOADS
@@ -38,6 +38,10 @@ def core() -> Iterator[EngineCore]:
     core = build_engine(CONFIG)
     yield core
     core.close()
+
+
+def infos(core: EngineCore) -> list[AdapterInfo]:
+    return [core.adapters.info(one) for one in core.adapters.known()]
 
 
 def request(name: str, adapter: str | None, prompt: Sequence[int] = (5, 6, 7)) -> GenerateRequest:
@@ -146,13 +150,13 @@ def test_failed_adapter_is_unavailable_until_it_is_loaded_again(core, monkeypatc
     with monkeypatch.context() as patch:
         fail_where(patch, lambda one: one.adapter is not None and one.adapter.name == "upper")
         drive(core, *four())
-        [upper, *others] = core.list_adapters()
+        [upper, *others] = infos(core)
         assert (upper.residency, upper.problem[:20]) == ("unavailable", "computing its deltas")
         assert all(one.residency != "unavailable" and not one.problem for one in others)
         with pytest.raises(AdapterFailedError, match="load it again"):
             core.add_request(request("again", "upper"))
     core.add_adapter(core.read_adapter("upper", str(DEMO / "adapters" / "upper")), None)
-    assert core.list_adapters()[-1].residency != "unavailable"
+    assert infos(core)[-1].residency != "unavailable"
     found = drive(core, *four())
     assert found["upper"][0] == right["upper"][0]
 
@@ -207,7 +211,7 @@ def test_load_that_fails_is_repeated_only_where_the_cause_may_pass(core, monkeyp
         except AdapterFailedError:
             time.sleep(0.05)
     assert again["later"][1].finish_reason == "length"
-    assert core.list_adapters()[0].residency == "device"
+    assert infos(core)[0].residency == "device"
 
 
 def test_load_that_passes_at_the_second_try_harms_nobody(core, monkeypatch):
@@ -227,7 +231,7 @@ def test_load_that_passes_at_the_second_try_harms_nobody(core, monkeypatch):
 
 
 def test_rank_above_the_limit_of_a_device_is_refused_when_its_file_is_read(core):
-    rank = core.list_adapters()[0].lora_rank
+    rank = infos(core)[0].lora_rank
     core._contents.max_lora_rank = rank - 1
     with pytest.raises(AdapterError, match=f"the LoRA rank {rank} is above max_lora_rank={rank - 1}"):
         core.read_adapter("big", str(DEMO / "adapters" / "upper"))

@@ -25,7 +25,7 @@ def alone(llm: LLM, model, slot: int) -> tuple[int, ...]:
 
 
 def load_again(llm: LLM, path) -> None:
-    llm.client.call("load_adapter", path.name, str(path), True, None).result()
+    llm.client.start_call("load_adapter", path.name, str(path), True, None).result()
 
 
 class FailsLater:

@@ -154,15 +154,15 @@ def test_adapters_of_a_pool_are_computed_by_hosts_once_they_are_here(family, hol
     with pool_engines(model, transport) as (peer, engine):
         for path in model.adapters:
             loads = engine if holder == "itself" else peer
-            entry = loads.call("pool_load", path.name, str(path), False, 1).result(60)
+            entry = loads.start_call("pool_load", path.name, str(path), False, 1).result(60)
             if holder == "a peer":
-                engine.call("pool_know", entry.facts, "nowhere", False, 1, [entry.source]).result(60)
+                engine.start_call("pool_know", entry.facts, "nowhere", False, 1, [entry.source]).result(60)
         assert ask_client(engine, model) == expected_of(model)
-        cold = engine.call("stats").result(60)
+        cold = engine.start_call("stats").result(60)
         store = engine.core._adapters.store.host.store
         assert not list(store.directory.iterdir()), "once on the device they lie in the pool only"
         assert ask_client(engine, model) == expected_of(model)
-        warm = engine.call("stats").result(60)
+        warm = engine.start_call("stats").result(60)
     assert cold.lora_rows_host > 0
     assert cold.lora_rows_local > 0
     assert cold.host_fallback_rows == 0
@@ -250,12 +250,12 @@ def test_without_room_for_an_adapter_of_a_pool_its_requests_wait_for_the_device(
     model = served("mixtral")
     with pool_engines(model, "shm") as (_, engine):
         for path in model.adapters:
-            engine.call("pool_load", path.name, str(path), False, 1).result(60)
+            engine.start_call("pool_load", path.name, str(path), False, 1).result(60)
         folder = engine.core._adapters.store.host.store.directory
         folder.rmdir()
         folder.touch()
         assert ask_client(engine, model) == expected_of(model)
-        assert engine.call("stats").result(60).lora_rows_host == 0
+        assert engine.start_call("stats").result(60).lora_rows_host == 0
         folder.unlink()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from moe_lora.core.errors import (
     AdapterError,
@@ -147,16 +148,14 @@ class ScriptedEngine:
         if request_id in self.running:
             self.aborted.append(request_id)
 
-    async def load_adapter(
-        self,
-        name: str,
-        path: str,
-        *,
-        replace: bool = False,
-        version: int | None = None,
-        content_hash: str | None = None,
-    ) -> AdapterInfo:
+    def is_refused(self, name: str) -> bool:
+        return False
+
+    async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         self._check_alive()
+        return getattr(self, f"_{verb}")(*args, **words)
+
+    def _load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
         if name in self.adapters and not replace:
             raise AdapterExistsError(
                 f"an adapter is already named {name!r}; unload it or choose another name"
@@ -167,14 +166,12 @@ class ScriptedEngine:
         self.adapters[name] = adapter_info(name, path, version)
         return self.adapters[name]
 
-    async def unload_adapter(self, name: str) -> None:
-        self._check_alive()
+    def _unload_adapter(self, name: str) -> None:
         if name not in self.adapters:
             raise AdapterNotFoundError(f"no adapter is named {name!r}")
         del self.adapters[name]
 
-    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
-        self._check_alive()
+    def _pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
         if name not in self.adapters:
             raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
         if pinned and sum(info.pinned for info in self.adapters.values()) >= 1:

@@ -178,7 +178,7 @@ def test_ranks_are_known_to_the_routers_that_need_them(tmp_path):
     fleet = fleet_client(InstanceRegistry(engines, [("a", "p")]), routes.router, ranks=routes.ranks)
     asyncio.run(fleet.model_info())
     assert routes.ranks == {"a": 1}
-    asyncio.run(fleet.load_adapter("b", "q"))
+    asyncio.run(fleet.call("load_adapter", "b", "q"))
     assert routes.ranks == {"a": 1, "b": 1}
     assert routes.placement(fleet) is None
 

@@ -19,7 +19,7 @@ from moe_lora.config import EngineConfig, RegistryConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, ConfigError, RegistryError
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
-from moe_lora.dist.cluster.controller.cluster_state import ControllerMethods
+from moe_lora.dist.cluster.controller.cluster_controller import ClusterController
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry, opened_registry
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from tests.adapters.peft_folders import BASE, OTHER_BASE, alter, peft_folder
@@ -331,9 +331,9 @@ def test_a_named_adapter_above_the_rank_limit_is_refused_before_anything_starts(
 def test_publishing_is_refused_by_the_limit_of_the_devices(registry, tmp_path):
     """CUDA has a limit of its own, which instances say by the names of their devices."""
     instances = InstanceRegistry([CountingEngine()])
-    methods = ControllerMethods(FleetAdapters(instances), None, ServedRegistry(registry, BASE))
+    controller = ClusterController(FleetAdapters(instances), registry=ServedRegistry(registry, BASE))
     large = str(peft_folder(tmp_path / "large", 1, lora_rank=513))
-    assert asyncio.run(methods.registry_add("large", large, "", False)).lora_rank == 513
+    assert asyncio.run(controller.call("registry_add", "large", large, "", False)).lora_rank == 513
     instances.instances[0].devices = ("cuda:0",)
     with pytest.raises(AdapterError, match="the LoRA rank 513 is above max_lora_rank=512"):
-        asyncio.run(methods.registry_add("larger", large, "", False))
+        asyncio.run(controller.call("registry_add", "larger", large, "", False))

@@ -12,7 +12,9 @@ from weakref import WeakValueDictionary
 
 from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError
 from moe_lora.core.request import AdapterInfo
+from moe_lora.dist.net.codec import Interface, verb, verbs_of
 from moe_lora.engine.client.client import EngineClient
+from moe_lora.engine.verbs import ADAPTER_VERBS
 
 from .fan_out import Answers, ask, load_alike
 from .instances import Instance, InstanceRegistry, ServedVersion, reason
@@ -42,40 +44,28 @@ class FleetAdapters:
             self.pool = FleetPool(instance_registry, directory)
         self.ranks = {} if ranks is None else ranks
         self._instance_registry = instance_registry
+        self._own = verbs_of(self)
         # Calls for one adapter come one after the other, or instances could disagree on which was the last.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    @property
     def devices(self) -> set[str]:
         """Devices of all instances."""
         return {device for instance in self._instance_registry.instances for device in instance.devices}
 
-    async def load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
-        """Serve the directory as `name` on all live instances.
+    async def call(self, verb: str, *args: Any, **words: Any) -> Any:
+        """Run one of `ADAPTER_CHANGES` on all live instances, after earlier calls for the adapter.
 
-        The content is what the first of them finds.  If one refuses, be it that it finds other content, the
-        others go back to what they served before.
+        Raises what the verb raises, and what `Interface.bind` raises.
         """
-        return await self._alone(name, self._load(name, path, replace))
+        registry = self._instance_registry
+        name, *rest = _INTERFACE.bind(verb, args, words)
+        own = self._own.get(verb)
+        change = self._change(verb, name, *rest) if own is None else own(name, *rest)
 
-    async def unload_adapter(self, name: str) -> None:
-        """Refuse new requests for `name` everywhere; returns when the last instance has freed it.
-
-        Raises AdapterNotFoundError for an unserved name.
-        """
-        await self._alone(name, self._unload(name))
-
-    async def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
-        """Pin or unpin an adapter on all live instances.
-
-        If one refuses, the others go back to what was.  Raises AdapterNotFoundError for an unknown name.
-        """
-        return await self._alone(name, self._pin(name, pinned))
-
-    async def _alone(self, name: str, change: Awaitable[Answer]) -> Answer:
-        async def work() -> Answer:
+        async def work() -> Any:
             async with self._locks.setdefault(name, asyncio.Lock()):
-                await self._instance_registry.dialled_in(lambda: self._instance_registry.live)
+                if not registry.live:
+                    await registry.dialled_in(lambda: registry.live)
                 return await change
 
         task = asyncio.ensure_future(work())
@@ -85,11 +75,18 @@ class FleetAdapters:
             task.add_done_callback(lambda done: _tell(name, done))
             raise
 
-    async def _load(self, name: str, path: str, replace: bool) -> AdapterInfo:
+    @verb
+    async def load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
+        """Serve the directory as `name` on all live instances.
+
+        The content is what the first of them finds.  If one refuses, be it that it finds other content, the
+        others go back to what they served before.
+        """
         registry, pool = self._instance_registry, self.pool
         with registry.loading():
             previous = registry.adapters.get(name)
-            replace = replace or (previous is not None and await self._is_unavailable(name))
+            if previous is not None and not replace:
+                replace = registry.suspects.problem(name) is not None or await self._is_unavailable(name)
             if previous is not None and not replace:
                 raise AdapterExistsError(
                     f"adapter {name!r} is already loaded; unload it first or load it in place"
@@ -99,7 +96,8 @@ class FleetAdapters:
 
                 async def load(some: list[Instance], content: str | None) -> Answers[AdapterInfo]:
                     words: Any = {"replace": replace, "version": version, "content_hash": content}
-                    return await ask(registry, some, lambda client: client.load_adapter(name, path, **words))
+                    calls = [one.client.call("load_adapter", name, path, **words) for one in some]
+                    return await ask(registry, some, calls)
 
                 answers, errors = await load_alike(instances, load)
             else:
@@ -118,11 +116,16 @@ class FleetAdapters:
     async def _is_unavailable(self, name: str) -> bool:
         """Whether some instance can't serve the adapter."""
         registry = self._instance_registry
-        answers, _ = await ask(registry, registry.live, lambda client: client.list_adapters())
+        answers, _ = await ask(registry, registry.live, [one.client.list_adapters() for one in registry.live])
         infos = chain.from_iterable(infos for _, infos in answers)
         return any(info.name == name and info.residency == "unavailable" for info in infos)
 
-    async def _unload(self, name: str) -> None:
+    @verb
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for `name` everywhere; returns when the last instance has freed it.
+
+        Raises AdapterNotFoundError for an unserved name.
+        """
         registry = self._instance_registry
         registry.having(None)
         was_served = registry.served_version(name) is not None  # maybe unavailable on all instances
@@ -131,44 +134,51 @@ class FleetAdapters:
         instances = registry.having(None)
         if self.pool is not None:
             self.pool.forget(name)
-        answers, errors = await ask(registry, instances, lambda client: client.unload_adapter(name))
+        calls = [one.client.call("unload_adapter", name) for one in instances]
+        answers, errors = await ask(registry, instances, calls)
         if self.pool is not None:
             await self.pool.sweep()
         for _, error in errors:
             if not (answers or was_served) or not isinstance(error, AdapterNotFoundError):
                 raise error
 
-    async def _pin(self, name: str, pinned: bool) -> AdapterInfo:
+    async def _change(self, verb: str, name: str, *args: Any) -> AdapterInfo:
+        """Run an engine's verb on the live instances that have the adapter.
+
+        If one instance refuses, the others go back to the pin of before.  Raises AdapterNotFoundError for an
+        unknown name.
+        """
         registry = self._instance_registry
         with registry.loading():
             served = registry.adapters.get(name)
             if served is None:
                 raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
             instances = registry.having(name)
-            answers, errors = await ask(
-                registry, instances, lambda client: client.pin_adapter(name, pinned=pinned)
-            )
+            calls = [one.client.call(verb, name, *args) for one in instances]
+            answers, errors = await ask(registry, instances, calls)
             if errors:
-                if served.pinned != pinned and answers:
-                    before = [instance for instance, _ in answers]
-                    await ask(registry, before, lambda client: client.pin_adapter(name, pinned=served.pinned))
+                before = [instance for instance, info in answers if info.pinned != served.pinned]
+                if before:
+                    undone = [one.client.call("pin_adapter", name, served.pinned) for one in before]
+                    await ask(registry, before, undone)
                 raise errors[0][1]
-            registry.pin(name, pinned=pinned)
-            return merge_adapters([info] for _, info in answers)[0]
+            info = merge_adapters([info] for _, info in answers)[0]
+            registry.pin(name, pinned=info.pinned)
+            return info
 
     async def _take_back(self, instances: list[Instance], name: str, previous: ServedVersion | None) -> None:
         """Undo a load; an instance where that fails gets no more requests for the adapter."""
 
         def undo(client: EngineClient) -> Awaitable[AdapterInfo | None]:
             if previous is None:
-                return client.unload_adapter(name)
+                return client.call("unload_adapter", name)
             words: Any = {"version": previous.version, "content_hash": previous.content_hash}
-            return client.load_adapter(name, previous.path, replace=True, **words)
+            return client.call("load_adapter", name, previous.path, replace=True, **words)
 
         if not instances:
             return
         if self.pool is None or previous is None:
-            _, errors = await ask(self._instance_registry, instances, undo)
+            _, errors = await ask(self._instance_registry, instances, [undo(one.client) for one in instances])
         else:
             errors = await self.pool.take_back(instances, name, previous)
         for instance, error in errors:
@@ -192,3 +202,7 @@ def _tell(name: str, change: asyncio.Future[Any]) -> None:
     """Log that a change failed that nobody awaits any more."""
     if not change.cancelled() and (error := change.exception()) is not None:
         logger.warning("adapter %s: a change whose caller left failed: %s", name, error)
+
+
+ADAPTER_CHANGES = {**ADAPTER_VERBS, **verbs_of(FleetAdapters)}
+_INTERFACE = Interface(ADAPTER_CHANGES)

@@ -53,9 +53,9 @@ class Attempt:
             self._stream = self.client.generate(self.request)
         return self._stream
 
-    async def ask(self, method: str, *args: Any) -> Any:
+    async def call(self, verb: str, *args: Any) -> Any:
         """What a method of the instance says of this request."""
-        return await cast("CallableEngine", self.client).ask(method, self.request.request_id, *args)
+        return await self.client.call(verb, self.request.request_id, *args)
 
     def take(self, output: TokenOutput) -> None:
         """Count the tokens that were computed for an output: with the first one those of the prompt."""

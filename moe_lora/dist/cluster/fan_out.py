@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from moe_lora.core.errors import EngineDeadError, EngineSilentError
@@ -23,15 +23,17 @@ Answers = tuple[list[tuple[Instance, Answer]], list[tuple[Instance, Exception]]]
 async def ask(
     instance_registry: InstanceRegistry,
     instances: list[Instance],
-    call: Callable[[EngineClient], Awaitable[Answer]],
+    calls: Iterable[Awaitable[Answer]],
 ) -> Answers[Answer]:
     """What these instances answered, and what those that refused raised.
+
+    calls: one of each instance's client.
 
     Those found dead are taken out of routing and left out, those that were silent only left out: until the
     last has answered they may be back.  Raises EngineDeadError if all were.
     """
     clients = [instance.client for instance in instances]
-    results = await asyncio.gather(*map(call, clients), return_exceptions=True)
+    results = await asyncio.gather(*calls, return_exceptions=True)
     answers: list[tuple[Instance, Answer]] = []
     errors: list[tuple[Instance, Exception]] = []
     for instance, client, result in zip(instances, clients, results, strict=True):
@@ -55,7 +57,8 @@ async def ask_live(
     instance_registry: InstanceRegistry, call: Callable[[EngineClient], Awaitable[Answer]]
 ) -> list[tuple[Instance, Answer]]:
     """What each live instance answers.  Raises the first refusal, EngineDeadError if none is live."""
-    answers, errors = await ask(instance_registry, instance_registry.having(None), call)
+    live = instance_registry.having(None)
+    answers, errors = await ask(instance_registry, live, [call(one.client) for one in live])
     for _, error in errors:
         raise error
     return answers

@@ -6,9 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
-
-from anyio import move_on_after
+from typing import TYPE_CHECKING, Any
 
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import EngineDeadError, EngineSilentError
@@ -46,16 +44,27 @@ class HealthMonitor:
         self._instance_registry, self._instance, self._client = instance_registry, instance, client
         self._come, self._give_up = come, give_up
         self._clock = clock or WallClock()
-        self._wait = wait or self._wait_for_end
+        self._wait = wait
         self._coming: asyncio.Task[None] | None = None
         self._moved_off_s = self._clock.now_s()
 
     async def run(self) -> None:
         """Until the engine has ended; it is out of routing then."""
+        ending = asyncio.ensure_future(self._client.ended.wait())
+        try:
+            await self._watch(ending)
+        finally:
+            ending.cancel()
+        if self._coming is not None:
+            await asyncio.wait([self._coming])
+        self._instance_registry.lose(self._instance, self._client)
+        self._instance.silent = False
+
+    async def _watch(self, ending: asyncio.Future[Any]) -> None:
         heartbeat, hearing = self._instance_registry.heartbeat, self._client.hearing
         self._client.on_beat = self._instance.hear
         while True:
-            silent_s = hearing.silent_s()
+            silent_s, is_in = hearing.silent_s(), self._is_in()
             if silent_s >= heartbeat.dead_s:
                 logger.error(
                     "instance %s is silent for %.0f s and is ended; "
@@ -68,25 +77,23 @@ class HealthMonitor:
                 self._leave(silent_s)
                 if hearing.unheard_s() >= heartbeat.timeout_s:
                     self._instance_registry.on_unheard(self._instance)
-            elif self._is_in():
+            elif is_in:
                 if self._instance_registry.drains.names:
                     self._move_off(heartbeat.timeout_s)
             elif self._coming is None or self._coming.done():
                 self._coming = asyncio.create_task(self._try_to_come())
             looked_s = self._clock.now_s()
-            if await self._wait(heartbeat.timeout_s / _LOOKS_PER_TIMEOUT):
+            wait_s = heartbeat.timeout_s / _LOOKS_PER_TIMEOUT
+            if is_in and not self._instance_registry.drains.names:
+                wait_s = max(wait_s, heartbeat.timeout_s - silent_s)
+            if self._wait is not None:
+                ended = await self._wait(wait_s)
+            else:
+                ended = bool((await asyncio.wait([ending], timeout=wait_s))[0])
+            if ended:
                 break
-            if self._clock.now_s() - looked_s > heartbeat.timeout_s:
+            if self._clock.now_s() - looked_s - wait_s > heartbeat.timeout_s / 2:
                 hearing.restart_clock()  # this process itself stood still
-        if self._coming is not None:
-            await asyncio.wait([self._coming])
-        self._instance_registry.lose(self._instance, self._client)
-        self._instance.silent = False
-
-    async def _wait_for_end(self, timeout_s: float) -> bool:
-        with move_on_after(timeout_s):
-            await self._client.ended.wait()
-        return self._client.ended.is_set()
 
     def _is_in(self) -> bool:
         return self._instance.live and self._instance.client is self._client

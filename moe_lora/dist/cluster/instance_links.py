@@ -17,13 +17,12 @@ from websockets.asyncio.connection import Connection
 
 from moe_lora.core.address import Address
 from moe_lora.core.request import GenerateRequest, TokenOutput
-from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.codec import Interface, Message, Protocol, verb, verbs_of
 from moe_lora.dist.net.connection import OPEN_S, dial, stay_connected
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer
 from moe_lora.engine.client.heartbeat import Pulse
 from moe_lora.engine.client.messages import (
-    ENGINE_SIDE,
     REQUEST_METHODS,
     Abort,
     Beat,
@@ -43,6 +42,7 @@ from moe_lora.engine.client.messages import (
     Stop,
     Welcome,
 )
+from moe_lora.engine.verbs import ENGINE_VERBS
 
 from .failover import token_work
 
@@ -76,6 +76,7 @@ class ConnectionMux:
     ) -> None:
         self._inbox = inbox
         self._restart = restart
+        self._own = verbs_of(self)
         self._fail = fail
         self.drain = DrainOrder()
         self._max_model_len = max_model_len
@@ -99,16 +100,8 @@ class ConnectionMux:
         """Hand on what a peer asks."""
         if isinstance(message, Asked):
             args = message.args
-            if message.method == "pass_on":
-                message.answer(self._pass_on(args[0]))
-                return
-            if message.method == "restart":
-                message.answer(None)
-                self._restart()
-                return
-            if message.method == "remember_drain":
-                self.drain = max(self.drain, args[0], key=lambda order: order.number)
-                message.answer(None)
+            if message.method in self._own:
+                message.answer(self._own[message.method](*args))
                 return
             if message.method in REQUEST_METHODS:
                 name = self._names.get((peer, args[0]))
@@ -131,7 +124,18 @@ class ConnectionMux:
             if name is not None:
                 self._inbox.put(Abort(name))
 
-    def _pass_on(self, orders: Sequence[MoveOrder]) -> int:
+    @verb
+    def restart(self) -> None:
+        """End this process, to be started again."""
+        self._restart()
+
+    @verb
+    def remember_drain(self, order: DrainOrder) -> None:
+        """Keep the order, unless a later one is known."""
+        self.drain = max(self.drain, order, key=lambda one: one.number)
+
+    @verb
+    def pass_on(self, orders: Sequence[MoveOrder]) -> int:
         """Tell the front ends that have these requests; how many there still are."""
         found = [(asked, order) for order in orders if (asked := self._requests.get(order.name)) is not None]
         for asked, order in found:
@@ -207,6 +211,11 @@ class ConnectionMux:
         )
 
 
+INSTANCE_INTERFACE = Interface({**ENGINE_VERBS, **verbs_of(ConnectionMux)})
+ENGINE_SIDE = Protocol.of(Welcome, Request, Abort, answers=INSTANCE_INTERFACE)
+FRONT_END_SIDE = Protocol.of(Hello, Outputs, Rejected, Dead, Beat, Move, asks=INSTANCE_INTERFACE)
+
+
 class FrontEndLinks:
     """A link to each listener (by name), through which an engine loop is asked and answers.
 
@@ -279,8 +288,8 @@ class FrontEndLinks:
             self._mux.open(peer)
             beats = asyncio.create_task(self._beat(peer, welcome.heartbeat_s, pulse))
             try:
-                async for message in peer.messages():
-                    self._mux.put(peer, message)
+                # A task of its own: a message resumes the reader alone, and none of its callers.
+                await asyncio.create_task(self._read(peer))
             finally:
                 beats.cancel()
                 self._mux.close(peer)
@@ -289,6 +298,10 @@ class FrontEndLinks:
         if not self._stopping.is_set():
             logger.warning("lost %s: %s; its requests end here", name, peer.problem)
         return None
+
+    async def _read(self, peer: Peer) -> None:
+        async for message in peer.messages():
+            self._mux.put(peer, message)
 
     async def _welcome(self, peer: Peer, hello: Hello) -> Welcome | str:
         """The listener's welcome, or the reason of a refusal."""

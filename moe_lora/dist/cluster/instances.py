@@ -199,6 +199,8 @@ class InstanceRegistry:
         """Called with what an instance was told to have moved; who sends requests from here sets it."""
         self.on_unheard: Callable[[Instance], None] = lambda instance: None
         """Called again and again with an instance that sends no beats; set as `on_move` is."""
+        self.on_forget: Callable[[str], None] = lambda name: None
+        """Called with a name that is not served any more; set as `on_move` is."""
         self.suspects = Suspects(lambda: len(self.live), lambda: len(self._numbers))
         self.drains = Drains(self._move_off)
         self.on_drain: Callable[[Instance], None] = lambda instance: None
@@ -392,6 +394,8 @@ class InstanceRegistry:
         """
         self.directed = True
         new = served.lacking(self._adapters)
+        for name in self._adapters.keys() - served.adapters.keys():
+            self.on_forget(name)
         for name in new:
             self.suspects.forget(name)
         self._adapters, self._versions = dict(served.adapters), dict(served.versions)
@@ -456,6 +460,7 @@ class InstanceRegistry:
     def forget(self, name: str) -> None:
         """From now on no instance serves this name."""
         self._adapters.pop(name, None)
+        self.on_forget(name)
         self.suspects.forget(name)
         for instance in self.instances:
             instance.missing.discard(name)

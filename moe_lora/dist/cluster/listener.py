@@ -24,7 +24,6 @@ from moe_lora.dist.net.peer import Peer, PeerEndedError
 from moe_lora.engine.client.client import CallableEngine
 from moe_lora.engine.client.heartbeat import Hearing
 from moe_lora.engine.client.messages import (
-    FRONT_END_SIDE,
     PROTOCOL_VERSION,
     Abort,
     Beat,
@@ -39,6 +38,7 @@ from moe_lora.engine.client.messages import (
 from moe_lora.engine.client.step_notes import ReadNotes
 
 from .health import HealthMonitor
+from .instance_links import FRONT_END_SIDE
 from .instances import Instance, InstanceRegistry, Served, ServedVersion, reason
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ async def catch_up(
     """
     for name in [name for name in have if name not in served]:
         if name not in missing:
-            await client.ask("unload_adapter", name)
+            await client.call("unload_adapter", name)
         missing.discard(name)
         if pool is not None:
             pool.forget(name, have[name].version)
@@ -76,13 +76,13 @@ async def catch_up(
             if not is_there:
                 if pool is None:
                     words = (name, adapter.path, True, adapter.version, content_hash)
-                    info: AdapterInfo = await client.ask("load_adapter", *words)
+                    info: AdapterInfo = await client.call("load_adapter", *words)
                     content_hash = info.content_hash or None
                 else:
                     await pool.give(client, name, adapter.path, adapter.version, content_hash)
                 is_loaded = True
             if adapter.pinned != (before is not None and before.pinned):
-                await client.ask("pin_adapter", name, adapter.pinned)
+                await client.call("pin_adapter", name, adapter.pinned)
             missing.discard(name)
         except EngineDeadError:
             raise
@@ -90,7 +90,7 @@ async def catch_up(
             logger.error("adapter %s is unavailable here: %s", name, error)
             if is_loaded:
                 with suppress(AdapterNotFoundError):  # a pool that found no bytes took it away
-                    await client.ask("unload_adapter", name)
+                    await client.call("unload_adapter", name)
             missing.add(name)
             if problems is not None:
                 problems[name] = reason(error)
@@ -105,7 +105,7 @@ async def held_by(client: DialledClient, pool: PoolDirectory | None = None) -> d
     await client.settled()
     if pool is not None:
         await pool.enter(client)
-    infos: list[AdapterInfo] = await client.ask("list_adapters")
+    infos: list[AdapterInfo] = await client.call("list_adapters")
     return {
         info.name: ServedVersion(info.path or "", info.version, info.pinned, info.content_hash or None)
         for info in infos
@@ -157,7 +157,7 @@ class CatchUp:
             await catch_up(client, registry.adapters, have, missing, registry.pool, instance.problems)
         order = registry.drains.orders.get(instance.name)
         if order is not None:  # its process may be younger than that
-            await client.ask("remember_drain", order)
+            await client.call("remember_drain", order)
 
 
 class AsItIs:
@@ -290,9 +290,9 @@ class DialledClient(CallableEngine):
             stream.put(self._dead)
         self._streams.clear()
 
-    async def ask(self, method: str, *args: Any) -> Any:
+    async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         try:
-            return await self._peer.call(method, *args)
+            return await self._peer.call(verb, *args, **words)
         except PeerEndedError as error:
             raise EngineDeadError(f"instance {self.name} has ended: {error}") from error
 

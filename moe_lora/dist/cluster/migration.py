@@ -230,11 +230,11 @@ class RequestMover:
 
     async def _send_kv(self, source: Attempt, target: Attempt) -> KvWindow | None:
         """Have the source put into the target's window what is computed by now; None: it takes none."""
-        window: KvWindow | None = await target.ask("kv_window")
+        window: KvWindow | None = await target.call("kv_window")
         if window is None:  # its pages went to an older request, or it has several ranks
             target.kind = "tokens"
         else:
-            await source.ask("kv_send", window.descriptor, window.layout)
+            await source.call("kv_send", window.descriptor, window.layout)
         return window
 
     async def _hand_over(
@@ -250,17 +250,17 @@ class RequestMover:
         held_s = self._clock.now_s()
         try:
             with fail_after(ACK_S):
-                held: HeldRequest = await source.ask("hold_request", target.first)
+                held: HeldRequest = await source.call("hold_request", target.first)
             if held.adapter_version != adapter_version:
                 raise MoveError("the target has another version of its adapter")
             sent = KvSent(0, 0)
             if window is not None:
                 with fail_after(ACK_S):
-                    sent = await source.ask("kv_send", window.descriptor, window.layout)
+                    sent = await source.call("kv_send", window.descriptor, window.layout)
             move.final = True
             rest = held.tokens, sent.num_tokens, sent.first_page, held.unshared
             with fail_after(ACK_S):
-                await target.ask("resume_request", *rest)
+                await target.call("resume_request", *rest)
         except BaseException:
             self._go_on(source)
             raise
@@ -273,6 +273,6 @@ class RequestMover:
 
         async def resume() -> None:
             with suppress(MoeLoraError, ValueError):  # it ended meanwhile, or the request did
-                await source.ask("resume_request", (), 0, 0, False)
+                await source.call("resume_request", (), 0, 0, False)
 
         self._in_background(resume())

@@ -9,7 +9,7 @@ import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError, EngineSilentError
@@ -47,11 +47,7 @@ class AdapterCalls(Protocol):
 
     ranks: dict[str, int]
 
-    async def load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo: ...
-
-    async def unload_adapter(self, name: str) -> None: ...
-
-    async def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo: ...
+    async def call(self, verb: str, *args: Any, **words: Any) -> Any: ...
 
 
 class FleetClient:
@@ -82,6 +78,8 @@ class FleetClient:
         instance_registry.on_move = lambda order: self.mover.follow(order)
         instance_registry.on_unheard = self._leave
         instance_registry.on_drain = lambda instance: self.mover.move_off(instance)
+        if meter is not None:
+            instance_registry.on_forget = meter.forget
         self._info: ModelInfo | None = None
 
     @property
@@ -303,26 +301,13 @@ class FleetClient:
             self._info = info
         return self._info
 
-    async def load_adapter(
-        self,
-        name: str,
-        path: str,
-        *,
-        replace: bool = False,
-        version: int | None = None,
-        content_hash: str | None = None,
-    ) -> AdapterInfo:
-        assert version is content_hash is None, "the controller says which"
-        is_refused = self._instance_registry.suspects.problem(name) is not None
-        return await self._adapters.load_adapter(name, path, replace or is_refused)
+    async def call(self, verb: str, *args: Any, **words: Any) -> Any:
+        """Have the controller run a verb on the instances."""
+        return await self._adapters.call(verb, *args, **words)
 
-    async def unload_adapter(self, name: str) -> None:
-        await self._adapters.unload_adapter(name)
-        for listener in self._listeners:
-            listener.forget(name)
-
-    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
-        return await self._adapters.pin_adapter(name, pinned)
+    def is_refused(self, name: str) -> bool:
+        """True after instances died with the adapter; a load replaces the adapter."""
+        return self._instance_registry.suspects.problem(name) is not None
 
     async def list_adapters(self) -> list[AdapterInfo]:
         answers = await ask_live(self._instance_registry, lambda client: client.list_adapters())

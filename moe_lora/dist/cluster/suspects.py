@@ -132,9 +132,10 @@ class Suspects:
     def forget(self, adapter: str) -> None:
         """The adapter was loaded anew, or unloaded: nothing is known against what the name means now."""
         self.proven.discard(adapter)
-        self._refused.pop(adapter, None)
-        self._clear(adapter)
-        self.wake()
+        if self.active:
+            self._refused.pop(adapter, None)
+            self._clear(adapter)
+            self.wake()
 
     def _clear(self, adapter: str) -> list[str]:
         self._notes.pop(adapter, None)

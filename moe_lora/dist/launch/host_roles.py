@@ -37,6 +37,8 @@ STOP_S = 20.0
 STOPPED_DEATHS = 2.0
 """Kill a stopped process after this multiple of dead_s."""
 _LOOK_S = 0.5
+_LOOKS = 20
+"""At a stopped process, in the time for which it may be stopped."""
 
 
 class Started(Message, frozen=True):
@@ -153,7 +155,7 @@ class HostRoles:
     async def _end_stopped(self) -> None:
         since_s: dict[int, float] = {}
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(max(_LOOK_S, self._stopped_s / _LOOKS))
             now_s, running = self._clock.now_s(), dict(self._running)
             stopped = {name: one.pid for name, (_, one) in running.items() if is_stopped(one.pid)}
             since_s = {pid: since_s.get(pid, now_s) for pid in stopped.values()}

@@ -50,7 +50,7 @@ RESTART_CODE = os.EX_TEMPFAIL
 """Exit code of a process that ends for a restart: torchrun takes 0 for done."""
 RESTART_S = 20.0
 """Seconds for such a process to end by itself."""
-LOOK_S = 1.0
+LOOK_S, LOOKS = 1.0, 20
 
 
 @dataclass(frozen=True)
@@ -344,12 +344,12 @@ async def end_stuck(pulse: Pulse, limit_s: float) -> None:
 
     Peers have given the process up by then.  Time while the process is stopped does not count.
     """
-    clock, stuck_s = WallClock(), 0.0
+    clock, stuck_s, look_s = WallClock(), 0.0, max(LOOK_S, limit_s / LOOKS)
     looked_s = clock.now_s()
     while stuck_s < limit_s:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(look_s)
         passed_s, looked_s = clock.now_s() - looked_s, clock.now_s()
-        stuck_s = stuck_s + min(passed_s, 2 * LOOK_S) if pulse.stuck_s() >= passed_s else 0.0
+        stuck_s = stuck_s + min(passed_s, 2 * look_s) if pulse.stuck_s() >= passed_s else 0.0
     logger.error("the engine does not get on for %.0f s: the process ends, at what its threads do:", stuck_s)
     faulthandler.dump_traceback()
     os._exit(1)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import inspect
 import numbers
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -103,27 +103,70 @@ def decoder_of(kinds: Iterable[type[Message]]) -> Decoder:
     return Decoder(union)
 
 
-class Interface:
-    """The methods of one end of a link, typed by a class's annotations."""
+Method = TypeVar("Method", bound=Callable[..., Any])
 
-    def __init__(self, methods: type) -> None:
+
+def verb(method: Method) -> Method:
+    """Mark a method for calls by name, from other processes too."""
+    method.is_verb = True  # type: ignore[attr-defined]
+    return method
+
+
+def verbs_of(part: Any) -> dict[str, Callable[..., Any]]:
+    """The marked methods of an object, or of a class, by name."""
+    kind = part if isinstance(part, type) else type(part)
+    found = (name for name, method in vars(kind).items() if getattr(method, "is_verb", False))
+    return {name: getattr(part, name) for name in found}
+
+
+class Interface:
+    """Methods that one end of a link answers; their annotations say the types of arguments and results.
+
+    methods: functions of classes by name, or a class with public methods alone.  The result of a generator
+    is its return value.
+    """
+
+    def __init__(self, methods: type | Mapping[str, Callable[..., Any]]) -> None:
+        if isinstance(methods, type):
+            found = inspect.getmembers(methods, inspect.isfunction)
+            methods = {name: method for name, method in found if not name.startswith("_")}
+        self._signatures: dict[str, inspect.Signature] = {}
         self._args: dict[str, Decoder] = {}
         self._results: dict[str, Decoder] = {}
-        for name, method in inspect.getmembers(methods, inspect.isfunction):
-            if name.startswith("_"):
-                continue
+        for name, method in methods.items():
             hints = typing.get_type_hints(method)
             result = hints.pop("return")
-            names = list(inspect.signature(method).parameters)[1:]
-            kinds = tuple(hints[one] for one in names)
+            if typing.get_origin(result) is Generator:
+                result = typing.get_args(result)[2]
+            parameters = list(inspect.signature(method).parameters.values())[1:]
+            kinds = tuple(hints[one.name] for one in parameters)
+            self._signatures[name] = inspect.Signature(parameters)
             self._args[name] = Decoder(tuple[kinds] if kinds else tuple[()])  # type: ignore[valid-type]
             self._results[name] = Decoder(result)
 
     def __contains__(self, method: str) -> bool:
         return method in self._args
 
+    def bind(self, method: str, args: tuple[Any, ...], words: Mapping[str, Any]) -> tuple[Any, ...]:
+        """All arguments of a call in order, with defaults.
+
+        Raises ValueError for an unknown method, TypeError for arguments that the method does not take.
+        """
+        signature = self._signatures.get(method)
+        if signature is None:
+            raise ValueError(f"{method!r} is no method here; choose one of {', '.join(sorted(self._args))}")
+        try:
+            bound = signature.bind(*args, **words)
+        except TypeError as error:
+            raise TypeError(f"{method}{signature} does not take these arguments: {error}") from None
+        bound.apply_defaults()
+        return bound.args
+
     def args(self, method: str, data: msgspec.Raw) -> tuple[Any, ...]:
-        """The arguments of a call.  Raises msgspec.DecodeError for wrong arguments."""
+        """The arguments of a call.
+
+        Raises KeyError for an unknown method, msgspec.DecodeError for arguments of other types.
+        """
         found: tuple[Any, ...] = self._args[method](data)
         return found
 

@@ -112,10 +112,13 @@ class Peer:
             self._waiting.append(messages)
             self._something.set()
 
-    def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
-        """Call a method of the peer; the result, or the peer's error.  Fails with PeerEndedError."""
+    def call(self, method: str, *args: Any, **words: Any) -> asyncio.Future[Any]:
+        """Run a method of the peer; what it returned, or the error it raised.  Fails with PeerEndedError.
+
+        Raises ValueError or TypeError for a call that `Interface.bind` refuses.
+        """
         assert self._protocol.asks is not None
-        assert method in self._protocol.asks, method
+        args = self._protocol.asks.bind(method, args, words)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self.ended.is_set():
             future.set_exception(PeerEndedError(self.problem))
@@ -207,11 +210,13 @@ class Peer:
 
     def _asked(self, call: CallFrame) -> Asked | None:
         answers = self._protocol.answers
-        if answers is None or call.method not in answers:
+        try:
+            if answers is None:
+                raise KeyError(call.method)
+            return Asked(self, call.number, call.method, answers.args(call.method, call.args))
+        except KeyError:
             self.send(FailureFrame(call.number, ValueError(f"{call.method!r} is not answered here")))
             return None
-        try:
-            return Asked(self, call.number, call.method, answers.args(call.method, call.args))
         except msgspec.DecodeError as error:
             self.send(FailureFrame(call.number, TypeError(f"{call.method} does not take this: {error}")))
             return None

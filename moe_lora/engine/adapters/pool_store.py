@@ -25,7 +25,8 @@ from moe_lora.adapters.host_store import (
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.host import allow_many_files, num_open_files
-from moe_lora.core.request import AdapterResidency
+from moe_lora.core.request import AdapterInfo, AdapterResidency
+from moe_lora.engine.client.messages import PoolEntry
 
 from .adapter_store import AdapterStore
 from .pool_fetch import LayerReader, Peers
@@ -136,6 +137,14 @@ class PoolAdapters(AdapterStore):
 
     def knows(self, content_hash: str) -> bool:
         return content_hash in self._kept
+
+    def stand_in(self, facts: AdapterFacts) -> PackedAdapter:
+        """An adapter for `keep`, with its bytes elsewhere."""
+        return adapter_without_data(facts)
+
+    def entry(self, info: AdapterInfo, packed: PackedAdapter) -> PoolEntry:
+        """An adapter as the keeper of the directory knows it."""
+        return PoolEntry(info=info, facts=facts_of(packed), source=self.source(packed.content_hash))
 
     def hold(self, held: Held) -> None:
         """Hold from now on what `prepare` or `fetch_held` made, unless it is held already."""

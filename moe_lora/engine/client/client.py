@@ -31,30 +31,10 @@ class EngineClient(Protocol):
         """Stop a request; its stream ends with finish_reason "abort".  Unknown ids are ignored."""
         ...
 
-    async def load_adapter(
-        self,
-        name: str,
-        path: str,
-        *,
-        replace: bool = False,
-        version: int | None = None,
-        content_hash: str | None = None,
-    ) -> AdapterInfo:
-        """Read a PEFT directory and serve it as `name`; with `replace`, as a new version of that name.
+    async def call(self, verb: str, *args: Any, **words: Any) -> Any:
+        """Run a verb by name (see `engine.verbs`), and return its result.
 
-        Requests under way finish on the version they started with.  version: the number of this one; None:
-        one more than the last.  content_hash: what it must hold (`AdapterInfo.content_hash`), wherever that
-        is read; None: what is in the directory now.
-        """
-        ...
-
-    async def unload_adapter(self, name: str) -> None:
-        """Refuse new requests for `name`, wait until its running ones are done, free its memory."""
-        ...
-
-    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
-        """Bring an adapter to the device and keep it there, or do so no longer; a new version of the name is
-        pinned too.  Raises CapacityError if that left no room for one request.
+        Raises the errors of the verb, ValueError for an unknown verb, TypeError for wrong arguments.
         """
         ...
 
@@ -68,15 +48,12 @@ class EngineClient(Protocol):
 
 
 class CallableEngine:
-    """The calls of `EngineClient` over `ask`, which runs a method of `messages.EngineMethods`.
-
-    ended: set once the engine is gone.
-    """
+    """An engine that answers all verbs of `engine.verbs`.  ended: set once the engine is gone."""
 
     ended: threading.Event | asyncio.Event
 
-    async def ask(self, method: str, *args: Any) -> Any:
-        """What the method returned; raises what it raised, EngineDeadError when the engine is gone."""
+    async def call(self, verb: str, *args: Any, **words: Any) -> Any:
+        """As `EngineClient.call`; EngineDeadError when the engine is gone."""
         raise NotImplementedError
 
     def leave(self, request_id: str) -> None:
@@ -89,31 +66,13 @@ class CallableEngine:
         raise NotImplementedError
 
     async def model_info(self) -> ModelInfo:
-        return cast("ModelInfo", await self.ask("model_info"))
-
-    async def load_adapter(
-        self,
-        name: str,
-        path: str,
-        *,
-        replace: bool = False,
-        version: int | None = None,
-        content_hash: str | None = None,
-    ) -> AdapterInfo:
-        words = (name, path, replace, version, content_hash)
-        return cast("AdapterInfo", await self.ask("load_adapter", *words))
-
-    async def unload_adapter(self, name: str) -> None:
-        await self.ask("unload_adapter", name)
-
-    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
-        return cast("AdapterInfo", await self.ask("pin_adapter", name, pinned))
+        return cast("ModelInfo", await self.call("model_info"))
 
     async def list_adapters(self) -> list[AdapterInfo]:
-        return cast("list[AdapterInfo]", await self.ask("list_adapters"))
+        return cast("list[AdapterInfo]", await self.call("list_adapters"))
 
     async def stats(self) -> EngineStats:
-        return cast("EngineStats", await self.ask("stats"))
+        return cast("EngineStats", await self.call("stats"))
 
     async def is_alive(self) -> bool:
         return not self.ended.is_set()

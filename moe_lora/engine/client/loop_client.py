@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.dist.net.thread import LoopThread
+from moe_lora.engine.verbs import ENGINE_INTERFACE
 
 from .client import CallableEngine, EngineClient
 from .messages import Abort, Call, Command, Dead, Event, Generate, Outputs, Rejected, Reply
@@ -82,19 +83,21 @@ class LoopClient(CallableEngine):
             self._sinks[request.request_id] = sink
         self._send(Generate(request))
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        """Run one of the loop's methods."""
+    def start_call(self, verb: str, *args: Any, **words: Any) -> Future[Any]:
+        """Have the loop run a verb.  Raises TypeError for wrong arguments."""
+        if verb in ENGINE_INTERFACE:
+            args = ENGINE_INTERFACE.bind(verb, args, words)
         future = _asked()
         with self._lock:
             if self._dead is not None:
                 raise self._dead
             call_id = next(self._call_ids)
             self._calls[call_id] = future
-        self._send(Call(call_id, method, args))
+        self._send(Call(call_id, verb, args))
         return future
 
-    async def ask(self, method: str, *args: Any) -> Any:
-        return await asyncio.wrap_future(self.call(method, *args))
+    async def call(self, verb: str, *args: Any, **words: Any) -> Any:
+        return await asyncio.wrap_future(self.start_call(verb, *args, **words))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         loop = asyncio.get_running_loop()

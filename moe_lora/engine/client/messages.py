@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import queue
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +14,12 @@ from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.request import (
     AdapterInfo,
-    EngineStats,
     GenerateRequest,
     ModelInfo,
     RequestTiming,
     TokenOutput,
 )
-from moe_lora.dist.net.codec import Decoder, Interface, Message, Protocol, encode
+from moe_lora.dist.net.codec import Decoder, Message, encode
 
 # What instances of an adapter pool tell who keeps its directory.  Imports no torch.
 
@@ -236,71 +234,6 @@ class Stop:
 
 Command = Generate | Abort | Call | Stop
 Event = Outputs | Rejected | Reply | Beat | Dead
-
-
-class EngineMethods(typing.Protocol):
-    """What a front end, or the controller, may call of an engine over a link: see `EngineLoop`."""
-
-    def load_adapter(
-        self, name: str, path: str, replace: bool, version: int | None, content_hash: str | None
-    ) -> AdapterInfo: ...
-
-    def unload_adapter(self, name: str) -> None: ...
-
-    def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo: ...
-
-    def preload_adapters(self, names: Sequence[str]) -> int: ...
-
-    def list_adapters(self) -> list[AdapterInfo]: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def model_info(self) -> ModelInfo: ...
-
-    def hold_request(self, request_id: str, since: int) -> HeldRequest: ...
-
-    def resume_request(
-        self, request_id: str, tokens: Sequence[int], kv_tokens: int, first_page: int, unshared: bool
-    ) -> None: ...
-
-    def request_loads(self) -> list[RequestLoad]: ...
-
-    def pass_on(self, orders: Sequence[MoveOrder]) -> int: ...
-
-    def restart(self) -> None: ...
-
-    def remember_drain(self, order: DrainOrder) -> None: ...
-
-    def kv_window(self, request_id: str) -> KvWindow | None: ...
-
-    def kv_send(self, request_id: str, descriptor: bytes, layout: str) -> KvSent: ...
-
-    def pool_load(
-        self, name: str, path: str, replace: bool, version: int, content_hash: str | None
-    ) -> PoolEntry: ...
-
-    def pool_know(
-        self, facts: AdapterFacts, path: str, replace: bool, version: int, sources: Sequence[bytes]
-    ) -> PoolEntry: ...
-
-    def pool_hold(self, content_hash: str, sources: Sequence[bytes]) -> bytes | None: ...
-
-    def pool_drop(self, content_hash: str) -> None: ...
-
-    def pool_sources(self, sources: Mapping[str, Sequence[bytes]]) -> None: ...
-
-    def pool_state(self) -> list[PoolEntry]: ...
-
-    def pool_orphans(self) -> list[str]: ...
-
-    def pool_known(self, content_hashes: Sequence[str]) -> list[str]: ...
-
-    def pool_free(self, content_hash: str) -> None: ...
-
-
-ENGINE_METHODS = Interface(EngineMethods)
-ENGINE_SIDE = Protocol.of(Welcome, Request, Abort, answers=ENGINE_METHODS)
-FRONT_END_SIDE = Protocol.of(Hello, Outputs, Rejected, Dead, Beat, Move, asks=ENGINE_METHODS)
 
 
 # What an engine loop is told, and when: a command may lie here for as long as a step takes.

@@ -79,7 +79,7 @@ class RequestMoves:
         once it is held (see `KvTransfer.send`)."""
         return self._kv.send(self._find(request_id), descriptor, layout)
 
-    def kv_sent(self, outgoing: Outgoing, request_id: str, descriptor: bytes, layout: str) -> KvSent:
+    def kv_sent(self, outgoing: Outgoing, request_id: str) -> KvSent:
         """What `kv_send` put."""
         sequence = self._sequences.get(request_id)
         if sequence is None:

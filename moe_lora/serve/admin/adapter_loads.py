@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from moe_lora.core.errors import (
 from moe_lora.core.records import RegisteredAdapter
 from moe_lora.core.request import name_problem
 from moe_lora.dist.net.thread import in_daemon_thread
+from moe_lora.engine.text.adapter_text import FILES as TEXT_FILES
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import AlreadyLoadedError, ApiError, bad_request, to_api_error
 from moe_lora.serve.openai.protocol import LoadAdapterRequest, UnloadAdapterRequest
@@ -111,7 +113,8 @@ class AdapterLoads:
             and loaded[0] == await self._version(body.lora_name)
             and await in_daemon_thread(loaded[1].holds, files, self._root)
         ):
-            await self._pin(body)
+            if body.pinned:
+                await self._pin(body)
         else:
             await self._load(body, files, in_place=True)
 
@@ -120,7 +123,7 @@ class AdapterLoads:
         check_name(body.lora_name)
         check_base(body.base_model_name, self._frontend)
         try:
-            await self._frontend.client.unload_adapter(body.lora_name)
+            await self._frontend.client.call("unload_adapter", body.lora_name)
         except AdapterNotFoundError as error:
             what = f"the LoRA adapter {body.lora_name!r} cannot be found; GET /v1/models lists what is loaded"
             raise ApiError(404, what, "lora_name") from error
@@ -139,7 +142,8 @@ class AdapterLoads:
     async def _load(self, body: LoadAdapterRequest, files: _Files, *, in_place: bool) -> None:
         name = body.lora_name
         try:
-            info = await self._frontend.client.load_adapter(name, files.folder, replace=in_place)
+            replace = in_place or self._frontend.client.is_refused(name)
+            info = await self._frontend.client.call("load_adapter", name, files.folder, replace=replace)
         except FileNotFoundError as error:
             what = f"no LoRA adapter found: the files of {name!r} are gone"
             raise ApiError(404, what, "lora_path") from error
@@ -153,20 +157,25 @@ class AdapterLoads:
             raise bad_request(f"adapter {name!r} can't be read: {error.strerror or error}") from error
         except Exception as error:
             raise to_api_error(error) from error
-        await in_daemon_thread(log_text_of, self._frontend.cluster, name, files.folder)
-        if await in_daemon_thread(files.are_unchanged):
+        if await in_daemon_thread(self._look_again, name, files):
             self._loaded[name] = info.version, files
-        await self._pin(body, unload=not in_place)
+        if body.pinned:
+            await self._pin(body, unload=not in_place)
+
+    def _look_again(self, name: str, files: _Files) -> bool:
+        """Log text files beside the adapter; returns True if its files are those of before the load."""
+        with suppress(OSError):
+            if frozenset(TEXT_FILES).intersection(os.listdir(files.folder)):
+                log_text_of(self._frontend.cluster, name, files.folder)
+        return files.are_unchanged()
 
     async def _pin(self, body: LoadAdapterRequest, *, unload: bool = False) -> None:
-        """Pins the adapter if the body says so.  unload: if the pin fails, the adapter is unloaded."""
-        if not body.pinned:
-            return
+        """Pins the adapter.  unload: if the pin fails, the adapter is unloaded."""
         try:
-            await self._frontend.client.pin_adapter(body.lora_name, pinned=True)
+            await self._frontend.client.call("pin_adapter", body.lora_name, pinned=True)
         except CapacityError as error:
             if unload:
-                await self._frontend.client.unload_adapter(body.lora_name)
+                await self._frontend.client.call("unload_adapter", body.lora_name)
             state = "not loaded" if unload else "loaded, but not pinned"
             raise bad_request(f"{error}; the adapter is {state}", "pinned") from error
 

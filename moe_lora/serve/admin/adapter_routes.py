@@ -80,12 +80,12 @@ def adapters_router(frontend: Frontend) -> APIRouter:
     @router.post("/v1/adapters/{name:path}/pin", response_model=None)
     async def pin(name: str) -> Response:
         """Bring the adapter to the device of every instance and keep it there; 400 if that left no room."""
-        return JsonResponse(_card(await frontend.client.pin_adapter(name, pinned=True)))
+        return JsonResponse(_card(await frontend.client.call("pin_adapter", name, pinned=True)))
 
     @router.post("/v1/adapters/{name:path}/unpin", response_model=None)
     async def unpin(name: str) -> Response:
         """Let the adapter leave the device again."""
-        return JsonResponse(_card(await frontend.client.pin_adapter(name, pinned=False)))
+        return JsonResponse(_card(await frontend.client.call("pin_adapter", name, pinned=False)))
 
     return router
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, Mod
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.engine.client.messages import DrainOrder
 from moe_lora.policies.routing.demand import DemandMeter
 from moe_lora.policies.routing.routing import Router
 
@@ -62,6 +63,7 @@ class CountingEngine:
     dies_at: int | None = None
     adapters: dict[str, str] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
+    pinned: set[str] = field(default_factory=set)
     refuse: frozenset[str] = frozenset()
     alive: bool = True
     closed: bool = False
@@ -107,11 +109,14 @@ class CountingEngine:
     async def abort(self, request_id: str) -> None:
         self.running.discard(request_id)
 
-    async def load_adapter(
+    async def call(self, verb: str, *args: Any, **words: Any) -> Any:
+        self.check()
+        return await getattr(self, f"_{verb}")(*args, **words)
+
+    async def _load_adapter(
         self,
         name: str,
         path: str,
-        *,
         replace: bool = False,
         version: int | None = None,
         content_hash: str | None = None,
@@ -125,28 +130,27 @@ class CountingEngine:
         self.versions[name] = version or 1
         return self._info(name)
 
-    async def unload_adapter(self, name: str) -> None:
+    async def _unload_adapter(self, name: str) -> None:
         await asyncio.sleep(0)
         self.check()
         self.calls.append(("unload", name))
         if self.adapters.pop(name, None) is None:
             raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
 
-    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
+    async def _pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
         await asyncio.sleep(0)
         self.check()
         self.calls.append(("pin" if pinned else "unpin", name))
         if pinned and name in self.refuse:
             raise CapacityError(f"adapter {name!r} can't be pinned")
+        (self.pinned.add if pinned else self.pinned.discard)(name)
         return self._info(name)
 
-    async def ask(self, method: str, *args: Any) -> int | None:
-        self.check()
-        if method == "remember_drain":
-            return None
-        assert method == "preload_adapters"
-        self.calls.append(("preload", *args[0]))
-        return len(args[0])
+    async def _remember_drain(self, order: DrainOrder) -> None: ...
+
+    async def _preload_adapters(self, names: Sequence[str]) -> int:
+        self.calls.append(("preload", *names))
+        return len(names)
 
     async def list_adapters(self) -> list[AdapterInfo]:
         self.check()
@@ -171,5 +175,6 @@ class CountingEngine:
             targets=(),
             path=self.adapters[name],
             residency="host",
+            pinned=name in self.pinned,
             num_running=len(self.running),
         )

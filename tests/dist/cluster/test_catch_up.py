@@ -22,7 +22,7 @@ class ToldClient(CallableEngine):
         self.loaded: set[str] = set()
         self._fails = fails
 
-    async def ask(self, method: str, name: str, *args: Any) -> Any:
+    async def call(self, method: str, name: str, *args: Any) -> Any:
         if method in self._fails:
             raise self._fails[method]
         if method == "load_adapter":

@@ -93,9 +93,9 @@ def test_answer_is_not_finished_on_another_version(change, reason):
         stream = fleet.generate(ask(adapter="a"))
         await anext(stream)
         if change == "load":
-            await fleet.load_adapter("a", "q", replace=True)
+            await fleet.call("load_adapter", "a", "q", replace=True)
         else:
-            await fleet.unload_adapter("a")
+            await fleet.call("unload_adapter", "a")
         fleet._instance_registry.instances[0].client.alive = False
         with pytest.raises(EngineDeadError, match=f"adapter 'a' was {reason} meanwhile"):
             await anext(stream)
@@ -160,7 +160,7 @@ def test_request_that_had_not_begun_takes_the_new_version():
         dying = CountingEngine(adapters={"a": "p"}, dies_at=2)
         fleet = fleet_of(dying, CountingEngine(adapters={"a": "p"}))
         stream = asyncio.create_task(tokens_of(fleet, ask(adapter="a")))
-        await fleet.load_adapter("a", "q", replace=True)
+        await fleet.call("load_adapter", "a", "q", replace=True)
         return await stream
 
     assert asyncio.run(run()) == list(range(2, 10))
@@ -234,22 +234,22 @@ def test_adapters_are_loaded_and_unloaded_everywhere():
     async def run() -> None:
         engines = CountingEngine(), CountingEngine()
         fleet = fleet_of(*engines)
-        await fleet.load_adapter("a", "p")
+        await fleet.call("load_adapter", "a", "p")
         with pytest.raises(AdapterExistsError, match="already loaded"):
-            await fleet.load_adapter("a", "q")
+            await fleet.call("load_adapter", "a", "q")
         assert [engine.adapters for engine in engines] == [{"a": "p"}] * 2
-        await fleet.load_adapter("a", "q", replace=True)
+        await fleet.call("load_adapter", "a", "q", replace=True)
         [info] = await fleet.list_adapters()
         assert (info.name, info.version, info.path) == ("a", 2, "q")
         assert [engine.versions for engine in engines] == [{"a": 2}] * 2
         engines[1].refuse = frozenset({"r"})
         with pytest.raises(AdapterError, match="the others took it back"):
-            await fleet.load_adapter("a", "r", replace=True)
+            await fleet.call("load_adapter", "a", "r", replace=True)
         assert [engine.versions for engine in engines] == [{"a": 2}] * 2
-        await fleet.unload_adapter("a")
+        await fleet.call("unload_adapter", "a")
         assert [engine.adapters for engine in engines] == [{}, {}]
         with pytest.raises(AdapterNotFoundError):
-            await fleet.unload_adapter("a")
+            await fleet.call("unload_adapter", "a")
 
     asyncio.run(run())
 
@@ -258,15 +258,15 @@ def test_adapters_are_pinned_everywhere_or_nowhere():
     first, second = (CountingEngine(adapters={"a": "x", "b": "y"}) for _ in range(2))
     second.refuse = frozenset({"b"})
     fleet = fleet_of(first, second)
-    asyncio.run(fleet.pin_adapter("a", pinned=True))
+    asyncio.run(fleet.call("pin_adapter", "a", pinned=True))
     assert first.calls == second.calls == [("pin", "a")]
     with pytest.raises(CapacityError, match="'b' can't be pinned"):
-        asyncio.run(fleet.pin_adapter("b", pinned=True))
+        asyncio.run(fleet.call("pin_adapter", "b", pinned=True))
     assert first.calls[1:] == [("pin", "b"), ("unpin", "b")]
     served = fleet._instance_registry.adapters
     assert (served["a"].pinned, served["b"].pinned) == (True, False)
     with pytest.raises(AdapterNotFoundError, match="'c' is not loaded"):
-        asyncio.run(fleet.pin_adapter("c", pinned=True))
+        asyncio.run(fleet.call("pin_adapter", "c", pinned=True))
 
 
 def test_load_that_one_instance_refuses_is_taken_back_by_the_others():
@@ -276,7 +276,7 @@ def test_load_that_one_instance_refuses_is_taken_back_by_the_others():
         fleet = fleet_of(easy, picky)
         for name, in_place in (("new", False), ("old", True)):
             with pytest.raises(AdapterError, match=r"instance 1 refused.*took it back: bad can't be read"):
-                await fleet.load_adapter(name, "bad", replace=in_place)
+                await fleet.call("load_adapter", name, "bad", replace=in_place)
         assert easy.adapters == picky.adapters == {"old": "p"}
 
     asyncio.run(run())
@@ -288,7 +288,7 @@ def test_instance_that_cannot_take_a_load_back_gets_no_requests_for_the_adapter(
         picky = CountingEngine(adapters={"a": "p"}, refuse=frozenset({"bad"}))
         fleet = fleet_of(stuck, picky)
         with pytest.raises(AdapterError):
-            await fleet.load_adapter("a", "bad", replace=True)
+            await fleet.call("load_adapter", "a", "bad", replace=True)
         for _ in range(2):
             await tokens_of(fleet, ask(adapter="a"))
         return [len(stuck.requests), len(picky.requests)]
@@ -307,11 +307,11 @@ def test_adapter_missing_everywhere_is_named_until_it_is_loaded_or_unloaded():
         assert (info.residency, info.problem) == ("unavailable", "its rank is too large")
         with pytest.raises(EngineDeadError, match="'a' is unavailable: its rank is too large"):
             await tokens_of(fleet, ask(adapter="a"))
-        await fleet.load_adapter("a", "q", replace=True)
+        await fleet.call("load_adapter", "a", "q", replace=True)
         assert await tokens_of(fleet, ask(adapter="a")) == list(range(2, 10))
         for instance in instance_registry.instances:
             instance.missing.add("a")
-        await fleet.unload_adapter("a")
+        await fleet.call("unload_adapter", "a")
         with pytest.raises(AdapterNotFoundError):
             await tokens_of(fleet, ask(adapter="a"))
 
@@ -324,10 +324,10 @@ def test_an_adapter_that_no_instance_could_load_can_be_unloaded():
         fleet = fleet_client(instance_registry, LeastOutstanding())
         for instance in instance_registry.instances:
             instance.missing.add("a")
-        await fleet.unload_adapter("a")
+        await fleet.call("unload_adapter", "a")
         assert await fleet.list_adapters() == []
         with pytest.raises(AdapterNotFoundError):
-            await fleet.unload_adapter("a")
+            await fleet.call("unload_adapter", "a")
 
     asyncio.run(run())
 
@@ -335,7 +335,7 @@ def test_an_adapter_that_no_instance_could_load_can_be_unloaded():
 def test_what_every_instance_refuses_is_refused_as_one_engine_would():
     engines = [CountingEngine(refuse=frozenset({"bad"})) for _ in range(2)]
     with pytest.raises(AdapterError, match=r"^bad can't be read$"):
-        asyncio.run(fleet_of(*engines).load_adapter("a", "bad"))
+        asyncio.run(fleet_of(*engines).call("load_adapter", "a", "bad"))
     assert [engine.calls for engine in engines] == [[("load", "a", "bad")], []]
 
 
@@ -343,7 +343,7 @@ def test_instance_that_ends_while_loading_is_left_out():
     async def run() -> None:
         dying, other = CountingEngine(), CountingEngine()
         fleet = fleet_of(dying, other)
-        load = asyncio.create_task(fleet.load_adapter("a", "p"))
+        load = asyncio.create_task(fleet.call("load_adapter", "a", "p"))
         await asyncio.sleep(0)
         dying.alive = False
         await load
@@ -359,7 +359,7 @@ def test_load_that_fails_after_its_caller_left_is_nobodys_error():
     async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
         engine = CountingEngine()
-        load = asyncio.create_task(fleet_of(engine).load_adapter("a", "p"))
+        load = asyncio.create_task(fleet_of(engine).call("load_adapter", "a", "p"))
         await asyncio.sleep(0)
         engine.alive = False
         load.cancel()
@@ -378,7 +378,7 @@ def test_loads_of_one_name_at_once_leave_all_instances_alike():
     async def run() -> None:
         engines = CountingEngine(), CountingEngine()
         fleet = fleet_of(*engines)
-        await asyncio.gather(*(fleet.load_adapter("a", path, replace=True) for path in "pqr"))
+        await asyncio.gather(*(fleet.call("load_adapter", "a", path, replace=True) for path in "pqr"))
         assert engines[0].adapters == engines[1].adapters == {"a": "r"}
 
     asyncio.run(run())
@@ -465,7 +465,7 @@ def test_one_that_comes_in_as_an_adapter_is_unloaded_frees_it_too(monkeypatch):
         forget(name)
 
     monkeypatch.setattr(instance_registry, "forget", forget_after_it_came)
-    asyncio.run(FleetAdapters(instance_registry).unload_adapter("a"))
+    asyncio.run(FleetAdapters(instance_registry).call("unload_adapter", "a"))
     assert here.adapters == late.adapters == {}
 
 

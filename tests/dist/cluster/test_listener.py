@@ -67,7 +67,7 @@ def test_nobody_there_is_an_error_that_says_so(front_end):
 
 
 def test_a_load_waits_for_instances_that_may_still_be_dialling_in(front_end, join):
-    loads = front_end.fleet.load_adapter("new", "places/new", replace=True)
+    loads = front_end.fleet.call("load_adapter", "new", "places/new", replace=True)
     loading = threading.Thread(target=lambda: front_end.run(loads))
     loading.start()
     loading.join(0.3)
@@ -81,7 +81,7 @@ def test_a_load_is_refused_where_none_dials_in(made, monkeypatch):
     monkeypatch.setattr(instances, "DIAL_IN_S", 0.2)
     made.append(front_end := FrontEnd())
     with pytest.raises(EngineDeadError, match=ADVICE):
-        front_end.run(front_end.fleet.load_adapter("new", "places/new"))
+        front_end.run(front_end.fleet.call("load_adapter", "new", "places/new"))
 
 
 def test_instances_that_dial_in_share_the_requests(front_end, join):
@@ -192,7 +192,7 @@ def test_request_of_an_engine_at_one_long_step_stays_with_it(made):
 def test_one_that_joins_gets_what_was_loaded_and_loses_what_is_not_served(front_end, join):
     first = join("one", adapters=START)
     until(lambda: front_end.names() == ["one"])
-    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    front_end.run(front_end.fleet.call("load_adapter", "later", "places/later", replace=True))
     second = join("two", adapters={**START, "left": ("places/left", 1)})
     until(lambda: front_end.names() == ["one", "two"])
     assert second.loop.adapters == {**START, "later": ("places/later", 1)}
@@ -255,7 +255,7 @@ def test_adapter_that_one_can_not_load_is_served_by_the_others(front_end, join):
 def test_instance_stays_as_it_is_when_the_front_end_is_another(front_end, join, made):
     instance = join("one", adapters=START)
     until(lambda: front_end.names() == ["one"])
-    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    front_end.run(front_end.fleet.call("load_adapter", "later", "places/later", replace=True))
     front_end.close()
     other = FrontEnd(front_end.socket, [("start", "places/start")])
     made.insert(0, other)
@@ -369,7 +369,7 @@ def test_new_front_end_takes_over_what_instances_serve(front_end, join, made):
     one, two = join("one", adapters=START), join("two", adapters=START)
     until(lambda: front_end.names() == ["one", "two"])
     for path in ("places/later", "places/latest"):
-        front_end.run(front_end.fleet.load_adapter("later", path, replace=True))
+        front_end.run(front_end.fleet.call("load_adapter", "later", path, replace=True))
     two.stop()
     front_end.close()
     entries: list[CatchUp] = []
@@ -396,7 +396,7 @@ def test_new_front_end_takes_over_what_instances_serve(front_end, join, made):
     served = {"start": ("places/start", 1), "new": ("places/new", 1), "later": ("places/latest", 2)}
     assert one.loop.adapters == third.loop.adapters == served
     assert one.loop.calls.count(("load_adapter", "later", "places/latest", True, 2, None)) == 1
-    assert other.run(other.fleet.load_adapter("later", "places/last", replace=True)).version == 3
+    assert other.run(other.fleet.call("load_adapter", "later", "places/last", replace=True)).version == 3
 
 
 def test_what_is_found_after_the_recovery_is_not_served(front_end, join, made):

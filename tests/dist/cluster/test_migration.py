@@ -332,22 +332,22 @@ def test_source_goes_on_where_the_target_does_not_take_over(fleet, engines, monk
         num_failed = 0
 
         def silent(client: InProcessClient):
-            ask_really = client.ask
+            call_really = client.call
 
             async def ask_and_hear_nothing(name: str, *args):
                 nonlocal num_failed
                 if name != method or (args[:1] == ("r",) and name == "resume_request"):
-                    return await ask_really(name, *args)
+                    return await call_really(name, *args)
                 num_failed += 1
                 if after:
-                    await ask_really(name, *args)
+                    await call_really(name, *args)
                 return await asyncio.get_running_loop().create_future()
 
             return ask_and_hear_nothing
 
         async def move() -> None:
             for client in engines:
-                monkeypatch.setattr(client, "ask", silent(client))
+                monkeypatch.setattr(client, "call", silent(client))
             with pytest.raises(MoveError, match="it took too long"):
                 await fleet.move("r", str(1 - int(place(fleet))))
             monkeypatch.undo()
@@ -384,22 +384,22 @@ def test_other_version_at_the_target_is_no_target(fleet, engines):
         stream = fleet.generate(ask())
         outputs = [await anext(stream)]
         target = engines[1 - int(place(fleet))]
-        await target.load_adapter("upper", ADAPTERS[0][1], replace=True, version=7)
+        await target.call("load_adapter", "upper", ADAPTERS[0][1], replace=True, version=7)
         with pytest.raises(MoveError, match=r"begun with version 1 .* version 7 is served here"):
             await fleet.move("r", str(engines.index(target)))
         outputs += [output async for output in stream]
         assert len(tokens(outputs)) == LENGTH
-        await target.load_adapter("upper", ADAPTERS[0][1], replace=True, version=1)
+        await target.call("load_adapter", "upper", ADAPTERS[0][1], replace=True, version=1)
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("dies", ["source", "target"])
 def test_end_that_dies_at_the_hand_over_leaves_the_request_with_the_other(fleet, engines, monkeypatch, dies):
-    async def die(client: InProcessClient, ask_really: Callable[..., Any], name: str, *args: Any) -> Any:
+    async def die(client: InProcessClient, call_really: Callable[..., Any], name: str, *args: Any) -> Any:
         if name in ("hold_request", "resume_request"):
             raise EngineDeadError("it has ended")
-        return await ask_really(name, *args)
+        return await call_really(name, *args)
 
     async def run() -> None:
         alone = tokens(await answer(fleet, ask("alone")))
@@ -407,7 +407,7 @@ def test_end_that_dies_at_the_hand_over_leaves_the_request_with_the_other(fleet,
         async def move() -> None:
             here = int(place(fleet))
             client = engines[here if dies == "source" else 1 - here]
-            monkeypatch.setattr(client, "ask", partial(die, client, client.ask))
+            monkeypatch.setattr(client, "call", partial(die, client, client.call))
             with pytest.raises(MoveError, match="it has ended"):
                 await fleet.move("r", str(1 - here))
             monkeypatch.undo()
@@ -503,11 +503,11 @@ def test_steps_go_on_while_kv_is_put_to_a_target_that_stands_still():
         moved, left = (client.generate(ask(name, max_tokens=200)) for name in ("moved", "left"))
         for stream, name, descriptor in zip((moved, left), ("moved", "left"), descriptors, strict=True):
             await anext(stream)
-            sent = await client.ask("kv_send", name, descriptor, layout)
+            sent = await client.call("kv_send", name, descriptor, layout)
             assert sent.num_tokens >= 32
-        await client.ask("hold_request", "moved", 0)
+        await client.call("hold_request", "moved", 0)
         stop(target.pid)
-        rest = asyncio.create_task(client.ask("kv_send", "moved", descriptors[0], layout))
+        rest = asyncio.create_task(client.call("kv_send", "moved", descriptors[0], layout))
         num_steps = client.core.stats().num_steps
         await anext(left)
         await left.aclose()

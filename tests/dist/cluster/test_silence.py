@@ -92,7 +92,7 @@ def test_request_of_a_stopped_instance_goes_on_elsewhere_long_before_it_counts_a
     assert answers == [(1, 2)]
     assert front_end.names() == ["two"]
     assert {front_end.ask(f"new {n}") for n in range(3)} == {(2,)}
-    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    front_end.run(front_end.fleet.call("load_adapter", "later", "places/later", replace=True))
     first.go_on()
     until(lambda: sorted(front_end.names()) == ["one", "two"])
     for request_id in "ab":

@@ -60,7 +60,7 @@ def ask(client: InProcessClient, adapter: str) -> tuple[list[int], TokenOutput]:
 
 
 def call(client: InProcessClient, method: str, *args):
-    return client.call(method, *args).result(60)
+    return client.start_call(method, *args).result(60)
 
 
 def pool_stats(client: InProcessClient) -> tuple[int, int, int]:

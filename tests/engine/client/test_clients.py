@@ -105,11 +105,11 @@ def test_abort_ends_the_stream(client):
 
 def test_adapters_come_and_go_while_requests_run(client):
     async def cycle() -> tuple[list[int], list[str]]:
-        info = await client.load_adapter("guest", str(DEMO / "adapters" / "upper"))
+        info = await client.call("load_adapter", "guest", str(DEMO / "adapters" / "upper"))
         assert (info.name, info.version) == ("guest", 1)
         stream = asyncio.create_task(collect(client, ask("guest", "guest", max_tokens=30)))
         await asyncio.sleep(0.05)
-        await client.unload_adapter("guest")
+        await client.call("unload_adapter", "guest")
         tokens, last = await stream
         assert last.finish_reason == "length"
         with pytest.raises(AdapterNotFoundError, match="'guest' is not loaded"):
@@ -124,17 +124,17 @@ def test_adapters_come_and_go_while_requests_run(client):
 def test_answer_goes_on_only_with_the_version_that_began_it(client):
     async def go_on() -> None:
         path = str(DEMO / "adapters" / "upper")
-        await client.load_adapter("guest", path, version=2)
+        await client.call("load_adapter", "guest", path, version=2)
         _, last = await collect(client, ask("begun", "guest"))
         assert last.adapter_version == 2
         rest = replace(ask("rest", "guest"), adapter_version=2)
         assert len((await collect(client, rest))[0]) == 6
-        await client.load_adapter("guest", path, replace=True, version=3)
+        await client.call("load_adapter", "guest", path, replace=True, version=3)
         with pytest.raises(AdapterVersionError, match=r"begun with version 2 .* version 3 is served here"):
             await collect(client, rest)
         with pytest.raises(AdapterVersionError, match=r"begun with other content of adapter 'guest'"):
             await collect(client, replace(rest, adapter_version=3, adapter_content="another"))
-        await client.unload_adapter("guest")
+        await client.call("unload_adapter", "guest")
 
     asyncio.run(go_on())
 
@@ -158,14 +158,14 @@ def test_answer_that_goes_on_has_the_tokens_of_one_that_was_never_cut(client, te
 
 def test_caller_that_gives_up_on_an_answer_leaves_the_engine_alive(client):
     async def give_up() -> list[str]:
-        call = asyncio.create_task(client.load_adapter("late", str(DEMO / "adapters" / "upper")))
+        call = asyncio.create_task(client.call("load_adapter", "late", str(DEMO / "adapters" / "upper")))
         await asyncio.sleep(0)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
         while "late" not in (names := [adapter.name for adapter in await client.list_adapters()]):
             await asyncio.sleep(0.01)
-        await client.unload_adapter("late")
+        await client.call("unload_adapter", "late")
         return names
 
     assert sorted(asyncio.run(give_up())) == ["late", "upper"]
@@ -198,17 +198,17 @@ def test_closed_engine_fails_what_waits_for_it_and_every_later_call():
     client.shut_down()
     assert isinstance(outputs[-1], EngineDeadError)
     with pytest.raises(EngineDeadError, match="was shut down"):
-        client.call("stats")
+        client.start_call("stats")
 
 
 def test_unload_waits_for_requests_of_replaced_versions_too(client):
     async def replace_and_unload() -> TokenOutput:
         upper = str(DEMO / "adapters" / "upper")
-        await client.load_adapter("replaced", upper)
+        await client.call("load_adapter", "replaced", upper)
         stream = client.generate(ask("old-version", "replaced", max_tokens=150))
         outputs = [await anext(stream)]
-        await client.load_adapter("replaced", upper, replace=True)
-        unload = asyncio.create_task(client.unload_adapter("replaced"))
+        await client.call("load_adapter", "replaced", upper, replace=True)
+        unload = asyncio.create_task(client.call("unload_adapter", "replaced"))
         outputs += [output async for output in stream if not unload.done()]
         await unload
         return outputs[-1]
@@ -231,14 +231,14 @@ def test_request_that_cannot_run_is_refused(client, request_, message):
 
 def test_bad_adapter_calls_say_what_is_wrong(client, tmp_path):
     async def load(name: str, path: Path) -> None:
-        await client.load_adapter(name, str(path))
+        await client.call("load_adapter", name, str(path))
 
     with pytest.raises(AdapterExistsError, match="already loaded"):
         asyncio.run(load("upper", DEMO / "adapters" / "upper"))
     with pytest.raises(AdapterError, match=r"adapter_config\.json"):
         asyncio.run(load("empty", tmp_path))
     with pytest.raises(AdapterNotFoundError, match="'nobody' is not loaded"):
-        asyncio.run(client.unload_adapter("nobody"))
+        asyncio.run(client.call("unload_adapter", "nobody"))
 
 
 def test_engine_that_cannot_start_says_why(tmp_path):

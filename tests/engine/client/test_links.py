@@ -97,7 +97,7 @@ def test_front_end_that_ends_takes_only_its_own_requests_with_it(front_ends, joi
 def test_a_load_is_answered_to_the_front_end_that_asked(front_ends, join):
     instance = join("one")
     first, second = front_ends
-    second.run(second.fleet.load_adapter("later", "places/later", replace=True))
+    second.run(second.fleet.call("load_adapter", "later", "places/later", replace=True))
     assert instance.loop.adapters["later"] == ("places/later", 1)
     assert "later" in second.instance_registry.adapters
     assert "later" not in first.instance_registry.adapters
@@ -131,7 +131,7 @@ def test_loop_that_hangs_in_one_step_is_silent_until_it_goes_on(front_ends, join
     assert (silent.silent, there.silent) == (True, False)
     # New requests and loads do not wait for it; what it was asked before stays with it.
     assert [front_end.ask(f"new {n}") for n in range(3)] == [(2,)] * 3
-    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    front_end.run(front_end.fleet.call("load_adapter", "later", "places/later", replace=True))
     assert "later" not in hanging.loop.adapters
     assert [one.is_alive() for one in asked].count(True) == 1
     hanging.loop.may_go_on.set()
@@ -147,7 +147,7 @@ def test_load_under_way_does_not_wait_for_one_that_falls_silent(front_ends, join
     join("two", 1, number=2)
     hanging.loop.may_go_on.clear()
     front_end = front_ends[0]
-    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    front_end.run(front_end.fleet.call("load_adapter", "later", "places/later", replace=True))
     assert front_end.names() == ["two"]
     hanging.loop.may_go_on.set()
     until(lambda: front_end.names() == ["one", "two"])

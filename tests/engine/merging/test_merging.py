@@ -253,10 +253,10 @@ def test_adapters_of_a_pool_are_merged(served, monkeypatch):  # noqa: F811
     client = InProcessClient(build.build_engine(EngineConfig(model_dir=str(model.model_dir), **options)))
     try:
         for path in model.adapters:
-            client.call("pool_load", path.name, str(path), False, 1).result(60)
+            client.start_call("pool_load", path.name, str(path), False, 1).result(60)
         for _ in range(2):
             assert ask_client(client, model) == expected_of(model)
-        stats = client.call("stats").result(60)
+        stats = client.start_call("stats").result(60)
     finally:
         client.shut_down()
     assert stats.merges > 0 < stats.steps_mixed

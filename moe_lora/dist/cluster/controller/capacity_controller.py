@@ -17,6 +17,7 @@ from moe_lora.core.errors import CapacityError, EngineDeadError, LastProblem, Lo
 from moe_lora.core.records import Outlook, ServerState
 from moe_lora.core.request import FleetStats
 from moe_lora.dist.lora_server.control import LoraServerAdmin
+from moe_lora.dist.net.codec import verb
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.provision.online import DemandWindow, outlook, resized
@@ -78,16 +79,19 @@ class CapacityController:
         if self.config.auto_resize and state is not None:
             await self._follow(self.latest, state)
 
+    @verb
     async def server_state(self) -> ServerState | None:
         """The LoRA Server's, None if there is no server.  Raises LoraServerError if it does not answer."""
         return None if self._server is None else await asyncio.to_thread(self._server.state)
 
+    @verb
     async def resize(self, capacity: int) -> ServerState:
         """Change the LoRA Server's capacity (see `LoraServerAdmin.resize` for what it raises)."""
         state = await asyncio.to_thread(self._admin.resize, capacity)
         logger.info("the LoRA Server's capacity is now %d adapters", state.capacity)
         return state
 
+    @verb
     async def restart_server(self, limit_s: float) -> ServerState:
         """Have the LoRA Server's ranks started again, one after the other, its leader last; the state then.
 

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any, cast
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address
 from moe_lora.core.clock import WallClock
-from moe_lora.core.errors import AdapterError
-from moe_lora.dist.cluster.adapter_calls import FleetAdapters
+from moe_lora.core.errors import AdapterError, ConfigError
+from moe_lora.dist.cluster.adapter_calls import ADAPTER_CHANGES, FleetAdapters
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.listener import CatchUp, InstanceListener
 from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.dist.net.codec import verbs_of
 from moe_lora.dist.net.keys import keys_of
 from moe_lora.engine.client.client import CallableEngine
 from moe_lora.engine.client.heartbeat import Heartbeat
 
-from .cluster_state import ControllerMethods, Figures
+from .cluster_state import Figures
 from .instance_control import InstanceControl
 from .routes import Routes
 
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
 _LOOK_S = 0.01
 
 
-class ClusterController(ControllerMethods):
+class ClusterController:
     """Decides, and carries out what is asked of it; there is one in every system.
 
     An only front end has it in its process and calls it; for several it is in a process of its own, behind a
     `FrontEndListener`.  placement: None: adapters are not divided over instances.  migration: None: requests
-    are not moved between them.  instances: see `ControllerMethods`.
+    are not moved between them.  provision: None: the load on adapters is not watched.  registry: None:
+    adapters are known by their paths only.  instances: None: nobody drains them.
     """
 
     link = None
@@ -55,8 +57,13 @@ class ClusterController(ControllerMethods):
         migration: MigrationController | None = None,
         instances: InstanceControl | None = None,
     ) -> None:
-        super().__init__(adapters, provision, registry, instances)
-        self.placement, self.migration = placement, migration
+        self.adapters, self.provision, self.registry = adapters, provision, registry
+        self.placement, self.migration, self.instances = placement, migration, instances
+        self._verbs = {**_verbs_of(instances), **_verbs_of(provision)}
+        if registry is not None:
+            from .served_registry import RegistryVerbs
+
+            self._verbs |= verbs_of(RegistryVerbs(registry, adapters.devices))
         self.window: DemandWindow | None = None if provision is None else provision.window
 
     @property
@@ -70,8 +77,12 @@ class ClusterController(ControllerMethods):
             outlook=None if self.provision is None else self.provision.latest,
         )
 
-    async def call(self, method: str, *args: Any) -> Any:
-        return await getattr(self, method)(*args)
+    async def call(self, verb: str, *args: Any, **words: Any) -> Any:
+        if verb in ADAPTER_CHANGES:
+            return await self.adapters.call(verb, *args, **words)
+        if verb not in self._verbs:
+            raise ConfigError(f"this controller has no {verb}: its settings are not those of the front end")
+        return await self._verbs[verb](*args, **words)
 
     async def ready(self) -> None:
         pass
@@ -80,6 +91,10 @@ class ClusterController(ControllerMethods):
         """Place adapters, move requests, watch the load and keep the pool, until cancelled."""
         parts = (self.placement, self.migration, self.provision, self.adapters.pool)
         await asyncio.gather(*(part.run() for part in parts if part is not None))
+
+
+def _verbs_of(part: object | None) -> dict[str, Callable[..., Any]]:
+    return {} if part is None else verbs_of(part)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,36 +3,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from msgspec import field
 from msgspec.structs import replace
 
-from moe_lora.core.errors import ConfigError
-from moe_lora.core.records import Outlook, PlacementQuality, RegisteredAdapter, ServerState
-from moe_lora.core.request import AdapterInfo, RequestTiming
-from moe_lora.core.shape import rank_limit
-from moe_lora.dist.cluster.adapter_calls import FleetAdapters
+from moe_lora.core.records import Outlook, PlacementQuality
+from moe_lora.core.request import RequestTiming
 from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served
-from moe_lora.dist.net.codec import Interface, Message, Protocol
+from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import Pings
-from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.engine.client.messages import DrainOrder
 
 if typing.TYPE_CHECKING:
     from moe_lora.provision.online import VisitWindow
 
-    from .capacity_controller import CapacityController
     from .controller_link import ControllerLink
-    from .instance_control import InstanceControl
     from .placement_controller import PlacementController
     from .routes import Routes
-    from .served_registry import ServedRegistry
 
 PROTOCOL_VERSION = 6
 PINGS = Pings()
@@ -129,8 +120,8 @@ class Controller(typing.Protocol):
         """None: the controller is in this process."""
         ...
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """What one of `ControllerMethods` returns.  Raises what it raises, ControllerAwayError."""
+    async def call(self, verb: str, *args: Any, **words: Any) -> Any:
+        """Run a verb by name (see `protocol`).  Raises the errors of the verb, ControllerAwayError."""
         ...
 
     async def ready(self) -> None:
@@ -140,99 +131,6 @@ class Controller(typing.Protocol):
     async def run(self) -> None:
         """Go on beside the requests, until cancelled."""
         ...
-
-
-class ControllerMethods:
-    """What a front end may ask of the controller, with annotations that say what travels.
-
-    provision: None: the load on adapters is not watched.  registry: None: adapters are known by their paths
-    only.  instances: None: nobody drains them.
-    """
-
-    def __init__(
-        self,
-        adapters: FleetAdapters,
-        provision: CapacityController | None,
-        registry: ServedRegistry | None,
-        instances: InstanceControl | None = None,
-    ) -> None:
-        self.adapters = adapters
-        self.provision = provision
-        self.registry = registry
-        self.instances = instances
-
-    async def drain_instance(self, name: str) -> None:
-        await _given(self.instances).drain(name)
-
-    async def undrain_instance(self, name: str) -> None:
-        await _given(self.instances).undrain(name)
-
-    async def restart_instance(self, name: str, limit_s: float) -> None:
-        await _given(self.instances).restart(name, limit_s)
-
-    async def load_adapter(self, name: str, path: str, replace: bool) -> AdapterInfo:
-        return await self.adapters.load_adapter(name, path, replace)
-
-    async def unload_adapter(self, name: str) -> None:
-        await self.adapters.unload_adapter(name)
-
-    async def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
-        return await self.adapters.pin_adapter(name, pinned)
-
-    async def server_state(self) -> ServerState | None:
-        return await _given(self.provision).server_state()
-
-    async def resize(self, capacity: int) -> ServerState:
-        return await _given(self.provision).resize(capacity)
-
-    async def restart_server(self, limit_s: float) -> ServerState:
-        return await _given(self.provision).restart_server(limit_s)
-
-    async def registry_base(self) -> str:
-        return _given(self.registry).base_hash
-
-    async def registry_resolve(self, name: str) -> RegisteredAdapter:
-        served = _given(self.registry)
-        return await in_daemon_thread(served.registry.resolve, name, served.base_hash)
-
-    async def registry_adapters(self, state: str | None, after: str, limit: int) -> list[RegisteredAdapter]:
-        adapters = _given(self.registry).registry.adapters
-        return await asyncio.to_thread(adapters, state=state, after=after, limit=limit)
-
-    async def registry_add(self, name: str, source: str, owner: str, link: bool) -> RegisteredAdapter:
-        served = _given(self.registry)
-        add = partial(
-            served.registry.add,
-            base_hash=served.base_hash,
-            owner=owner,
-            link=link,
-            root=served.root,
-            max_lora_rank=rank_limit(served.max_lora_rank, self.adapters.devices),
-        )
-        return await in_daemon_thread(add, name, source)
-
-    async def registry_check(self) -> list[tuple[RegisteredAdapter, str | None]]:
-        return await in_daemon_thread(_given(self.registry).registry.check)
-
-    async def registry_versions(self, name: str) -> list[RegisteredAdapter]:
-        return await asyncio.to_thread(_given(self.registry).registry.versions, name)
-
-    async def registry_remove(self, name: str, version: int | None) -> list[RegisteredAdapter]:
-        return await asyncio.to_thread(_given(self.registry).registry.remove, name, version)
-
-
-Part = typing.TypeVar("Part")
-
-
-def _given(part: Part | None) -> Part:
-    if part is None:
-        raise ConfigError("this controller does not do that: its file is not the front end's")
-    return part
-
-
-CONTROLLER_METHODS = Interface(ControllerMethods)
-CONTROLLER_SIDE = Protocol.of(FrontEndHello, FrontEndReport, Taken, answers=CONTROLLER_METHODS)
-FRONT_END_SIDE = Protocol.of(Admitted, ClusterState, Figures, asks=CONTROLLER_METHODS)
 
 
 # The state that the controller gives to its front ends, and gets back from them when it starts anew.

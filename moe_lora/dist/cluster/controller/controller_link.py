@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from typing import Any, cast
+from typing import Any
 
 from websockets.asyncio.connection import Connection
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ControllerAwayError
-from moe_lora.core.request import AdapterInfo, RequestTiming
+from moe_lora.core.request import RequestTiming
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import OPEN_S, dial, stay_connected
@@ -21,7 +21,6 @@ from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
 from moe_lora.provision.online import Visit
 
 from .cluster_state import (
-    FRONT_END_SIDE,
     PINGS,
     Admitted,
     ClusterState,
@@ -32,6 +31,7 @@ from .cluster_state import (
     VisitEvent,
     take_table,
 )
+from .protocol import FRONT_END_SIDE
 from .routes import Routes
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class ControllerLink:
     def up(self) -> bool:
         return self._peer is not None
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         """What the controller answers.  Raises what it raised, ControllerAwayError if it is not there."""
         if self._peer is None:
             raise ControllerAwayError(
@@ -112,21 +112,12 @@ class ControllerLink:
                 "it; requests go on, send this again in a while"
             )
         try:
-            return await self._peer.call(method, *args)
+            return await self._peer.call(verb, *args, **words)
         except PeerEndedError as error:
             raise ControllerAwayError(
                 "the controller was lost before it answered, so it is not known whether this was done; look "
                 "what is there (GET /v1/adapters, GET /v1/instances) once it is back, then send it again"
             ) from error
-
-    async def load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
-        return cast("AdapterInfo", await self.call("load_adapter", name, path, replace))
-
-    async def unload_adapter(self, name: str) -> None:
-        await self.call("unload_adapter", name)
-
-    async def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
-        return cast("AdapterInfo", await self.call("pin_adapter", name, pinned))
 
     async def ready(self) -> None:
         """Return when this front end knows what is served and has an instance, or after READY_S.

@@ -26,7 +26,6 @@ from moe_lora.provision.online import DemandWindow, Visit
 
 from .cluster_controller import ControlledFleet
 from .cluster_state import (
-    CONTROLLER_SIDE,
     PINGS,
     PROTOCOL_VERSION,
     Admitted,
@@ -36,6 +35,7 @@ from .cluster_state import (
     Taken,
     VisitEvent,
 )
+from .protocol import CONTROLLER_SIDE
 
 logger = logging.getLogger(__name__)
 

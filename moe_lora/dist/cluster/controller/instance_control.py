@@ -7,13 +7,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import cast
 
 from anyio import fail_after, move_on_after
 
 from moe_lora.core.errors import ConfigError, EngineDeadError, EngineSilentError
 from moe_lora.dist.cluster.instances import Instance, InstanceRegistry
-from moe_lora.engine.client.client import CallableEngine
+from moe_lora.dist.net.codec import verb
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,8 @@ class InstanceControl:
         self._drain_s = drain_s
         self._restarting = asyncio.Lock()
 
-    async def drain(self, name: str) -> None:
+    @verb
+    async def drain_instance(self, name: str) -> None:
         """Give an instance no requests, and have those that it has go on elsewhere where they can.
 
         It is told, so that it can say so to a controller after this one.
@@ -48,7 +48,8 @@ class InstanceControl:
         await self._order(name, drained=True)
         logger.info("instance %s is drained", name)
 
-    async def undrain(self, name: str) -> None:
+    @verb
+    async def undrain_instance(self, name: str) -> None:
         """Give it requests again, if it is being restarted then once it is back.
 
         Raises ConfigError for an unknown one.
@@ -63,9 +64,10 @@ class InstanceControl:
         for instance in self._registry.live:  # one that is away is told when it comes
             if instance.name == name:
                 with suppress(EngineDeadError):
-                    await cast("CallableEngine", instance.client).ask("remember_drain", order)
+                    await instance.client.call("remember_drain", order)
 
-    async def restart(self, name: str, limit_s: float) -> None:
+    @verb
+    async def restart_instance(self, name: str, limit_s: float) -> None:
         """Drain an instance, end its process, and return when its next one takes part.
 
         Whoever keeps the process running starts it again.  One that is just coming back is waited for.
@@ -143,7 +145,7 @@ class InstanceControl:
             raise _not_here(instance.name)
         logger.info("instance %s is told to end, to be started again", instance.name)
         try:
-            await cast("CallableEngine", instance.client).ask("restart")
+            await instance.client.call("restart")
         except EngineSilentError:
             logger.warning("instance %s does not say that it ends; it may still", instance.name)
         except EngineDeadError:

@@ -23,7 +23,7 @@ from moe_lora.core.errors import EngineDeadError, LastProblem
 from moe_lora.core.request import AdapterInfo, EngineStats
 from moe_lora.dist.cluster.fan_out import ask
 from moe_lora.dist.cluster.instances import Instance, InstanceRegistry
-from moe_lora.engine.client.client import CallableEngine, EngineClient
+from moe_lora.engine.client.client import EngineClient
 from moe_lora.engine.client.messages import MoveOrder, RequestLoad
 from moe_lora.policies.migration.problem import (
     AdapterSize,
@@ -129,7 +129,7 @@ class MigrationController:
         live = self._instance_registry.undrained
         if len(live) < 2:
             return 0
-        answers, _ = await ask(self._instance_registry, live, _report)
+        answers, _ = await ask(self._instance_registry, live, [_report(one.client) for one in live])
         reports = [Report(instance, *found) for instance, found in answers]
         self._learn(reports)
         under_way = self._moves_under_way(reports)
@@ -260,7 +260,7 @@ class MigrationController:
             plan.objective_before,
         )
         sources = [one for one in self._instance_registry.live if one.name in orders]
-        calls = [cast("CallableEngine", one.client).ask("pass_on", orders[one.name]) for one in sources]
+        calls = [one.client.call("pass_on", orders[one.name]) for one in sources]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         self._ordered = {(one.name, request_of(order.name)) for one in sources for order in orders[one.name]}
         self._changed_s = self._clock.now_s()
@@ -270,8 +270,7 @@ class MigrationController:
 
 
 async def _report(client: EngineClient) -> tuple[EngineStats, list[RequestLoad]]:
-    engine = cast("CallableEngine", client)
-    stats, loads = await asyncio.gather(client.stats(), engine.ask("request_loads"))
+    stats, loads = await asyncio.gather(client.stats(), client.call("request_loads"))
     return stats, loads
 
 

@@ -16,7 +16,7 @@ from moe_lora.core.records import PlacementQuality
 from moe_lora.core.request import AdapterInfo, FleetStats, InstanceStats
 from moe_lora.dist.cluster.pool.pool import FleetPool
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.engine.client.client import CallableEngine, EngineClient
+from moe_lora.engine.client.client import EngineClient
 from moe_lora.policies.routing.demand import DemandForecast, DemandMeter
 from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.provision.performance.operating_points import read_operating_points
@@ -183,7 +183,7 @@ class PlacementController:
 
     async def _preload_on(self, index: int, client: EngineClient) -> None:
         try:
-            await cast("CallableEngine", client).ask("preload_adapters", self._preloaded[index])
+            await client.call("preload_adapters", self._preloaded[index])
         except EngineDeadError:
             return  # it is told when it is back
         except Exception as error:  # its adapters come with their first requests

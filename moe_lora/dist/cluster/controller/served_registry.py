@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import AdapterError, ConfigError
+from moe_lora.core.records import RegisteredAdapter
 from moe_lora.core.shape import rank_limit, rank_problem
+from moe_lora.dist.net.codec import verb
+from moe_lora.dist.net.thread import in_daemon_thread
 
 if TYPE_CHECKING:
     from moe_lora.adapters.registry.registry import Registry
@@ -81,3 +86,48 @@ def opened_registry(
         optional = frozenset() if chosen is not None else frozenset(name for name, _ in found)
         served = ServedRegistry(registry, base_hash, config.adapter_root, config.max_lora_rank, optional)
         yield replace(cluster, engine=config), served
+
+
+class RegistryVerbs:
+    """A registry for front ends.  devices: of all instances; they limit the ranks of new adapters."""
+
+    def __init__(self, served: ServedRegistry, devices: Callable[[], set[str]] = set) -> None:
+        self.served = served
+        self._devices = devices
+
+    @verb
+    async def registry_base(self) -> str:
+        return self.served.base_hash
+
+    @verb
+    async def registry_resolve(self, name: str) -> RegisteredAdapter:
+        return await in_daemon_thread(self.served.registry.resolve, name, self.served.base_hash)
+
+    @verb
+    async def registry_adapters(self, state: str | None, after: str, limit: int) -> list[RegisteredAdapter]:
+        return await asyncio.to_thread(self.served.registry.adapters, state=state, after=after, limit=limit)
+
+    @verb
+    async def registry_add(self, name: str, source: str, owner: str, link: bool) -> RegisteredAdapter:
+        served = self.served
+        add = partial(
+            served.registry.add,
+            base_hash=served.base_hash,
+            owner=owner,
+            link=link,
+            root=served.root,
+            max_lora_rank=rank_limit(served.max_lora_rank, self._devices()),
+        )
+        return await in_daemon_thread(add, name, source)
+
+    @verb
+    async def registry_check(self) -> list[tuple[RegisteredAdapter, str | None]]:
+        return await in_daemon_thread(self.served.registry.check)
+
+    @verb
+    async def registry_versions(self, name: str) -> list[RegisteredAdapter]:
+        return await asyncio.to_thread(self.served.registry.versions, name)
+
+    @verb
+    async def registry_remove(self, name: str, version: int | None) -> list[RegisteredAdapter]:
+        return await asyncio.to_thread(self.served.registry.remove, name, version)

@@ -107,7 +107,7 @@ class PoolDirectory:
         """Learn what an engine that dialled in, or was silent, has: after a front end's restart, all there is
         to know.  Of a name the highest version counts.
         """
-        entries: list[PoolEntry] = await client.ask("pool_state")
+        entries: list[PoolEntry] = await client.call("pool_state")
         self._told[client] = 0  # whoever told it of sources before, they may be others now
         for entry in entries:
             name = entry.facts.name
@@ -137,7 +137,7 @@ class PoolDirectory:
         sources = self.sources(facts.content_hash, client)
         if len(sources) < self.replicas:
             return False
-        entry: PoolEntry = await client.ask("pool_know", facts, path, True, version, sources)
+        entry: PoolEntry = await client.call("pool_know", facts, path, True, version, sources)
         self.note(client, facts.content_hash, entry.source)
         return True
 
@@ -150,15 +150,15 @@ class PoolDirectory:
             await self._load(client, name, path, version, content_hash)
             return
         sources = self.sources(facts.content_hash, client)
-        entry: PoolEntry = await client.ask("pool_know", facts, path, True, version, sources)
+        entry: PoolEntry = await client.call("pool_know", facts, path, True, version, sources)
         source = entry.source
         if source is None:
             try:
-                source = await client.ask("pool_hold", facts.content_hash, sources)
+                source = await client.call("pool_hold", facts.content_hash, sources)
             except EngineDeadError:
                 raise
             except Exception:
-                await client.ask("unload_adapter", name)
+                await client.call("unload_adapter", name)
                 raise
         self.note(client, facts.content_hash, source)
 
@@ -207,7 +207,7 @@ class PoolDirectory:
     async def _load(
         self, client: CallableEngine, name: str, path: str, version: int, content_hash: str | None = None
     ) -> None:
-        entry: PoolEntry = await client.ask("pool_load", name, path, True, version, content_hash)
+        entry: PoolEntry = await client.call("pool_load", name, path, True, version, content_hash)
         self.serve(entry)
         self.note(client, entry.facts.content_hash, entry.source)
 

@@ -74,7 +74,7 @@ class FleetPool:
             known, errors = await self._ask(self._instance_registry.live, "pool_known", orphans)
             used = {content_hash for _, found in known for content_hash in found}
             calls = [
-                _engine(instance).ask("pool_free", content_hash)
+                _engine(instance).call("pool_free", content_hash)
                 for instance, found in answers
                 for content_hash in found
                 if content_hash not in used and not errors
@@ -145,11 +145,13 @@ class FleetPool:
         def undo(client: EngineClient) -> Awaitable[PoolEntry]:
             engine = cast("CallableEngine", client)
             if facts is None:
-                return engine.ask("pool_load", name, path, True, version, previous.content_hash)
+                return engine.call("pool_load", name, path, True, version, previous.content_hash)
             sources = self._directory.sources(facts.content_hash, engine)
-            return engine.ask("pool_know", facts, path, True, version, sources)
+            return engine.call("pool_know", facts, path, True, version, sources)
 
-        answers, errors = await ask(self._instance_registry, instances, undo)
+        answers, errors = await ask(
+            self._instance_registry, instances, [undo(one.client) for one in instances]
+        )
         self._note(answers)
         return errors
 
@@ -193,7 +195,7 @@ class FleetPool:
         for content_hash in content_hashes:
             sources = self._directory.sources(content_hash, client, instance.index)
             try:
-                source = await client.ask("pool_hold", content_hash, sources)
+                source = await client.call("pool_hold", content_hash, sources)
             except EngineDeadError:
                 return
             except Exception as error:  # adapters that were unloaded meanwhile, memory that is full
@@ -213,7 +215,7 @@ class FleetPool:
         for content_hash, index in drops:
             self._directory.note(clients[index], content_hash, None)
         await self._tell()
-        calls = [clients[index].ask("pool_drop", content_hash) for content_hash, index in drops]
+        calls = [clients[index].call("pool_drop", content_hash) for content_hash, index in drops]
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _tell(self) -> None:
@@ -222,7 +224,7 @@ class FleetPool:
         for instance in self._instance_registry.live:
             client = _engine(instance)
             if news := self._directory.news(client, instance.index):
-                calls.append(client.ask("pool_sources", news))
+                calls.append(client.call("pool_sources", news))
         await asyncio.gather(*calls, return_exceptions=True)
 
     def _target(self) -> Callable[[], dict[str, frozenset[int]]]:
@@ -249,7 +251,7 @@ class FleetPool:
         return await ask(
             self._instance_registry,
             instances,
-            lambda client: cast("CallableEngine", client).ask(method, *args),
+            [one.client.call(method, *args) for one in instances],
         )
 
     def _failed(self, problem: str) -> None:

@@ -46,12 +46,12 @@ def test_an_adapter_loaded_over_one_front_end_is_used_over_the_other_at_once():
         one, two = cluster.front_ends
         with pytest.raises(AdapterNotFoundError):
             await two.ask("r", "new")
-        info = await one.fleet.load_adapter("new", "places/new")
+        info = await one.fleet.call("load_adapter", "new", "places/new")
         assert (info.name, info.path) == ("new", "places/new")
         assert await two.ask("r", "new") == [2, 3, 4, 5]
         with pytest.raises(AdapterExistsError, match="already loaded"):
-            await two.fleet.load_adapter("new", "places/new")
-        await two.fleet.unload_adapter("new")
+            await two.fleet.call("load_adapter", "new", "places/new")
+        await two.fleet.call("unload_adapter", "new")
         with pytest.raises(AdapterNotFoundError):
             await one.ask("r", "new")
 
@@ -61,7 +61,7 @@ def test_an_adapter_loaded_over_one_front_end_is_used_over_the_other_at_once():
 def test_a_pin_and_ranks_are_known_to_all():
     async def test(cluster: Cluster) -> None:
         one, two = cluster.front_ends
-        await one.fleet.pin_adapter("a", pinned=True)
+        await one.fleet.call("pin_adapter", "a", pinned=True)
         assert two.instance_registry.adapters["a"].pinned
         assert two.routes.ranks == {"a": 1, "b": 1}
 
@@ -71,14 +71,14 @@ def test_a_pin_and_ranks_are_known_to_all():
 def test_while_the_controller_is_away_requests_go_on_and_changes_are_refused():
     async def test(cluster: Cluster) -> None:
         one, two = cluster.front_ends
-        await one.fleet.load_adapter("new", "places/new")
+        await one.fleet.call("load_adapter", "new", "places/new")
         await cluster.controller.stop()
         await until(lambda: not one.link.up and not two.link.up)
         assert await one.ask("r", "new") == await two.ask("r", "new") == [2, 3, 4, 5]
         for change in (
-            one.fleet.load_adapter("other", "places/other"),
-            two.fleet.unload_adapter("new"),
-            two.fleet.pin_adapter("new", pinned=True),
+            one.fleet.call("load_adapter", "other", "places/other"),
+            two.fleet.call("unload_adapter", "new"),
+            two.fleet.call("pin_adapter", "new", pinned=True),
         ):
             with pytest.raises(ControllerAwayError, match="nothing can be changed without it"):
                 await change
@@ -91,9 +91,9 @@ def test_a_new_controller_goes_on_with_what_front_ends_know():
     async def test(cluster: Cluster) -> None:
         one, two = cluster.front_ends
         for path in ("places/new", "places/newer"):
-            await one.fleet.load_adapter("new", path, replace=True)
-        await one.fleet.pin_adapter("new", pinned=True)
-        await two.fleet.unload_adapter("b")
+            await one.fleet.call("load_adapter", "new", path, replace=True)
+        await one.fleet.call("pin_adapter", "new", pinned=True)
+        await two.fleet.call("unload_adapter", "b")
         before = one.link.state
         assert before is not None
         await cluster.controller.stop()
@@ -107,7 +107,7 @@ def test_a_new_controller_goes_on_with_what_front_ends_know():
         assert await two.ask("r", "new") == [2, 3, 4, 5]
         with pytest.raises(AdapterNotFoundError):
             await one.ask("r", "b")
-        await two.fleet.load_adapter("new", "places/newest", replace=True)
+        await two.fleet.call("load_adapter", "new", "places/newest", replace=True)
         assert one.instance_registry.adapters["new"].version == before.served.versions["new"] + 1
 
     in_cluster(test)
@@ -117,15 +117,15 @@ def test_a_call_under_way_when_the_controller_ends_is_told_so():
     async def test(cluster: Cluster) -> None:
         [one, _] = cluster.front_ends
         held = asyncio.Event()
-        load = cluster.engines[0].load_adapter
+        load = cluster.engines[0].call
 
         async def slow(*args: object, **settings: object) -> object:
             held.set()
             await asyncio.sleep(60)
             return await load(*args, **settings)
 
-        cluster.engines[0].load_adapter = slow  # type: ignore[method-assign]
-        loading = asyncio.create_task(one.fleet.load_adapter("new", "places/new"))
+        cluster.engines[0].call = slow  # type: ignore[method-assign]
+        loading = asyncio.create_task(one.fleet.call("load_adapter", "new", "places/new"))
         await held.wait()
         await cluster.controller.stop()
         with pytest.raises(ControllerAwayError, match="not known whether"):
@@ -174,7 +174,7 @@ def test_a_front_end_that_takes_nothing_is_not_waited_for(monkeypatch, caplog):
     async def test(cluster: Cluster) -> None:
         one, two = cluster.front_ends
         two.link._take = lambda state: None  # type: ignore[method-assign]
-        await one.fleet.load_adapter("new", "places/new")
+        await one.fleet.call("load_adapter", "new", "places/new")
         assert "front ends two do not take state" in caplog.text
         assert await one.ask("r", "new") == [2, 3, 4, 5]
 
@@ -205,11 +205,11 @@ def test_the_load_on_adapters_is_seen_from_all_front_ends():
 def test_a_connection_that_comes_back_changes_no_number(caplog):
     async def test(cluster: Cluster) -> None:
         [one, _] = cluster.front_ends
-        await cluster.front_ends[1].fleet.load_adapter("new", "places/new")
+        await cluster.front_ends[1].fleet.call("load_adapter", "new", "places/new")
         number = one.link.state.number
         one.link._peer.abort("cut")
         await until(lambda: one.link.num_joins == 2 and one.link.up)
-        await one.fleet.pin_adapter("new", pinned=True)
+        await one.fleet.call("pin_adapter", "new", pinned=True)
         assert one.link.state.number == number + 1
         assert "given up" not in caplog.text
 
@@ -225,7 +225,7 @@ def test_a_state_that_comes_too_late_is_given_up_but_counted_above(caplog):
         running = asyncio.create_task(late.link.run())
         await until(lambda: late.link.state.number > 1000)
         assert late.instance_registry.adapters == cluster.controller.instance_registry.adapters
-        await cluster.front_ends[0].fleet.load_adapter("new", "places/new")
+        await cluster.front_ends[0].fleet.call("load_adapter", "new", "places/new")
         assert await late.ask("r", "new") == [2, 3, 4, 5]
         assert "given up: it came too late" in caplog.text
         running.cancel()
@@ -280,7 +280,7 @@ def test_the_registry_is_where_the_controller_is(tmp_path):
 
 def test_one_that_joins_later_gets_the_state():
     async def test(cluster: Cluster) -> None:
-        await cluster.front_ends[0].fleet.load_adapter("new", "places/new")
+        await cluster.front_ends[0].fleet.call("load_adapter", "new", "places/new")
         late = FrontEndSide("late", cluster.address, cluster.engines)
         await until(lambda: late.link.state is not None)
         assert await late.ask("r", "new") == [2, 3, 4, 5]

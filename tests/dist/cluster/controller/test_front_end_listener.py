@@ -11,7 +11,8 @@ import pytest
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.cluster.controller.cluster_state import FRONT_END_SIDE, Admitted, FrontEndHello, Taken
+from moe_lora.dist.cluster.controller.cluster_state import Admitted, FrontEndHello, Taken
+from moe_lora.dist.cluster.controller.protocol import FRONT_END_SIDE
 from moe_lora.dist.net.codec import Protocol
 from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import Keys, make_keys

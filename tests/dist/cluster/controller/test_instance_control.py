@@ -55,21 +55,21 @@ def answers(front_end: FrontEnd, name: str) -> set[tuple[int, ...]]:
 
 
 def test_a_drained_instance_gets_no_requests_but_all_adapters(front_end, control, made):
-    front_end.run(control.drain("one"))
+    front_end.run(control.drain_instance("one"))
     assert answers(front_end, "drained") == {(1,)}
     assert front_end.names() == ["one", "two"]
-    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    front_end.run(front_end.fleet.call("load_adapter", "later", "places/later", replace=True))
     assert "later" in made[1].loop.adapters
-    front_end.run(control.undrain("one"))
+    front_end.run(control.undrain_instance("one"))
     assert answers(front_end, "back") == {(0,), (1,)}
 
 
 def test_the_last_that_takes_requests_and_a_stranger_are_not_drained(front_end, control):
-    front_end.run(control.drain("one"))
+    front_end.run(control.drain_instance("one"))
     with pytest.raises(ConfigError, match="no other takes requests"):
-        front_end.run(control.drain("two"))
+        front_end.run(control.drain_instance("two"))
     with pytest.raises(ConfigError, match="choose one of one, two"):
-        front_end.run(control.undrain("three"))
+        front_end.run(control.undrain_instance("three"))
     assert answers(front_end, "still") == {(1,)}
 
 
@@ -77,7 +77,7 @@ def test_others_that_have_not_dialled_in_yet_are_waited_for(made, monkeypatch):
     monkeypatch.setattr(cluster_instances, "DIAL_IN_S", 20.0)
     made.append(front_end := FrontEnd())
     control = InstanceControl(front_end.instance_registry, drain_s=20.0)
-    draining = threading.Thread(target=lambda: front_end.run(control.drain("one")))
+    draining = threading.Thread(target=lambda: front_end.run(control.drain_instance("one")))
     draining.start()
     for number, name in enumerate(("one", "two")):
         draining.join(0.3)
@@ -90,14 +90,14 @@ def test_others_that_have_not_dialled_in_yet_are_waited_for(made, monkeypatch):
 
 
 def test_a_drained_instance_takes_requests_when_the_others_have_gone(front_end, control, made):
-    front_end.run(control.drain("one"))
+    front_end.run(control.drain_instance("one"))
     made[2].dial.stop()
     until(lambda: front_end.names() == ["one"])
     assert answers(front_end, "alone") == {(0,)}
 
 
 def test_it_stays_drained_when_it_comes_back(front_end, control, made):
-    front_end.run(control.drain("one"))
+    front_end.run(control.drain_instance("one"))
     made[1].dial.stop()
     until(lambda: front_end.names() == ["two"])
     made.append(Instance("one", front_end.socket, number=5))
@@ -111,7 +111,7 @@ def restart_aside(front_end: FrontEnd, control: InstanceControl) -> tuple[thread
 
     def restart() -> None:
         try:
-            front_end.run(control.restart("one", 20.0))
+            front_end.run(control.restart_instance("one", 20.0))
         except Exception as error:
             errors.append(error)
 
@@ -135,10 +135,10 @@ def test_one_that_is_started_again_is_drained_until_its_next_process_takes_part(
 
 def test_one_that_does_not_come_back_is_an_error_that_names_the_limit(front_end, control):
     with pytest.raises(EngineDeadError, match=r"not back after limit_s=0\.2"):
-        front_end.run(control.restart("one", 0.2))
+        front_end.run(control.restart_instance("one", 0.2))
     assert front_end.instance_registry.drained == frozenset()
     with pytest.raises(EngineDeadError, match="does not take part"):
-        front_end.run(control.restart("one", 0.2))
+        front_end.run(control.restart_instance("one", 0.2))
 
 
 def test_one_that_is_just_coming_back_is_waited_for_and_then_started_again(front_end, control, made):
@@ -154,9 +154,9 @@ def test_one_that_is_just_coming_back_is_waited_for_and_then_started_again(front
 
 
 def test_the_last_that_takes_requests_is_not_started_again(front_end, control, made):
-    front_end.run(control.drain("two"))
+    front_end.run(control.drain_instance("two"))
     with pytest.raises(ConfigError, match="no other takes requests"):
-        front_end.run(control.restart("one", 20.0))
+        front_end.run(control.restart_instance("one", 20.0))
     assert not made[1].dial.restarts
 
 
@@ -165,10 +165,10 @@ def test_what_an_operator_says_while_one_is_started_again_counts_after_it(
     front_end, control, made, drained_after
 ):
     if not drained_after:
-        front_end.run(control.drain("one"))
+        front_end.run(control.drain_instance("one"))
     restarting, errors = restart_aside(front_end, control)
     until(lambda: front_end.names() == ["two"])
-    front_end.run(control.drain("one") if drained_after else control.undrain("one"))
+    front_end.run(control.drain_instance("one") if drained_after else control.undrain_instance("one"))
     assert front_end.instance_registry.drained == {"one"}
     made.append(Instance("one", front_end.socket, number=7))
     restarting.join(PATIENCE_S)
@@ -196,14 +196,14 @@ def test_one_that_falls_silent_before_it_was_told_to_end_is_not_told(front_end, 
 def test_none_is_ended_before_another_is_seen_by_all_front_ends(front_end, control, made):
     control.seen_by_all = lambda name, incarnation: name == "one"
     with pytest.raises(EngineDeadError, match="was not ended"):
-        front_end.run(control.restart("one", 0.2))
+        front_end.run(control.restart_instance("one", 0.2))
     assert not made[1].dial.restarts
     assert front_end.names() == ["one", "two"]
 
 
 def test_one_that_has_left_for_good_can_be_undrained(front_end, control):
     front_end.instance_registry.drains.order("gone", drained=True)
-    front_end.run(control.undrain("gone"))
+    front_end.run(control.undrain_instance("gone"))
     assert front_end.instance_registry.drained == frozenset()
 
 
@@ -216,18 +216,18 @@ def successor(front_end: FrontEnd, made) -> tuple[FrontEnd, InstanceControl]:
 
 
 def test_the_next_front_end_learns_from_the_instances_who_is_drained(front_end, control, made):
-    front_end.run(control.drain("one"))
+    front_end.run(control.drain_instance("one"))
     second, control = successor(front_end, made)
     assert second.instance_registry.drained == {"one"}
     assert answers(second, "second") == {(1,)}
-    second.run(control.undrain("one"))
+    second.run(control.undrain_instance("one"))
     third, _ = successor(second, made)
     assert third.instance_registry.drained == frozenset()
     assert answers(third, "third") == {(0,), (1,)}
 
 
 def test_a_process_younger_than_the_order_is_told_it_and_tells_the_next_front_end(front_end, control, made):
-    front_end.run(control.drain("one"))
+    front_end.run(control.drain_instance("one"))
     made[1].dial.stop()
     until(lambda: front_end.names() == ["two"])
     made.append(young := Instance("one", front_end.socket, number=5))
@@ -237,9 +237,9 @@ def test_a_process_younger_than_the_order_is_told_it_and_tells_the_next_front_en
 
 
 def test_an_order_given_while_an_instance_was_away_goes_before_what_it_remembers(front_end, control, made):
-    front_end.run(control.drain("one"))
-    with patch.object(DialledClient, "ask", side_effect=EngineSilentError("it does not get on")):
-        front_end.run(control.undrain("one"))
+    front_end.run(control.drain_instance("one"))
+    with patch.object(DialledClient, "call", side_effect=EngineSilentError("it does not get on")):
+        front_end.run(control.undrain_instance("one"))
     [entry] = (one for one in front_end.instance_registry.instances if one.name == "one")
     front_end.thread.loop.call_soon_threadsafe(entry.client.hang_up, "a cut")
     until(lambda: not made[1].dial._mux.drain.drained)

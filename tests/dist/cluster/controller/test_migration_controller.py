@@ -89,7 +89,7 @@ class ReportingEngine(CountingEngine):
         self.loads, self.orders = requests, list[MoveOrder]()
         self.stats_now = replace(self.stats_now, device_bytes=1 << 30)
 
-    async def ask(self, method: str, *args):
+    async def call(self, method: str, *args):
         if method == "request_loads":
             return self.loads
         assert method == "pass_on"

@@ -56,7 +56,7 @@ class Engine(CallableEngine):
         self.used: set[str] = set()
         self.sources: dict[str, Sequence[bytes]] = {}
 
-    async def ask(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
         if self.ended.is_set():
             raise EngineDeadError("it has ended")
         return getattr(self, f"_{method}")(*args)
@@ -200,19 +200,19 @@ def test_adapter_is_loaded_where_least_is_held_and_known_everywhere():
     fleet = Fleet(2)
 
     async def load() -> None:
-        await fleet.client.load_adapter("x", "big")
-        await fleet.client.load_adapter("y", "small")
-        await fleet.client.load_adapter("z", "tiny")
+        await fleet.client.call("load_adapter", "x", "big")
+        await fleet.client.call("load_adapter", "y", "small")
+        await fleet.client.call("load_adapter", "z", "tiny")
 
     asyncio.run(load())
     assert [fleet.holders(path) for path in ("big", "small", "tiny")] == [[0], [1], [1]]
     assert all(engine.known.keys() == {"x", "y", "z"} for engine in fleet.engines)
     fleet.check_sources()
-    asyncio.run(fleet.client.load_adapter("x", "tiny", replace=True))
+    asyncio.run(fleet.client.call("load_adapter", "x", "tiny", replace=True))
     fleet.step()
     assert (fleet.holders("big"), len(fleet.holders("tiny"))) == ([], 1)
     fleet.check_sources()
-    asyncio.run(fleet.client.unload_adapter("x"))
+    asyncio.run(fleet.client.call("unload_adapter", "x"))
     assert not any("x" in engine.known for engine in fleet.engines)
 
 
@@ -222,9 +222,9 @@ def test_a_version_is_held_while_any_instance_has_a_request_of_it(change):
     home = fleet.holders("old")[0]
     fleet.engines[1 - home].used.add("#old")
     if change == "unload":
-        asyncio.run(fleet.client.unload_adapter("old"))
+        asyncio.run(fleet.client.call("unload_adapter", "old"))
     else:
-        asyncio.run(fleet.client.load_adapter("old", "new", replace=True))
+        asyncio.run(fleet.client.call("load_adapter", "old", "new", replace=True))
     fleet.step()
     assert fleet.holders("old") == [home]
     fleet.engines[1 - home].used.clear()
@@ -238,12 +238,12 @@ def test_adapter_is_loaded_elsewhere_when_its_holder_has_ended():
     home = fleet.holders("big")[0]
     emptiest = min({0, 1, 2} - {home})
     fleet.engines[emptiest].end()  # nobody has noticed yet
-    asyncio.run(fleet.client.load_adapter("x", "small"))
+    asyncio.run(fleet.client.call("load_adapter", "x", "small"))
     assert fleet.holders("small") == [3 - home - emptiest]
     for engine in fleet.engines:
         engine.end()
     with pytest.raises(EngineDeadError):
-        asyncio.run(fleet.client.load_adapter("y", "tiny"))
+        asyncio.run(fleet.client.call("load_adapter", "y", "tiny"))
 
 
 def test_load_that_one_refuses_is_taken_back_by_the_others():
@@ -251,7 +251,7 @@ def test_load_that_one_refuses_is_taken_back_by_the_others():
     fleet.engines[1 - fleet.holders("old")[0]].refuse = ("bad",)
     for name, replace in (("new", False), ("old", True)):
         with pytest.raises(AdapterError):
-            asyncio.run(fleet.client.load_adapter(name, "bad", replace=replace))
+            asyncio.run(fleet.client.call("load_adapter", name, "bad", replace=replace))
         assert all(engine.known.keys() == {"old"} for engine in fleet.engines)
     assert [path for kind, _, path in fleet.log if kind == "read"].count("old") == 1, "it is held still"
     fleet.step()
@@ -360,7 +360,7 @@ def test_front_end_that_is_new_learns_from_engines_who_holds_what():
 
 def test_engine_that_can_not_hold_what_replaced_its_adapter_goes_on_without():
     fleet = Fleet(2, ["x"])
-    asyncio.run(fleet.client.load_adapter("x", "new", replace=True))
+    asyncio.run(fleet.client.call("load_adapter", "x", "new", replace=True))
     fleet.end(fleet.holders("new")[0])
     away, missing = Engine("away", fleet.log, refuse=("hold",)), set[str]()
     away._pool_load("x", "x", True, 1)
@@ -377,9 +377,9 @@ def test_name_that_is_loaded_anew_stays_known_when_an_engine_lets_its_last_versi
     have = {"x": ServedVersion("x", 1)}
     away = Engine("away", fleet.log)
     away._pool_load("x", "x", True, 1)
-    asyncio.run(fleet.client.unload_adapter("x"))
+    asyncio.run(fleet.client.call("unload_adapter", "x"))
     served = fleet.instance_registry.adapters
-    asyncio.run(fleet.client.load_adapter("x", "new"))
+    asyncio.run(fleet.client.call("load_adapter", "x", "new"))
     asyncio.run(catch_up(away, served, have, set(), fleet.directory))
     assert fleet.directory.content_hashes() == {"x": "#new"}
     assert fleet.directory.held(dict.fromkeys(fleet.engines, 0))["#new"]

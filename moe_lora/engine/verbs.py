@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be called of an engine by name: the methods, and the types that travel.
+
+A new method is a verb of the engine: `EngineClient.call` finds the method by name, wherever the engine runs.
+Imports no torch: front ends read the annotations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from moe_lora.adapters.facts import AdapterFacts
+from moe_lora.core.errors import AdapterNotFoundError
+from moe_lora.core.request import AdapterInfo, EngineStats, ModelInfo
+from moe_lora.dist.net.codec import Interface, Method, verb, verbs_of
+
+from .client.messages import HeldRequest, KvSent, KvWindow, PoolEntry, RequestLoad
+
+if TYPE_CHECKING:
+    from .adapters.pool_store import PoolAdapters
+    from .core import EngineCore
+
+Result = TypeVar("Result")
+Steps = Generator[Future[Any] | Callable[[], bool], Any, Result]
+"""A verb that waits: for a future of another thread, or until a condition holds between two steps."""
+Sources = Sequence[bytes]
+"""Descriptors of the windows that hold an adapter, in the order in which to read them."""
+
+
+def of_adapter(method: Method) -> Method:
+    """Mark a verb for front ends: the controller runs the verb on all instances that have the adapter.
+
+    The first argument is the adapter's name, and the result is an AdapterInfo.
+    """
+    method.is_of_adapter = True  # type: ignore[attr-defined]
+    return verb(method)
+
+
+class EngineVerbs:
+    """The verbs of one engine, called by the thread that owns `core`.
+
+    files: the thread that reads adapters, while steps go on.
+    """
+
+    def __init__(self, core: EngineCore, files: Executor) -> None:
+        self._core = core
+        self._files = files
+
+    @verb
+    def model_info(self) -> ModelInfo:
+        return self._core.info
+
+    @verb
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    @verb
+    def load_adapter(
+        self,
+        name: str,
+        path: str,
+        replace: bool = False,
+        version: int | None = None,
+        content_hash: str | None = None,
+    ) -> Steps[AdapterInfo]:
+        """Read a PEFT directory and serve the adapter; with `replace`, as a new version of the name.
+
+        Requests under way finish on the version they started with.  version: the new number; None: the last
+        number and one.  content_hash: of the content to serve (`AdapterInfo.content_hash`); None: the
+        content of the directory now.
+        """
+        packed = (yield self._files.submit(self._core.read_adapter, name, path, content_hash)).result()
+        return self._core.add_adapter(packed, path, replace=replace, version=version)
+
+    @verb
+    def unload_adapter(self, name: str) -> Steps[None]:
+        """Refuse new requests for the adapter, wait for its last running one, and free its memory."""
+        uids = self._core.remove_adapter(name)
+        yield lambda: not self._core.adapters_in_use(uids)
+
+    @of_adapter
+    def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
+        """Keep an adapter on the device from now on, or no longer; a new version of the name is pinned too.
+
+        Raises AdapterNotFoundError, or CapacityError if that left no room for one request.
+        """
+        adapters = self._core.adapters
+        adapter = adapters.current(name)
+        (adapters.pin if pinned else adapters.unpin)(adapter)
+        self._core.transfers.send()
+        return adapters.info(adapter)
+
+    @verb
+    def preload_adapters(self, names: Sequence[str]) -> int:
+        """As `AdapterManager.preload`."""
+        return self._core.adapters.preload(names)
+
+    @verb
+    def list_adapters(self) -> list[AdapterInfo]:
+        adapters = self._core.adapters
+        return [adapters.info(adapter) for adapter in adapters.known()]
+
+    @verb
+    def hold_request(self, request_id: str, since: int) -> HeldRequest:
+        """As `RequestMoves.hold`."""
+        return self._core.moves.hold(request_id, since)
+
+    @verb
+    def resume_request(
+        self, request_id: str, tokens: Sequence[int], kv_tokens: int, first_page: int, unshared: bool
+    ) -> None:
+        """As `RequestMoves.resume`."""
+        self._core.moves.resume(request_id, tokens, kv_tokens, first_page, unshared)
+
+    @verb
+    def request_loads(self) -> list[RequestLoad]:
+        """As `RequestMoves.loads`."""
+        return self._core.moves.loads()
+
+    @verb
+    def kv_window(self, request_id: str) -> KvWindow | None:
+        """As `RequestMoves.kv_window`."""
+        return self._core.moves.kv_window(request_id)
+
+    @verb
+    def kv_send(self, request_id: str, descriptor: bytes, layout: str) -> Steps[KvSent]:
+        """As `RequestMoves.kv_send`, in another thread."""
+        moves = self._core.moves
+        outgoing = (yield moves.threads.submit(moves.kv_send, request_id, descriptor, layout)).result()
+        return moves.kv_sent(outgoing, request_id)
+
+
+class PoolVerbs:
+    """Further verbs of an engine with its adapters in a pool."""
+
+    def __init__(self, engine: EngineVerbs, core: EngineCore, pool: PoolAdapters, files: Executor) -> None:
+        self._engine = engine
+        self._core = core
+        self._pool = pool
+        self._files = files
+
+    @verb
+    def pool_load(
+        self,
+        name: str,
+        path: str,
+        replace: bool,
+        version: int,
+        content_hash: str | None = None,
+    ) -> Steps[PoolEntry]:
+        """Read a PEFT directory, serve the adapter and hold its bytes for other instances."""
+        yield from self._engine.load_adapter(name, path, replace, version, content_hash)
+        return self._pool.entry(*self._core.known_adapter(name))
+
+    @verb
+    def pool_know(
+        self, facts: AdapterFacts, path: str, replace: bool, version: int, sources: Sources
+    ) -> PoolEntry:
+        """Serve an adapter with bytes at other instances."""
+        self._core.add_adapter(self._pool.stand_in(facts), path, replace=replace, version=version)
+        self._pool.set_sources(facts.content_hash, sources)
+        return self._pool.entry(*self._core.known_adapter(facts.name))
+
+    @verb
+    def pool_hold(self, content_hash: str, sources: Sources) -> Steps[bytes | None]:
+        """Hold a known adapter; returns the descriptor for peers.  The reply is the confirmation."""
+        if not self._pool.knows(content_hash):
+            raise AdapterNotFoundError(f"no adapter of content {content_hash} is loaded")
+        held = (yield self._files.submit(self._pool.fetch_held, content_hash, sources)).result()
+        if not self._pool.knows(content_hash):
+            held.window.free()
+            raise AdapterNotFoundError(f"the adapter of content {content_hash} was unloaded meanwhile")
+        self._pool.hold(held)
+        return self._pool.source(content_hash)
+
+    @verb
+    def pool_drop(self, content_hash: str) -> None:
+        """As `PoolAdapters.drop`."""
+        self._pool.drop(content_hash)
+
+    @verb
+    def pool_sources(self, sources: Mapping[str, Sources]) -> None:
+        """Read these adapters (content hashes) from there, from now on."""
+        for content_hash, places in sources.items():
+            if self._pool.knows(content_hash):
+                self._pool.set_sources(content_hash, places)
+
+    @verb
+    def pool_state(self) -> list[PoolEntry]:
+        """All adapters of this engine."""
+        return [
+            self._pool.entry(*self._core.known_adapter(info.name)) for info in self._engine.list_adapters()
+        ]
+
+    @verb
+    def pool_orphans(self) -> list[str]:
+        """As `PoolAdapters.orphans`."""
+        return self._pool.orphans()
+
+    @verb
+    def pool_known(self, content_hashes: Sequence[str]) -> list[str]:
+        """The hashes of these that this engine serves."""
+        return list(filter(self._pool.knows, content_hashes))
+
+    @verb
+    def pool_free(self, content_hash: str) -> None:
+        """As `PoolAdapters.free_orphan`."""
+        self._pool.free_orphan(content_hash)
+
+
+ENGINE_VERBS = {**verbs_of(EngineVerbs), **verbs_of(PoolVerbs)}
+ENGINE_INTERFACE = Interface(ENGINE_VERBS)
+ADAPTER_VERBS = {
+    name: method for name, method in ENGINE_VERBS.items() if getattr(method, "is_of_adapter", False)
+}
+"""Verbs with the mark `of_adapter`."""
