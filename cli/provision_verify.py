@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How `moe-lora provision --verify` checks a plan as it is written, and shows which targets it keeps.
 
-The second simulator's latencies of a plan that holds are shown beside; they decide nothing.
+For a plan with all targets kept, latencies of the second simulator follow and decide nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def verified(inputs: PlanInputs, plan: Plan, trace: Trace) -> tuple[dict[str, An
 def _both_simulators(
     inputs: PlanInputs, place: SizedCluster, rate_per_s: float, trace: Trace
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The latencies of both simulators, as JSON and as lines; only a line if there are none."""
+    """Latencies of both simulators as JSON and lines, or a line with the reason."""
     from moe_lora.core.errors import CapacityError
     from moe_lora.core.progress import progress
     from moe_lora.provision.plan.two_simulators import FAST, NOT_REPLAYED, REAL, both, num_replayed

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated LoRA Server: the real lease table, loads layer by layer, and its share of each step.
+"""A simulated LoRA Server: the real lease table, loads layer by layer, deltas of each layer.
 
-Its adapters are equal in size.
+Adapters are equal in size.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from .events import EventQueue
 
 @dataclass(frozen=True, kw_only=True)
 class SimServerConfig:
-    """capacity: adapters resident at once.  layer_load_s: one layer of an adapter over the links of a stage.
+    """capacity: resident adapters.  layer_load_s: a layer of an adapter over the links of a stage.
 
     num_stages: y of EPx-PPy; stage s loads and computes the layers s, s + y, ...
-    control_s: from the request for a lease until the instance knows of the lease.
-    prefetched: resident before the first request, the last of them evicted first.
+    control_s: round trip for a lease.  prefetched: resident at the start, evicted last to first.
     """
 
     capacity: int
@@ -54,7 +53,7 @@ class SimServerConfig:
 
 @dataclass(slots=True, eq=False)
 class _Loading:
-    """An adapter on its way.  num_loaded: layers of each stage.  left: layers of all stages."""
+    """A load.  num_loaded: layers of each stage.  left: layers to come."""
 
     num_loaded: list[int]
     left: int
@@ -65,10 +64,7 @@ class _Loading:
 
 
 class LayerLoads:
-    """One link a stage; adapters under way load a layer each in turn (InfiniLoRA section 5.3).
-
-    num_loads: adapters whose load began.
-    """
+    """A link per stage; adapters take turns, a layer each (InfiniLoRA section 5.3)."""
 
     def __init__(self, config: SimServerConfig, events: EventQueue) -> None:
         self.num_loads = 0
@@ -80,7 +76,7 @@ class LayerLoads:
         self._waiting: list[Callable[[], None]] = []
 
     def start(self, name: str) -> None:
-        """Load all layers of the adapter."""
+        """Load the adapter."""
         num_stages = self._config.num_stages
         loading = self._loading[name] = _Loading([0] * num_stages, self._config.num_layers)
         self.num_loads += 1
@@ -89,7 +85,7 @@ class LayerLoads:
             self._start_layer(stage)
 
     def stop(self, name: str) -> None:
-        """Drop the layers still to come of an evicted adapter."""
+        """Drop the layers to come of an evicted adapter."""
         loading = self._loading.pop(name, None)
         if loading is None:
             return
@@ -99,7 +95,7 @@ class LayerLoads:
                 turns.remove(loading)
 
     def run_layers(self, names: Iterable[str], layer_s: float, on_end: Callable[[], None]) -> None:
-        """Compute a step of these adapters; each layer waits until all of them have loaded the layer."""
+        """Compute a step; a layer waits until the named adapters have loaded the layer."""
         loading = [self._loading[name] for name in names if name in self._loading]
         self._run(loading, 0, layer_s, on_end)
 
@@ -134,7 +130,7 @@ class LayerLoads:
 
 
 class SimLoraServer:
-    """Leases by the leader's own table; `leases` makes an instance's view."""
+    """Leases by the leader's table."""
 
     def __init__(self, config: SimServerConfig, events: EventQueue) -> None:
         self.config = config
@@ -150,27 +146,27 @@ class SimLoraServer:
         self._table.take_events()
 
     def leases(self, index: int, cache: UnifiedCache, on_change: Callable[[], None]) -> SimLeases:
-        """The leases of an instance.  on_change: called when a lease has come."""
+        """Leases of an instance.  on_change: called after a lease has come."""
         found = self._instances[str(index)] = SimLeases(self, str(index), cache, on_change)
         return found
 
     def acquire(self, instance: str, name: str, number: int) -> None:
-        """Send the instance a lease with this number, now or when there is room."""
+        """Send the instance a lease of this number, once there is room."""
         self._numbers[instance, name] = number
         self._table.register(name, {})
         self._table.acquire(instance, name, self.events.now_s())
         self._carry_out()
 
     def release(self, instance: str, name: str) -> None:
-        """End the instance's lease, or its wait."""
+        """End the lease, or the wait for a lease."""
         if not self._table.release(instance, name, self.events.now_s()):
             self._table.cancel(instance, name)
         self._carry_out()
 
     def layer_s(self, instance: str, layer_s: float, work_s: float) -> float:
-        """Seconds of a layer whose deltas keep the server busy for work_s.
+        """Seconds of a layer.  work_s: of the server, for the instance's deltas.
 
-        A stage works for one instance at a time, so no layer is shorter than the work for all.
+        A stage works for instances in turn; no layer is shorter than the stage's whole work.
         """
         self._work_s[instance] = work_s
         return max(layer_s, sum(self._work_s.values()) / self.config.num_stages) if work_s else layer_s
@@ -190,7 +186,7 @@ class SimLoraServer:
 
 
 class SimLeases:
-    """`scheduling.views.Adapters` of an instance beside a LoRA Server: ready while there is a lease."""
+    """`scheduling.views.Adapters` of an instance beside a LoRA Server: a lease makes ready."""
 
     waits_for_others = True
 
@@ -208,19 +204,19 @@ class SimLeases:
         self._leased: set[str] = set()
 
     def enqueue(self, adapter: str) -> None:
-        """One more request waits."""
+        """A request waits."""
         self._waiting[adapter] += 1
 
     def dequeue(self, adapter: str) -> None:
-        """One less; a lease that nobody needs any more goes back."""
+        """A request waits no longer; an unneeded lease goes back."""
         self._waiting[adapter] -= 1
         self._release_idle(adapter)
 
     def begin_round(self) -> None:
-        """The server looks for room itself."""
+        """The server finds room."""
 
     def acquire(self, adapter: str, *, again: bool = False, num_tokens: int = 1) -> Readiness:
-        """Use the lease for one request; without a lease, request one."""
+        """Use the lease for a request, or request a lease."""
         if adapter not in self._wanted:
             self._wanted[adapter] = next(self._numbers)
             self._server.acquire(self._instance, adapter, self._wanted[adapter])
@@ -231,26 +227,26 @@ class SimLeases:
         return self._cache.hold(adapter, self._server.events.now_s(), again=again)
 
     def has_unused_lease(self, adapter: str) -> bool:
-        """Whether the lease has come and no request runs with the adapter."""
+        """True for a lease without a running request."""
         return adapter in self._leased and not self._running[adapter]
 
     def readiness(self, adapter: str) -> Readiness:
-        """A step waits for the layers, so that a lease is enough."""
+        """A lease is enough; steps wait for layers."""
         return self._cache.readiness(adapter)
 
     def pays_on_host(self, adapter: str, num_tokens: int, on_host: int) -> bool:
-        """There are no host workers."""
+        """False without host workers."""
         return False
 
     def release(self, adapter: str) -> None:
-        """Undo one `acquire`."""
+        """Undo `acquire`."""
         self._running[adapter] -= 1
         self._cache.let_go(adapter, self._server.events.now_s())
         if not self._running[adapter]:
             self._release_lease(adapter)
 
     def receive(self, adapter: str, number: int) -> None:
-        """A lease has come; a lease that was released on its way has another number."""
+        """A lease has come; an old number is of a released lease."""
         if self._wanted.get(adapter) == number:
             self._leased.add(adapter)
             self._on_change()
@@ -258,13 +254,13 @@ class SimLeases:
     def run_layers(
         self, adapters: Iterable[str], layer_s: float, work_s: float, on_end: Callable[[], None]
     ) -> float:
-        """Compute a step; seconds of the step without its waits for loads."""
+        """Compute a step; returns seconds without waits for loads."""
         layer_s = self._server.layer_s(self._instance, layer_s, work_s)
         self._server.loads.run_layers(adapters, layer_s, on_end)
         return self._server.config.num_layers * layer_s
 
     def rest(self) -> None:
-        """The instance computes nothing."""
+        """The instance is idle."""
         self._server.layer_s(self._instance, 0.0, 0.0)
 
     def _release_idle(self, adapter: str) -> None:

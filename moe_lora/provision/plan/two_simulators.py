@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An accepted plan on both simulators, with equal requests.
 
-`provision.replayed` is the fast simulator that the search uses.  `moe_lora.sim` runs the engine's scheduler,
-cache and lease table.  Both begin with the requests that the plan keeps running.
+`provision.replayed` is the fast simulator of the search.  `moe_lora.sim` runs the engine's scheduler, cache
+and lease table.  The replay starts with the plan's running requests.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from .verify import WARM_UP_SHARE, planned_load, system_of, under_way
 
 FAST, REAL = "provision.replayed", "moe_lora.sim"
 NUM_REQUESTS, LEAST_REQUESTS = 2000, 200
-"""Of a comparison; moe_lora.sim takes some milliseconds a request."""
+"""Per comparison; moe_lora.sim takes some milliseconds a request."""
 MOST_TOKENS = 400_000
-"""Of their answers; PROMPT_TOKENS of a prompt count as one."""
+"""Output tokens per comparison; PROMPT_TOKENS of a prompt count as an output token."""
 PROMPT_TOKENS = 64
 BLOCK_TOKENS = 16
-"""Tokens of a KV page, as an engine's default."""
+"""Tokens of a KV page: the engine's default."""
 NOT_REPLAYED = (
     "messages between processes, lost processes, experts of unequal load, turns of instances at each layer "
     "of the LoRA Server, and adapters of other than the mean size"
@@ -55,7 +55,7 @@ NOT_REPLAYED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Latencies:
-    """Of the judged requests on one simulator; None of no requests.
+    """Judged requests on a simulator; None without requests.
 
     in_slo: share with TTFT and TPOT within the plan's SLOs.  prefix_hits: share of the prompt tokens.
     """
@@ -72,7 +72,7 @@ class Latencies:
 
 
 def num_replayed(inputs: PlanInputs) -> int:
-    """Requests of a comparison: NUM_REQUESTS, and fewer where they have more than MOST_TOKENS in all."""
+    """Requests of a comparison: at most NUM_REQUESTS, with about MOST_TOKENS."""
     tokens = inputs.output_tokens
     if inputs.prompts is not None:
         tokens += inputs.prompts.prompt_tokens / PROMPT_TOKENS
@@ -80,7 +80,7 @@ def num_replayed(inputs: PlanInputs) -> int:
 
 
 class _Judged(NamedTuple):
-    """A request's times, NaN for the TPOT of a single token, its prompt tokens, and those of a prefix hit."""
+    """A request.  tpot_s: NaN for a single token.  num_cached: prompt tokens of a prefix hit."""
 
     ttft_s: float
     tpot_s: float
@@ -100,7 +100,7 @@ def both(
 ) -> list[Latencies]:
     """Latencies of FAST and of REAL under Poisson arrivals of the plan's rate.
 
-    show: called with the requests that are done on REAL, and with all.
+    show: called with the number of requests done on REAL, and in all.
     Raises CapacityError for a request that finds no room on an instance.
     """
     cluster = Cluster(inputs)
@@ -144,7 +144,7 @@ def _real(
     since_s: float,
     show: Callable[[int, int], None],
 ) -> list[_Judged]:
-    """Requests come once the first adapters are loaded."""
+    """Arrivals start after the load of the first adapters."""
     config = _replicas(system, shape, {one.adapter for one in requests if one.adapter is not None})
     begin_s = len(system.adapters.prefetched) * _load_s(system) if config.preloaded else 0.0
     found: list[_Judged] = []
@@ -216,7 +216,7 @@ def _server(adapters: SimLoraServerConfig, num_layers: int, load_s: float) -> Si
 
 
 def _weighed(system: SystemConfig, shape: ModelShape) -> TransformerTime:
-    """By which a cache's policy weighs pages: a prompt chunk of the plan, and a decode step of one row."""
+    """Costs for the cache's policy: a prompt chunk of the plan, a decode step of one row."""
     instance = system.instance
     assert instance.layers is not None
     chunk = StepCounts(num_prompts=1, num_prompt_tokens=CHUNK_TOKENS)
@@ -236,7 +236,7 @@ def _weighed(system: SystemConfig, shape: ModelShape) -> TransformerTime:
 
 
 def _turns(requests: Sequence[PlannedRequest], system: SystemConfig, begin_s: float) -> Iterator[TurnRequest]:
-    """With token ids: equal ones for a block's hash, and for the stated share of an adapter's prompts."""
+    """With token ids.  Blocks of equal hash are equal, and so is the stated share of an adapter's prompts."""
     make_hits = system.instance.prefix_hits
     hits = None if make_hits is None else make_hits()
     share = hits.share if isinstance(hits, StatedHits) else 0.0
