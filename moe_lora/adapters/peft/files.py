@@ -240,8 +240,8 @@ def header_entries(file: BinaryIO, where: str) -> dict[str, TensorEntry]:
 
 def _check_spans(entries: dict[str, _Entry], num_bytes: int) -> None:
     end = 0
-    for key, one in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        first, last = one.data_offsets
+    for (first, last), key in sorted((tuple(one.data_offsets), key) for key, one in entries.items()):
+        one = entries[key]
         if len(key) > _MAX_KEY_CHARS or not key.isprintable():
             raise ValueError(
                 f"{shown(key)} is the name of no tensor: at most {_MAX_KEY_CHARS} printable characters"

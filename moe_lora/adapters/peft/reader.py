@@ -18,7 +18,6 @@ from moe_lora.core.shape import ModelShape
 from .base import read_base
 from .config import AdapterConfig
 from .file_check import OpenAdapter, opened
-from .files import TensorEntry
 from .match import Match, check_rank, match
 from .places import make_pair
 from .training_state import config_fields, lora_tensors
@@ -69,21 +68,14 @@ def _read_tensors(found: OpenAdapter, needed: int) -> dict[str, torch.Tensor]:
     found.weights.seek(first)
     if found.weights.readinto(data.numpy()) != num_bytes:  # type: ignore[attr-defined]
         raise AdapterError(f"{found.where}: cut while it was read; load it again once it is whole")
-    return {
-        key: _aligned(data[entry.span[0] - first : entry.span[1] - first])
-        .view(_dtype(entry))
-        .view(entry.shape)
-        for key, entry in found.entries.items()
-    }
-
-
-def _dtype(entry: TensorEntry) -> torch.dtype:
-    found: torch.dtype = getattr(torch, entry.dtype.removeprefix("torch."))
-    return found
-
-
-def _aligned(data: torch.Tensor) -> torch.Tensor:
-    return data if data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0 else data.clone()
+    tensors = {}
+    for key, entry in found.entries.items():
+        part = data[entry.span[0] - first : entry.span[1] - first]
+        if part.data_ptr() % 8 or part.storage_offset() % 8:
+            part = part.clone()  # to where a tensor of any dtype may begin
+        dtype = getattr(torch, entry.dtype.removeprefix("torch."))
+        tensors[key] = part.view(dtype).view(entry.shape)
+    return tensors
 
 
 def adapter_layer_bytes(

@@ -450,7 +450,10 @@ class InstanceRegistry:
         before = self._adapters.get(info.name)
         pinned = before is not None and before.pinned
         self._adapters[info.name] = ServedVersion(path, version, pinned, info.content_hash or None)
-        self.suspects.forget(info.name)
+        if self.suspects.active:
+            self.suspects.forget(info.name)
+        else:
+            self.suspects.proven.discard(info.name)
         return self._adapters[info.name]
 
     def pin(self, name: str, *, pinned: bool) -> None:

@@ -307,7 +307,8 @@ class FleetClient:
 
     def is_refused(self, name: str) -> bool:
         """True after instances died with the adapter; a load replaces the adapter."""
-        return self._instance_registry.suspects.problem(name) is not None
+        suspects = self._instance_registry.suspects
+        return suspects.active and suspects.problem(name) is not None
 
     async def list_adapters(self) -> list[AdapterInfo]:
         answers = await ask_live(self._instance_registry, lambda client: client.list_adapters())
