@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -22,24 +22,14 @@ from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.config.engine import AUTO
-from moe_lora.core.clock import Clock, WallClock
+from moe_lora.core.clock import WallClock
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, check_expert_parallel, rank_limit
 from moe_lora.core.shard import ModelShard
-from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.transport.contract import Transport, make_transport
 from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes
-from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.adapters.manager import AdapterManager
-from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
-from moe_lora.engine.merging.merging import Merging
-from moe_lora.engine.merging.merging_times import (
-    bytes_per_rank,
-    copy_bandwidth,
-    expected_step_times,
-    expected_swap_times,
-)
 from moe_lora.engine.ranks.followers import HOST_STORE, Allocate, Followers, RankReport, start_followers
 from moe_lora.engine.ranks.rank import Rank
 from moe_lora.engine.step.runner import ModelRunner
@@ -47,11 +37,8 @@ from moe_lora.engine.step.sampler import Sampler
 from moe_lora.engine.step.steps_ahead import check_ahead, schedules_ahead
 from moe_lora.engine.text.generation_config import read_sampling_defaults
 from moe_lora.engine.text.tokenizer_files import read_eos_token_ids
-from moe_lora.policies.admission.host_start import HostLoads
 from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
-from moe_lora.policies.merging.merging import make_merging_policy
-from moe_lora.policies.merging.merging_costs import MergingCosts, Uid
 from moe_lora.scheduling.queues import RequestQueue, shortest_first
 from moe_lora.scheduling.scheduler import Scheduler
 
@@ -61,6 +48,9 @@ from .ranks import exchange
 from .sequence import Sequence
 
 if TYPE_CHECKING:
+    from moe_lora.dist.host_workers.workers import HostWorkers
+    from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
+    from moe_lora.engine.adapters.pool_store import PoolAdapters
     from moe_lora.engine.moving.kv_transfer import KvTransfer
 
 
@@ -250,8 +240,13 @@ def _core(
         upper=config.swap_out_above,
         lower=config.swap_in_below,
     )
-    pool = store if isinstance(store, PoolAdapters) else None
-    host_loads = None if store.host is None else HostLoads(rank.host.rule, config.max_num_batched_tokens)
+    pool = None if config.pool is None else cast("PoolAdapters", store)
+    leases = None if pool is not None or rank.lora_server is None else cast("LeasedAdapters", store)
+    host_loads = None
+    if store.host is not None:
+        from moe_lora.policies.admission.host_start import HostLoads
+
+        host_loads = HostLoads(rank.host.rule, config.max_num_batched_tokens)
     manager = AdapterManager(
         cache,
         store,
@@ -259,7 +254,7 @@ def _core(
         clock,
         num_slots=config.max_loras,
         num_pages=size.num_pages - size.request_pages,
-        leases=store if isinstance(store, LeasedAdapters) else None,
+        leases=leases,
         host_loads=host_loads,
     )
     transfers = Transfers(
@@ -289,7 +284,11 @@ def _core(
     core = EngineCore(info, scheduler, runner, manager, transfers, contents, sampler)
     core.attach_moves(partial(_kv_transfer, config, rank))
     if runner.merged is not None:
-        core.attach_merging(_merging(config, rank, runner, manager, clock))
+        from moe_lora.engine.merging.merging import make_merging
+
+        core.attach_merging(make_merging(config, rank, runner, manager, clock, partial(_host_free, config)))
+    if pool is not None:
+        core.attach_pool(pool)
     return core
 
 
@@ -307,44 +306,6 @@ def _kv_transfer(config: EngineConfig, rank: Rank) -> KvTransfer:
 
     transport = partial(_transport, config, f"{config.instance}-kv") if config.num_ranks == 1 else None
     return KvTransfer(rank.arena, rank.layout, transport)
-
-
-def _merging(
-    config: EngineConfig, rank: Rank, runner: ModelRunner, adapters: AdapterManager, clock: Clock
-) -> Merging:
-    """Policies that weigh modes begin with times by this device's bandwidth."""
-    assert runner.merged is not None
-    versions, weights = adapters.versions, runner.merged.weights
-    costs = None
-    if config.batching in ("dlora", "auto"):
-        bandwidth, itemsize = copy_bandwidth(rank.device), rank.dtype.itemsize
-        per_rank = sum(bytes_per_rank(rank.shape, itemsize))
-
-        def lora_rank(uid: Uid) -> int:
-            """As if it were on all usual sites: what counts is its bytes."""
-            return max(1, round(versions[uid].packed.nbytes / per_rank)) if uid in versions else 0
-
-        def num_bytes(uid: Uid) -> int:
-            return weights.bytes_of(versions[uid].packed.targets) if uid in versions else 0
-
-        costs = MergingCosts(
-            expected_step_times(
-                rank.shard.shape, itemsize, config.lora_kernel, bandwidth, config.expert_parallel
-            ),
-            lora_rank,
-            expected_swap_times(num_bytes, bandwidth),
-        )
-    return Merging(
-        make_merging_policy(config.batching, costs, config.dlora),
-        runner,
-        adapters,
-        clock,
-        max_num_seqs=config.max_num_seqs,
-        step_bytes=config.merge_mb_per_step * 1e6,
-        max_error=config.merge_error_limit,
-        enforced=config.batching == "auto",
-        host_free=partial(_host_free, config),
-    )
 
 
 def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
@@ -387,6 +348,8 @@ def _store(
     if config.pool is not None:
         host = host_workers(None)
         transport = _transport(config, config.instance)
+        from moe_lora.engine.adapters.pool_store import PoolAdapters
+
         return PoolAdapters(transport, lambda path, name, content: contents.read(name, path, content), host)
     if config.num_ranks > 1:
 
@@ -405,9 +368,11 @@ def _store(
         options = {"store": host.store, "before_removal": stays, "host": host}
     elif rank.lora_server is None and size.num_host_pages:
         options = {"in_files": True, "store": contents.store}
-    return (
-        AdapterStore(**options) if rank.lora_server is None else LeasedAdapters(rank.lora_server, **options)
-    )
+    if rank.lora_server is None:
+        return AdapterStore(**options)
+    from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
+
+    return LeasedAdapters(rank.lora_server, **options)
 
 
 def site_ranks(shape: ModelShape, adapters: list[PackedAdapter]) -> list[int]:

@@ -27,7 +27,6 @@ from moe_lora.core.request import (
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.manager import AdapterManager
-from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.client.step_notes import StepNotes
 from moe_lora.engine.step.runner import ModelRunner
@@ -40,6 +39,7 @@ from .sequence import Sequence, check_request
 from .suspects import run_apart
 
 if TYPE_CHECKING:
+    from moe_lora.engine.adapters.pool_store import PoolAdapters
     from moe_lora.engine.merging.merging import Merging
     from moe_lora.engine.moving.kv_transfer import KvTransfer
     from moe_lora.engine.moving.moves import RequestMoves
@@ -83,6 +83,7 @@ class EngineCore:
         self._contents = contents
         self._sampler = sampler
         self._clock = scheduler.clock
+        self.pool: PoolAdapters | None = None
         self._merging: Merging | None = None
         self._under_way: StepUnderWay | None = None
         self._notes: StepNotes | None = None
@@ -103,12 +104,6 @@ class EngineCore:
     def shape_and_dtype(self) -> tuple[ModelShape, torch.dtype]:
         """Of the model."""
         return self._contents.shape, self._contents.dtype
-
-    @property
-    def pool(self) -> PoolAdapters | None:
-        """The adapters, if a pool holds the adapters."""
-        store = self._adapters.store
-        return store if isinstance(store, PoolAdapters) else None
 
     @property
     def moves(self) -> RequestMoves:
@@ -136,6 +131,10 @@ class EngineCore:
         self._transfers.on_change = on_change
         self._adapters.store.on_change = on_change
         self._transfers.followers.watch(on_loss)
+
+    def attach_pool(self, pool: PoolAdapters) -> None:
+        """The adapters are in `pool`."""
+        self.pool = pool
 
     def attach_merging(self, merging: Merging) -> None:
         """Let `merging` decide before each step which adapter the weights carry."""

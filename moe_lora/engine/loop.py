@@ -9,14 +9,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.adapters.host_store import adapter_without_data, facts_of
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
-from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.client.heartbeat import Pulse
 from moe_lora.engine.client.messages import (
     Abort,
@@ -33,6 +32,9 @@ from moe_lora.engine.client.messages import (
 )
 
 from .core import EngineCore
+
+if TYPE_CHECKING:
+    from moe_lora.engine.adapters.pool_store import PoolAdapters
 
 # The methods of an engine loop by which an adapter pool is kept.
 

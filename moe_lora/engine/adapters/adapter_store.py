@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,9 +17,11 @@ from moe_lora.core.host import OwnFolder
 from moe_lora.core.request import AdapterResidency
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
-from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.lora.row_routing import Lease
 from moe_lora.policies.caching.caching import ANYBODY, Asker
+
+if TYPE_CHECKING:
+    from moe_lora.dist.host_workers.workers import HostWorkers
 
 
 @dataclass(eq=False)

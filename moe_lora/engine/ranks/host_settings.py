@@ -14,8 +14,6 @@ from moe_lora.config.engine import AUTO
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import cpu_model
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.host_workers.profile import WRITER, emulated, host_start, read_host_times
-from moe_lora.dist.host_workers.workers import check_cores
 from moe_lora.policies.admission.host_start import TOKENS_PER_WORKER, HostStart
 
 logger = logging.getLogger(__name__)
@@ -67,6 +65,8 @@ def host_settings(
     if config.host_workers == AUTO and device.type == "cpu":
         logger.info("host_workers=auto: none, the device is the same cores")
         return HostSettings()
+    from moe_lora.dist.host_workers.profile import WRITER, emulated, host_start, read_host_times
+
     if config.performance_model is None:
         if config.host_workers == AUTO:
             raise ConfigError(
@@ -99,6 +99,8 @@ def host_settings(
 
 def _own_cores(config: EngineConfig, num_workers: int, dist_rank: int) -> tuple[int, ...]:
     """Of host_cores those of this rank's workers; the number at the end of its name tells the instance."""
+    from moe_lora.dist.host_workers.workers import check_cores
+
     num_instances, ranks = config.num_instances, config.num_ranks
     check_cores(num_workers, num_instances * ranks, config.host_cores)
     share, number = len(config.host_cores) // (num_instances * ranks), 0

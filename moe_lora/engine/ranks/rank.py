@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,16 +22,9 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import progress, silent
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
-from moe_lora.dist.deltas.cuda_stream import CudaStream
-from moe_lora.dist.deltas.session import FrameLayout
-from moe_lora.dist.deltas.stream_backend import Stream
-from moe_lora.dist.host_workers.workers import HostWorkers
-from moe_lora.dist.lora_server.attach import LoraServerClient
 from moe_lora.engine.adapters.copies import RankCopier
-from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Mover
 from moe_lora.engine.arena_size import free_bytes, max_model_len, most_sharers
-from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
 from moe_lora.engine.step.execution_context import ExecutionContext
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.engine.step.step_batch import StepBatch
@@ -51,6 +45,13 @@ from moe_lora.models.weight_merge import WeightMerge, can_be_merged
 from .exchange import ALONE, Exchanges, ExpertExchange, RankSums, ReduceExchange, RowExchange, open_group
 from .followers import RENDEZVOUS
 from .host_settings import HostSettings, host_settings
+
+if TYPE_CHECKING:
+    from moe_lora.dist.deltas.stream_backend import Stream
+    from moe_lora.dist.host_workers.workers import HostWorkers
+    from moe_lora.dist.lora_server.attach import LoraServerClient
+    from moe_lora.engine.adapters.pool_store import PoolAdapters
+    from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
 
 logger = logging.getLogger(__name__)
 
@@ -93,24 +94,28 @@ class Rank:
             else:
                 self.model = load_model(Path(config.model_dir), *held, show)
         self.layout = kv_layout(config, self.shard.shape, self.dtype)
-        self.lora_server = server = (
-            LoraServerClient(
-                config.lora_server,
-                self.shape,
-                self.dtype,
-                config.instance,
-                client_rank=dist_rank,
-                client_ranks=config.expert_parallel,
-                device=self.device,
-            )
-            if config.lora_server is not None
-            else None
-        )
+        self.lora_server = server = self._connect_lora_server()
         self.local_sites = [
             site.name
             for i, site in enumerate(self.shape.sites)
             if server is None or not server.partition.serves(i)
         ]
+
+    def _connect_lora_server(self) -> LoraServerClient | None:
+        config = self.config
+        if config.lora_server is None:
+            return None
+        from moe_lora.dist.lora_server.attach import LoraServerClient
+
+        return LoraServerClient(
+            config.lora_server,
+            self.shape,
+            self.dtype,
+            config.instance,
+            client_rank=self.dist_rank,
+            client_ranks=config.expert_parallel,
+            device=self.device,
+        )
 
     def free_bytes(self) -> int:
         """Memory that this rank may count as free; on CPU the ranks share what there is."""
@@ -218,6 +223,9 @@ class Rank:
                 f"host_workers={host.num_workers} would have nothing to compute: the LoRA Server computes "
                 "all sites; set lora_server.host_workers (--lora-server-host-workers) instead"
             )
+        from moe_lora.dist.deltas.session import FrameLayout
+        from moe_lora.dist.host_workers.workers import HostWorkers
+
         tokens = host.tokens_per_worker
         layout = FrameLayout(self.shape, self.dtype, tokens * max(1, self.shape.num_experts_per_token))
         slowdown = self.config.emulation.host_slowdown
@@ -234,7 +242,11 @@ class Rank:
 
     def host_stream(self) -> Stream | None:
         """By which this rank's device asks host workers; None where the engine's thread does."""
-        return CudaStream(self.device) if self.device.type == "cuda" else None
+        if self.device.type != "cuda":
+            return None
+        from moe_lora.dist.deltas.cuda_stream import CudaStream
+
+        return CudaStream(self.device)
 
     @cached_property
     def host(self) -> HostSettings:
@@ -350,6 +362,8 @@ class Rank:
         return WeightMerge(self.model)
 
     def _merged_weights(self, backend: RoutedBackend, find: Callable[[str], PackedAdapter]) -> MergedWeights:
+        from moe_lora.engine.merging.merged_weights import MergedWeights
+
         leased = [i for i, site in enumerate(self.shape.sites) if site.name not in self.local_sites]
         return MergedWeights(
             self.weight_merge,

@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
-from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
 from moe_lora.engine.sequence import Sequence
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.row_routing import (
@@ -36,6 +35,9 @@ from .execution_context import ExecutionContext
 from .step_batch import StepBatch
 from .step_buffer import StepBuffer
 from .step_graphs import RANK_STEP, CaptureSteps, StepGraphs, with_places
+
+if TYPE_CHECKING:
+    from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
 
 logger = logging.getLogger(__name__)
 _NO_LEASE = Lease(-1, 0)
