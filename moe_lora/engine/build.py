@@ -22,7 +22,7 @@ from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.config.engine import AUTO
-from moe_lora.core.clock import Clock, WallClock
+from moe_lora.core.clock import WallClock
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, check_expert_parallel, rank_limit
 from moe_lora.core.shard import ModelShard
@@ -37,7 +37,6 @@ from moe_lora.engine.step.steps_ahead import check_ahead, schedules_ahead
 from moe_lora.engine.text.generation_config import read_sampling_defaults
 from moe_lora.engine.text.tokenizer_files import read_eos_token_ids
 from moe_lora.families import shape_of
-from moe_lora.policies.admission.host_start import HostLoads
 from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
 from moe_lora.scheduling.queues import RequestQueue, shortest_first
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from moe_lora.dist.transport.contract import Transport
     from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
     from moe_lora.engine.adapters.pool_store import PoolAdapters
-    from moe_lora.engine.merging.merging import Merging
     from moe_lora.engine.moving.kv_transfer import KvTransfer
 
 
@@ -244,8 +242,12 @@ def _core(
         lower=config.swap_in_below,
     )
     pool = None if config.pool is None else cast("PoolAdapters", store)
-    leases = None if rank.lora_server is None else cast("LeasedAdapters", store)
-    host_loads = None if store.host is None else HostLoads(rank.host.rule, config.max_num_batched_tokens)
+    leases = None if pool is not None or rank.lora_server is None else cast("LeasedAdapters", store)
+    host_loads = None
+    if store.host is not None:
+        from moe_lora.policies.admission.host_start import HostLoads
+
+        host_loads = HostLoads(rank.host.rule, config.max_num_batched_tokens)
     manager = AdapterManager(
         cache,
         store,
@@ -284,7 +286,11 @@ def _core(
     core.pool = pool
     core.attach_moves(partial(_kv_transfer, config, rank))
     if runner.merged is not None:
-        core.attach_merging(_merging(config, rank, runner, manager, clock))
+        from moe_lora.engine.merging.merging import make_merging
+
+        core.attach_merging(make_merging(config, rank, runner, manager, clock, partial(_host_free, config)))
+    if pool is not None:
+        core.attach_pool(pool)
     return core
 
 
@@ -304,54 +310,6 @@ def _kv_transfer(config: EngineConfig, rank: Rank) -> KvTransfer:
 
     transport = partial(_transport, config, f"{config.instance}-kv") if config.num_ranks == 1 else None
     return KvTransfer(rank.arena, rank.layout, transport)
-
-
-def _merging(
-    config: EngineConfig, rank: Rank, runner: ModelRunner, adapters: AdapterManager, clock: Clock
-) -> Merging:
-    """Policies that weigh modes begin with times by this device's bandwidth."""
-    from moe_lora.engine.merging.merging import Merging
-    from moe_lora.engine.merging.merging_times import (
-        bytes_per_rank,
-        copy_bandwidth,
-        expected_step_times,
-        expected_swap_times,
-    )
-    from moe_lora.policies.merging.merging import make_merging_policy
-    from moe_lora.policies.merging.merging_costs import MergingCosts, Uid
-
-    assert runner.merged is not None
-    versions, weights = adapters.versions, runner.merged.weights
-    costs = None
-    if config.batching in ("dlora", "auto"):
-        bandwidth, itemsize = copy_bandwidth(rank.device), rank.dtype.itemsize
-        per_rank = sum(bytes_per_rank(rank.shape, itemsize))
-
-        def lora_rank(uid: Uid) -> int:
-            """As if it were on all usual sites: what counts is its bytes."""
-            return max(1, round(versions[uid].packed.nbytes / per_rank)) if uid in versions else 0
-
-        def num_bytes(uid: Uid) -> int:
-            return weights.bytes_of(versions[uid].packed.targets) if uid in versions else 0
-
-        costs = MergingCosts(
-            expected_step_times(
-                rank.shard.shape, itemsize, config.lora_kernel, bandwidth, config.expert_parallel
-            ),
-            lora_rank,
-            expected_swap_times(num_bytes, bandwidth),
-        )
-    return Merging(
-        make_merging_policy(config.batching, costs, config.dlora),
-        runner,
-        adapters,
-        clock,
-        max_num_seqs=config.max_num_seqs,
-        step_bytes=config.merge_mb_per_step * 1e6,
-        max_error=config.merge_error_limit,
-        enforced=config.batching == "auto",
-        host_free=partial(_host_free, config),
-    )
 
 
 def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
@@ -396,6 +354,7 @@ def _store(
 
         host = host_workers(None)
         transport = _transport(config, config.instance)
+
         return PoolAdapters(transport, lambda path, name, content: contents.read(name, path, content), host)
     if config.num_ranks > 1:
 

@@ -83,6 +83,7 @@ class EngineCore:
         self._contents = contents
         self._sampler = sampler
         self._clock = scheduler.clock
+        self.pool: PoolAdapters | None = None
         self._merging: Merging | None = None
         self._under_way: StepUnderWay | None = None
         self._notes: StepNotes | None = None
@@ -140,6 +141,10 @@ class EngineCore:
         self._transfers.on_change = on_change
         self._adapters.store.on_change = on_change
         self._transfers.followers.watch(on_loss)
+
+    def attach_pool(self, pool: PoolAdapters) -> None:
+        """The adapters are in `pool`."""
+        self.pool = pool
 
     def attach_merging(self, merging: Merging) -> None:
         """Let `merging` decide before each step which adapter the weights carry."""

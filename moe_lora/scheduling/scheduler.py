@@ -12,7 +12,6 @@ from moe_lora.cache.pages import BlockTable
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.policies.admission.admission import admissible
-from moe_lora.policies.admission.host_start import fair_shares
 
 from .queues import RequestQueue
 from .views import Adapters, Scheduled, Sequence
@@ -229,6 +228,8 @@ class Scheduler(Generic[Sequence]):
         """What each prompt of a loading adapter may take of a step beside others; None: there are none."""
         if not self._has_warm():
             return None
+        from moe_lora.policies.admission.host_start import fair_shares
+
         cold = {one: one.num_uncomputed for one in self.running if one.cold_tokens > one.num_computed}
         for one in self.loading:
             readiness = None if one.adapter is None else self._adapters.readiness(one.adapter)

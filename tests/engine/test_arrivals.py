@@ -112,15 +112,18 @@ def test_first_request_that_comes_held_is_announced_and_changes_no_tokens(core):
     assert rest == alone["r15"][6:]
 
 
-def test_parts_of_moves_and_tenants_are_not_imported_before():
+def test_parts_that_are_off_are_not_imported():
     code = """
 import sys
 from tests.engine.test_arrivals import CONFIG, add_tenant, build_engine, hold_and_resume, streams
 core = build_engine(CONFIG)
 moves = {"moe_lora.engine.moving.moves", "moe_lora.engine.moving.kv_transfer"}
-tenants = {"moe_lora.policies.admission.fairness"}
+tenants = {"moe_lora.policies.admission.fairness", "moe_lora.policies.caching.arena_shares"}
+off = ("merging", "lora_server", "leases", "host_workers", "pool_store", "dist.deltas")
 streams(core)
 assert not (moves | tenants) & sys.modules.keys(), (moves | tenants) & sys.modules.keys()
+found = [name for name in sys.modules for part in off if name.startswith("moe_lora.") and part in name]
+assert found == ["moe_lora.config.lora_server"], found
 streams(core, add_tenant)
 assert tenants <= sys.modules.keys() and not moves & sys.modules.keys()
 streams(core, hold_and_resume)

@@ -12,6 +12,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.config.dlora import DLoraConfig
 from moe_lora.core.request import GenerateRequest
 from moe_lora.engine import build
+from moe_lora.engine.merging import merging
 from moe_lora.policies.caching.caching_policies import make_caching_policy
 from moe_lora.policies.merging.merging import CheapestMode, DLora, MergedOnly
 from moe_lora.policies.merging.merging_costs import MergingCosts
@@ -92,7 +93,7 @@ def by_engine(model, policy, monkeypatch) -> list[tuple]:
         noted.append(Noted(policy, name_of))
         return noted[0]
 
-    monkeypatch.setattr("moe_lora.policies.merging.merging.make_merging_policy", make)
+    monkeypatch.setattr(merging, "make_merging_policy", make)
     core = []
     core.append(
         build.build_engine(

@@ -263,9 +263,12 @@ def _serve_engine(
     from moe_lora.engine.client.messages import Hello, Inbox
     from moe_lora.engine.client.step_notes import StepNotes
     from moe_lora.engine.loop import EngineLoop
-    from moe_lora.engine.ranks.follower import gather_followers
 
-    followers = gather_followers(config) if place.num_ranks > 1 else None
+    followers = None
+    if place.num_ranks > 1:
+        from moe_lora.engine.ranks.follower import gather_followers
+
+        followers = gather_followers(config)
     core = build_engine(config, followers)
     notes = StepNotes()
     core.attach_notes(notes)

@@ -21,11 +21,9 @@ from moe_lora.core.shard import ModelShard
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.kernels.page_locked import Staging
 from moe_lora.lora.local import LayerPart, open_slot, part_bytes, point_layer, point_slot
-from moe_lora.policies.admission.host_start import load_order
-
-from .pool_fetch import LayerReader, fetch_layers, fetch_whole
 
 if TYPE_CHECKING:
+    from .pool_fetch import LayerReader
     from .pool_store import PoolAdapters
 
 
@@ -114,6 +112,8 @@ class RankCopier:
             )
         reader = self._pool.reader(order.content_hash)
         if order.first_group is not None:
+            from .pool_fetch import fetch_whole
+
             return self._bring_through_host(order, partial(fetch_whole, reader))
         return self._fetch(order, reader)
 
@@ -144,6 +144,8 @@ class RankCopier:
 
     def _fetch(self, order: BringAdapter, reader: LayerReader) -> Steps:
         """Each layer to its place as it comes."""
+        from .pool_fetch import fetch_layers
+
         arena, sizes = self._device.view(-1), reader.layer_bytes
         offsets = [max(0, first) * self.page_bytes for first in order.layer_first_pages]
         targets = [arena[start : start + size] for start, size in zip(offsets, sizes, strict=True)]
@@ -167,8 +169,11 @@ class RankCopier:
             parts = [shard_layer(layer, self._shape, self._kept, self._shard) for layer in packed.layers]
         open_slot(self._slots, order.slot, packed)
         offsets = [max(0, first) * self.page_bytes for first in order.layer_first_pages]
-        layer_wise = order.first_group is not None
-        numbers = load_order(len(parts), order.first_group or 0)
+        layer_wise, numbers = order.first_group is not None, list(range(len(parts)))
+        if order.first_group is not None:
+            from moe_lora.policies.admission.host_start import load_order
+
+            numbers = load_order(len(parts), order.first_group)
         pointed = []
         for number in numbers:
             layer, part, offset = packed.layers[number], parts[number], offsets[number]

@@ -17,12 +17,13 @@ from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
 from moe_lora.core.request import AdapterInfo, AdapterResidency
 from moe_lora.lora.row_routing import content_number
-from moe_lora.policies.admission.host_start import ColdAdapter, HostLoads
 
 from .adapter_store import AdapterStore, AdapterVersion, ShardSizes
 from .failures import AdapterFailures
 
 if TYPE_CHECKING:
+    from moe_lora.policies.admission.host_start import HostLoads
+
     from .leased_adapters import LeasedAdapters
 
 logger = logging.getLogger(__name__)
@@ -377,6 +378,8 @@ class AdapterManager:
         now_s, before = self._clock.now_s(), self._cache.readiness(adapter.uid)
         readiness = self._cache.hold(adapter.uid, now_s, again=again)
         if self.host_loads is not None and readiness is Readiness.LOADING:
+            from moe_lora.policies.admission.host_start import ColdAdapter
+
             packed, under_way = adapter.packed, before is Readiness.LOADING
             num_bytes = adapter.num_pages * self.page_bytes
             cold = ColdAdapter(lora_rank=packed.max_lora_rank, num_bytes=num_bytes, targets=packed.targets)

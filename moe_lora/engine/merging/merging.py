@@ -13,18 +13,24 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from moe_lora.config import EngineConfig
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.sequence import Sequence
-from moe_lora.policies.merging.merging import Batching, MergingPolicy, MergingView
-from moe_lora.policies.merging.merging_costs import Mode, Uid
+from moe_lora.policies.merging.merging import Batching, MergingPolicy, MergingView, make_merging_policy
+from moe_lora.policies.merging.merging_costs import MergingCosts, Mode, Uid
 from moe_lora.scheduling.views import Scheduled
 
 from .merged_weights import MergedAdapter, MergedWeights, MergeOrder, Piece, RoundingErrors
+from .merging_times import bytes_per_rank, copy_bandwidth, expected_step_times, expected_swap_times
+
+if TYPE_CHECKING:
+    from moe_lora.engine.ranks.rank import Rank
+    from moe_lora.engine.step.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -314,3 +320,46 @@ class Merging:
 def _known(adapter: AdapterVersion) -> MergedAdapter:
     slot = -1 if adapter.slot is None else adapter.slot
     return MergedAdapter(adapter.uid, slot, adapter.packed.content_hash)
+
+
+def make_merging(
+    config: EngineConfig,
+    rank: Rank,
+    runner: ModelRunner,
+    adapters: AdapterManager,
+    clock: Clock,
+    host_free: Callable[[], int],
+) -> Merging:
+    """Merging by the settings.  Policies that weigh modes start with times by this device's bandwidth."""
+    assert runner.merged is not None
+    versions, weights = adapters.versions, runner.merged.weights
+    costs = None
+    if config.batching in ("dlora", "auto"):
+        bandwidth, itemsize = copy_bandwidth(rank.device), rank.dtype.itemsize
+        per_rank = sum(bytes_per_rank(rank.shape, itemsize))
+
+        def lora_rank(uid: Uid) -> int:
+            """As if it were on all usual sites: what counts is its bytes."""
+            return max(1, round(versions[uid].packed.nbytes / per_rank)) if uid in versions else 0
+
+        def num_bytes(uid: Uid) -> int:
+            return weights.bytes_of(versions[uid].packed.targets) if uid in versions else 0
+
+        costs = MergingCosts(
+            expected_step_times(
+                rank.shard.shape, itemsize, config.lora_kernel, bandwidth, config.expert_parallel
+            ),
+            lora_rank,
+            expected_swap_times(num_bytes, bandwidth),
+        )
+    return Merging(
+        make_merging_policy(config.batching, costs, config.dlora),
+        runner,
+        adapters,
+        clock,
+        max_num_seqs=config.max_num_seqs,
+        step_bytes=config.merge_mb_per_step * 1e6,
+        max_error=config.merge_error_limit,
+        enforced=config.batching == "auto",
+        host_free=host_free,
+    )

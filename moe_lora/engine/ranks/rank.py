@@ -94,12 +94,28 @@ class Rank:
             else:
                 self.model = load_model(Path(config.model_dir), *held, show)
         self.layout = kv_layout(config, self.shard.shape, self.dtype)
-        self.lora_server = server = self._lora_server()
+        self.lora_server = server = self._connect_lora_server()
         self.local_sites = [
             site.name
             for i, site in enumerate(self.shape.sites)
             if server is None or not server.partition.serves(i)
         ]
+
+    def _connect_lora_server(self) -> LoraServerClient | None:
+        config = self.config
+        if config.lora_server is None:
+            return None
+        from moe_lora.dist.lora_server.attach import LoraServerClient
+
+        return LoraServerClient(
+            config.lora_server,
+            self.shape,
+            self.dtype,
+            config.instance,
+            client_rank=self.dist_rank,
+            client_ranks=config.expert_parallel,
+            device=self.device,
+        )
 
     def free_bytes(self) -> int:
         """Memory that this rank may count as free; on CPU the ranks share what there is."""
@@ -192,21 +208,6 @@ class Rank:
         """What copies beside steps, at the emulated rate if there is one."""
         rate = self.config.emulation.load_gb_per_s
         return Mover(self.device, on_done, None if rate is None else rate * 1e9)
-
-    def _lora_server(self) -> LoraServerClient | None:
-        if self.config.lora_server is None:
-            return None
-        from moe_lora.dist.lora_server.attach import LoraServerClient
-
-        return LoraServerClient(
-            self.config.lora_server,
-            self.shape,
-            self.dtype,
-            self.config.instance,
-            client_rank=self.dist_rank,
-            client_ranks=self.config.expert_parallel,
-            device=self.device,
-        )
 
     def host_workers(self, store: HostStore | None) -> HostWorkers | None:
         """This rank's own host workers, if the settings ask for some; store: see `HostWorkers`.
@@ -369,9 +370,9 @@ class Rank:
         return WeightMerge(self.model)
 
     def _merged_weights(self, backend: RoutedBackend, find: Callable[[str], PackedAdapter]) -> MergedWeights:
-        leased = [i for i, site in enumerate(self.shape.sites) if site.name not in self.local_sites]
         from moe_lora.engine.merging.merged_weights import MergedWeights
 
+        leased = [i for i, site in enumerate(self.shape.sites) if site.name not in self.local_sites]
         return MergedWeights(
             self.weight_merge,
             backend,

@@ -17,6 +17,7 @@ from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.request import GenerateRequest
 from moe_lora.engine import build
 from moe_lora.engine.llm import InProcessClient
+from moe_lora.engine.merging import merging
 from moe_lora.models.weight_merge import WeightMerge
 from moe_lora.policies.merging.merging import Batching
 from tests.engine.test_host_assisted import ask_client, lora_server
@@ -58,7 +59,7 @@ class EveryMode:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, policy) -> None:
-    monkeypatch.setattr("moe_lora.policies.merging.merging.make_merging_policy", lambda *_: policy)
+    monkeypatch.setattr(merging, "make_merging_policy", lambda *_: policy)
 
 
 def start(model, *, dtype: str = "float32", **settings) -> LLM:
@@ -304,9 +305,7 @@ def small_adapter(model, folder) -> str:
 def test_only_auto_refuses_adapters_that_merging_changes(batching, served, monkeypatch, tmp_path, caplog):  # noqa: F811
     """With changes of the weights for nothing, so that auto merges whatever it may."""
     model = served("mixtral")
-    monkeypatch.setattr(
-        "moe_lora.engine.merging.merging_times.expected_swap_times", lambda *_: lambda before, after: 0.0
-    )
+    monkeypatch.setattr(merging, "expected_swap_times", lambda *_: lambda before, after: 0.0)
     adapters = {"small": small_adapter(model, tmp_path), "large": str(model.adapters[0])}
     with LLM(
         model.model_dir, adapters=adapters, dtype="bfloat16", eager=True, batching=batching, verify_merge=True
