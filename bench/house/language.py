@@ -24,8 +24,8 @@ _PRONOUNS = frozenset(
     )
 )
 _WORD = re.compile(r"[a-z']+")
-_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_GENERATED = re.compile(r"<!-- (?:settings|options|generated): .*?<!-- end -->", re.DOTALL)
+_SESSION = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_GENERATED = re.compile(r"<!-- (?:settings|options|vllm|generated): .*?<!-- end -->", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -101,22 +101,25 @@ class Session:
     page: Path
     commands: tuple[str, ...]
     output: str
+    start: int
+    """The block's place in the text."""
+
+
+def page_sessions(page: Path) -> list[Session]:
+    """Blocks marked `console` with at least one line "$ COMMAND" and a line of output."""
+    found = []
+    for match in _SESSION.finditer(page.read_text(encoding="utf-8")):
+        lines = match[1].splitlines()
+        commands = tuple(line[2:] for line in lines if line.startswith("$ "))
+        output = "\n".join(line for line in lines if not line.startswith("$ "))
+        if commands and output.strip(" .\n"):
+            found.append(Session(page, commands, output, match.start()))
+    return found
 
 
 def sessions(tree: Path) -> list[Session]:
-    """Blocks marked `console` with at least one line "$ COMMAND" and a line of output.
-
-    A test calls this function and compares the output of each block.
-    """
-    found = []
-    for page in [tree / "README.md", *pages(tree)]:
-        for kind, text in _FENCE.findall(page.read_text(encoding="utf-8")):
-            lines = text.splitlines()
-            commands = tuple(line[2:] for line in lines if line.startswith("$ "))
-            output = "\n".join(line for line in lines if not line.startswith("$ "))
-            if kind == "console" and commands and output.strip():
-                found.append(Session(page, commands, output))
-    return found
+    """The sessions of all pages.  A test calls this function and compares the output of each block."""
+    return [one for page in [tree / "README.md", *pages(tree)] for one in page_sessions(page)]
 
 
 def compared_blocks(tree: Path) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of step times, from performance_model.jsonl: docs/guides/performance_model.md."""
+"""Models of step times, from performance_model.jsonl: docs/results/performance_models.md."""
 
 from __future__ import annotations
 
