@@ -12,11 +12,16 @@ from bench.house.language import Session, sessions
 from bench.pages.sessions import alike, differences, rewritten
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted({one.page for one in sessions(ROOT)})
+SLOW = {"cluster.md", "limits.md", "lora_server.md", "migration.md", "provisioning.md"}
+"""Pages that take over 10 s of a processor, and whose behaviour other tests of the default run hold."""
+PAGES = [
+    pytest.param(page, marks=pytest.mark.slow if page.name in SLOW else ())
+    for page in sorted({one.page for one in sessions(ROOT)})
+]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
     if shutil.which("curl") is None and "curl " in page.read_text(encoding="utf-8"):
         pytest.skip("no curl here")
