@@ -17,7 +17,8 @@ from .config_json import ConfigJson
 from .rope import RopeSpec, rope_spec
 
 Form = Literal["matrix", "fused", "rows", "mxfp4"]
-MAX_LAYERS = 10_000
+LARGEST = {"num_layers": 10_000, "head_dim": 65_536}
+"""Limits of sizes that lists are made of."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -204,10 +205,9 @@ class Family:
             size: found.size(*keys, default=defaults[size]) if size in defaults else found.size(*keys)
             for size, keys in self.sizes.items()
         }
-        if sizes["num_layers"] > MAX_LAYERS:
-            raise found.refusal(
-                self.sizes["num_layers"][0], sizes["num_layers"], f"must be at most {MAX_LAYERS}"
-            )
+        for size, largest in LARGEST.items():
+            if sizes[size] > largest:
+                raise found.refusal(self.sizes[size][0], sizes[size], f"must be at most {largest}")
         windows = self.windows(found, sizes["num_layers"])
         return ModelShape(
             **({"num_experts": 0, "num_experts_per_token": 0} | sizes),
