@@ -84,7 +84,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)
         labels = ["model_name", "finished_reason"]
-        self.success = Counter("vllm:request_success", "Finished requests.", labels, registry=self._registry)
+        self._success = Counter("vllm:request_success", "Finished requests.", labels, registry=self._registry)
         refused = Counter(
             "moe_lora:http_refused",
             "Requests and connections that limits of the front end, keys and their rates refused or ended.",
@@ -110,6 +110,10 @@ class Metrics:
         """Count times from one token to the next, all of this length."""
         self._gap_counts[bisect_left(TOKEN_BUCKETS_S, gap_s)] += count
         self._gaps_s += gap_s * count
+
+    def count(self, reason: str) -> None:
+        """Count a finished request."""
+        self._success.labels(self.model_name, reason).inc()
 
     def refuse(self, reason: str) -> None:
         """Count what a limit refused; one of `refusals`."""
@@ -212,7 +216,7 @@ class RequestWatch:
             return
         if self._visit is not None:
             self._visit.end(timing)
-        self._metrics.success.labels(self._metrics.model_name, reason).inc()
+        self._metrics.count(reason)
         if self._metrics.by_adapter is not None:
             self._count_by_name(reason)
         histograms = self._metrics.histograms

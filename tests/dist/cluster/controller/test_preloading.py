@@ -76,7 +76,7 @@ def figures(cluster: ClusterConfig, num_preloaded: int | None = None) -> tuple[l
 
 
 def test_an_adapter_is_on_the_device_before_its_first_request_which_is_a_hit():
-    front_end = FrontEndConfig(placement="burst_tolerance", placement_interval_s=0.3)
+    front_end = FrontEndConfig(placement="burst_tolerance", placement_interval_s=30.0)
     cluster = ClusterConfig(engine=ENGINE, served_model_name="demo", front_end=front_end)
     resident, stats = figures(cluster)
     assert resident[0] | resident[1] == set(NAMES)
@@ -91,7 +91,7 @@ def test_an_adapter_is_on_the_device_before_its_first_request_which_is_a_hit():
     "settings", [{"pool": PoolConfig(replicas=1)}, {"num_instances": 1, "expert_parallel": 2}]
 )
 def test_adapters_of_a_pool_and_of_several_ranks_are_preloaded_too(settings):
-    front_end = FrontEndConfig(placement="burst_tolerance", placement_interval_s=0.3)
+    front_end = FrontEndConfig(placement="burst_tolerance", placement_interval_s=30.0)
     engine = replace(ENGINE, **settings)
     resident, stats = figures(ClusterConfig(engine=engine, served_model_name="demo", front_end=front_end))
     assert set().union(*resident) == set(NAMES)
