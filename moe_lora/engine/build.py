@@ -289,8 +289,6 @@ def _core(
         from moe_lora.engine.merging.merging import make_merging
 
         core.attach_merging(make_merging(config, rank, runner, manager, clock, partial(_host_free, config)))
-    if pool is not None:
-        core.attach_pool(pool)
     return core
 
 

@@ -90,8 +90,6 @@ class EngineCore:
         self._sequences: dict[str, Sequence] = {}
         self._make_kv: Callable[[], KvTransfer] | None = None
         self._moves: RequestMoves | None = None
-        self.pool: PoolAdapters | None = None
-        """The adapters, if a pool holds the adapters."""
         self.stalled = False
         self._num_empty = 0
         self._failed: list[AdapterVersion] = []
@@ -141,10 +139,6 @@ class EngineCore:
         self._transfers.on_change = on_change
         self._adapters.store.on_change = on_change
         self._transfers.followers.watch(on_loss)
-
-    def attach_pool(self, pool: PoolAdapters) -> None:
-        """The adapters are in `pool`."""
-        self.pool = pool
 
     def attach_merging(self, merging: Merging) -> None:
         """Let `merging` decide before each step which adapter the weights carry."""
