@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters while serving: loaded and unloaded as by vLLM's endpoints, listed, pinned."""
+"""Routes for adapters: load, unload, list, pin, and the registry."""
 
 from __future__ import annotations
 
@@ -115,9 +115,6 @@ def ignored_by(body: LoadAdapterRequest | UnloadAdapterRequest, frontend: Fronte
     names = [shown_name(name) for name in body.unknown_fields()]
     frontend.ignored_fields.note(names)
     return ignored_header(names)
-
-
-# The registry over HTTP: what `moe-lora adapters` does, and where names without a path are found.
 
 
 MAX_LISTED = 10_000

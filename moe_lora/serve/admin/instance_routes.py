@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances as operators see them: listed, drained, started again."""
+"""Routes for instances: list, drain, restart."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def instances_router(frontend: Frontend) -> APIRouter:
 
 
 def _absent(name: str) -> InstanceStats:
-    """One that was drained when it was there."""
+    """State of an instance drained before its departure."""
     return InstanceStats(
         index=0,
         name=name,

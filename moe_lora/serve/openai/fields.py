@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of request bodies: served, known from other servers, unknown.
 
-A field of another server is never dropped if it changes the answer: only its neutral values are accepted.
-An unknown field is ignored and named, or refused (`LimitsConfig.unknown_fields`).
+Of another server's field with an effect on the answer only neutral values are accepted. An unknown field is
+ignored and named, or refused (`LimitsConfig.unknown_fields`).
 """
 
 from __future__ import annotations
