@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapters the engine knows, where their bytes lie, and how they get to the device."""
+"""The engine's adapters, the places of their bytes, and their ways to the device."""
