@@ -12,7 +12,7 @@ from .queues import RequestQueue
 from .views import Sequence
 
 LEAST_CREDIT = 2048.0
-"""Of a tenant that was away: some requests, however few tokens a step takes."""
+"""For a tenant after an absence: some requests, however few tokens a step takes."""
 
 
 class TenantQueue(RequestQueue[Sequence]):

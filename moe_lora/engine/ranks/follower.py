@@ -189,16 +189,12 @@ def main() -> None:
     follow(Connection(int(sys.argv[1])))
 
 
-# Processes started by torchrun (`torchrun --nproc-per-node P …`), all on one host: rank 0 builds its engine
-# with `gather_followers`, the others run `follow_rank_0`.
-
-
 _DIRECTORY_KEY = "moe_lora/instance_directory"
 _SOCKET = "control"
 
 
 def gather_followers(config: EngineConfig) -> Followers:
-    """The other ranks of this torchrun job, for `build_engine`.
+    """The other ranks of this torchrun job (all on one host), for `build_engine`.
 
     Raises ConfigError if the job's size differs from the settings.
     """
@@ -219,7 +215,7 @@ def gather_followers(config: EngineConfig) -> Followers:
 
 
 def follow_rank_0() -> None:
-    """Compute the schedule of this torchrun job's rank 0, until its end."""
+    """On a rank other than 0: compute the schedule of this torchrun job's rank 0, until its end."""
     store, dist_rank, _ = _rendezvous()
     directory = store.get(_DIRECTORY_KEY).decode()
     connection = Client(os.path.join(directory, _SOCKET), "AF_UNIX")
