@@ -152,10 +152,8 @@ def _refusal(what: str) -> ConfigError:
     )
 
 
-# fp8 in blocks, of DeepSeek and Qwen3: X.weight and X.weight_scale_inv, which multiplies.
-
-
 def _fp8(section: Mapping[str, Any]) -> Scheme:
+    """fp8 in blocks, of DeepSeek and Qwen3: X.weight and X.weight_scale_inv, a factor."""
     block: Any = section.get("weight_block_size")
     if section.get("activation_scheme", "dynamic") != "dynamic":
         raise _refusal(f"quant_method='fp8' and activation_scheme={section['activation_scheme']!r}")
@@ -175,11 +173,11 @@ def _fp8(section: Mapping[str, Any]) -> Scheme:
     )
 
 
-# compressed-tensors: X.weight_packed, weight_scale, weight_shape, weight_zero_point of pack-quantized, and
-# X.weight, weight_scale of float-quantized.
-
-
 def _compressed_tensors(section: Mapping[str, Any]) -> Scheme:
+    """pack-quantized: X.weight_packed, weight_scale, weight_shape, weight_zero_point.
+
+    float-quantized: X.weight, weight_scale.
+    """
     kinds = {
         _compressed_group(group.get("format") or section.get("format"), group, name)
         for name, group in (section.get("config_groups") or {}).items()
@@ -300,10 +298,8 @@ def _integers(bits: int, group_size: int, width: int) -> Format:
     return format_of("int8", group_size if group_size != width else 0)
 
 
-# torchao's flattened tensors: X._weight_qdata, _scale, _zero_point, and their kind in the metadata.
-
-
 def _torchao(metadata: Mapping[str, str]) -> Scheme:
+    """torchao's flattened X._weight_qdata, _scale, _zero_point, and their kind in the metadata."""
     try:
         kinds = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
     except (KeyError, ValueError, TypeError) as error:
@@ -362,11 +358,11 @@ def _matrix(weight: torch.Tensor) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
-# MXFP4 (OCP Microscaling Formats v1.0): FP4 E2M1 values, an E8M0 scale per 32 values.
-
-
 def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> StoredWeight:
-    """blocks: [N, G, 16] uint8, two values per byte, low nibble first.  scales: [N, G] uint8."""
+    """MXFP4 (OCP Microscaling Formats v1.0): FP4 E2M1 values, an E8M0 scale per 32 values.
+
+    blocks: [N, G, 16] uint8, two values per byte, low nibble first.  scales: [N, G] uint8.
+    """
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape != (*scales.shape, 16):
         raise ValueError(
             f"blocks and scales are {blocks.dtype} {list(blocks.shape)} and {scales.dtype} "
