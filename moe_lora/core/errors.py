@@ -20,7 +20,7 @@ class AdapterError(MoeLoraError, ValueError):
 
 
 class AdapterFailedError(MoeLoraError):
-    """An adapter whose load or deltas failed; its requests are refused until a load succeeds."""
+    """An adapter with a failed load or failed deltas; requests are refused until a load succeeds."""
 
 
 class AdapterNotFoundError(MoeLoraError, KeyError):
@@ -79,7 +79,7 @@ class EngineDeadError(MoeLoraError):
 
 
 class MoveError(MoeLoraError):
-    """A request could not be moved to another instance; it continues on its instance."""
+    """A request could not be moved and stays on the instance."""
 
 
 class EngineSilentError(EngineDeadError):
@@ -103,7 +103,7 @@ class SignalTimeoutError(MoeLoraError, TimeoutError):
 
 
 class UnreadError(MoeLoraError):
-    """A client reads its answer too slowly, and the unread part exceeds its limit."""
+    """The unread part of an answer exceeds the limit."""
 
 
 class LoraServerError(MoeLoraError):

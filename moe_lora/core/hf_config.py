@@ -36,7 +36,6 @@ def read_json_file(path: Path) -> Any:
 
 
 def _instead(model_dir: Path) -> str:
-    """Contents of a folder without config.json, as the end of an error."""
     if (model_dir / "adapter_config.json").is_file():
         return "; this one is of an adapter: give its base model, and the adapter by --lora-modules"
     found = other_content(model_dir)

@@ -58,7 +58,6 @@ def state_folder(given: str | None) -> Path:
 
 
 def _warn_of_former(folder: Path) -> None:
-    """Warn of adapter contents in the folder of earlier versions."""
     former = folder.parent
     missing = [one.name for one in former.glob("contents-*") if not (folder / one.name).exists()]
     if missing:

@@ -36,7 +36,6 @@ def progress(write: Callable[[str], object] | None = None, *, bar: bool = True) 
 
 
 def _lines(write: Callable[[str], object] | None) -> Show:
-    """A line every ten seconds, and on stderr a last line at the end."""
     begun_s = time.monotonic()
     next_s = _LINE_PERIOD_S
     written = ""

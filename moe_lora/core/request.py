@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to an engine, their outputs, and an engine's counters."""
+"""Requests to an engine, outputs, and counters."""
 
 from __future__ import annotations
 
@@ -82,15 +82,14 @@ class SamplingParams:
 class GenerateRequest:
     """One prompt for one adapter (None: the base model).
 
-    Fields of a moved answer.  generated: its tokens so far; the next is drawn at position len(generated) of
-    its seed; limits count them.  adapter_version, adapter_content: required of the adapter; None: the
-    current ones.  held: compute all known tokens but the last, report by an output without tokens, and wait
-    for a resume. awaits_kv: held, without computation: KV arrives from the former instance; an output
-    reports allocated pages.
+    Fields of a moved answer.  generated: tokens so far; the next is drawn at position len(generated) of the
+    seed; limits count them.  adapter_version, adapter_content: required of the adapter; None: the current
+    ones.  held: compute all known tokens but the last, report by an output without tokens, and wait for a
+    resume. awaits_kv: held, without computation: KV arrives from the former instance; an output reports
+    allocated pages.
 
-    tenant, share: owner and weight for fairness (`policies.admission.fairness`).  priority: among the
-    tenant's waiting requests; lower goes first. cache_salt: shares cached prompts with requests of the same
-    salt only.
+    tenant, share: owner and weight for fairness (`policies.admission.fairness`).  priority: within the
+    tenant; lower goes first. cache_salt: requests of the same salt share cached prompts.
     """
 
     request_id: str
@@ -170,11 +169,11 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class AdapterInfo:
     """An adapter of the engine.
 
-    residency: of its bytes: the device's arena, host memory, host memory of another instance of the pool,
-    the LoRA Server, or a file; unavailable: no instance has the served content, or serving failed.
-    problem: reason for unavailable; "": none known. content_hash: of its packed bytes, "" if unknown.
-    num_pages: of the device's arena. device_bytes: of whole pages, also if not resident.  pinned: never
-    evicted from the device. idle_s: since a request last began or ended; None: no request yet.
+    residency: the device's arena, host memory, host memory of another instance of the pool, the LoRA
+    Server, or a file; unavailable: the served content is lost, or serving failed. problem: reason for
+    unavailable, "" if unknown. content_hash: of the packed bytes, "" if unknown. num_pages: of the device's
+    arena. device_bytes: in whole pages, also if not resident.  pinned: never evicted from the device.
+    idle_s: since a request last began or ended; None: no request yet.
     """
 
     name: str
@@ -300,13 +299,12 @@ class EngineStats:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceStats:
-    """One of several engines behind a front end.  Counters are since the front end's start.
+    """An instance behind a front end.  Counters are since the front end's start.
 
-    name: its number, or its dial-in name.  live: gets requests.  silent: gets no requests for lack of
-    progress.  drained: gets no requests while other instances do.  outstanding_tokens: tokens that its
-    requests may still need (see `policies.routing.routing.InstanceView`). num_resent: requests left
-    unfinished at its end and continued by another instance. device_bytes: of its device's arena, for
-    adapters and KV together.  devices: of its ranks.
+    name: number or dial-in name.  live: gets requests.  silent: without requests for lack of progress.
+    drained: without requests while other instances serve.  outstanding_tokens: still needed at most (see
+    `policies.routing.routing.InstanceView`). num_resent: unfinished requests continued by another instance.
+    device_bytes: of the device's arena, for adapters and KV together.
     """
 
     index: int
@@ -331,10 +329,10 @@ PAUSE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 @dataclass(frozen=True, kw_only=True)
 class MoveStats:
-    """Requests of one front end moved between instances, since its start.
+    """Requests of one front end moved between instances, since the start.
 
-    num_moved: by kind.  num_failed: moves whose request stayed, or had ended. pause_counts: pauses up to
-    each of PAUSE_BUCKETS_S and above the last; pause_s: their sum in seconds.
+    num_failed: moves whose request stayed, or had ended. pause_counts: pauses up to each of PAUSE_BUCKETS_S
+    and above the last; pause_s: sum in seconds.
     """
 
     num_moved: dict[str, int] = field(default_factory=dict)

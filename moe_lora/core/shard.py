@@ -127,7 +127,6 @@ class ModelShard:
         return _share(size, self.tensor_parallel, self.dist_rank) if self.divides_inner else range(size)
 
     def _qkv(self, num_modules: int) -> tuple[tuple[range, ...], ...]:
-        """Outputs of one fused module or of three."""
         shape = self.whole
         q, kv = (_wide(heads, shape.head_dim) for heads in (self.heads, self._kv_heads))
         if num_modules == 3:

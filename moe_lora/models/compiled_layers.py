@@ -56,7 +56,6 @@ class CompiledLayers:
     """
 
     def __init__(self, num_buckets: int) -> None:
-        """num_buckets: numbers of rows with compiled code."""
         self._recompile_limit = max(64, 4 * num_buckets)
         self._compiled = torch.compile(DecoderLayer.forward, fullgraph=True, dynamic=False, backend=_noting)
         self._calls: dict[tuple[DecoderLayer, int | None], _Call] = {}

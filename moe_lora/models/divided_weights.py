@@ -89,7 +89,6 @@ def _of_site(shard: ModelShard, number: int, per_expert: bool) -> HeldRanges:
 
 
 def _joined(parts: Iterable[range]) -> tuple[range, ...]:
-    """Merge adjacent ranges."""
     found: list[range] = []
     for part in parts:
         if found and found[-1].stop == part.start:

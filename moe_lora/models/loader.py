@@ -94,7 +94,6 @@ def _loaded(
 
 
 def _allocated(model: CausalLM, device: torch.device) -> CausalLM:
-    """Allocate the weights of a model without storage, uninitialised."""
     spec = model.spec
     # `to_empty` imports sympy, over half a second: torch computes a meta tensor's strides in Python.
     model._apply(lambda held: torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=device))
@@ -161,7 +160,6 @@ def _hold_quantised(
 
 
 def _multiplies_fp8(device: torch.device) -> bool:
-    """True if the device's kernels multiply fp8 weights."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -183,7 +181,6 @@ def _chosen(form: Format, pieces: list[Piece], ranges: HeldRanges) -> WeightLayo
 
 
 def _first_rows(pieces: list[Piece], ranges: HeldRanges) -> list[int]:
-    """First row of each part in this rank's matrix."""
     return [cut.target[-2].start for piece in pieces for cut in ranges.cuts(piece.index)]
 
 

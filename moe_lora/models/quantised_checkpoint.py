@@ -159,7 +159,6 @@ def _check_room(out: Path, num_bytes: int) -> None:
 def _write_weights(
     folder: Path, parts: list[_Part], checkpoint: Checkpoint, dtype: torch.dtype, show: Show
 ) -> None:
-    """Write files of about SHARD_BYTES, and their index."""
     total = sum(part.num_bytes(dtype) for part in parts)
     files: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}
@@ -223,7 +222,6 @@ def _copy_files(model_dir: Path, folder: Path) -> None:
 def _changes(
     config: Mapping[str, Any], parts: list[_Part], quantisation: Quantisation, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Changed keys of config.json: dtype and quantisation."""
     form = quantisation.form
     assert form is not None
     in_blocks = form.row_group > 1

@@ -165,7 +165,6 @@ class QuantisedWeight(nn.Module):
             self.zero[expert][first : first + weight.shape[0]] = 0 if stored is None else stored
 
     def _takes(self, stored: StoredWeight) -> bool:
-        """True if a file's values and scales fit unchanged."""
         form, kept = self.form, stored.form
         return (
             form.name.removesuffix("-dynamic") == kept.name

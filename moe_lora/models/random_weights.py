@@ -77,7 +77,6 @@ class RandomCheckpoint:
         return iter(self._shapes)
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        """In fp32."""
         shape, bound = self._shapes[key], _BIAS_BOUND
         if len(shape) == 1 and "norm" in key:
             return torch.ones(shape, device=self._device)

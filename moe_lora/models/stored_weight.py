@@ -141,7 +141,6 @@ def scheme_of(config: Mapping[str, Any], metadata: Callable[[], Mapping[str, str
 
 
 def _are_sizes(values: Any, count: int) -> bool:
-    """True for a list of `count` sizes."""
     return isinstance(values, list) and len(values) == count and all(type(n) is int and n > 0 for n in values)
 
 
@@ -241,7 +240,6 @@ def _compressed_group(
 
 
 def _of_floats(form: Format | None, weight: torch.Tensor, scale: torch.Tensor) -> StoredWeight:
-    """form: None: one scale per matrix."""
     if weight.dtype != torch.float8_e4m3fn:
         raise ValueError(f"it is {weight.dtype}, not float8_e4m3fn")
     shape = _matrix(weight)

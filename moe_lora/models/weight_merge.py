@@ -199,7 +199,6 @@ class WeightMerge:
         return held.delta_operands(layer, self.shape.sites[number], entry, self._weights[piece].dtype)
 
     def _parts(self, piece: tuple[int, int], held: HeldAdapter) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """The adapter's entries in this piece: number, module, rows of the weight."""
         layer, number = piece
         site, ranks = self.shape.sites[number], held.lora_ranks[layer]
         for expert in self.experts if site.num_experts else (0,):

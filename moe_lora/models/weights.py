@@ -77,7 +77,6 @@ def linear_weight_map(spec: ModelSpec) -> WeightMap:
 
 
 def _mapped(spec: ModelSpec, form: Callable[[Family, str], tuple[Place, ...]]) -> WeightMap:
-    """form: places of the MLP below a layer's prefix."""
     family = family_named(spec.shape.family)
     weights: WeightMap = {"embedding": [Piece(family.embedding)], "norm.weight": [Piece(family.norm)]}
     if not spec.tie_word_embeddings:
@@ -154,7 +153,6 @@ def _weights(shape: ModelShape, place: Place, prefix: str) -> Iterator[Piece]:
 
 
 def _biases(shape: ModelShape, place: Place, prefix: str) -> Iterator[Piece]:
-    """A bias: [out] of a matrix, [E, out] of a fused parameter."""
     key = prefix + place.bias_key
     if place.form == "matrix":
         for rows, _ in _parts(shape, place):

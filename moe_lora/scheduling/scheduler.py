@@ -26,20 +26,20 @@ LOOK_AHEAD = 16
 class Scheduler(Generic[Sequence]):
     """Decode rows first, then prefill chunks, then newcomers, within the step's token budget.
 
-    running: sequences that compute.  loading: sequences that hold an adapter and history on the way to the
-    device.  waiting: sequences without holds. queue: orders the waiting requests; None: first come, first
-    served.  tenants: `waiting`, from the second tenant or priority on.
+    loading: sequences with an adapter or history on the way to the device.  waiting: sequences without
+    holds. queue: orders the waiting requests; None: first come, first served.  tenants: `waiting`, from the
+    second tenant or priority on.
 
     max_host_tokens: limit of prompt tokens of loading adapters in a step shared with other requests. Host
     workers compute these tokens (Readiness.HOST_COMPUTABLE), divided by
-    `policies.admission.host_start.fair_shares`.  Such a request computes its prompt, then waits for its
-    adapter, so that no decode step waits for the host. Source: Toppings section 4.1.
+    `policies.admission.host_start.fair_shares`.  After the prompt the request waits for the adapter: no
+    decode step waits for the host. Source: Toppings section 4.1.
 
-    Progress: the first running request (if none runs, the first loaded one) keeps its holds to its end.  If
-    it finds no page, all younger requests release theirs and none is admitted in that schedule. Then only
-    this request, pins and running copies hold pages; copies end, and their pages can be evicted.  It keeps
-    its leases of a LoRA Server too, so it waits for no other instance.  If it still finds no page, it never
-    will (`oldest`).
+    Progress: the first running request (else the first loaded request) keeps all holds to the end.  Without
+    a free page, all younger requests release pages and no request is admitted in that schedule. Then only
+    this request, pins and running copies hold pages; copies end, and copied pages can be evicted.  Leases
+    of a LoRA Server are kept too, so the request waits for no other instance.  A request still without
+    pages is impossible (`oldest`).
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Scheduler(Generic[Sequence]):
             self._adapters.enqueue(sequence.adapter)
 
     def _count_tenants(self) -> None:
-        """Queue requests by tenant from now on.  Tokens so far count for the only tenant until now."""
+        """Queue requests by tenant from now on.  Earlier tokens count for the first tenant."""
         from moe_lora.policies.admission.fairness import DECODE_COST, PREFILL_COST, VirtualTokenCounter
 
         from .tenant_queue import LEAST_CREDIT, TenantQueue
@@ -111,10 +111,10 @@ class Scheduler(Generic[Sequence]):
         self.waiting = self.tenants = TenantQueue(counter, self.waiting, self._max_num_seqs)
 
     def schedule(self, only: Container[Namespace] | None = None) -> list[Scheduled[Sequence]]:
-        """The next step's work; its pages are reserved.  Empty if no sequence can run.
+        """The next step's work, with reserved pages.  Empty if no sequence can run.
 
-        only: adapters (None among them: the base model) whose sequences compute, at most max_num_seqs;
-        other running sequences keep their holds.  If none of these can compute, or for None, all adapters.
+        only: adapters (None among them: the base model) with computing sequences, at most max_num_seqs;
+        other sequences keep holds.  All adapters compute for None, or if no sequence of `only` can.
         """
         plan = self._plan(only)
         if only is not None and not plan:
@@ -126,7 +126,6 @@ class Scheduler(Generic[Sequence]):
         return [Scheduled(sequence, num_tokens) for sequence, num_tokens in plan.items()]
 
     def _plan(self, only: Container[Namespace] | None) -> dict[Sequence, int]:
-        """Tokens of each sequence that computes."""
         plan: dict[Sequence, int] = {}
         self._only = only
         preempted = [] if self.tenants is None or only is not None else self._return_slots(self.tenants)
@@ -186,8 +185,8 @@ class Scheduler(Generic[Sequence]):
                 self._adapters.dequeue(sequence.adapter)
 
     def _continue(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> int:
-        """Plan a running sequence's next tokens; without pages, the youngest release theirs.  A sequence
-        left alone waits with its holds.
+        """Plan a running sequence's next tokens; without pages, preempt the youngest.  The last sequence
+        waits with all holds.
         """
         num_tokens = self._num_tokens(sequence, sequence.num_uncomputed, budget, plan)
         while num_tokens and not self._grow(sequence.table, sequence.num_computed + num_tokens):
@@ -208,7 +207,7 @@ class Scheduler(Generic[Sequence]):
     def _num_tokens(
         self, sequence: Sequence, num_uncomputed: int, budget: int, plan: dict[Sequence, int]
     ) -> int:
-        """Its tokens for this step; 0 for a loading adapter if the wait is quicker than the host."""
+        """Tokens for this step; 0 for a loading adapter if the wait is quicker than the host."""
         num_uncomputed -= sequence.held
         if not sequence.cold_tokens:
             return min(num_uncomputed, budget)
@@ -221,7 +220,7 @@ class Scheduler(Generic[Sequence]):
         return num_tokens if pays else 0
 
     def _divide_host(self) -> dict[Sequence, int] | None:
-        """Shares of a step for prompts of loading adapters beside others; None: no others."""
+        """Shares of a step for prompts of loading adapters; None: no other requests."""
         if not self._has_warm():
             return None
         from moe_lora.policies.admission.host_start import fair_shares
@@ -234,7 +233,6 @@ class Scheduler(Generic[Sequence]):
         return dict(zip(cold, fair_shares(list(cold.values()), self._max_host_tokens), strict=True))
 
     def _has_warm(self) -> bool:
-        """True if a request without need of the host computes in this step, or may start."""
         may_begin = self.waiting if self._has_room(1) else ()
         adapters = self._adapters
         for one in filter(self._may_compute, chain(self.running, self.loading, may_begin)):
@@ -273,16 +271,15 @@ class Scheduler(Generic[Sequence]):
                 waits.held_back_s = now_s
 
     def _return_slots(self, tenants: TenantQueue[Sequence]) -> list[Sequence]:
-        """Preempt requests whose slots other tenants may use."""
         victims = tenants.to_preempt(self.running, self.loading)
         for victim in victims:
             self._preempt(victim)
         return victims
 
     def _match(self, sequence: Sequence, now_s: float) -> None:
-        """Look up its computed tokens; none for awaited KV, to keep the sequence's state.
+        """Look up computed tokens; none for awaited KV, to keep the sequence's state.
 
-        Uncomputed tokens count for its tenant, once.
+        Uncomputed tokens count for the tenant, once.
         """
         if sequence.awaits_kv:
             sequence.table = self._cache.new_table(sequence.adapter_uid, sequence.cache_salt)
@@ -320,9 +317,7 @@ class Scheduler(Generic[Sequence]):
         return adapter is not None and self._adapters.has_unused_lease(adapter)
 
     def _is_loaded(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:
-        """True if the adapter and history of a loading sequence have arrived, or it starts without its
-        adapter.
-        """
+        """True if adapter and history have arrived, or the sequence starts without the adapter."""
         now_s = self.clock.now_s()
         if sequence.waits.adapter_s is None:
             adapter = sequence.adapter
@@ -343,9 +338,7 @@ class Scheduler(Generic[Sequence]):
         return True
 
     def _start(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:
-        """Start a loaded sequence if pages are available, if need be from younger loading ones; else it
-        keeps its holds.
-        """
+        """Start a loaded sequence if pages are available, if need be from younger loading sequences."""
         table = sequence.table
         num_tokens = self._num_tokens(sequence, len(sequence.tokens) - table.num_matched, budget, plan)
         while not self._grow(table, table.num_matched + num_tokens):
@@ -372,8 +365,8 @@ class Scheduler(Generic[Sequence]):
         return False
 
     def _look_at_adapters(self) -> None:
-        """Put back sequences with a failed load, prompts without a host, and loading ones with a lost
-        history; record ended loads.
+        """Put back sequences after a failed load, prompts without a host, and loading sequences with a
+        lost history; record ended loads.
         """
         for where in (self.running, self.loading):
             for sequence in [one for one in where if one.cold_tokens or where is self.loading]:
@@ -392,12 +385,12 @@ class Scheduler(Generic[Sequence]):
                 self._put_back(sequence)
 
     def _stop_loading(self) -> None:
-        """The youngest loading sequence releases its holds."""
+        """Put back the youngest loading sequence."""
         self.num_put_back += 1
         self._put_back(self.loading.pop())
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Free the sequence's pages; it restarts from its tokens later."""
+        """Free the sequence's pages; the sequence restarts later."""
         self.running.remove(sequence)
         self.num_preemptions += 1
         self._put_back(sequence)
@@ -412,7 +405,7 @@ class Scheduler(Generic[Sequence]):
         sequence.awaits_kv = sequence.unshared = False
 
     def _give_back(self, sequence: Sequence) -> None:
-        """Pages first, then the adapter that they depend on."""
+        """Pages first, then the adapter."""
         self._cache.release(sequence.table, self.clock.now_s())
         if sequence.adapter is not None:
             self._adapters.release(sequence.adapter)

@@ -57,15 +57,15 @@ Adapter = TypeVar("Adapter", contravariant=True)
 
 
 class Schedulable(Protocol):
-    """A sequence.  The scheduler sets plain attributes; its caller appends tokens.
+    """A sequence.  The scheduler sets plain attributes; the caller appends tokens.
 
-    table: its KV pages.  num_computed: tokens with KV in the table; counted after their step, reset with
-    the release of pages.  num_cached: part found in the cache at admission.  matched: its prompt was looked
-    up in the cache.  adapter_hit: its adapter was resident at arrival.  cold_tokens: `tokens` to compute
-    before its adapter's arrival; 0: resident. held: its last token is not computed now, so it gains none.
-    awaits_kv: its KV arrives from elsewhere, into pages allocated by the caller; the scheduler resets the
-    flag with the release of pages. gave_way: preempted for another tenant. unshared: its further KV is not
-    for the prefix cache; set by the caller.
+    table: KV pages.  num_computed: tokens with KV in the table; counted after a step, reset with the
+    release of pages.  num_cached: part found in the cache at admission.  matched: the prompt was looked up
+    in the cache.  adapter_hit: the adapter was resident at arrival.  cold_tokens: `tokens` to compute
+    before the adapter's arrival; 0: resident. held: the last token is not computed now. awaits_kv: KV
+    arrives from elsewhere, into pages allocated by the caller; the scheduler resets the flag with the
+    release of pages. gave_way: preempted for another tenant. unshared: further KV is not for the prefix
+    cache; set by the caller.
     """
 
     table: BlockTable
@@ -167,8 +167,8 @@ class Adapters(Protocol[Adapter]):
         ...
 
     def pays_on_host(self, adapter: Adapter, num_tokens: int, on_host: int) -> bool:
-        """True if host workers compute these prompt tokens of a HOST_COMPUTABLE adapter sooner than after
-        its load.  on_host: the workers' other tokens in the step.
+        """True if host workers compute these prompt tokens of a HOST_COMPUTABLE adapter sooner than the
+        device after the load.  on_host: the workers' other tokens in the step.
         """
         ...
 
@@ -182,9 +182,7 @@ Sequence = TypeVar("Sequence", bound=Schedulable)
 
 @dataclass(eq=False, slots=True)
 class Scheduled(Generic[Sequence]):
-    """`num_tokens` of a sequence from its first uncomputed token; `samples` if its last token is among
-    them.
-    """
+    """`num_tokens` of a sequence from the first uncomputed token; `samples` if the last token is included."""
 
     sequence: Sequence
     num_tokens: int

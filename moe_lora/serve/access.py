@@ -55,7 +55,7 @@ class Allowance:
         return max(0.0, (min(amount, self.per_minute) - self._left) * _PERIOD_S / self.per_minute)
 
     def take(self, amount: float) -> None:
-        """May go below zero by one request; the next requests wait."""
+        """May go below zero by one request; later requests wait."""
         self._left -= amount
 
     def hold(self, amount: float) -> None:
@@ -100,8 +100,8 @@ class Reservation:
 class Caller:
     """Sender of a request.
 
-    key: None without keys.  tokens: token allowance; None: unlimited.  is_admin: may use every path.
-    tenant: empty without keys.
+    key, tenant: None and "" without keys.  tokens: token allowance; None: unlimited.  is_admin: may use
+    every path.
     """
 
     def __init__(self, key: ApiKey | None = None, tokens: Allowance | None = None, *, is_admin: bool) -> None:
@@ -166,7 +166,6 @@ class Access:
         address: str | None,
         count: Callable[[str], None],
     ) -> None:
-        """address: the administrators' own.  count: called with the reason of each refusal."""
         self._app = app
         self._keys = keys
         self._count = count
@@ -220,7 +219,7 @@ class Access:
         return None
 
     def _came_to_admins(self, scope: Scope) -> bool:
-        """True for a connection to the administrators' address; always True without such an address."""
+        """True for a connection to the administrators' address, or without such an address."""
         if self._admin_address is None:
             return True
         _, port = scope.get("server") or (None, None)
@@ -236,7 +235,6 @@ def _not_found(scope: Scope) -> ApiError:
 
 
 def _bearer(scope: Scope) -> str:
-    """The request's key, empty if none."""
     for name, value in scope["headers"]:
         if name == b"authorization":
             kind, _, text = value.decode("latin-1").partition(" ")
@@ -245,7 +243,6 @@ def _bearer(scope: Scope) -> str:
 
 
 def _allowance(kept: dict[str, Allowance], key: str, what: str, per_minute: float | None) -> Allowance | None:
-    """The remaining allowance of a key."""
     if per_minute is None:
         return None
     found = kept.get(key)

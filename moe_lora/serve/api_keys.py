@@ -40,8 +40,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A key's entry in the file.
 
     id: the public part of the key.  digest: SHA-256 of the whole key, in hex.  adapters: permitted names,
-    or shell patterns; the base model needs none.  admin: has administrators' rights, and all adapters.
-    share: the weight of its tenant under contention.
+    or shell patterns; the base model is always permitted.  admin: administrators' rights, and all adapters.
+    share: the tenant's weight under contention.
     """
 
     id: _Name
@@ -92,7 +92,7 @@ def read_keys(path: Path) -> list[ApiKey]:
 def add_key(path: Path, key: ApiKey) -> str:
     """Add a key with these rights to the file, created if absent; returns the new key, shown only now.
 
-    key: its id, digest and created_s are replaced.  Raises ConfigError.
+    key: without id, digest and created_s, set here.  Raises ConfigError.
     """
     identity = secrets.token_hex(4)
     text = f"{PREFIX}-{identity}-{secrets.token_urlsafe(32)}"
@@ -131,7 +131,6 @@ def digest_of(text: str) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One writer at a time."""
     try:
         with open(f"{path}.lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -203,7 +202,6 @@ class KeyRing:
         return None if self._admins is None else self._admins.find(text)
 
     def _look(self) -> None:
-        """Read a changed file again; checks once a second."""
         now_s = time.monotonic()
         if now_s - self._looked_s < _LOOK_AGAIN_S:
             return

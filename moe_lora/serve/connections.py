@@ -70,7 +70,7 @@ class Connection(HttpToolsProtocol):
     _is_counted = False
     _lingers: asyncio.TimerHandle | None = None  # until a refused connection closes
     _num_head_bytes = 0  # received since the last complete head or body chunk
-    _awaited: str | None = None  # data due from the client by late_s; None: none
+    _awaited: str | None = None  # data due from the client by late_s
     late_s = math.inf
     _unread_bytes = 0  # of an answer, at the start of the time limit
     unread_s = math.inf  # end of the time limit for a client without reads
@@ -121,7 +121,6 @@ class Connection(HttpToolsProtocol):
             self.limits.connections.give_back(self._client, 1)
 
     def _turn_away(self, transport: asyncio.Transport, error: ApiError) -> None:
-        """Answer a refused connection."""
         kind = type(self)
         transport.write(as_bytes(error))
         if kind.num_lingering >= _LINGERING:
@@ -143,7 +142,7 @@ class Connection(HttpToolsProtocol):
         if self not in self.connections:
             return
         if self.cycle is None or self.cycle.response_complete:
-            # Clients that offer HTTP/2 (Java's) also send a body; httptools would drop it.
+            # HTTP/2 clients (Java's) send a body too; httptools would drop the body.
             head, end, rest = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"\r\nignored", head) + end + rest
         self._num_head_bytes += len(data)
@@ -224,7 +223,6 @@ class Connection(HttpToolsProtocol):
                 self._refuse(408, f"{self._awaited} did not come in time; send it faster")
 
     def _answering(self) -> bool:
-        """True while an answer is in progress on this connection."""
         cycle = self.cycle
         return cycle is not None and cycle.response_started and not cycle.response_complete
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that every endpoint needs: engine, tokenizer, names, limits, metrics."""
+"""Objects for all endpoints: engine, tokenizer, names, limits, metrics."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Ending:
 
 @dataclass(kw_only=True)
 class Frontend:
-    """One engine and its HTTP application.
+    """One engine and the HTTP application.
 
-    tokenizer None: prompts are token ids only.  cluster: its configuration and controller settings.
-    controller: runs while the application serves.  name: among several front ends.  ending: cuts requests
-    at shutdown.  config: its own settings.  model_name: the base model's main name.  model_names: all its
-    names; every other name is an adapter's.  adapter_texts: see `served_text`.  checks: checks large
-    bodies; None: starts with the first large body.  The creator closes the client.
+    tokenizer None: prompts are token ids only.  controller: runs while the application serves.  name: among
+    several front ends.  ending: cuts requests at shutdown.  model_name: the base model's main name.
+    model_names: all names of the base model; every other name is an adapter's.  adapter_texts: see
+    `served_text`.  checks: checks large bodies; None: starts with the first large body.  The creator closes
+    the client.
     """
 
     client: FleetClient

@@ -225,7 +225,6 @@ def describe_validation(error: RequestValidationError | ValidationError) -> ApiE
 
 
 def _by_field(error: RequestValidationError | ValidationError) -> dict[str, list[dict[str, Any]]]:
-    """Problems by field of the body; "": of the body itself."""
     found: dict[str, list[dict[str, Any]]] = {}
     problem: Any
     for problem in error.errors():
@@ -235,7 +234,7 @@ def _by_field(error: RequestValidationError | ValidationError) -> dict[str, list
 
 
 def _lines(field: str, problems: list[dict[str, Any]]) -> list[str]:
-    """One line per problem.  For a field of several forms: problems within a form, or else the list of
+    """A line per problem.  For a field of several forms: problems within a form, or else the list of
     forms.
     """
     if not any(_names_form(part) for problem in problems for part in problem["loc"]):
@@ -256,7 +255,6 @@ def _names_form(part: str | int) -> bool:
 
 
 def _cause(problem: dict[str, Any]) -> Exception | None:
-    """The ValueError of this package's own checks."""
     cause = problem.get("ctx", {}).get("error")
     return cause if isinstance(cause, Exception) else None
 

@@ -104,10 +104,10 @@ class Quota:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Waiting:
-    """A choice before its first token.
+    """A choice before the first token.
 
-    client: for the counts.  tenant: orders its choices by `priority` (lower goes first), and gives its
-    share (`policies.admission.fairness`); a single tenant without keys.
+    client: for the counts.  tenant: orders choices by `priority` (lower goes first), and gives the share
+    (`policies.admission.fairness`); a single tenant without keys.
     """
 
     client: str
@@ -118,7 +118,7 @@ class Waiting:
 
     @property
     def num_tokens(self) -> int:
-        """Its tokens in the queue's count."""
+        """Tokens for the queue's count."""
         return max(self.tokens, LEAST_QUEUED_TOKENS)
 
 
@@ -176,11 +176,11 @@ class Limits:
         self.bodies.take(client, num_bytes)
 
     def enter_queue(self, who: Waiting, timeout_s: float | None = None) -> None:
-        """Count a choice before its first token, until `leave_queue`.
+        """Count a choice before the first token, until `leave_queue`.
 
-        timeout_s: time until its end; None: unlimited. Raises ApiError if too many tokens wait: 429 for the
-        client's (one waiting choice is always allowed), 503 for all clients'; 429 if the choice would not
-        start within timeout_s.
+        timeout_s: time until the end; None: unlimited. Raises ApiError if too many tokens wait: 429 for the
+        client's (a single waiting choice is always allowed), 503 for all clients'; 429 if the choice would
+        not start within timeout_s.
         """
         whose = self.queue.exceeded(who.client, who.num_tokens)
         if whose == "all" and self.queue.in_all:
@@ -211,7 +211,7 @@ class Limits:
             self._begun_tokens += who.num_tokens
 
     def _ahead(self, who: Waiting) -> float:
-        """Tokens ahead of the choice: its tenant's by priority, at most as many of other tenants by
+        """Tokens ahead of the choice: the tenant's by priority, at most as many of other tenants by
         shares.
         """
         own = self._waiting.get(who.tenant, ())

@@ -20,15 +20,15 @@ from .limits import Limits
 logger = logging.getLogger(__name__)
 
 _FIXED = frozenset({"trusted_proxies", "idle_timeout_s", "max_unread_steps"})
-"""Limits fixed for a connection at its start."""
+"""Limits fixed at a connection's start."""
 RELOADED = ("log_level", *(one.name for one in fields(LimitsConfig) if one.name not in _FIXED))
 """Settings of `front_end` that change without a restart."""
 
 
 class Reload:
-    """Reads a front end's settings again, and applies the changeable ones.
+    """Reads a front end's settings again, and applies the changeable settings.
 
-    read: returns the current settings of file and options.  Propagates its errors.
+    read: returns the current settings of file and options, or raises.
     """
 
     def __init__(self, read: Callable[[], ClusterConfig]) -> None:
@@ -36,7 +36,7 @@ class Reload:
         self._now = read()
         self._tasks: set[asyncio.Task[None]] = set()
         self.passes_on: list[Callable[[FrontEndConfig], None]] = []
-        """Called with the reloaded settings, for processes that get these settings from here."""
+        """Called with the reloaded settings, for processes that depend on these settings."""
 
     def begin(self, limits: Limits | None, context: ssl.SSLContext | None = None) -> None:
         """Start the reload as a task.  limits: None at a controller.  context: TLS context with the
@@ -61,9 +61,9 @@ class Reload:
                 logger.error("the certificate %s can't be read again and stays: %s", now.tls_cert, error)
 
     async def read_again(self, config: FrontEndConfig) -> FrontEndConfig | None:
-        """A front end's settings with the changeable ones of now; changes are logged.
+        """A front end's settings with current changeable settings; changes are logged.
 
-        None: unreadable settings; the last ones stay.
+        None: unreadable settings; the last settings stay.
         """
         before = self._now.front_end
         try:

@@ -30,9 +30,9 @@ Answer = TypeVar("Answer")
 class FleetAdapters:
     """Changes the adapters of all instances of a registry; a returning instance catches up later.
 
-    A change continues after its caller's cancellation, so that all instances agree.  A change before the
-    first instance waits (see `InstanceRegistry.dialled_in`). pool: chooses instances that hold each
-    adapter; None: all do.  ranks: of adapters, kept up to date.
+    A change continues after the caller's cancellation, so that instances agree.  A change before the first
+    instance waits (see `InstanceRegistry.dialled_in`). pool: chooses holders of each adapter; None: every
+    instance.  ranks: of adapters, kept up to date.
     """
 
     def __init__(self, instance_registry: InstanceRegistry, ranks: dict[str, int] | None = None) -> None:
@@ -55,7 +55,7 @@ class FleetAdapters:
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         """Run one of `ADAPTER_CHANGES` on all live instances, after earlier calls for the adapter.
 
-        Raises what the verb raises, and what `Interface.bind` raises.
+        Raises the verb's errors, and those of `Interface.bind`.
         """
         registry = self._instance_registry
         name, *rest = _INTERFACE.bind(verb, args, words)
@@ -79,8 +79,8 @@ class FleetAdapters:
     async def load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
         """Serve the directory as `name` on all live instances.
 
-        The first instance reads the content.  If an instance refuses, or reads other content, the others
-        return to the earlier version.
+        The first instance reads the content.  If an instance refuses, or reads other content, all return to
+        the earlier version.
         """
         registry, pool = self._instance_registry, self.pool
         with registry.loading():
@@ -114,7 +114,6 @@ class FleetAdapters:
             return info
 
     async def _is_unavailable(self, name: str) -> bool:
-        """True if an instance can't serve the adapter."""
         registry = self._instance_registry
         answers, _ = await ask(registry, registry.live, [one.client.list_adapters() for one in registry.live])
         infos = chain.from_iterable(infos for _, infos in answers)
@@ -145,8 +144,8 @@ class FleetAdapters:
     async def _change(self, verb: str, name: str, *args: Any) -> AdapterInfo:
         """Run an engine's verb on the live instances that have the adapter.
 
-        If an instance refuses, the others return to the earlier pin.  Raises AdapterNotFoundError for an
-        unknown name.
+        If an instance refuses, all return to the earlier pin.  Raises AdapterNotFoundError for an unknown
+        name.
         """
         registry = self._instance_registry
         with registry.loading():
@@ -199,7 +198,6 @@ def _refusal(
 
 
 def _tell(name: str, change: asyncio.Future[Any]) -> None:
-    """Log the failure of a change whose caller has gone."""
     if not change.cancelled() and (error := change.exception()) is not None:
         logger.warning("adapter %s: a change whose caller left failed: %s", name, error)
 

@@ -12,12 +12,12 @@ MAX_UNDRAINED = 256
 
 
 class Drains:
-    """Orders for each instance, by its name.
+    """Orders for each instance, by name.
 
     The controller keeps the orders. Front ends (`ClusterState`) and instances (`messages.Hello`) remember
     the orders for a controller that knows less; the higher number of an instance's orders counts.
 
-    An undrain order is kept, since a front end or instance that missed the order may still report the drain
+    Undrain orders are kept, since a front end or instance that missed the order may still report the drain
     before. Only the latest `MAX_UNDRAINED` are kept: a process absent for more orders may bring an old
     drain back.  All drains are kept, since an instance may return at any time: undrain instances gone for
     good.
@@ -29,7 +29,7 @@ class Drains:
         self.orders: Mapping[str, DrainOrder] = {}
         """Last order to each instance, without the oldest undrains."""
         self.restarting: frozenset[str] = frozenset()
-        """Instances without requests until their restart."""
+        """Instances without requests until a restart."""
         self.names: frozenset[str] = frozenset()
         """Both kinds."""
         self._on_drained = on_drained

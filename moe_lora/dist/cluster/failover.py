@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from .migration import MoveTask
 
 MAX_RESENDS = 3
-"""A request that ran on more instances that died is not retried. It may be the cause."""
+"""A request that ran on more instances that died is not retried. The request may be the cause."""
 
 
 class Attempt:
     """The computing of a request at one instance, counted in the instance's load until `close`.
 
-    request: for the instance, under a separate id: outputs of other attempts never mix.  first: number of
-    the answer's first token here.  Of a move's target: kind; begun_s: when sent; held_s: when the source
-    was held, until a token comes; timing_before: the source's timing. given_up: the instance was.
+    request: under a separate id, so that outputs of other attempts never mix.  first: number of the
+    answer's first token here.  Of a move's target: kind; begun_s: when sent; held_s: when the source was
+    held, until a token comes; timing_before: the source's timing. given_up: the instance was.
     """
 
     def __init__(self, instance: Instance, request: GenerateRequest, max_model_len: int) -> None:
@@ -120,7 +120,7 @@ class ResumableRequest:
     _timing: RequestTiming | None = None
 
     def continued(self, adapter_content: str | None = None) -> GenerateRequest:
-        """The request for another instance, with its answer so far.
+        """The request for another instance, with the answer so far.
 
         adapter_content: hash of the answer's version; None: unknown.
         """
@@ -152,8 +152,8 @@ class ResumableRequest:
     def take(self, output: TokenOutput) -> TokenOutput:
         """An instance's output for the client, as if one instance had made the whole answer.
 
-        Cached tokens are of the first instance that delivered tokens.  The timing of a moved answer too;
-        after a failure the last instance's, since the first report is lost.
+        Cached tokens are of the first instance that delivered tokens. A moved answer's timing is of the
+        first instance too; after a failure of the last, since the first report is lost.
         """
         if not self.epoch:
             self._num_cached = output.num_cached_tokens
@@ -180,7 +180,7 @@ class ResumableRequest:
 
 
 def token_work(request: GenerateRequest, max_model_len: int) -> int:
-    """Rows that the request may need: its prompt and the longest allowed answer."""
+    """Rows that the request may need: prompt and longest allowed answer."""
     num_prompt = len(request.prompt_token_ids)
     room = max(0, max_model_len - num_prompt)
     limit = request.sampling.max_tokens

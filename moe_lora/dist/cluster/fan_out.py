@@ -29,8 +29,8 @@ async def ask(
 
     calls: one of each instance's client.
 
-    Dead instances leave routing and the result; silent instances only the result: they may return
-    meanwhile.  Raises EngineDeadError if no instance is left.
+    Dead instances leave routing and the result; silent instances only the result, since they may return.
+    Raises EngineDeadError if no instance is left.
     """
     clients = [instance.client for instance in instances]
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -67,7 +67,7 @@ async def ask_live(
 async def load_alike(
     instances: list[Instance], load: Callable[[list[Instance], str | None], Awaitable[Answers[Loaded]]]
 ) -> Answers[Loaded]:
-    """Load one adapter on these instances: the first reads its content, the others must have the same.
+    """Load an adapter on these instances: the first reads the content, the others must match.
 
     load: on some instances, with the required content hash.  As `ask` otherwise.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of instances, their liveness and their adapters; belongs to one event loop."""
+"""Registry of instances, liveness and adapters, in one event loop."""
 
 from __future__ import annotations
 
@@ -119,14 +119,14 @@ def reason(error: Exception) -> str:
 
 @dataclass(eq=False)
 class Instance:
-    """One of several engines.  A restart or redial replaces `client`.
+    """An engine among several.  A restart or redial replaces `client`.
 
-    name: its number, or its dial-in name.  asked_tokens: tokens that its requests from here may still need;
+    name: number or dial-in name.  asked_tokens: tokens that requests from here may still need;
     tokens_elsewhere: of other front ends.  load: see `policies.routing.routing.InstanceView`.  silent: out
     of routing for lack of progress.  missing: adapters with a failed load at a start; problems: reasons by
     name.  starting: client of a process not in routing yet.  latest: last stats.  past: counters of earlier
-    processes; past_before: before the latest, whose incarnation (of an engine that dials in) is beside.
-    devices: of its ranks, as reported at dial-in.
+    processes; past_before: before the latest, with the latest's incarnation beside. devices: of the ranks,
+    as reported at dial-in.
     """
 
     index: int
@@ -164,12 +164,12 @@ class Instance:
 
 
 class InstanceRegistry:
-    """The instances and their adapters.
+    """The instances and served adapters.
 
     clients: of the instances live from the start; others may `enter`.  adapters: (name, directory) pairs of
     the start.  advice: error text without live instances, also for tenants, so without addresses.
     heartbeat: the time until an instance counts as silent.  pool: the directory of adapters; None: every
-    instance has all.
+    instance has all adapters.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class InstanceRegistry:
         return self.advice
 
     def lose(self, instance: Instance, client: EngineClient) -> None:
-        """Remove an instance with a dead `client` from routing, unless its client is a new one."""
+        """Remove an instance with a dead `client` from routing, unless a new client is set."""
         if instance.client is client:
             self._take_out(instance)
 
@@ -287,7 +287,7 @@ class InstanceRegistry:
             instance.latest = EngineStats()
 
     def enter(self, name: str, client: EngineClient) -> Instance:
-        """The entry of an engine that dials in, not in routing yet: the name's entry, or a new one.
+        """The entry of an engine that dials in, not in routing yet: existing or new.
 
         Raises EngineDeadError after `close`.
         """
@@ -372,8 +372,8 @@ class InstanceRegistry:
     ) -> None:
         """Put an instance of another process's controller into routing.
 
-        The instance is no candidate for adapters missing in `have`, unless the controller, which may have
-        loaded them meanwhile, lists them as held.  Raises EngineDeadError after `close`.
+        The instance is no candidate for adapters missing in `have`, unless listed as held by the
+        controller, which may have loaded them meanwhile.  Raises EngineDeadError after `close`.
         """
         self._check_open()
         if not self.directed:

@@ -124,10 +124,10 @@ Admit = Callable[["Instance", "DialledClient", str], Awaitable[None]]
 
 
 class CatchUp:
-    """Loads missing adapters before an engine enters routing, unloads unserved ones, and pins.
+    """Loads missing adapters before an engine enters routing, unloads unserved adapters, and pins.
 
-    In the recovery, its first seconds, adapters found on engines count as served, and no engine enters
-    routing: engines that outlived the process before this one dial in, so adapters loaded over HTTP stay
+    In the recovery, the first seconds, adapters found on engines count as served, and no engine enters
+    routing. Engines that outlived the earlier process dial in then, so adapters loaded over HTTP stay
     served.  recovery_s: None: until `end_recovery`.
     """
 
@@ -173,7 +173,7 @@ class _Stream(AsyncIterator[TokenOutput]):
     """An engine's outputs of a request; an early close aborts the request.
 
     The reader sets the awaited future directly, without a generator between. under_way: the connection's
-    streams; the reader removes a stream with its last item. max_unread: limit of unread items; beyond, the
+    streams; the reader removes a stream with the last item. max_unread: limit of unread items; beyond, the
     request ends with an UnreadError.
     """
 
@@ -223,7 +223,6 @@ class _Stream(AsyncIterator[TokenOutput]):
         self.leave()
 
     def leave(self) -> None:
-        """Abort the request unless it has ended."""
         if self._under_way.get(self._name) is self:
             del self._under_way[self._name]
             self._peer.send(Abort(self._name))
@@ -235,10 +234,10 @@ _ALIKE = ("family", "dtype", "max_model_len", "vocab_size", "eos_token_ids", "sa
 class DialledClient(CallableEngine):
     """`EngineClient` of an engine that dialled in.  A close ends the connection, not the engine.
 
-    Belongs to the event loop of its connection.  hearing: of its beats.  on_beat: called with each beat.
+    Belongs to the event loop of the connection.  hearing: of the beats.  on_beat: called with each beat.
     on_move: called with move orders for requests of this connection.  on_death: called with the adapters in
-    the engine's notes at its death, and the notes.  max_unread: unread items per request.  notes: place of
-    the engine's notes.
+    the engine's notes at death, and the notes.  max_unread: unread items per request.  notes: place of the
+    engine's notes.
     """
 
     ended: asyncio.Event
@@ -411,7 +410,7 @@ class InstanceListener:
         return None
 
     async def _host(self, peer: Peer, hello: Hello, host: str) -> None:
-        """Serve the engine's connection until its end."""
+        """Serve the engine's connection until the end."""
         client = DialledClient(peer, hello.name, self._max_unread, hello.notes)
         client.on_move = self._instance_registry.on_move
         client.on_death = partial(self._instance_registry.suspects.note_death, hello.name)

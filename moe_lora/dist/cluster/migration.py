@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves a running request between instances, without a gap in its stream.
+"""Moves a running request between instances, without a gap in the stream.
 
-The target gets the request and its answer so far, held: it loads the adapter, allocates pages and computes
+The target gets the request and the answer so far, held: it loads the adapter, allocates pages and computes
 all tokens but the last, while the source decodes.  Then the source holds the request between two steps and
-returns its new tokens. The target resumes with these tokens; its answer is the acknowledgement.  The stream
-continues from the source's last token with the target's next.  Before the acknowledgement the source owns
-the request and resumes after any error; afterwards the target owns the request, with failover as usual (see
-`failover`). Source: dLoRA section 5.2 (migration as a transfer of tokens); the two phases are ours.
+returns the new tokens. The target resumes with these tokens; the answer to the resume is the
+acknowledgement.  The stream continues from the source's last token with the target's next.  Before the
+acknowledgement the source owns the request and resumes after any error; afterwards the target does, with
+failover as usual (see `failover`). Source: dLoRA section 5.2 (migration as a transfer of tokens); the two
+phases are ours.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ class RequestMover:
     async def _send_kv(self, source: Attempt, target: Attempt) -> KvWindow | None:
         """Have the source put computed KV into the target's window; None: the target has no window."""
         window: KvWindow | None = await target.call("kv_window")
-        if window is None:  # its pages went to an older request, or it has several ranks
+        if window is None:  # the pages went to an older request, or there are several ranks
             target.kind = "tokens"
         else:
             await source.call("kv_send", window.descriptor, window.layout)

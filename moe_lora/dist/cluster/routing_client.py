@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several engines behind one `EngineClient`: requests are routed, and outlive their engine."""
+"""Several engines behind one `EngineClient`: requests are routed, and outlive an engine."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class AdapterCalls(Protocol):
 
 
 class FleetClient:
-    """`EngineClient` over the instances of an `InstanceRegistry` (see `EngineClient` for its contract).
+    """`EngineClient` over the instances of an `InstanceRegistry` (see `EngineClient` for the contract).
 
-    At an instance's end its unfinished requests continue at another, from their last token. adapters:
-    loads, unloads and pins; its ranks are filled before the first request is routed. meter: counts each
-    request's tokens by adapter; None: no count. seed: source of seeds for requests without a seed, so that
-    their answers can continue elsewhere.
+    At an instance's end, unfinished requests continue at another from the last token. adapters: loads,
+    unloads and pins, with ranks known before the first request. meter: counts each request's tokens by
+    adapter; None: no count. seed: source of seeds for requests without a seed, so that answers can continue
+    elsewhere.
     """
 
     def __init__(
@@ -288,13 +288,12 @@ class FleetClient:
             await self._end_move(resumable)
 
     def _end_aborted(self, resumable: ResumableRequest, attempt: Attempt) -> None:
-        """End an aborted request here if its instance has not."""
         is_running = self._running.get(resumable.request.request_id) is resumable
         if is_running and resumable.attempt is attempt:
             attempt.leave()
 
     async def model_info(self) -> ModelInfo:
-        """Of one instance, as all are alike.  max_loras counts for each."""
+        """Of one instance, since all are alike.  max_loras counts for each."""
         if self._info is None:
             info = (await ask_live(self._instance_registry, lambda client: client.model_info()))[0][1]
             self._adapters.ranks.update({one.name: one.lora_rank for one in await self.list_adapters()})

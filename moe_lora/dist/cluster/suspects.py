@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters suspected of an instance's end: one trial request of one adapter at a time.
 
-An instance that dies leaves notes of the adapters under load or compute (`step_notes`).  Each of these
-adapters is a suspect until a trial, one of its requests, gains a token on another instance.  A trial that
-ends its instance too convicts the adapter: refused until its next load.
+An instance that dies leaves notes of the adapters under load or compute (`step_notes`).  Each noted adapter
+is a suspect until a request, the trial, gains a token on another instance.  A trial that ends another
+instance convicts the adapter: refused until the next load.
 
-The front ends of a host run one trial of an adapter at a time under the lock of the notes; the notes name
-the trial for the other front ends.
+The front ends of a host run a single trial of an adapter at a time under the lock of the notes; the notes
+name the trial for other front ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PROVEN = "proven"
 
 @dataclass(eq=False)
 class Trial:
-    """One request of a suspect, and its instance.  notes: locked for the trial."""
+    """A request of a suspect, and the instance.  notes: locked for the trial."""
 
     adapter: str
     notes: Sequence[ReadNotes] = ()
@@ -48,9 +48,9 @@ class Trial:
 
 
 class Suspects:
-    """The suspects of one front end; belongs to its event loop.
+    """The suspects of one front end and event loop.
 
-    num_live, num_known: count instances that take requests, and all that this front end knows.
+    num_live, num_known: count instances that take requests, and all known instances.
     """
 
     def __init__(self, num_live: Callable[[], int], num_known: Callable[[], int]) -> None:
@@ -59,9 +59,9 @@ class Suspects:
         self._suspects: dict[str, list[str]] = {}
         """By adapter: the instances that died with the adapter in their notes."""
         self._died_s: dict[str, float] = {}
-        """By adapter: the time of the last of these deaths."""
+        """By adapter: time of the last death."""
         self._notes: dict[str, list[ReadNotes]] = {}
-        """By adapter: these notes, each once."""
+        """By adapter: the notes, each once."""
         self._refused: dict[str, str] = {}
         self.active = False
         """True while an adapter is a suspect or refused."""
@@ -192,7 +192,7 @@ class Suspects:
         return self._num_live() >= least
 
     def _locked(self, adapter: str) -> Trial | None:
-        """Return a trial of the adapter; None while another front end of this host has a trial."""
+        """A trial of the adapter; None during another front end's trial on this host."""
         trial = Trial(adapter, tuple(self._notes.get(adapter, ())))
         for number, notes in enumerate(trial.notes):
             if not notes.try_lock():

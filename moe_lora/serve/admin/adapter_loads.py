@@ -130,7 +130,7 @@ class AdapterLoads:
         self._loaded.pop(body.lora_name, None)
 
     async def _checked(self, body: LoadAdapterRequest) -> str:
-        """Checks the body before any file is read.  Returns the adapter's folder.  Raises ApiError."""
+        """Check the body before any file is read.  Returns the adapter's folder.  Raises ApiError."""
         check_new_name(body.lora_name, self._frontend)
         check_base(body.base_model_name, self._frontend)
         folder = await self._find(body)
@@ -170,7 +170,6 @@ class AdapterLoads:
         return files.are_unchanged()
 
     async def _pin(self, body: LoadAdapterRequest, *, unload: bool = False) -> None:
-        """Pins the adapter.  unload: if the pin fails, the adapter is unloaded."""
         try:
             await self._frontend.client.call("pin_adapter", body.lora_name, pinned=True)
         except CapacityError as error:
@@ -180,7 +179,7 @@ class AdapterLoads:
             raise bad_request(f"{error}; the adapter is {state}", "pinned") from error
 
     async def _version(self, name: str) -> int | None:
-        """Returns the version of a loaded name; None for an unknown name, or lost content."""
+        """Version of a loaded name; None for an unknown name, or lost content."""
         infos = await self._frontend.client.list_adapters()
         found = (info.version for info in infos if info.name == name and info.residency != "unavailable")
         return next(found, None)
@@ -231,7 +230,6 @@ class _Files:
 
 
 def _stamps(folder: str) -> Stamps:
-    """Returns inode, size and times of both files; empty if a file is absent."""
     try:
         found = [os.stat(os.path.join(folder, name)) for name in (CONFIG_FILE, WEIGHTS_FILE)]
     except (OSError, ValueError):
@@ -240,7 +238,7 @@ def _stamps(folder: str) -> Stamps:
 
 
 def _digest(folder: str, root: str | None) -> str | None:
-    """Returns the SHA-256 of the adapter's files; None if a file can't be read."""
+    """SHA-256 of the adapter's files; None for an unreadable file."""
     digest = hashlib.sha256()
     try:
         for name in (CONFIG_FILE, WEIGHTS_FILE):

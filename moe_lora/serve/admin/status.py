@@ -169,7 +169,9 @@ def capacity_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/lora_server/restart", response_model=None)
     async def restart(limit_s: RestartLimit = RESTART_S) -> Response:
-        """Restart its ranks in turn; answers when all are back, 503 if a rank is not back in `limit_s`."""
+        """Restart the LoRA Server's ranks in turn; answers when all are back, 503 if a rank is not back in
+        `limit_s`.
+        """
         return JsonResponse(asdict(await ask_server("restart_server", limit_s)))
 
     return router
@@ -213,7 +215,6 @@ def welcome_router(frontend: Frontend, app: FastAPI) -> APIRouter:
 
 
 def _rows(app: FastAPI) -> list[str]:
-    """A row of the table for each endpoint."""
     return [
         f"<tr><td><code>{method.upper()} {escape(path)}</code><td>{escape(one.get('description', ''))}"
         for path, methods in app.openapi()["paths"].items()

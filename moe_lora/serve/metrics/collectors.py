@@ -217,7 +217,7 @@ def plain(kind: Kind, name: str, text: str, model_name: str, value: float | None
 def table(
     kind: Kind, rows: tuple[tuple[str, str, str], ...], model_name: str, state: Any
 ) -> Iterator[Metric]:
-    """A plain family for each row: name, text, field of `state`; without a sample if it has none."""
+    """A plain family for each row: name, text, field of `state`; no sample for an absent state."""
     for name, text, field in rows:
         yield plain(kind, name, text, model_name, getattr(state, field, None))
 
@@ -283,7 +283,7 @@ def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) 
 
 
 def cache_config_family(model_name: str, config: EngineConfig, info: ModelInfo | None) -> Metric:
-    """The cache of one instance, in labels.  info: None: no engine answers, and there is no sample."""
+    """The cache of an instance, in labels.  info: None: no sample."""
     labels = {"model_name": model_name}
     if info is not None:
         share = config.memory_utilization
@@ -308,7 +308,7 @@ LEVELS: tuple[AdapterResidency, ...] = ("device", "remote", "host", "peer", "dis
 
 
 def loaded_family(adapters: Sequence[AdapterInfo], limit: int) -> Metric:
-    """1 for each adapter and its level: all on the device, then others up to `limit` adapters in all."""
+    """1 for each adapter and level: adapters on the device, then others up to `limit` in all."""
     ordered = sorted(adapters, key=lambda one: LEVELS.index(one.residency))
     num_ready = sum(one.residency in ("device", "remote") for one in ordered)
     return family(
@@ -336,7 +336,7 @@ def routing_families(model_name: str, routing: RoutingStats) -> Iterator[Metric]
 
 
 def move_families(model_name: str, moves: MoveStats | None) -> Iterator[Metric]:
-    """Families of moved requests; None: there is one engine only."""
+    """Families of moved requests; None: a single engine."""
     yield family(
         CounterMetricFamily,
         "moe_lora:migrations",

@@ -61,15 +61,14 @@ HISTOGRAMS = {
 TIMINGS = ("queue_s", "prefill_s", "adapter_load_s", "kv_load_s", "decode_ttft_s")
 """The fields of `RequestTiming` with a histogram."""
 GAP_NAMES = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
-"""One measure under its current name and under the name in older dashboards."""
+"""The current name, and the name in older dashboards."""
 
 
 class Metrics:
-    """All metrics of one app, in a separate registry.
+    """Metrics of one app, in a separate registry.
 
-    stats, info, adapters: the engine's, None if the engine is gone.  server: the LoRA Server's state, None
-    without answer or server.  by_adapter, by_tenant: None if `metrics_by_name` is 0.  refusals: reasons of
-    refusals, each counted from 0.
+    stats, info, adapters, server: None without an answer.  by_adapter, by_tenant: None if `metrics_by_name`
+    is 0.  refusals: reasons of refusals, each counted from 0.
     """
 
     def __init__(self, cluster: ClusterConfig, controller: Controller, refusals: Iterable[str] = ()) -> None:
@@ -208,7 +207,7 @@ class RequestWatch:
         self._num_tokens += num_tokens
 
     def end(self, reason: str, timing: RequestTiming | None) -> None:
-        """Record the request's end.  reason: of its finish; "refused": not counted."""
+        """Record the request's end.  reason: finish reason; "refused": not counted."""
         if reason == "refused":
             if self._visit is not None:
                 self._visit.refuse()

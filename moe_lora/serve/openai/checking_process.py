@@ -90,7 +90,6 @@ async def _spawn(limit_s: float) -> None:
 
 
 async def _read_there(spawning: asyncio.Task[None], tokenizer: Tokenizer | None) -> None:
-    """Reads code and tokenizer in the process."""
     await asyncio.shield(spawning)
     with fail_after(FIRST_START_S):
         await to_process.run_sync(_read, tokenizer, cancellable=True)

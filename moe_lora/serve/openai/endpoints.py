@@ -74,7 +74,7 @@ class ChoiceFormat:
         raise NotImplementedError
 
     def whole(self, delta: Delta) -> dict[str, Any]:
-        """The choices entry of a finished choice, its deltas joined."""
+        """The choices entry of a finished choice."""
         raise NotImplementedError
 
     def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Any:
@@ -385,7 +385,6 @@ class RequestIds:
     """
 
     def __init__(self, app: ASGIApp, caller: Caller = NO_ADMIN) -> None:
-        """caller: of requests without a caller from `Access`."""
         self._app = app
         self._caller = caller
 
@@ -409,7 +408,7 @@ class RequestIds:
 
 
 def name_request(request: Request, request_id: str | None) -> str:
-    """The request's id for its answer: the header's, else `request_id`, else a new one (as in vLLM).
+    """The request's id for the answer: the header's, else `request_id`, else a new id (as in vLLM).
 
     request_id: of the body; if unfit for a header, in the answer's body only.
     """

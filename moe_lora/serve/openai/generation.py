@@ -132,8 +132,8 @@ class Watchers:
 class Generation:
     """`num_choices` answers to each prompt, in order.  `deltas` or `whole` runs a generation once.
 
-    client: for the limits.  answer_tokens: the longest answer of each prompt.  continues_prompt: the answer
-    keeps a leading space.  priority: within the tenant.  timeout_s: from from_s on, of the monotonic clock.
+    client: for the limits.  answer_tokens: longest answer per prompt.  continues_prompt: the answer keeps a
+    leading space.  priority: within the tenant.  timeout_s: from from_s on, of the monotonic clock.
     """
 
     frontend: Frontend
@@ -174,7 +174,7 @@ class Generation:
         return reserved(allowance, num_tokens)
 
     async def whole(self) -> list[Delta]:
-        """All choices, the deltas of each joined."""
+        """All choices with joined deltas."""
         parts: list[list[Delta]] = [[] for _ in range(len(self.prompts) * self.num_choices)]
         async with self.deltas() as deltas:
             async for delta in deltas:
@@ -341,7 +341,6 @@ class Generation:
         )
 
     def _delta(self, index: int, output: TokenOutput, text: TextStream | None) -> Delta:
-        """Count the tokens of an output and decode them."""
         if output.finish_reason == "error":
             raise ApiError(503, f"the engine can't run this request: {output.error}")
         token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason

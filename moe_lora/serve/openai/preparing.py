@@ -54,7 +54,7 @@ class Bounds:
 class Prepared:
     """A request for the engine.
 
-    body: without its prompt or messages.  prompts: token ids.  answer_tokens: most tokens of each prompt's
+    body: without prompt or messages.  prompts: token ids.  answer_tokens: most tokens of each prompt's
     answer, for the limits.  ignored: unknown fields, as in headers.
     """
 
@@ -66,7 +66,7 @@ class Prepared:
 
 
 class Preparer:
-    """Prepares one front end's requests; belongs to one event loop.  tokenizer: None: token ids only.
+    """Prepares one front end's requests, in one event loop.  tokenizer: None: token ids only.
 
     process: checks large bodies; None: a process starts with the first large body.  adapter_texts: see
     `served_text`.
@@ -121,7 +121,7 @@ class Preparer:
     async def _elsewhere(
         self, kind: type[SamplingFields], content: bytes, bounds: Bounds, client: str
     ) -> Prepared:
-        """Prepare in the other process, in turn between clients: each has one body in the queue."""
+        """Prepare in the other process, in turn between clients: at most one queued body per client."""
         limits = self._limits
         turn = self._turns.setdefault(client, asyncio.Lock())
         try:
@@ -142,7 +142,7 @@ class Preparer:
 def prepare_now(
     kind: type[SamplingFields], content: bytes, tokenizer: Tokenizer | None, bounds: Bounds
 ) -> Prepared:
-    """As `Preparer.prepare`, inline; returns its free memory to the system."""
+    """As `Preparer.prepare`, inline; returns free memory to the system."""
     try:
         body = parse(kind, content, bounds)
         tokenizer = tokenizer_of(body.model, tokenizer, bounds)

@@ -73,7 +73,7 @@ class PeerModel(ApiModel):
         return list(self.model_extra or ())
 
     def drop_unknown(self) -> None:
-        """Drops unknown fields.  Their values may be large."""
+        """Drops unknown fields, possibly with large values."""
         if self.model_extra:
             self.model_extra.clear()
 
@@ -161,12 +161,11 @@ class SamplingFields(ApiRequest):
             self.stream_options.drop_unknown()
 
     def without_prompt(self) -> Self:
-        """The body without its large fields."""
+        """The body without large fields."""
         raise NotImplementedError
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Refuses contradictory fields."""
         if self.best_of is not None and self.best_of != self.num_choices:
             raise FieldError("best_of", f"best_of={self.best_of} must equal n={self.num_choices}")
         options = self.stream_options

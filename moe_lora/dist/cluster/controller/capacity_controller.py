@@ -31,8 +31,8 @@ class CapacityController:
     """Evaluates the provisioning model on the requests of a window, every `interval_s` while `run` runs.
 
     Belongs to one event loop; other threads solve the model and call the LoRA Server. server: the LoRA
-    Server's leader; None: instances hold adapters, max_loras each. latest: the last evaluation; None before
-    the first, or after a failure.
+    Server's leader; None: instances hold adapters, max_loras each. latest: None before the first
+    evaluation, or after a failure.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class CapacityController:
 
     @verb
     async def restart_server(self, limit_s: float) -> ServerState:
-        """Restart the LoRA Server's ranks in turn, its leader last; returns the state then.
+        """Restart the LoRA Server's ranks in turn, the leader last; returns the state then.
 
         Instances compute an absent rank's part, so only one rank may be absent: each restart waits for all
         links of the rank before.  Raises LoraServerError if a rank or link is missing after limit_s, or an
@@ -144,7 +144,6 @@ class CapacityController:
         return self._server
 
     async def _places(self) -> tuple[int, int]:
-        """Most resident adapters per instance, and number of live instances."""
         info, stats = await asyncio.gather(self._client.model_info(), self._client.stats())
         live = sum(one.live for one in stats.instances) if isinstance(stats, FleetStats) else 1
         return info.max_loras, max(1, live)
@@ -179,7 +178,6 @@ class CapacityController:
 
 
 def _is_back(state: ServerState, before: ServerState, server_rank: int) -> bool:
-    """True if a restarted rank has joined again with all links."""
     is_new = state.incarnation != before.incarnation or state.ranks[server_rank] > before.ranks[server_rank]
     is_linked = state.num_instances >= before.num_instances and not state.unlinked[server_rank]
     return is_new and all(state.ranks) and is_linked

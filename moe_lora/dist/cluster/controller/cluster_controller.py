@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions for all front ends: adapters, their placement, the LoRA Server's capacity."""
+"""Decisions for all front ends: adapters, placement, the LoRA Server's capacity."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _LOOK_S = 0.01
 
 
 class ClusterController:
-    """Decides and executes calls; every system has one.
+    """Decides and executes calls.
 
-    A single front end has the controller in its process; several share a process behind a
+    A single front end has the controller in the same process; several share a process behind a
     `FrontEndListener`.  placement: None: every instance has all adapters.  migration: None: no moves of
     requests.  provision: None: no watch on the load.  registry: None: adapters have paths only.  instances:
     None: no drains.
@@ -99,7 +99,7 @@ def _verbs_of(part: object | None) -> dict[str, Callable[..., Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ControlledFleet:
-    """A controller and its fleet."""
+    """A controller with the fleet."""
 
     controller: ClusterController
     fleet: FleetClient
@@ -134,7 +134,6 @@ class ControlledFleet:
 
 
 def _capacity_controller(cluster: ClusterConfig, fleet: FleetClient) -> CapacityController | None:
-    """None: no watch on the load of adapters."""
     if cluster.provisioning is None:
         return None
     from .capacity_controller import make_capacity_controller
@@ -145,7 +144,6 @@ def _capacity_controller(cluster: ClusterConfig, fleet: FleetClient) -> Capacity
 def _migration_controller(
     cluster: ClusterConfig, routes: Routes, instance_registry: InstanceRegistry
 ) -> MigrationController | None:
-    """None: requests stay on their instances."""
     if cluster.front_end.migration == "off":
         return None
     from .migration_controller import make_migration_controller
@@ -165,10 +163,10 @@ async def controlled_fleet(
     recovery_s: float | None = None,
     on_give_up: Callable[[str], None] = lambda name: None,
 ) -> AsyncIterator[ControlledFleet]:
-    """A controller for the instances that dial that address, until the context ends.
+    """A controller for the instances that dial the address, until the context ends.
 
-    setting: names the address in errors.  advice: see `InstanceRegistry`.  registry: its adapters are part
-    of cluster.engine.  recovery_s: see `CatchUp`.  on_give_up: see `InstanceListener`.  Raises ConfigError
+    setting: names the address in errors.  advice: see `InstanceRegistry`.  registry: with adapters among
+    cluster.engine's.  recovery_s: see `CatchUp`.  on_give_up: see `InstanceListener`.  Raises ConfigError
     for errors known at start.
     """
     config = cluster.engine

@@ -58,7 +58,7 @@ class FrontEndHello(Message, frozen=True, kw_only=True):
 
 
 class Admitted(Message, frozen=True):
-    """The controller's answer.  refusal: reason of a refusal; None: admitted."""
+    """The controller's answer.  refusal: reason, or None for admitted."""
 
     refusal: str | None = None
 
@@ -173,10 +173,11 @@ class ClusterStateLog:
         return True
 
     def recover(self, state: ClusterState) -> None:
-        """Continue from a front end's state of the controller before this one.
+        """Continue from a front end's state of the earlier controller.
 
         The higher version of each adapter counts, as in `Served.joined`; the table with the higher number,
-        with its demand; an operator's later order to an instance. Numbers continue above all known numbers.
+        and the table's demand; an operator's later order to an instance. Numbers continue above all known
+        numbers.
         """
         self._instance_registry.drains.learn(state.drains)
         self.state = replace(self.state, number=max(self.state.number, state.number))

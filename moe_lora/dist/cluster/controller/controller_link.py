@@ -70,7 +70,7 @@ class ReportedWindow:
 
 
 class ControllerLink:
-    """Carries a front end's calls and reports to the controller, and its decisions to registry and router.
+    """Carries a front end's calls and reports to the controller, and decisions to registry and router.
 
     Belongs to the event loop of `run`.  up: True while connected.  state: the newest received; late older
     states are ignored.  num_joins: connections so far.  watched: True if the controller watches the load on

@@ -51,7 +51,7 @@ LONGEST_RECOVERY_S = 10.0
 class Session:
     """A connected front end.
 
-    taken: number of its routing state.  visits: its running requests.  instances: see `FrontEndReport`.
+    taken: number of the current routing state.  visits: running requests.  instances: see `FrontEndReport`.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Session:
 
 
 class FrontEndListener:
-    """Answers the calls of front ends, and sends decisions to all of them.
+    """Answers the calls of front ends, and sends decisions to all.
 
     The recovery ends, and the first states leave, after the front ends' reports. front_ends: configured
     names.
@@ -136,7 +136,6 @@ class FrontEndListener:
         )
 
     async def _show(self) -> None:
-        """Send front ends the controller's figures for their metrics."""
         while True:
             for session in self.sessions:
                 session.peer.send(self._controller.figures)
@@ -151,7 +150,6 @@ class FrontEndListener:
             logger.debug("no instance says which ranks adapters have: %r", error)
 
     def _give_out(self) -> None:
-        """Send a changed state to all."""
         if self._state_log.write():
             self._send_all()
 
@@ -234,7 +232,7 @@ class FrontEndListener:
                     session.see(window, event)
 
     async def _answer(self, call: Asked) -> None:
-        """Execute a call; answer after all front ends have its changes."""
+        """Execute a call; answer once all front ends have the changes."""
         await self._ready.wait()
         try:
             value = await self._controller.call(call.method, *call.args)

@@ -24,7 +24,7 @@ SETTLE_S = 0.5
 class InstanceControl:
     """Drains and restarts instances, one at a time.
 
-    drain_s: time for a restarted instance to lose its requests; the rest continues elsewhere as after a
+    drain_s: time for a restarted instance to lose requests; the rest continues elsewhere as after a
     failure.  seen_by_all: True if all front ends send requests to the process of that name and incarnation.
     An order for an absent instance waits while the instance may dial in.
     """
@@ -37,11 +37,11 @@ class InstanceControl:
 
     @verb
     async def drain_instance(self, name: str) -> None:
-        """Give an instance no requests, and move its requests elsewhere if possible.
+        """Give an instance no requests, and move requests elsewhere if possible.
 
         The instance remembers the order for a later controller.
 
-        Raises ConfigError for an unknown instance, and for the last undrained one.
+        Raises ConfigError for an unknown instance, and for the last undrained instance.
         """
         await self._named(name)
         await self._check_others(name, lambda: self._registry.undrained)
@@ -68,10 +68,10 @@ class InstanceControl:
 
     @verb
     async def restart_instance(self, name: str, limit_s: float) -> None:
-        """Drain an instance, end its process, and return when its next process takes part.
+        """Drain an instance, end the process, and return when the next process takes part.
 
-        The process's supervisor starts the next.  A returning instance is awaited. Raises ConfigError for
-        an unknown instance, or if all others are drained. Raises EngineDeadError if no process takes part
+        A supervisor starts the next process.  A returning instance is awaited. Raises ConfigError for an
+        unknown instance, or if all others are drained. Raises EngineDeadError if no process takes part
         within limit_s of the call or of the end, or no other instance serves at all front ends.
         """
         async with self._restarting:

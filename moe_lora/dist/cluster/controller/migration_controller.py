@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves of requests between instances: collect loads, call the policy, send its orders.
+"""Moves of requests between instances: collect loads, call the policy, send orders.
 
 A request's front end carries out a move (`dist.cluster.migration`).  The controller sends the order to the
 request's instance, which knows the front end: the same for any number of front ends. Source: dLoRA, section
@@ -75,10 +75,9 @@ class Report:
 
 
 class MigrationController:
-    """Checks the instances once in each migration_interval_s, until cancelled.
+    """Checks the instances in each migration_interval_s, until cancelled.
 
-    Plans only after the moves of the last plan, so that no request has two targets and no load counts
-    twice.
+    Plans only after the last plan's moves: no request gets two targets and no load counts twice.
 
     max_num_seqs: an instance's seats.  steps: of the routers' performance model; None: unknown.
     same_layout: True if KV can move between instances.  num_orders: requested moves so far.
@@ -249,7 +248,7 @@ class MigrationController:
         return cheaper_move(row, load.num_bytes, self._steps, rate, same_layout=self._same_layout)
 
     async def _pass_on(self, plan: MigrationPlan, kinds: dict[tuple[str, str], str]) -> int:
-        """Send each source its moves: waiting requests first, else in the plan's order."""
+        """Send moves to each source: waiting requests first, else in the plan's order."""
         orders: defaultdict[str, list[MoveOrder]] = defaultdict(list)
         for request, source, target in sorted(plan.moves, key=lambda move: not self._waits(move[0])):
             key = cast("tuple[str, str]", request)

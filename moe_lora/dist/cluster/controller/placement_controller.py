@@ -37,11 +37,11 @@ class PlacementController:
     """Every placement_interval_s: tokens of the time step -> forecast -> placement -> the router's new
     table.
 
-    Placements use undrained instances. All instances know all adapters, so every route is correct; the
+    Placements use undrained instances. Every instance knows every adapter, so every route is correct. The
     table decides the adapters on each device: loaded with the first request, ahead of it with
     burst_tolerance, and at once for an instance that joins between steps.  Belongs to one event loop;
     another thread computes placements. routes_by_table: False: another router routes, and the table only
-    lists preloads. latest: quality of the last placement under its demand; None before the first.
+    lists preloads. latest: quality of the last placement for the forecast demand; None before the first.
     num_copies: adapters moved to instances since the start.  num_problems: failed placements; the earlier
     table stays.  demand: last forecast, tokens/s.
     """
@@ -176,7 +176,6 @@ class PlacementController:
         )
 
     async def _preload(self) -> None:
-        """Send instances their new preloads."""
         live = [one for one in self._client.instances if one.live and self._preloaded.get(one.index)]
         untold = [one for one in live if self._told.get(one.index) is not one.client]
         await asyncio.gather(*(self._preload_on(one.index, one.client) for one in untold))
@@ -186,7 +185,7 @@ class PlacementController:
             await client.call("preload_adapters", self._preloaded[index])
         except EngineDeadError:
             return  # sent again at the instance's return
-        except Exception as error:  # its adapters load with their first requests
+        except Exception as error:  # adapters load with their first requests
             self._failed(f"instance {index} can't preload adapters: {error!r}")
         self._told[index] = client
 
@@ -197,6 +196,6 @@ class PlacementController:
 
 
 def _placed_on(stats: FleetStats) -> list[InstanceStats]:
-    """Live undrained instances; if all live instances are drained, all live ones."""
+    """Live undrained instances; all live instances if none is undrained."""
     live = [one for one in stats.instances if one.live]
     return [one for one in live if not one.drained] or live

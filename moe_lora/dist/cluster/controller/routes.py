@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Routes:
-    """A router, and the meters and ranks that clients of instances fill.
+    """A router, with meters and ranks that clients of instances fill.
 
     table: swapped by placements; the router, or a record of preloads beside another router; None: no table.
     meter: of the demand, for a placement; None: no placement.  steps: of the performance model; None: no

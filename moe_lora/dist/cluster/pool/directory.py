@@ -103,8 +103,8 @@ class PoolDirectory:
         return {one: self.sources(one, client, turn) for one in changed}
 
     async def enter(self, client: CallableEngine) -> None:
-        """Learn the adapters of an engine that dialled in or was silent; after a front end's restart, from
-        all engines.  The highest version of a name counts.
+        """Learn the adapters of an engine that dialled in or was silent; after a front end's restart, of
+        every engine.  The highest version of a name counts.
         """
         entries: list[PoolEntry] = await client.call("pool_state")
         self._told[client] = 0  # sources sent by an earlier front end may have changed
@@ -143,7 +143,6 @@ class PoolDirectory:
     async def _take(
         self, client: CallableEngine, name: str, path: str, version: int, content_hash: str | None
     ) -> None:
-        """Serve an adapter on an engine with a copy of the served content."""
         facts = self.facts_at(name, path, version)
         if facts is None:
             await self._load(client, name, path, version, content_hash)
@@ -218,7 +217,7 @@ class PoolDirectory:
             self._holders.pop(content_hash, None)
 
     def _change(self, content_hash: str) -> None:
-        """Note changed holders.  After many changes all engines get all sources, so the list stays short."""
+        """Note changed holders.  After many changes all engines get all sources: the list stays short."""
         self._changes.append(content_hash)
         if len(self._changes) > 1000 + 10 * len(self._holders):
             self._changes = list(self._holders)

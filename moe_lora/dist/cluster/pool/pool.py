@@ -64,7 +64,7 @@ class FleetPool:
     async def sweep(self) -> None:
         """Free contents without a served name or a request on any instance.
 
-        Instances report them, so earlier failures to free don't matter.
+        Instances report such contents, so earlier failures to free don't matter.
         """
         with suppress(EngineDeadError):
             answers, _ = await self._ask(self._instance_registry.live, "pool_orphans")
@@ -205,7 +205,7 @@ class FleetPool:
             self._directory.note(client, content_hash, source)
 
     async def _drop_copies(self) -> None:
-        """Drop unwanted copies: sources are updated first, so that no instance reads a dropped copy."""
+        """Drop unwanted copies after an update of sources: no instance reads a dropped copy."""
         held, target = self._held(), self._target()
         drops = await asyncio.to_thread(lambda: copies_to_drop(target(), held))
         if not drops:
@@ -220,7 +220,6 @@ class FleetPool:
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _tell(self) -> None:
-        """Send each instance its changed sources."""
         calls = []
         for instance in self._instance_registry.live:
             client = _engine(instance)
