@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of an engine for KV and adapters, from its settings and its model."""
+"""Memory of an engine for KV and adapters, from settings and model."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _check_share(config: EngineConfig, free: int) -> None:
 
 
 def most_sharers(config: EngineConfig) -> int:
-    """Ranks on the most shared device of this engine: its arenas are equal on all ranks."""
+    """Ranks on the most shared device of this engine, for equal arenas on all ranks."""
     return max((one.num_sharers for one in config.device_shares), default=1)
 
 

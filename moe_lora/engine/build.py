@@ -112,7 +112,7 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
 
 
 def _in_own_thread(work: Callable[[], EngineCore]) -> EngineCore:
-    """Run `work` in a thread of its own; returns its result or raises its error.
+    """Run `work` in a separate thread; returns the result or raises the error.
 
     OpenMP keeps worker threads for every thread that ever used some.  Steps run in another thread: if the
     loading thread stayed alive, there would be two workers per core, and decode steps took up to twice as
@@ -202,7 +202,6 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
 
 
 def _kept_originals(config: EngineConfig, rank: Rank, adapters: list[PackedAdapter]) -> int:
-    """Host memory of each process for merging; 0 without merging."""
     if not rank.merges:
         return 0
     targets = {module for packed in adapters for module in packed.targets}
@@ -213,7 +212,6 @@ def _kept_originals(config: EngineConfig, rank: Rank, adapters: list[PackedAdapt
 
 
 def _host_free(config: EngineConfig) -> int:
-    """Free host memory for each process of this engine."""
     return free_bytes(torch.device("cpu")) // (config.num_instances * config.num_ranks)
 
 
@@ -227,7 +225,6 @@ def _core(
     runner: ModelRunner,
     store: AdapterStore,
 ) -> EngineCore:
-    """The core over ready memory and runner."""
     clock, page_bytes = WallClock(), rank.layout.page_bytes
     cache = UnifiedCache(
         num_device_pages=size.num_pages,
@@ -310,7 +307,7 @@ def _kv_transfer(config: EngineConfig, rank: Rank) -> KvTransfer:
 
 
 def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
-    """With a LoRA Server its store keeps the contents; this instance never removes them."""
+    """With a LoRA Server the server's store keeps the contents; this instance never removes them."""
     store: HostStore | None = None
     if rank.lora_server is not None:
         store = rank.lora_server.store

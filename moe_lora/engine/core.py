@@ -141,7 +141,7 @@ class EngineCore:
         self._transfers.followers.watch(on_loss)
 
     def attach_merging(self, merging: Merging) -> None:
-        """Let `merging` choose the weights' adapter before each step."""
+        """Let `merging` choose the merged adapter before each step."""
         self._merging = merging
 
     def attach_moves(self, make_kv: Callable[[], KvTransfer]) -> None:
@@ -207,7 +207,7 @@ class EngineCore:
         for sequence in (item.sequence for item in plan):
             if not sequence.counted:
                 sequence.counted = True
-                if sequence.request.held:  # looked up at its former instance
+                if sequence.request.held:  # looked up at the former instance
                     continue
                 self._counters["prefix_query_tokens"] += len(sequence.tokens)
                 self._counters["prefix_hit_tokens"] += sequence.num_cached
@@ -228,7 +228,6 @@ class EngineCore:
         return [self._take(*gain) for gain in drawn if gain[0].adapter not in spoilt]
 
     def _run_apart(self, plan: SequenceOf[Scheduled[Sequence]], error: Exception) -> list[TokenOutput]:
-        """The outputs of a step that raised, run again in parts (see `suspects`)."""
         gains = self.catch_up()
 
         def complete(items: SequenceOf[Scheduled[Sequence]]) -> None:
@@ -294,7 +293,6 @@ class EngineCore:
         return [self._take(*gain) for gain in gains if self._goes_on(gain[0])]
 
     def _goes_on(self, sequence: Sequence) -> bool:
-        """True if the sequence has not ended."""
         return self._sequences.get(sequence.request.request_id) is sequence
 
     def _schedule(self) -> list[Scheduled[Sequence]]:
@@ -352,7 +350,6 @@ class EngineCore:
         return any(sequence.held for sequence in self._sequences.values())
 
     def _end(self, sequence: Sequence, reason: FinishReason, problem: str | None = None) -> TokenOutput:
-        """The last output of a request that has left the scheduler."""
         request_id = sequence.request.request_id
         del self._sequences[request_id]
         timing = sequence.timing(self._clock.now_s())
@@ -396,7 +393,7 @@ class EngineCore:
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """Drop a request; returns its last output, or None for an unknown or ended request."""
+        """Drop a request; returns the last output, or None for an unknown or ended request."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
@@ -433,7 +430,9 @@ class EngineCore:
         return self._adapters.info(adapter)
 
     def remove_adapter(self, name: str) -> frozenset[int]:
-        """Refuse new requests for an adapter; uids of its versions, replaced ones too, still in use."""
+        """Refuse new requests for an adapter; returns uids of versions still in use, with replaced
+        versions.
+        """
         self._adapters.remove(name)
         self._contents.forget(name)
         self._transfers.send()
@@ -441,7 +440,7 @@ class EngineCore:
         return frozenset(a.uid for a in self._adapters.versions.values() if a.name == name)
 
     def adapters_in_use(self, uids: frozenset[int]) -> bool:
-        """Whether a request of one of these versions is not done yet."""
+        """True while a request of one of these versions runs."""
         return not uids.isdisjoint(self._adapters.versions)
 
     def known_adapter(self, name: str) -> tuple[AdapterInfo, PackedAdapter]:

@@ -41,7 +41,7 @@ from .loop import EngineLoop
 
 
 class InProcessClient(LoopClient):
-    """`EngineClient` with its own core."""
+    """`EngineClient` with a private core."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
@@ -74,7 +74,7 @@ class Completion:
 
 
 class Answer:
-    """Collects one request's outputs; stop strings end it."""
+    """Collects one request's outputs; ended by stop strings."""
 
     def __init__(self, request: GenerateRequest, stream: TextStream | None) -> None:
         self.request = request
@@ -137,7 +137,7 @@ _Outputs = queue.SimpleQueue[tuple[Answer, TokenOutput | Exception]]
 
 
 class _Engine:
-    """Shared part of `LLM` and `AsyncLLM`: the model, its adapters, and requests from prompts."""
+    """Shared part of `LLM` and `AsyncLLM`: the model, adapters, and requests from prompts."""
 
     def __init__(self, model_dir: str, adapters: Mapping[str, str] | None = None, **settings: Any) -> None:
         check_names("", settings, settings_of(EngineConfig))
@@ -165,7 +165,7 @@ class _Engine:
     def default_sampling(self) -> SamplingParams:
         """For prompts without `sampling`: `SamplingParams()` with the values of generation_config.json.
 
-        A `SamplingParams` of the caller is used as it is, as by vLLM's `LLM`.
+        A caller's `SamplingParams` is used unchanged, as in vLLM's `LLM`.
         """
         return SamplingParams(**self.info.sampling_defaults)  # type: ignore[arg-type]
 
@@ -245,10 +245,10 @@ class _Engine:
 
 
 class LLM(_Engine):
-    """A model and its adapters; `generate` answers a batch.
+    """A model and adapters; `generate` answers a batch.
 
-    LLM(model_dir, adapters={name: directory}, **settings); settings are those of `EngineConfig`.
-    Use it as a context manager, or call `close`.
+    LLM(model_dir, adapters={name: directory}, **settings); settings are those of `EngineConfig`. Use it as
+    a context manager, or call `close`.
     """
 
     def __enter__(self) -> LLM:
@@ -340,7 +340,6 @@ class AsyncLLM(_Engine):
 
 
 def _raise_problems(answers: Sequence[Answer], completions: Sequence[Completion]) -> None:
-    """Raises GenerationError if the engine could not complete one of the answers."""
     problems = {i: answer.problem for i, answer in enumerate(answers) if answer.problem is not None}
     if problems:
         raise GenerationError(problems, completions)

@@ -144,7 +144,7 @@ class EngineLoop(threading.Thread):
             self._emit(Reply(call.call_id, value))
 
     def _go_on(self, call: Call, steps: Steps[Any], done: Future[Any] | None) -> None:
-        """Run a verb up to its next wait, or reply.  done: the future of the last wait."""
+        """Run a verb up to the next wait, or reply.  done: the future of the last wait."""
         try:
             wait = steps.send(done)
         except StopIteration as last:

@@ -67,7 +67,7 @@ class EngineVerbs:
     ) -> Steps[AdapterInfo]:
         """Read a PEFT directory and serve the adapter; with `replace`, as a new version of the name.
 
-        Running requests finish on their version.  version: the new number; None: the last number and one.
+        Running requests finish on the old version.  version: the new number; None: the last number and one.
         content_hash: of the content to serve (`AdapterInfo.content_hash`); None: the directory's current
         content.
         """
@@ -133,7 +133,7 @@ class EngineVerbs:
 
 
 class PoolVerbs:
-    """Further verbs of an engine with its adapters in a pool."""
+    """Further verbs of an engine with a pool."""
 
     def __init__(self, engine: EngineVerbs, core: EngineCore, pool: PoolAdapters, files: Executor) -> None:
         self._engine = engine
@@ -150,7 +150,7 @@ class PoolVerbs:
         version: int,
         content_hash: str | None = None,
     ) -> Steps[PoolEntry]:
-        """Read a PEFT directory, serve the adapter and hold its bytes for other instances."""
+        """Read a PEFT directory, serve the adapter and hold the bytes for other instances."""
         yield from self._engine.load_adapter(name, path, replace, version, content_hash)
         return self._pool.entry(*self._core.known_adapter(name))
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's adapters, the places of their bytes, and their ways to the device."""
+"""Adapters of an engine: versions, places of bytes, and ways to the device."""

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 class AdapterVersion:
     """One version of an adapter.
 
-    uid: its namespace in the cache.  num_running: requests that hold the version, also while its bytes
-    load.  num_waiting: requests before their hold.  num_pages: on this device.  slot: while ready there.
+    uid: namespace in the cache.  num_running: requests that hold the version, also during a load.
+    num_waiting: requests before their hold.  num_pages: on this device.  slot: while ready there.
     loading_slot: since the start of the load.  lease: while the LoRA Server holds the version for this
-    engine.  merged: some of it is, or will be, in the weights.  leaseless: the weights carry the LoRA
-    Server's whole part.  asker: tenant of the last holding request.
+    engine.  merged: partly in the weights, or soon.  leaseless: the weights carry the LoRA Server's whole
+    part.  asker: tenant of the last holding request.
     """
 
     uid: int
@@ -67,15 +67,15 @@ class AdapterStore:
 
     in_files: files without a name, private to this process.  store: files of this store. before_removal:
     called before a file's removal, returns once no other process will open the file; None: files stay.
-    host: workers that read the store; closed with this object. others_fallback_rows: of the engine's other
-    ranks, for `counters`.
+    host: workers that read the store; closed with this object. others_fallback_rows: for `counters`, of the
+    engine's other ranks.
     """
 
     on_change: Callable[[], None] | None = None
     """Called from another thread when a request that waits for an adapter may start."""
     on_failure: Callable[[str, Exception], None] | None = None
-    """Called from another thread with a failed adapter's content hash and another process's error; its
-    next `keep` serves it again.
+    """Called from another thread with a failed adapter's content hash and another process's error; the
+    next `keep` serves the adapter again.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class AdapterStore:
         self._without_host.add(content_hash)
 
     def counters(self) -> dict[str, int]:
-        """Counters by their names in `EngineStats`."""
+        """Counters by names in `EngineStats`."""
         if self.host is None:
             return {}
         return {"host_fallback_rows": self.host.backend.num_fallback_rows + self._others_fallback_rows()}
@@ -165,12 +165,11 @@ class AdapterStore:
             self.host.close()
 
     def __len__(self) -> int:
-        """Number of kept adapters, counted once per `keep`."""
         return self._num_kept.total()
 
 
 def _nameless(packed: PackedAdapter) -> PackedAdapter:
-    """As a mapped file without a name: removed with this process, however it ends."""
+    """As a mapped file without a name, removed with this process in any case."""
     with OwnFolder() as directory:
         return _stored(packed, HostStore(directory))
 
@@ -190,7 +189,7 @@ def _stored(packed: PackedAdapter, store: HostStore) -> PackedAdapter:
 class ShardSizes:
     """Pages of adapters' layers on the rank with the most.
 
-    kept: per rank its entries ([X] bool).  shard: of the first rank, of equal size on each; None: matrices
+    kept: entries of each rank ([X] bool).  shard: of the first rank, of equal size on each; None: matrices
     are whole.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's copies between its two arenas, and from adapter files to the device.
+"""One rank's copies between both arenas, and from adapter files to the device.
 
 Orders name pages, slots and content hashes only: valid on every rank of an instance.
 """
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BringAdapter:
-    """Load an adapter to the device and point `slot` to its bytes.
+    """Load an adapter to the device and set `slot`.
 
-    layer_first_pages: first page of each layer, -1 for an empty layer.  pages: its pages on the host; None
-    = from the adapter's file.  first_group: number of first layers loaded last; each layer serves at once
+    layer_first_pages: first page of each layer, -1 for an empty layer.  pages: on the host; None = from the
+    adapter's file.  first_group: number of first layers loaded last; each layer serves at once
     (`policies.admission.host_start.load_order`); None: all serve at the end.
     """
 
@@ -142,7 +142,6 @@ class RankCopier:
             _copy(kept, pages) if order.to_device else _copy(pages, kept)
 
     def _fetch(self, order: BringAdapter, reader: LayerReader) -> Steps:
-        """Copy each layer to its place at its arrival."""
         from .pool_fetch import fetch_layers
 
         arena, sizes = self._device.view(-1), reader.layer_bytes
@@ -194,7 +193,6 @@ class RankCopier:
 
 
 def _pages_of_layer(first_pages: Sequence[int], number: int, copy: Copy) -> slice:
-    """Pages of a layer among an adapter's pages in layer order."""
     if first_pages[number] < 0:
         return slice(0, 0)
     after = next((page for page in first_pages[number + 1 :] if page >= 0), None)

@@ -126,7 +126,6 @@ class AdapterFailures:
 
 
 def _said(error: Exception) -> str:
-    """The error in words, without the class name for the project's errors."""
     text = str(error)
     if text and type(error).__module__.startswith("moe_lora."):
         return text

@@ -22,11 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class LeasedAdapters(AdapterStore):
-    """`AdapterStore` whose adapters are registered with the LoRA Server, which leases them to all
-    instances.
+    """`AdapterStore` with adapters registered at the LoRA Server, which leases them to instances.
 
-    Requests wait for a lease; without a connection to the server they start, and their deltas are computed
-    here.  Other arguments: those of `AdapterStore` for the local part.
+    Requests wait for a lease; without a connection to the server requests start, with deltas computed here.
+    Other arguments: as in `AdapterStore`, for the local part.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class LeasedAdapters(AdapterStore):
         return packed
 
     def undo_prepare(self, packed: PackedAdapter) -> None:
-        """No effect: the server's host store serves all instances, and keeps its contents."""
+        """No effect: the server's host store serves all instances, and keeps contents."""
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
         """Mapped from the server's host store, instead of this process's memory.
@@ -115,7 +114,7 @@ class LeasedAdapters(AdapterStore):
         return not any(other.num_running for other in users)
 
     def release(self, adapter: AdapterVersion) -> None:
-        """Return the lease, or cancel its request."""
+        """Return the lease, or cancel the request for one."""
         adapter_id = adapter.packed.content_hash
         with self._lock:
             self._held.pop(adapter.uid, None)
@@ -144,7 +143,7 @@ class LeasedAdapters(AdapterStore):
         self._server.close()
 
     def _fail(self, content_hash: str, error: Exception) -> None:
-        """The LoRA Server gave the adapter up: its lease ends."""
+        """The LoRA Server gave the adapter up: end the lease."""
         with self._lock:
             for adapter in self._held.values():
                 if adapter.packed.content_hash == content_hash:
@@ -154,7 +153,6 @@ class LeasedAdapters(AdapterStore):
             self.on_failure(content_hash, error)
 
     def _take(self) -> None:
-        """Update leases."""
         with self._lock:
             for adapter in self._held.values():
                 adapter.lease = self._leases.lease(adapter.packed.content_hash)

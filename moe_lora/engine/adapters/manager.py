@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 class AdapterManager:
     """Names, versions, users and pins of adapters (the scheduler's `Adapters`).
 
-    The cache knows adapters on this device; store: has the bytes of all.  leases: of the LoRA Server, which
-    computes some or all sites; an adapter is ready when leased and its local part is loaded. num_slots:
-    most adapters on the device.  num_pages: their limit, beside one request's KV. host_loads: decides when
-    prompts begin on host workers; None: whenever possible. versions: by uid, with replaced versions still
-    in use.
+    The cache knows adapters on this device; store: has all bytes.  leases: of the LoRA Server, which
+    computes some or all sites; an adapter is ready when leased and the local part is loaded. num_slots:
+    most adapters on the device.  num_pages: limit of adapters' pages, beside one request's KV. host_loads:
+    decides when prompts begin on host workers; None: whenever possible. versions: by uid, with replaced
+    versions still in use.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class AdapterManager:
     def add(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
     ) -> AdapterVersion:
-        """Serve `packed` under its name from now on; a new version keeps the pin.
+        """Serve `packed` under the adapter's name from now on; a new version keeps the pin.
 
-        version: its number, equal on several engines; None: last number and one. Raises AdapterExistsError
-        for a taken name without `replace`, CapacityError if the adapter can never fit.  A failed adapter
-        may always be replaced.
+        version: number, equal on several engines; None: last number and one. Raises AdapterExistsError for
+        a taken name without `replace`, CapacityError if the adapter can never fit.  A failed adapter may
+        always be replaced.
         """
         name, previous = packed.name, self._current.get(packed.name)
         try:
@@ -178,7 +178,7 @@ class AdapterManager:
         held the adapter before.  num_tokens: of the request.
         """
         adapter.asker = self._cache.asker
-        if self.leases is not None and not adapter.leaseless:  # lease first: it takes longer
+        if self.leases is not None and not adapter.leaseless:  # lease first: the slower part
             leased = self.leases.acquire(adapter)
             if not adapter.num_pages:
                 self._cache.note_remote(adapter.uid, leased)
@@ -227,7 +227,7 @@ class AdapterManager:
         return self.host_loads is None or self.host_loads.pays(adapter.uid, num_tokens, on_host, now_s)
 
     def release(self, adapter: AdapterVersion) -> None:
-        """Release the adapter for one request; it stays until the room is needed."""
+        """Release the adapter for one request; evictable without users."""
         adapter.num_running -= 1
         adapter.last_used_s = self._clock.now_s()
         if self.leases is not None and not adapter.num_running:
@@ -324,7 +324,7 @@ class AdapterManager:
         return sum(self._cache.readiness(adapter.uid) is not Readiness.NO_ROOM for adapter in found)
 
     def _admit(self, adapter: AdapterVersion) -> None:
-        """Admit an adapter; `adapter.packed` becomes its kept form.  Raises CapacityError."""
+        """Admit an adapter; `adapter.packed` becomes the kept form.  Raises CapacityError."""
         with ExitStack() as undo:
             layer_pages = self._sizes.layer_pages(adapter.packed)
             adapter.num_pages = sum(layer_pages)
@@ -338,7 +338,6 @@ class AdapterManager:
             undo.pop_all()
 
     def _drop(self, adapter: AdapterVersion) -> None:
-        """Undo `_admit`."""
         self.unpin(adapter)
         self._cache.forget(adapter.uid)
         self.store.forget(adapter.packed)
@@ -348,7 +347,7 @@ class AdapterManager:
             self.on_drop(adapter.uid)
 
     def _hand_pin_over(self, previous: AdapterVersion, adapter: AdapterVersion) -> None:
-        """Admit a version with the pin, and so the room, of the version before."""
+        """Admit a version with the pin and room of the version before."""
         self.unpin(previous)
         with ExitStack() as undo:
             undo.callback(self.pin, previous)
@@ -388,7 +387,7 @@ class AdapterManager:
         return readiness
 
     def _where(self, adapter: AdapterVersion) -> tuple[AdapterResidency, int]:
-        """Place of its bytes, and its pages of the device's arena."""
+        """Place of the bytes, and pages of the device's arena."""
         place: AdapterResidency = self._cache.place(adapter.uid)
         num_pages = adapter.num_pages if place == "device" else 0
         if self.leases is not None:

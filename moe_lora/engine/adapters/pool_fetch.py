@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Peers:
-    """One instance's open windows of pool peers, and counters.
+    """Open windows of pool peers, and counters, of one instance.
 
-    A shared-memory window is detached after use, so that the peer can free its memory; a network peer's
-    last window stays attached with its connection. counts: since the start.  peer_fetches, disk_fetches:
+    A shared-memory window is detached after use, so that the peer can free the memory; a network peer's
+    last window stays attached with the connection. counts: since the start.  peer_fetches, disk_fetches:
     adapters by the source of the last layer. failed_sources: failed peers and directories.
     """
 
@@ -99,7 +99,7 @@ class LayerReader:
                 self._peers.count("fetched_bytes", length)
 
     def read_whole(self, memory: torch.Tensor) -> PackedAdapter:
-        """The adapter in `memory` (uint8 [layout.num_bytes]), its content checked.
+        """The adapter in `memory` (uint8 [layout.num_bytes]), with checked content.
 
         Raises AdapterError if no source has that content.
         """
@@ -161,7 +161,6 @@ class LayerReader:
         return self._window
 
     def _give_up(self, reason: str) -> None:
-        """Continue with the next source."""
         logger.warning("adapter %s: a source failed: %s", self.facts.name, reason)
         self._peers.count("failed_sources")
         self._leave()
@@ -175,7 +174,7 @@ class LayerReader:
 
 
 def fetch_layers(reader: LayerReader, targets: Sequence[torch.Tensor]) -> PackedAdapter:
-    """Each layer's data into its target, uint8 of its size; returns the adapter without data.
+    """Copy each layer's data to a target, uint8 of the layer's size; returns the adapter without data.
 
     For a GPU through two page-locked buffers, so that a read overlaps a copy; else directly.  Raises
     AdapterError.
@@ -195,7 +194,7 @@ def fetch_layers(reader: LayerReader, targets: Sequence[torch.Tensor]) -> Packed
 
 
 def fetch_whole(reader: LayerReader) -> PackedAdapter:
-    """The adapter in this process's memory, its content checked.  Raises AdapterError."""
+    """The adapter in this process's memory, with checked content.  Raises AdapterError."""
     done = False
     try:
         packed = reader.read_whole(torch.empty(layout_of(reader.facts).num_bytes, dtype=torch.uint8))

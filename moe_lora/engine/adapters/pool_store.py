@@ -52,12 +52,12 @@ class Held:
 class PoolAdapters(AdapterStore):
     """`AdapterStore` with local bytes for some adapters only.
 
-    An adapter given to `keep` with its bytes is held, in a window.  Without bytes (`adapter_without_data`)
-    only its facts are kept; each use fetches the bytes. `fetch_held` and `hold` turn the second state into
-    the first, `drop` the first into the second.  Tables and scales, which are small, stay from the first
-    fetch on. host: workers for loading adapters, whose bytes are in the workers' store meanwhile. read:
-    (path, name, content hash) -> the adapter in a PEFT directory.  The engine's thread calls all but
-    `prepare`, `undo_prepare`, `fetch_held`, `give_to_host` and readers from `reader`.
+    An adapter given to `keep` with bytes is held, in a window.  Without bytes (`adapter_without_data`) only
+    the facts are kept; each use fetches the bytes. `fetch_held` and `hold` turn the second state into the
+    first, `drop` the first into the second.  Tables and scales, which are small, stay from the first fetch
+    on. host: workers for loading adapters, with the bytes in the workers' store meanwhile. read: (path,
+    name, content hash) -> the adapter in a PEFT directory.  The engine's thread calls all but `prepare`,
+    `undo_prepare`, `fetch_held`, `give_to_host` and readers from `reader`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PoolAdapters(AdapterStore):
                 held.window.free()
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
-        """Returns the adapter without its bytes, held or not."""
+        """Returns the adapter without bytes, held or not."""
         content_hash = packed.content_hash
         if has_data(packed):
             with self._lock:
@@ -111,7 +111,7 @@ class PoolAdapters(AdapterStore):
         return super().keep(packed)
 
     def find(self, content_hash: str) -> PackedAdapter:
-        """A kept adapter, with its bytes if held."""
+        """A kept adapter, with bytes if held."""
         held = self._held.get(content_hash)
         return super().find(content_hash) if held is None else held.packed
 
@@ -137,7 +137,7 @@ class PoolAdapters(AdapterStore):
         return content_hash in self._kept
 
     def stand_in(self, facts: AdapterFacts) -> PackedAdapter:
-        """An adapter for `keep`, with its bytes elsewhere."""
+        """An adapter for `keep`, with bytes elsewhere."""
         return adapter_without_data(facts)
 
     def entry(self, info: AdapterInfo, packed: PackedAdapter) -> PoolEntry:
@@ -186,11 +186,11 @@ class PoolAdapters(AdapterStore):
         self._sources[content_hash] = tuple(sources)
 
     def holds(self, content_hash: str) -> bool:
-        """True if its bytes are held here."""
+        """True if the bytes are held here."""
         return content_hash in self._held
 
     def reader(self, content_hash: str, sources: Sequence[bytes] | None = None) -> LayerReader:
-        """A reader for an adapter that is not held.  sources: None: the current ones at its start."""
+        """A reader for an adapter that is not held.  sources: None: the current ones at the start."""
         facts, path = facts_of(super().find(content_hash)), self._paths.get(content_hash)
 
         def read_again() -> PackedAdapter:

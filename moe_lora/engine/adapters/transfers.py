@@ -60,7 +60,7 @@ class Mover(threading.Thread):
         self._orders.put((number, steps, launched))
 
     def finished(self) -> list[tuple[int, Exception | None]]:
-        """Numbers of copies ended since the last call, each with its error."""
+        """Numbers of copies ended since the last call, each with the error or None."""
         ended = []
         while not self._done.empty():
             ended.append(self._done.get())
@@ -119,13 +119,13 @@ class Transfers:
     """Sends the cache's orders to all ranks beside the steps, and confirms them.
 
     adapters: the versions by uid; each on the device has one of num_slots slots. copier: of this rank.
-    make_mover: argument: callback after each copy. interval_s: between the cache's checks for moves ahead
-    of need. first_group: of an adapter by its uid (`BringAdapter`). blocking: no step starts during an
-    adapter's load (an emulation of S-LoRA). A second mover loads adapters from a pool, so that slow peers
-    delay no other copy. Called by the engine's own thread.
+    make_mover: takes a callback for ended copies. interval_s: between the cache's checks for moves ahead of
+    need. first_group: of an adapter by uid (`BringAdapter`). blocking: no step starts during an adapter's
+    load (an emulation of S-LoRA). A second mover loads adapters from a pool, so that slow peers delay no
+    other copy. Called by the engine's own thread.
 
-    Followers also copy beside their steps, and may be slower. Before rank 0 announces a step that needs a
-    copy or reuses its pages, rank 0 announces the end of its own copy, and followers wait for theirs.
+    Followers also copy beside steps, and may be slower. Before a step that needs a copy or reuses pages,
+    rank 0 announces the end of the copy, and followers wait for their copies.
     """
 
     on_change: Callable[[], None] | None = None
@@ -147,9 +147,9 @@ class Transfers:
     ) -> None:
         self.blocking = blocking
         self.on_bring: Callable[[AdapterVersion], None] = lambda adapter: None
-        """Called with each adapter before its load starts."""
+        """Called with each adapter at the start of a load."""
         self.on_load: Callable[[AdapterVersion, Exception | None], None] = lambda adapter, error: None
-        """Called with each adapter after its load, and the error of a failed load."""
+        """Called with each adapter at the end of a load, and the error of a failed load."""
         self._cache = cache
         self._first_group = first_group
         self._adapters = adapters
@@ -289,7 +289,6 @@ class Transfers:
             self._copier.ended(content_hash)
 
     def _clear_slot(self, namespace: Namespace) -> None:
-        """Clear the slot: its adapter's pages go to another."""
         slot = self._slots.pop(namespace, None)
         if slot is None:
             return

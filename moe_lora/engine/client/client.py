@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one interface between a front end and an engine."""
+"""The interface between a front end and an engine."""
 
 from __future__ import annotations
 

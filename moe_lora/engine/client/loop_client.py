@@ -62,7 +62,7 @@ class LoopClient(CallableEngine):
             self.fail(event.error)
 
     def fail(self, error: Exception) -> None:
-        """The loop is gone: end all waits for it."""
+        """The loop is gone: end all waits."""
         with self._lock:
             self._dead = self._dead or error
             sinks, self._sinks = self._sinks, {}

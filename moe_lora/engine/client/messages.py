@@ -38,8 +38,8 @@ class PoolEntry:
 class HeldRequest:
     """A request that gains no tokens for now.
 
-    tokens: of its answer, from the requested position on.  adapter_version: in use.  timing: as if ended
-    now.  unshared: its KV is not for the prefix cache, since weights carried another adapter.
+    tokens: of the answer, from the requested position on.  adapter_version: in use.  timing: as if ended
+    now.  unshared: the KV is not for the prefix cache, since weights carried another adapter.
     """
 
     tokens: tuple[int, ...]
@@ -70,9 +70,9 @@ class KvSent:
 class RequestLoad:
     """A request of an engine.
 
-    name: the engine's for the request.  num_left: tokens that its answer may still gain.  num_bytes: of the
-    KV of its num_tokens.  waited_s: since arrival, without a first step; None: computing.  held: under a
-    move, from or to this engine.
+    name: the engine's.  num_left: tokens that the answer may still gain.  num_bytes: of the KV of
+    num_tokens.  waited_s: since arrival, without a first step; None: computing.  held: under a move, from
+    or to this engine.
     """
 
     name: str
@@ -120,10 +120,9 @@ class DrainOrder:
 
 
 class Hello(Message, frozen=True):
-    """An engine's first message.  incarnation: constant in its process's lifetime.
+    """An engine's first message.  incarnation: constant in the process's lifetime.
 
-    notes: place of its notes (see `step_notes`). drain: its process's last order, for a restarted
-    controller.
+    notes: place (see `step_notes`). drain: the process's last order, for a restarted controller.
     """
 
     name: str
@@ -193,7 +192,7 @@ class Dead(Message, frozen=True):
 class Beat(Message, frozen=True):
     """A periodic sign of life from an engine.
 
-    stuck_s: seconds that its loop has spent on one step or command; 0: idle. The others count requests of
+    stuck_s: seconds that the loop has spent on one step or command; 0: idle. The others count requests of
     other connections than the receiver's: decoding, without a token yet, and tokens still needed.
     held_back: a request waits for an adapter's slot.
     """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes of an engine's current work, readable after its death by front ends of the same host.
+"""Notes of an engine's current work, readable after the engine's death by front ends of the same host.
 
-An engine notes the adapters of its next step, and of running loads, in shared memory that outlives the
-process while a reader has the memory open.  A front end opens it when the engine dials in.  After the death
-the front ends of the host share the memory.  Its lock admits one trial of a noted adapter at a time, and
-the memory names the trial (`dist.cluster.suspects`).
+An engine notes the adapters of the next step, and of running loads, in shared memory that outlives the
+process while a reader has the memory open.  A front end opens the memory when the engine dials in.  After
+the death the front ends of the host share the memory.  A lock admits one trial of a noted adapter at a
+time, and the memory names the trial (`dist.cluster.suspects`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "moe-lora-notes"
 NUM_BYTES = 1 << 16
-"""Of each of two areas; names beyond them are left out."""
+"""Bytes of each of two areas; further names are left out."""
 TRIAL_BYTES = 1 << 12
 _HEAD = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")

@@ -24,7 +24,9 @@ Piece = tuple[int, int]
 
 @dataclass(frozen=True)
 class MergedAdapter:
-    """An adapter as all ranks know it.  slot: on the device, -1 if the LoRA Server computes all of it."""
+    """An adapter as all ranks know it.  slot: on the device, -1 if the LoRA Server computes the whole
+    adapter.
+    """
 
     uid: int
     slot: int
@@ -33,7 +35,8 @@ class MergedAdapter:
 
 @dataclass(frozen=True)
 class MergeOrder:
-    """Merge or unmerge these pieces of the adapter.  last: afterwards it is fully merged or unmerged.
+    """Merge or unmerge these pieces of the adapter.  last: afterwards the adapter is fully merged or
+    unmerged.
 
     Without pieces: restore all original weights, also after an error.
     """
@@ -47,7 +50,7 @@ class MergeOrder:
 class MergedWeights:
     """One rank's weights and their merge state.
 
-    leased: sites of the LoRA Server; A and B of the merged adapter for these sites are beside the arena.
+    leased: sites of the LoRA Server; the merged adapter's A and B for these sites are beside the arena.
     kept: [X] bool, entries of these sites on this rank.  find: content hash -> the packed adapter.  verify:
     compare the weights' checksum with the first after each unmerge.
     """
@@ -131,9 +134,7 @@ class MergedWeights:
             )
 
     def corrected(self, routing: RowRouting, sources: list[Source], route: int, num_live: int) -> RowRouting:
-        """`routing` on these weights.  sources: of each of its groups.  route, num_live: see
-        `on_merged_weights`.
-        """
+        """`routing` on these weights.  sources: of each group.  route, num_live: see `on_merged_weights`."""
         assert self.adapter is not None
         subtracted = np.zeros(len(sources), TERM)
         subtracted["adapter"] = -1
@@ -156,7 +157,7 @@ class MergedWeights:
         return bool(modules) and not modules.isdisjoint(self._find(adapter.content_hash).targets)
 
     def _places(self, adapter: MergedAdapter) -> list[tuple[HeldAdapter, frozenset[int]]]:
-        """Places of its matrices, and their sites."""
+        """Places of the matrices, with sites."""
         places = []
         if adapter.slot >= 0:
             places.append((HeldAdapter(self._arena, self._slots, adapter.slot), self._local))
@@ -170,7 +171,7 @@ class MergedWeights:
     def _beside_arena(self, adapter: MergedAdapter) -> HeldAdapter | None:
         """A and B of the LoRA Server's sites, copied to this device; None without a server.
 
-        Holds the merged adapter and one candidate.
+        Keeps two adapters: the merged one and a candidate.
         """
         if not self._leased:
             return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions on one adapter merged into the weights between steps.
+"""Decisions on a merged adapter between steps.
 
 `Merging`, on rank 0, calls the policy before each step; the weights of all ranks follow (`MergedWeights`).
-An error of one adapter on rank 0 restores the weights, and keeps this adapter unmerged until its next load.
+An error of an adapter on rank 0 restores the weights, and keeps the adapter unmerged until the next load.
 An error of the policy ends merging.  No request fails.  An error of another rank ends the engine.
 """
 
@@ -82,7 +82,7 @@ class Merging:
         self._is_off = False
         """The policy failed."""
         self._refused: set[Uid] = set()
-        """Adapters that failed while they were merged or measured."""
+        """Adapters with a failed merge or measurement."""
         adapters.on_drop = self._forget
         self._errors = RoundingErrors(runner.merged)
         self._logged: set[str] = set()
@@ -102,8 +102,8 @@ class Merging:
         """Decide the next step by the policy and change the weights; returns the computing adapters, None
         for all.
 
-        requests: in FCFS order.  held_back: some wait for an adapter's slot.  A merged adapter without a
-        request is then unmerged, to free its slot.
+        requests: in FCFS order.  held_back: some wait for an adapter's slot: a merged adapter without a
+        request is then unmerged.
         """
         self._start_s, self._swap_s = self._clock.now_s(), 0.0
         self._errors.begin_step()
@@ -135,8 +135,8 @@ class Merging:
             self._move(None, at_once=True)
 
     def took(self, plan: Iterable[Scheduled[Sequence]]) -> None:
-        """After a step: count it, inform the policy, and exclude other requests' KV on these weights from
-        the prefix cache.
+        """After a step: count, inform the policy, and exclude other requests' KV on these weights from the
+        prefix cache.
         """
         items = list(plan)
         mode: Mode = "unmerged"
@@ -266,7 +266,7 @@ class Merging:
         self._swap_s += self._clock.now_s() - start_s
 
     def _advance(self, target: AdapterVersion | None, budget: float) -> float | None:
-        """Make one change towards the target; returns its bytes, None without a change to make."""
+        """Make a change towards the target; returns the bytes, None without a change to make."""
         if self._carried is not None and self._carried is not target:
             return self._take_out(budget) if self._adapters.take_lease_again(self._carried) else None
         if self._carried is None and target is not None:
@@ -282,7 +282,7 @@ class Merging:
         return True
 
     def _fold_in(self, budget: float) -> float:
-        """Merge the next pieces within the budget; returns their bytes."""
+        """Merge the next pieces within the budget; returns the bytes."""
         assert self._carried is not None
         start_s = self._clock.now_s()
         pieces, num_bytes = self._some(self._pieces[self._num_in :], budget)
@@ -306,7 +306,6 @@ class Merging:
         return num_bytes
 
     def _some(self, pieces: list[Piece], budget: float) -> tuple[tuple[Piece, ...], float]:
-        """The first pieces within the budget, at least one."""
         some: list[Piece] = []
         num_bytes = 0
         for piece in pieces:

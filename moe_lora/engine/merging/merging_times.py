@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimated times of steps and weight changes before any measurement: bytes by bandwidth.
 
-Policies that compare modes start with these times and scale them by measured steps
-(`policies.merging.merging_costs`), so only their ratios matter.
+Policies that compare modes start with these times, scaled by measured steps
+(`policies.merging.merging_costs`), so only ratios matter.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def bytes_per_rank(shape: ModelShape, itemsize: int) -> tuple[int, int]:
 def expected_step_times(
     shape: ModelShape, itemsize: int, kernel: str, bytes_per_s: float, expert_parallel: int = 1
 ) -> StepModel:
-    """A step reads its weights and its adapters' matrices once each."""
+    """A step reads the weights and the adapters' matrices once."""
     dense_rank, expert_rank = bytes_per_rank(shape, itemsize)
     weights = [shape.vocab_size * shape.hidden_size * itemsize, 0]
     for site in shape.sites:

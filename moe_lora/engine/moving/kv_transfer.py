@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfer of requests' KV between instances: put into a window of the target, page by page.
 
-The target allocates pages of its arena and a window of host memory.  The source puts full blocks while
-decoding, and the rest under the hold; the target copies received KV into its pages between steps.
+The target allocates arena pages and a window of host memory.  The source puts full blocks while decoding,
+and the rest under the hold; the target copies received KV into the pages between steps.
 """
 
 from __future__ import annotations

@@ -16,12 +16,13 @@ from .kv_transfer import KvTransfer, Outgoing
 
 
 class RequestMoves:
-    """Held requests: they keep their pages and adapter, and gain no tokens.
+    """Held requests: pages and adapter stay, and no tokens are gained.
 
     A leaving request is held between two steps until a resume or abort.  An arriving request is announced
-    once all known tokens but the last are computed; a step computes the tokens of its resume.  A request
-    that awaits KV is announced once it has pages, and computes only the tokens of its resume.  sequences:
-    of the engine, by request id.  threads: for `kv_send`; the engine's own thread calls the rest.
+    once all known tokens but the last are computed; a step computes the tokens of the resume.  A request
+    that awaits KV is announced once pages are allocated, and computes only the tokens of the resume.
+    sequences: of the engine, by request id.  threads: for `kv_send`; the engine's own thread calls the
+    rest.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class RequestMoves:
         self._coming: list[Sequence] = []
 
     def watch(self, sequence: Sequence) -> None:
-        """Watch a queued request; a held one is announced when ready."""
+        """Watch a queued request; a held request is announced when ready."""
         if sequence.held:
             self._coming.append(sequence)
         if not self._kv.enabled:
@@ -70,7 +71,7 @@ class RequestMoves:
         return True
 
     def kv_window(self, request_id: str) -> KvWindow | None:
-        """Window for the KV of an announced request; None: the request computes its own."""
+        """Window for the KV of an announced request; None: the request computes the KV."""
         return self._kv.window(request_id)
 
     def kv_send(self, request_id: str, descriptor: bytes, layout: str) -> Outgoing:
@@ -88,7 +89,7 @@ class RequestMoves:
         return self._kv.sent(outgoing, sequence)
 
     def hold(self, request_id: str, since: int) -> HeldRequest:
-        """Hold the request; returns the tokens of its answer from number `since` on.
+        """Hold the request; returns the answer's tokens from number `since` on.
 
         Outputs with all tokens were emitted before.  Raises ValueError if the request is not running.
         """
@@ -106,7 +107,7 @@ class RequestMoves:
     def resume(
         self, request_id: str, tokens: Seq[int], kv_tokens: int, first_page: int, unshared: bool
     ) -> None:
-        """Resume a request with these further tokens of its answer, and KV as in `KvSent`.
+        """Resume a request with further tokens of the answer, and KV as in `KvSent`.
 
         KV without room is computed instead.  Raises ValueError likewise.
         """

@@ -5,20 +5,20 @@ Ranks send expert outputs to each other, so that every rank has all rows.
 
 Legend: T token rows, K experts per token, N output width, P ranks.
 
-Rows are moved, never added up, so each rank sums the same bits in the same order as a rank with all
-experts.  Two ways:
+Rows are moved, never added up: each rank sums the same bits in the same order as a rank with all experts.
+Two ways:
 
-- `RowExchange` sends each rank's own rows to each other rank: T*K*(P-1)/P rows in and as many out with even
-routing, one message per pair.  All ranks know all ids, so counts need no message.  Used on CPU.
+- `RowExchange` sends a rank's rows to every rank: T*K*(P-1)/P rows in and as many out with even routing,
+one message per pair.  All ranks know all ids: counts need no message.  Used on CPU.
 
 - `ReduceExchange` sums all T*K rows as integers, with one nonzero summand each: exact, sign of zero
-included, at twice the bytes.  Its sizes don't depend on the ids, so no rank waits for a device, and a CUDA
-graph can hold the exchange.  Used on CUDA.
+included, at twice the bytes.  Sizes don't depend on the ids: no rank waits for a device, and a CUDA graph
+can hold the exchange.  Used on CUDA.
 
 `RankSums` serves tensor parallelism: each rank has a summand of all rows.  Ranks exchange summands and add
-them in rank order, so the sum depends on no order of arrival or topology, unlike an all-reduce.  Of S bytes
-a summand, each rank sends (P-1) S in one round, or from `TWO_ROUNDS_BYTES` on 2 (P-1)/P S in two, as a ring
-all-reduce: each rank adds up its part of the elements, then sends the sum to all.
+in rank order: the sum depends on no order of arrival or topology, unlike an all-reduce.  Of S bytes a
+summand, each rank sends (P-1) S in one round, or from `TWO_ROUNDS_BYTES` on 2 (P-1)/P S in two, as a ring
+all-reduce: each rank adds up a part of the elements, then sends the sum to all.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class RowExchange:
     def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
         """Write every row computed by another rank.  Called by all ranks, in the same order.
 
-        y: [T*K, N]; this rank's rows hold their values, other rows are zero.  ids: [T, K] int32, expert of
-        each row, -1 for padding; equal on all ranks.  Raises EngineDeadError if a rank does not answer.
+        y: [T*K, N]; this rank's rows are set, other rows are zero.  ids: [T, K] int32, expert of each row,
+        -1 for padding; equal on all ranks.  Raises EngineDeadError if a rank does not answer.
         """
         holder = ids.reshape(-1).div(self._experts_per_rank, rounding_mode="floor")
         rows = [(holder == peer).nonzero(as_tuple=True)[0] for peer in range(self._size)]
@@ -175,7 +175,6 @@ class RankSums:
         self._wait(lambda: self._group._allgather_base(_bytes(out), _bytes(own)))
 
     def _count(self, num_bytes: int) -> None:
-        """Count bytes to each other rank."""
         self.num_messages += self._size - 1
         self.sent_bytes += (self._size - 1) * num_bytes
 
@@ -221,7 +220,7 @@ def _lost(error: RuntimeError) -> EngineDeadError:
 
 
 def open_group(rendezvous: Path, dist_rank: int, size: int, device: torch.device) -> Backend:
-    """A group of one instance's ranks on one host, apart from the process's default group.
+    """A group of an instance's ranks on one host, apart from the process's default group.
 
     rendezvous: a file path unique to the instance.
     """

@@ -145,8 +145,8 @@ class FollowerCopies:
     def wait_for_layers(self, routing: RowRouting) -> None:
         """Return once all layers for the step's device part are loaded.
 
-        Raises the error of their copy, once no copy runs: an earlier error may be another adapter's, also
-        failed at rank 0.
+        Raises a copy's error, once no copy runs: an earlier error may be another adapter's, also failed at
+        rank 0.
         """
         if routing.here is None:
             return
@@ -182,7 +182,7 @@ def _end_with_leader(fd: int, directory: Path) -> None:
 
 
 def main() -> None:
-    # Rank 0 ends its followers; a Ctrl-C in its terminal must not end them first.
+    # Rank 0 ends the followers; a Ctrl-C in the terminal must not end them first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     quick_teardown()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
@@ -215,7 +215,7 @@ def gather_followers(config: EngineConfig) -> Followers:
 
 
 def follow_rank_0() -> None:
-    """On a rank other than 0: compute the schedule of this torchrun job's rank 0, until its end."""
+    """On a rank other than 0: compute the schedule of this torchrun job's rank 0, until the end."""
     store, dist_rank, _ = _rendezvous()
     directory = store.get(_DIRECTORY_KEY).decode()
     connection = Client(os.path.join(directory, _SOCKET), "AF_UNIX")
@@ -224,7 +224,6 @@ def follow_rank_0() -> None:
 
 
 def _rendezvous() -> tuple[dist.Store, int, int]:
-    """The job's store, this rank and the number of ranks."""
     return next(dist.rendezvous("env://"))
 
 

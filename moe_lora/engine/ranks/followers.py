@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank 0's view of the other ranks: processes of this host, a connection each.
 
-Rank 0 schedules.  Its messages to followers (`engine.ranks.follower`) arrive in order: set-up, then steps
-and slots to fill.  A hang-up ends followers; each side detects the other's end at once.
+Rank 0 schedules.  Messages to followers (`engine.ranks.follower`) arrive in order: set-up, then steps and
+slots to fill.  A hang-up ends followers; each side detects the other's end at once.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class Done:
 class Followers:
     """Ranks 1 .. P-1.
 
-    connections: one each, in rank order; empty for a single rank.  folder: see `SetUp.directory`; its
-    permissions replace passwords between the ranks; None for a single rank.  processes: followers started
-    by this process.
+    connections: in rank order; empty for a single rank.  folder: see `SetUp.directory`; file permissions
+    replace passwords between the ranks; None for a single rank.  processes: followers started by this
+    process.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Followers:
         return EngineDeadError(f"rank {dist_rank} of this instance {how}; restart the instance")
 
     def host_fallback_rows(self) -> int:
-        """Rows that followers computed instead of their host workers."""
+        """Rows that followers computed instead of host workers."""
         if not self._host_counts:
             ranks = range(1, len(self._connections) + 1)
             self._host_counts = [host_counts(self.directory, dist_rank) for dist_rank in ranks]
@@ -171,7 +171,7 @@ class Followers:
     def close(self, *, at_once: bool = False) -> None:
         """End all followers, and delete the instance's files.  Idempotent.
 
-        at_once: don't wait for their orderly end; a follower may hang.
+        at_once: don't wait for an orderly end; a follower may hang.
         """
         if self._ending.is_set():
             return
@@ -202,6 +202,6 @@ def start_followers(config: EngineConfig) -> Followers:
 
 
 def host_counts(directory: Path, dist_rank: int) -> np.ndarray:
-    """[1] int64, shared with other ranks: rows that this rank computed instead of its host workers."""
+    """[1] int64, shared with other ranks: rows that this rank computed instead of host workers."""
     path = directory / f"host-counts-{dist_rank}"
     return np.memmap(path, np.int64, "r+" if path.exists() else "w+", shape=(1,))

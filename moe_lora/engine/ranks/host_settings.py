@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host workers of this machine and its profile: their number, c, and the rule for their use."""
+"""Host workers of this machine by its profile: number, c, and rule of use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model_of(shape: ModelShape, dtype: torch.dtype, weights: str = "none") -> di
 @dataclass(frozen=True)
 class HostSettings:
     """num_workers: 0 for none.  tokens_per_worker: c.  tokens_per_step: see `HostStart`.  cores: one per
-    worker; empty: any.  rule: decides when a prompt begins on workers; None: during its adapter's load.
+    worker; empty: any.  rule: decides when a prompt begins on workers; None: during the adapter's load.
     """
 
     num_workers: int = 0
@@ -99,7 +99,7 @@ def host_settings(
 
 
 def _own_cores(config: EngineConfig, num_workers: int, dist_rank: int) -> tuple[int, ...]:
-    """This rank's workers' part of host_cores; the number at the end of its name gives the instance."""
+    """This rank's workers' part of host_cores; the number at the end of the instance's name counts."""
     from moe_lora.dist.host_workers.workers import check_cores
 
     num_instances, ranks = config.num_instances, config.num_ranks

@@ -59,7 +59,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Rank:
-    """One of the `num_ranks` processes of an engine, its part of the model loaded.
+    """One of the `num_ranks` processes of an engine, with a loaded part of the model.
 
     Call `allocate` next, then `join` with several ranks, then `runner`.  shape: of the whole model. shard:
     this rank's part.  host_arena: page-locked if the device copies from it.  local_sites: sites with deltas
@@ -321,8 +321,8 @@ class Rank:
         return StepCapture(CudaRecorder())
 
     def _graphs(self, backends: Mapping[int, LoraBackend], sources: Sequence[Source]) -> StepGraphs | None:
-        """Graphs of decode steps.  sources: of each site.  A runner numbers groups of sites by their
-        sources; its host workers compute prompts only.
+        """Graphs of decode steps.  sources: of each site.  A runner numbers groups of sites by source;
+        host workers compute prompts only.
         """
         config, capture = self.config, self._capture
         if capture is None:
@@ -422,7 +422,6 @@ def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
 
 
 def _stored_dtype(hf_config: dict) -> str:
-    """Name of the checkpoint's dtype."""
     stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
     return stored.removeprefix("torch.")
 

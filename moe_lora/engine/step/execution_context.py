@@ -26,7 +26,7 @@ from moe_lora.models.causal_lm import numbered_from
 class ExecutionContext:
     """Implements the channel operations of one model instance (see `kernels.ops`).
 
-    Layer l passes `channels[l]` to its operations.  exchanges: of this rank with the others of its
+    Layer l passes `channels[l]` to each operation.  exchanges: of this rank with other ranks of the
     instance.
     """
 

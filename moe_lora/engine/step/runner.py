@@ -62,7 +62,7 @@ class ModelRunner:
     """Runs steps of one model.
 
     decode_buckets: padded batch sizes of decode steps; empty = no padding.  announce: called with each
-    batch before its compute, for the other ranks.  site_sources: source of the deltas of each site, in all
+    batch before the compute, for other ranks.  site_sources: source of the deltas of each site, in all
     layers. LOCAL becomes HOST for loading adapters; num_taken_over: see `RoutedBackend`.  present: [slots,
     layers] bool, loaded layers; given with other ranks, which compute each layer at the source chosen here.
     pushed: serves leased rows of some steps.  graphs: compute possible steps whole.
@@ -117,13 +117,13 @@ class ModelRunner:
         return {f"lora_rows_{s.name.lower()}": int(self._lora_rows[s] + moved[s]) for s in _COUNTED}
 
     def warm_up(self, site_ranks: Seq[int] = (), max_tokens: int = 1) -> None:
-        """Compile all code and capture every graph of decode steps before the first request; on CUDA run
-        prompts of up to max_tokens too, to compile their kernels.
+        """Compile all code and capture every graph of decode steps before the first request; on CUDA also
+        compile kernels of prompts of up to max_tokens.
 
         Compiled later at first use: ranks above 64, sites without an adapter so far, deltas from other
         sources, sampling, and decode steps of an eager engine.  With decode buckets prompts are not
-        compiled: their norms, rotations and sums are separate launches. site_ranks: the largest rank at
-        each site of adapters to come.
+        compiled: norms, rotations and sums are separate launches. site_ranks: the largest rank at each site
+        of adapters to come.
         """
         if self._graphs is not None:
             order = CaptureSteps(tuple(site_ranks))
@@ -217,7 +217,6 @@ class ModelRunner:
         return self._compute(batch)
 
     def _compute(self, batch: StepBatch) -> torch.Tensor:
-        """`execute` for a batch on the device."""
         self._context.begin_step(batch.tables, batch.routing)
         layer_forward = DecoderLayer.__call__
         if batch.compiled:
@@ -250,7 +249,7 @@ class ModelRunner:
                 logit_rows.append(row - 1)
         routing = self._routing(plan, counts)
         # Without buckets a graph runs any step, with buckets a decode step of a bucket. Such a step waits
-        # for no host: its rows may include the last prompt token of a loading adapter.
+        # for no host: rows may include the last prompt token of a loading adapter.
         in_bucket = decode and num_rows in self._buckets and not routing.loading.any()
         return StepBatch(
             tokens=torch.from_numpy(tokens),
@@ -288,7 +287,7 @@ class ModelRunner:
         )
 
     def _routing(self, plan: Seq[Scheduled[Sequence]], counts: Seq[int]) -> RowRouting:
-        """Each row gets its adapter's slot or lease, by the source of each group of sites.
+        """Each row gets the adapter's slot or lease, by the source of each group of sites.
 
         counts: rows of each sequence, with padding.
         """

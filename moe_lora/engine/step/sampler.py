@@ -85,11 +85,11 @@ class Sampler:
 
 @torch.inference_mode()
 def sample(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> Drawn:
-    """The next token of each sequence, and its log probabilities on request.
+    """The next token of each sequence, and log probabilities on request.
 
-    logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax; other rows race with the noise of
-    their seed and position, so a seed gives equal tokens in any batch, and after a move to another process.
-    Waits for no device.
+    logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax; other rows race with noise of seed
+    and position, so a seed gives equal tokens in any batch, and after a move to another process. Waits for
+    no device.
     """
     reported = [row for row, one in enumerate(sequences) if one.request.sampling.logprobs is not None]
     logprobs = None
@@ -110,7 +110,7 @@ def _sent(values: Any, like: torch.Tensor, dtype: torch.dtype = torch.int64) -> 
 
 
 def _forbid_ends(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> None:
-    """No end before min_tokens."""
+    """No end token before min_tokens."""
     vocab = logits_SV.shape[1]
     forbidden = [
         row * vocab + token
@@ -146,7 +146,6 @@ def _draw_on_device(
 
 
 def _draw_on_host(logits_SV: torch.Tensor, sequences: Seq[Sequence], greedy_S: torch.Tensor) -> torch.Tensor:
-    """Tokens of greedy rows, and draws of other rows."""
     drawn = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.greedy]
     greedy_S[drawn] = _draw(logits_SV[drawn], [sequences[row] for row in drawn])
     return greedy_S
@@ -167,8 +166,8 @@ def exponential_noise(seed: int, position: int, num: int) -> np.ndarray:
     """Draws [num] fp64 > 0 of the exponential distribution: a function of the seed and the draw's
     position.
 
-    Philox4x64-10 (Salmon et al., SC 2011) in numpy, keyed by the seed, the position in its counter's
-    highest word; -log of (x + 1/2) / 2^32 for its 32-bit halves x. `kernels.triton.sampling` is the CUDA
+    Philox4x64-10 (Salmon et al., SC 2011) in numpy, keyed by the seed, the position in the counter's
+    highest word; -log of (x + 1/2) / 2^32 for 32-bit halves x. `kernels.triton.sampling` is the CUDA
     version.
     """
     philox = np.random.Philox(key=seed % 2**64, counter=position << 192)
@@ -192,7 +191,7 @@ def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]
     keep = place < column([min(p.top_k or ordered.shape[-1], ordered.shape[-1]) for p in params])
     kept = torch.where(keep, ordered, 0.0)
     kept = kept / kept.sum(dim=-1, keepdim=True)
-    # 1 keeps all, whatever the rounded sum: a row's tokens must not depend on its neighbours' settings.
+    # 1 keeps all, whatever the rounded sum: a row's tokens must not depend on other rows' settings.
     keep &= kept.cumsum(dim=-1) - kept < column([math.inf if p.top_p == 1.0 else p.top_p for p in params])
     keep &= ordered >= ordered[:, :1] * column([p.min_p for p in params])
     keep[:, 0] = True
@@ -200,7 +199,7 @@ def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]
 
 
 class _Report:
-    """Log probability and position of each row's chosen token, and its likeliest tokens."""
+    """Log probability and position of each row's chosen token, and the likeliest tokens."""
 
     def __init__(self, logprobs_RV: torch.Tensor, chosen_R: torch.Tensor, num_top: Seq[int]) -> None:
         self._num_top = [min(num, logprobs_RV.shape[1]) for num in num_top]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy of a step's input to its device: a single one, without a wait."""
+"""A single copy, without a wait, of a step's input to the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StepBuffer:
     """Device memory for a step's input, filled from page-locked memory.
 
     `memory` stays the same tensor while large enough.  A step's copy follows the earlier step's kernels on
-    the device's stream, so they read their own input.
+    the device's stream: each reads the right input.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 FIRST_CONTEXT, CONTEXT_FACTOR = 1024, 4
 """Bounds of the longest sequence's tokens: attention programs beyond a step's own lengths end at once."""
 RANK_STEP = 64
-"""Bounds of ranks are its multiples, like workspaces."""
+"""Bounds of ranks are multiples of this, like workspaces."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ Compute: TypeAlias = Callable[[StepBatch], torch.Tensor]
 
 class GraphShape(NamedTuple):
     """Key of a graph.  rows: T = S, a decode bucket.  context: bound of a sequence's tokens. tokens: bound
-    of all sequences' tokens.  places: sources of its rows' deltas; empty without deltas.
+    of all sequences' tokens.  places: sources of the rows' deltas; empty without deltas.
     """
 
     rows: int
@@ -64,19 +64,18 @@ class _Captured(NamedTuple):
 
 
 class StepGraphs:
-    """Computes decode steps without deltas, or with deltas from this device or `hosts`; others are the
-    caller's.
+    """Computes decode steps without deltas, or with deltas from this device or `hosts`.
 
     rows: decode buckets.  places: of all deltas that an adapter may have.  site_ranks: largest rank of
     these slots at each site.  A step is padded to its shape and copied to the graph's input; other inputs
     of a launch are bounded: lengths by the context, ranks by the adapters seen so far.  A larger rank makes
-    graphs with deltas invalid; each is captured again at its next use.  Arena and slot tables never move.
+    graphs with deltas invalid, for a new capture at the next use.  Arena and slot tables never move.
     kv_tokens: capacity of the arena.  Sequences with shared pages may exceed the bound; such steps have
-    separate graphs, captured at first use. All ranks of an instance capture the same shapes at the same
-    steps, which depend only on the step and its adapters' ranks: exchanges within a capture match. hosts:
-    by source, the backends that cut a captured step (`HostCalled`).  Steps with rows there are replayed in
-    pieces, others as one graph.  Rows of host workers stay there for the step, even if their adapter
-    arrives.  The first step of an uncaptured shape is computed twice, with its requests.
+    separate graphs, captured at first use. Captures depend only on the step and the adapters' ranks: all
+    ranks of an instance capture the same shapes at the same steps, with matching exchanges. hosts: by
+    source, the backends that cut a captured step (`HostCalled`).  Steps with rows there are replayed in
+    pieces, others as one graph.  Rows of host workers stay there for the step, even if the adapter arrives.
+    The first step of an uncaptured shape is computed twice, with the step's requests.
     """
 
     def __init__(
@@ -174,7 +173,6 @@ class StepGraphs:
         logger.info("captured %d decode steps as graphs", len(shapes))
 
     def _admit(self, ranks: Sequence[int]) -> None:
-        """Admit adapters of these ranks to the graphs."""
         bounds = [max(b, -(-r // RANK_STEP) * RANK_STEP) for b, r in zip(self._ranks, ranks, strict=True)]
         if bounds != self._ranks:
             self._ranks = bounds

@@ -90,7 +90,7 @@ class StepCapture:
         self.running = False
 
     def __call__(self, compute: Compute) -> tuple[list[Piece], torch.Tensor]:
-        """Pieces that replay `compute` in order, and its result's memory."""
+        """Pieces that replay `compute` in order, and the result's memory."""
         self._pieces = pieces = []
         with self._recorder.session(compute):
             self._recorder.begin()
@@ -130,11 +130,11 @@ class KeptMemory:
 class HostCalled:
     """LoraBackend over a backend called by the host: each call cuts a captured step.
 
-    At a replay the backend begins on a copy of x and ids, and adds its deltas to zeros; the next graph adds
-    the result to y.  Copies and deltas have fixed memory: each site its x and ids; deltas of one shape
-    share memory, since each is added before the next call.  y gets the same bits as from the backend's own
-    `add_to`, if the backend adds to each element once. `begin_step` passes each replay's step to the
-    backend; without a begun site no copy is made.
+    At a replay the backend begins on a copy of x and ids, and adds deltas to zeros; the next graph adds the
+    result to y.  Copies and deltas have fixed memory, x and ids per site; deltas of one shape share memory,
+    since each is added before the next call.  y gets the same bits as from the backend's own `add_to`, if
+    the backend adds to each element once. `begin_step` passes each replay's step to the backend; without a
+    begun site no copy is made.
     """
 
     def __init__(self, backend: LoraBackend, capture: StepCapture) -> None:
@@ -231,7 +231,7 @@ class _SumsBetween:
 
 
 class _InPlace:
-    """Exchanges in y's own memory; in a captured step in fixed memory of y's size."""
+    """Exchanges in y's memory; in a captured step in fixed memory of y's size."""
 
     def __init__(self, capture: StepCapture) -> None:
         self._capture = capture

@@ -19,9 +19,9 @@ LONG_WINDOW_TOKENS = 32
 class IncrementalDetokenizer:
     """push(t1) + push(t2) + ... + flush() == decode([t1, t2, ...]), never splitting a character.
 
-    A token's text can depend on its left neighbour (a leading space, a character across tokens), so a
-    window of the last tokens is decoded and its new part returned.  prompt_token_ids: before the output;
-    with them the first token keeps a leading space, which decoders strip at a text's start.
+    A token's text can depend on the left neighbour (a leading space, a character across tokens), so a
+    window of the last tokens is decoded and the new part returned.  prompt_token_ids: keep the first
+    token's leading space, which decoders strip at a text's start.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
