@@ -151,7 +151,6 @@ def other_format(folder: Path) -> str | None:
 
 
 def _findings(folder: Path) -> Iterator[str]:
-    """Most telling first."""
     if snapshots := _named(folder, ("snapshots/*",)):
         yield f"it is the top of a Hugging Face cache; give the folder of a revision: {listed(snapshots)}"
     if formats := _named(folder, _OTHER_FORMATS):

@@ -172,7 +172,6 @@ def kept_originals(config: EngineConfig, known_bytes: int | None, usual_bytes: i
 
 
 def _check_share(config: EngineConfig, free: int) -> None:
-    """Raise ConfigError if the weights fill this engine's share of a device."""
     num_sharers = most_sharers(config)
     if num_sharers > 1 and not free and config.arena_mb is None:
         raise ConfigError(
@@ -205,7 +204,6 @@ def _host_pages(
 
 
 def _bound(setting: str, given_gb: float | None, num_pages: int, least_pages: int, page_bytes: int) -> int:
-    """Pages within a setting; all without a setting."""
     if given_gb is None:
         return num_pages
     pages = int(given_gb * GB) // page_bytes

@@ -289,7 +289,6 @@ def _core(
 
 
 def _transport(config: EngineConfig, name: str) -> Transport:
-    """Transport for reads of peers' adapters and puts of KV: the pool's, or shared memory."""
     from moe_lora.dist.transport.contract import make_transport
 
     options: dict[str, Any] = {}

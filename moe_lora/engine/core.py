@@ -202,7 +202,6 @@ class EngineCore:
         return gains
 
     def _account(self, plan: SequenceOf[Scheduled[Sequence]]) -> None:
-        """Count a launched step, and inform the scheduler and the merging policy."""
         self._counters["num_steps"] += 1
         for sequence in (item.sequence for item in plan):
             if not sequence.counted:
@@ -262,7 +261,6 @@ class EngineCore:
                     self._failed.append(adapter)
 
     def _end_failed(self) -> list[TokenOutput]:
-        """The last outputs of all requests whose adapter has failed."""
         failed, self._failed = self._failed, []
         problems: dict[AdapterVersion | None, str] = {}
         for adapter in failed:
@@ -272,7 +270,6 @@ class EngineCore:
         return [self._finish(one, problems[one.adapter]) for one in ending]
 
     def _finish(self, sequence: Sequence, problem: str) -> TokenOutput:
-        """End a request with an error, in any queue of the scheduler."""
         self._scheduler.finish(sequence)
         return self._end(sequence, "error", problem)
 
@@ -296,7 +293,6 @@ class EngineCore:
         return self._sequences.get(sequence.request.request_id) is sequence
 
     def _schedule(self) -> list[Scheduled[Sequence]]:
-        """Plan the next step, after the weights' change for it."""
         scheduler, only = self._scheduler, None
         if self._merging is not None:
             requests = [*scheduler.running, *scheduler.loading, *scheduler.waiting]
@@ -328,7 +324,6 @@ class EngineCore:
         return self._transfers.tick(len(self._scheduler.running))
 
     def _refuse_impossible(self) -> list[TokenOutput]:
-        """End the oldest request if repeatedly nothing runs or moves that could make room."""
         sequence = self._scheduler.oldest
         waits = sequence in self._scheduler.waiting and self._adapters.waits_for_others
         if sequence is None or waits or self._transfers.busy or self._any_held:

@@ -350,7 +350,6 @@ def _put(outputs: _Outputs, answer: Answer, item: TokenOutput | Exception) -> No
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single text, a single list of token ids, or a list of either."""
     if isinstance(prompts, str):
         return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):

@@ -88,7 +88,6 @@ class EngineLoop(threading.Thread):
         self.inbox.put(fail)
 
     def _take_commands(self) -> bool:
-        """Handle the inbox; wait for an entry if there is no work."""
         wait = not self._core.has_work or self._core.stalled
         self.pulse.work()
         self.pulse.held_back = self._core.held_back

@@ -121,7 +121,6 @@ def _names(file: Any) -> list[str]:
 
 
 def _way_to_safetensors(model_dir: Path) -> str:
-    """Error text with the content of a folder without safetensors, and the way out."""
     if pickles := pickled_weights(model_dir):
         return (
             f"it holds {listed(pickles)}, which are pickles and not read; convert them with save_pretrained"

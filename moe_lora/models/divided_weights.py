@@ -38,7 +38,6 @@ class HeldRanges:
 
 
 def _overlaps(given: Any, size: int, held: Iterable[range]) -> list[tuple[slice | None, Any]]:
-    """Overlaps of a number or slice with the ranges of one dim, and their places."""
     single = isinstance(given, int)
     start, stop = (given, given + 1) if single else given.indices(size)[:2]
     found: list[tuple[slice | None, Any]] = []
@@ -74,7 +73,6 @@ def _undivided(shape: tuple[int, ...]) -> HeldRanges:
 
 
 def _of_site(shard: ModelShard, number: int, per_expert: bool) -> HeldRanges:
-    """Ranges of a site's fused weight, its modules concatenated by rows."""
     site = shard.whole.sites[number]
     rows = [
         range(column + part.start, column + part.stop)

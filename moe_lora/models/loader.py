@@ -187,7 +187,6 @@ def _first_rows(pieces: list[Piece], ranges: HeldRanges) -> list[int]:
 def _as_stored(
     model: CausalLM, checkpoint: Source, weights: WeightMap, layers: list[tuple[nn.Module, str, str]]
 ) -> tuple[dict[str, WeightLayout], Stored]:
-    """Layouts of weights with a single quantised format in the checkpoint, and the opened tensors."""
     held: dict[str, WeightLayout] = {}
     opened: Stored = {}
     divided = held_ranges(model)

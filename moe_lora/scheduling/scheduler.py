@@ -241,7 +241,6 @@ class Scheduler(Generic[Sequence]):
         return adapters.waits_for_others and bool(may_begin)
 
     def _admit(self, budget: int, plan: dict[Sequence, int]) -> None:
-        """Start waiting sequences, or the loads of their bytes, while there is room."""
         if not self.waiting or not self._has_room(budget):
             return
         self._adapters.begin_round()
@@ -317,7 +316,6 @@ class Scheduler(Generic[Sequence]):
         return adapter is not None and self._adapters.has_unused_lease(adapter)
 
     def _is_loaded(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:
-        """True if adapter and history have arrived, or the sequence starts without the adapter."""
         now_s = self.clock.now_s()
         if sequence.waits.adapter_s is None:
             adapter = sequence.adapter
@@ -385,12 +383,10 @@ class Scheduler(Generic[Sequence]):
                 self._put_back(sequence)
 
     def _stop_loading(self) -> None:
-        """Put back the youngest loading sequence."""
         self.num_put_back += 1
         self._put_back(self.loading.pop())
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Free the sequence's pages; the sequence restarts later."""
         self.running.remove(sequence)
         self.num_preemptions += 1
         self._put_back(sequence)

@@ -188,7 +188,6 @@ class Access:
             await JsonResponse(error.body, error.status, headers)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> tuple[str, ApiError] | None:
-        """Set the caller, or return a reason of REFUSALS and the error."""
         path: str = scope["path"]
         is_admins = path not in _FOR_ALL and not path.startswith("/v1/models/")
         at_admins = self._came_to_admins(scope)
@@ -219,7 +218,6 @@ class Access:
         return None
 
     def _came_to_admins(self, scope: Scope) -> bool:
-        """True for a connection to the administrators' address, or without such an address."""
         if self._admin_address is None:
             return True
         _, port = scope.get("server") or (None, None)

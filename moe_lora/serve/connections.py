@@ -227,7 +227,6 @@ class Connection(HttpToolsProtocol):
         return cycle is not None and cycle.response_started and not cycle.response_complete
 
     def _refuse(self, status: int, message: str) -> None:
-        """Close, with this error unless the data belongs to an answered request."""
         if self._awaited == _HEAD or not self.cycle.response_complete:
             self.transport.write(as_bytes(ApiError(status, message)))
         self.transport.close()

@@ -250,7 +250,6 @@ def _line(problem: dict[str, Any]) -> str:
 
 
 def _names_form(part: str | int) -> bool:
-    """True if a part of a problem's place is pydantic's name of a union's branch."""
     return isinstance(part, str) and ("[" in part or part in ("str", "int"))
 
 

@@ -224,7 +224,6 @@ class Limits:
         return found
 
     def _queue_s(self, num_tokens: int) -> int:
-        """Expected seconds until half of these tokens have started."""
         if not self._begun_tokens:
             return RETRY_S
         return _retry_s(num_tokens / 2 / self._begun_tokens * (time.monotonic() - self._queued_since_s))

@@ -146,7 +146,6 @@ class ConnectionMux:
         return len(found)
 
     def _named(self, peer: Peer, request: GenerateRequest) -> GenerateRequest:
-        """The request under a unique name: its own if free."""
         name = request.request_id
         while name in self._requests:
             name = f"{request.request_id} ({next(self._numbers)})"
@@ -179,7 +178,6 @@ class ConnectionMux:
             self._fail()
 
     def _sorted(self, outputs: list[TokenOutput]) -> dict[Peer, list[TokenOutput]]:
-        """The outputs of each peer, without outputs of an earlier request under a reused id."""
         found: dict[Peer, list[TokenOutput]] = {}
         for output in outputs:
             name = output.request_id
@@ -306,7 +304,6 @@ class FrontEndLinks:
             self._mux.put(peer, message)
 
     async def _welcome(self, peer: Peer, hello: Hello) -> Welcome | str:
-        """The listener's welcome, or the reason of a refusal."""
         peer.send(msgspec.structs.replace(hello, drain=self._mux.drain))
         welcome = await peer.receive(OPEN_S)
         if not isinstance(welcome, Welcome):

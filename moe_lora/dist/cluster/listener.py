@@ -410,7 +410,6 @@ class InstanceListener:
         return None
 
     async def _host(self, peer: Peer, hello: Hello, host: str) -> None:
-        """Serve the engine's connection until the end."""
         client = DialledClient(peer, hello.name, self._max_unread, hello.notes)
         client.on_move = self._instance_registry.on_move
         client.on_death = partial(self._instance_registry.suspects.note_death, hello.name)

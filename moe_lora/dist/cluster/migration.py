@@ -269,8 +269,6 @@ class RequestMover:
         resumable.next = target
 
     def _go_on(self, source: Attempt) -> None:
-        """Have the source resume a hold, perhaps one without an answer yet."""
-
         async def resume() -> None:
             with suppress(MoeLoraError, ValueError):  # the source or the request has ended
                 await source.call("resume_request", (), 0, 0, False)

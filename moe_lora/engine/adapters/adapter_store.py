@@ -169,13 +169,11 @@ class AdapterStore:
 
 
 def _nameless(packed: PackedAdapter) -> PackedAdapter:
-    """As a mapped file without a name, removed with this process in any case."""
     with OwnFolder() as directory:
         return _stored(packed, HostStore(directory))
 
 
 def _stored(packed: PackedAdapter, store: HostStore) -> PackedAdapter:
-    """As a mapped file of the store, instead of this process's memory."""
     try:
         store.put(packed)
         return store.get(packed.content_hash, packed.name)

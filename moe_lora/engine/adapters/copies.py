@@ -154,7 +154,6 @@ class RankCopier:
         point_slot(self._slots, order.slot, packed, offsets)
 
     def _bring_through_host(self, order: BringAdapter, get: Callable[[], PackedAdapter]) -> Steps:
-        """First to host workers' memory, then layer by layer."""
         assert self._pool is not None
         packed = self._pool.give_to_host(get())
         yield 0

@@ -143,7 +143,6 @@ class LeasedAdapters(AdapterStore):
         self._server.close()
 
     def _fail(self, content_hash: str, error: Exception) -> None:
-        """The LoRA Server gave the adapter up: end the lease."""
         with self._lock:
             for adapter in self._held.values():
                 if adapter.packed.content_hash == content_hash:

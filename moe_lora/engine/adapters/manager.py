@@ -347,7 +347,6 @@ class AdapterManager:
             self.on_drop(adapter.uid)
 
     def _hand_pin_over(self, previous: AdapterVersion, adapter: AdapterVersion) -> None:
-        """Admit a version with the pin and room of the version before."""
         self.unpin(previous)
         with ExitStack() as undo:
             undo.callback(self.pin, previous)
@@ -362,7 +361,6 @@ class AdapterManager:
         self._settle(adapter)
 
     def _settle(self, adapter: AdapterVersion) -> None:
-        """Free a retired adapter without users; other idle adapters become evictable."""
         if adapter.is_idle:
             if self.leases is not None:
                 self.leases.release(adapter)
@@ -387,7 +385,6 @@ class AdapterManager:
         return readiness
 
     def _where(self, adapter: AdapterVersion) -> tuple[AdapterResidency, int]:
-        """Place of the bytes, and pages of the device's arena."""
         place: AdapterResidency = self._cache.place(adapter.uid)
         num_pages = adapter.num_pages if place == "device" else 0
         if self.leases is not None:

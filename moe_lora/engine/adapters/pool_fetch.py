@@ -134,7 +134,6 @@ class LayerReader:
         out.copy_(self._from_disk[start : start + len(out)])
 
     def _read_directory(self) -> torch.Tensor:
-        """The adapter in the layout of windows."""
         name = self.facts.name
         logger.info("adapter %s: no instance that holds it answers; read from disk", name)
         try:

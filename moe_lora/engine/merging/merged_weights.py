@@ -151,13 +151,11 @@ class MergedWeights:
         return corrected
 
     def _keeps_to_server(self, adapter: MergedAdapter) -> bool:
-        """True if the LoRA Server computes a never-merged part."""
         sites = [self.weights.shape.sites[number] for number in self._leased]
         modules = {module for site in sites if site.name in NEVER_MERGED for module in site.modules}
         return bool(modules) and not modules.isdisjoint(self._find(adapter.content_hash).targets)
 
     def _places(self, adapter: MergedAdapter) -> list[tuple[HeldAdapter, frozenset[int]]]:
-        """Places of the matrices, with sites."""
         places = []
         if adapter.slot >= 0:
             places.append((HeldAdapter(self._arena, self._slots, adapter.slot), self._local))
@@ -193,7 +191,6 @@ class MergedWeights:
         return HeldAdapter(arena, slots, 0)
 
     def _subtract_held(self) -> None:
-        """Make terms of source HELD the held part only."""
         if self._held is None:
             self._backend.backends.pop(-Source.HELD, None)
             return

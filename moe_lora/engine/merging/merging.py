@@ -159,7 +159,6 @@ class Merging:
         return {**self._counters, **self._seconds, "merge_kept_bytes": kept}
 
     def _is_eligible(self, uid: Uid) -> bool:
-        """True if the adapter is on the device, stays, and merges within the error limit."""
         adapter = self._adapters.versions.get(uid)
         if adapter is None or adapter.retired or uid in self._refused or not self._adapters.is_ready(adapter):
             return False
@@ -174,7 +173,6 @@ class Merging:
 
     @contextmanager
     def _ending_at_errors(self) -> Iterator[None]:
-        """Switch merging off at an error of the policy."""
         try:
             yield
         except Exception as error:
@@ -282,7 +280,6 @@ class Merging:
         return True
 
     def _fold_in(self, budget: float) -> float:
-        """Merge the next pieces within the budget; returns the bytes."""
         assert self._carried is not None
         start_s = self._clock.now_s()
         pieces, num_bytes = self._some(self._pieces[self._num_in :], budget)

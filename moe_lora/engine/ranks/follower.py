@@ -92,7 +92,6 @@ def _find(store: HostStore, content_hash: str) -> PackedAdapter:
 def _obey(
     connection: Connection, rank: Rank, runner: ModelRunner, host: HostWorkers | None, directory: Path
 ) -> NoReturn:
-    """The follower's loop: steps, and copies beside them, in the order of arrival."""
     store = HostStore(directory / HOST_STORE)
     copier = rank.copier(partial(_find, store))
     copies = FollowerCopies(rank.mover(lambda: None), rank.slots.present)

@@ -268,7 +268,6 @@ class ModelRunner:
         )
 
     def _padding_prompt(self, num_rows: int, site_ranks: Seq[int]) -> StepBatch:
-        """A sequence of padding rows; launches are made as for adapters of these ranks."""
         batch = self._batch([], num_rows)
         routing = batch.routing
         if any(site_ranks) and Source.LOCAL in self._sources:
@@ -341,7 +340,6 @@ class ModelRunner:
         return next((number for adapter, number in routes.items() if adapter.uid == carried.uid), -1)
 
     def _count_cold(self, row_route: np.ndarray, cold: Seq[int]) -> None:
-        """Count rows of these routes for the host instead of the device."""
         num_rows = np.count_nonzero(np.isin(row_route, cold)) * len(self._groups)
         self._lora_rows[Source.LOCAL] -= num_rows
         self._lora_rows[Source.HOST] += num_rows
@@ -349,7 +347,6 @@ class ModelRunner:
     def _route_to_host(
         self, term: np.ndarray, adapters: Seq[AdapterVersion], cold: Seq[int]
     ) -> list[RoutedAdapter]:
-        """Send rows of absent adapters to host workers; returns the workers' view of the adapters."""
         for route in cold:
             adapter = adapters[route]
             number = content_number(adapter.packed.content_hash)
@@ -358,8 +355,6 @@ class ModelRunner:
 
 
 def _marking_rows_dynamic(layer_forward: LayerForward) -> LayerForward:
-    """Run a layer with its graph compiled for any number of rows above one."""
-
     def run(layer: DecoderLayer, x: torch.Tensor, channel: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
         for tensor in (x, *rows):
             torch._dynamo.mark_dynamic(tensor, 0)

@@ -110,7 +110,6 @@ def _sent(values: Any, like: torch.Tensor, dtype: torch.dtype = torch.int64) -> 
 
 
 def _forbid_ends(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> None:
-    """No end token before min_tokens."""
     vocab = logits_SV.shape[1]
     forbidden = [
         row * vocab + token

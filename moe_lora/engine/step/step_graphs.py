@@ -188,7 +188,6 @@ class StepGraphs:
         )
 
     def _padded(self, shape: GraphShape, batch: StepBatch) -> StepBatch:
-        """The step in the graph's shape: logits of all rows, blocks up to its context."""
         tables = batch.tables
         blocks = torch.zeros(shape.rows, -(-shape.context // self._block_size), dtype=torch.int32)
         known = tables.block_tables[:, : blocks.shape[1]]

@@ -64,7 +64,6 @@ def instances_router(frontend: Frontend) -> APIRouter:
 
 
 def _absent(name: str) -> InstanceStats:
-    """State of an instance drained before its departure."""
     return InstanceStats(
         index=0,
         name=name,

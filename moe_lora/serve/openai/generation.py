@@ -306,7 +306,6 @@ class Generation:
         )
 
     def _failed(self, error: Exception, watchers: Watchers, request: GenerateRequest) -> ApiError:
-        """Count an error.  Returns the client's error."""
         failure, limits = to_api_error(error), self.frontend.limits
         if isinstance(error, AdapterNotFoundError):
             what = f"the model {self.adapter!r} does not exist; GET /v1/models lists what does"

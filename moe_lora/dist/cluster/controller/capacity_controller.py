@@ -149,7 +149,6 @@ class CapacityController:
         return info.max_loras, max(1, live)
 
     def _tell(self, found: Outlook) -> None:
-        """Log when the capacity starts or stops to meet the target."""
         if found.suffices == self._suffices:
             return
         self._suffices = found.suffices

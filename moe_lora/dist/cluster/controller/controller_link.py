@@ -158,7 +158,6 @@ class ControllerLink:
                 await self._peer.closed()
 
     async def _serve(self, connection: Connection) -> str | None:
-        """Follow the controller's messages until the connection ends; returns the reason of a refusal."""
         peer = Peer(connection, FRONT_END_SIDE, "the controller")
         peer.send(FrontEndHello(name=self.name, state=self.state))
         admitted = await peer.receive(OPEN_S)

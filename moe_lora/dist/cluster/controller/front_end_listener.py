@@ -119,7 +119,6 @@ class FrontEndListener:
                 session.peer.end("the controller was stopped")
 
     async def _recover(self) -> None:
-        """Collect the knowledge of front ends and instances; no instance enters routing before."""
         waited_s = 0.0
         while waited_s < RECOVERY_S or (self._awaited and waited_s < LONGEST_RECOVERY_S):
             await asyncio.sleep(POLL_S)
@@ -232,7 +231,6 @@ class FrontEndListener:
                     session.see(window, event)
 
     async def _answer(self, call: Asked) -> None:
-        """Execute a call; answer once all front ends have the changes."""
         await self._ready.wait()
         try:
             value = await self._controller.call(call.method, *call.args)

@@ -176,7 +176,6 @@ class MigrationController:
         return is_held or bool(self._ordered)
 
     def _learn(self, reports: list[Report]) -> None:
-        """Learn answer lengths from ended requests, and seconds per token from the busiest instance."""
         now_s = self._clock.now_s()
         loads = [load for report in reports for load in report.requests]
         loads.sort(key=lambda load: not load.held)  # of a held request's two entries the other counts
@@ -248,7 +247,6 @@ class MigrationController:
         return cheaper_move(row, load.num_bytes, self._steps, rate, same_layout=self._same_layout)
 
     async def _pass_on(self, plan: MigrationPlan, kinds: dict[tuple[str, str], str]) -> int:
-        """Send moves to each source: waiting requests first, else in the plan's order."""
         orders: defaultdict[str, list[MoveOrder]] = defaultdict(list)
         for request, source, target in sorted(plan.moves, key=lambda move: not self._waits(move[0])):
             key = cast("tuple[str, str]", request)

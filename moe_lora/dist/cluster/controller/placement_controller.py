@@ -196,6 +196,5 @@ class PlacementController:
 
 
 def _placed_on(stats: FleetStats) -> list[InstanceStats]:
-    """Live undrained instances; all live instances if none is undrained."""
     live = [one for one in stats.instances if one.live]
     return [one for one in live if not one.drained] or live

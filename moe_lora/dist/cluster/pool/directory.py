@@ -232,7 +232,6 @@ class PoolDirectory:
 
 
 def _file_bytes(path: str) -> int:
-    """Estimated bytes of an adapter: its files, at least one byte."""
     if not os.path.isdir(path):
         return 1
     return max(1, sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file()))

@@ -166,7 +166,6 @@ class FleetPool:
             self._directory.note(_engine(instance), entry.facts.content_hash, entry.source)
 
     def _emptiest(self, instances: list[Instance]) -> list[int]:
-        """The least loaded instances, as many as an adapter's replicas."""
         held = dict.fromkeys((instance.index for instance in instances), 0)
         sizes = self._directory.sizes()
         clients = {_engine(instance): instance.index for instance in instances}
@@ -176,7 +175,6 @@ class FleetPool:
         return sorted(held, key=lambda index: (held[index], index))[: self._directory.replicas]
 
     async def _make_copies(self) -> None:
-        """Make missing copies, in parallel on different instances; then send sources."""
         state = self._state()
         held, target = self._held(), self._target()
         moves = await asyncio.to_thread(lambda: copies_to_make(target(), held))
@@ -237,7 +235,6 @@ class FleetPool:
         return partial(place_holders, sizes, held, live, replicas, wanted)
 
     def _state(self) -> _State:
-        """Inputs of the wanted holders, beside the wishes."""
         return self._directory.version, [instance.client for instance in self._instance_registry.live]
 
     def _held(self) -> dict[str, list[int]]:
