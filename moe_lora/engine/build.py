@@ -238,8 +238,6 @@ def _core(
         max_kv_pages=size.max_kv_pages,
         max_adapters=config.max_loras,
         prefix_caching=config.prefix_caching,
-        upper=config.swap_out_above,
-        lower=config.swap_in_below,
     )
     pool = None if config.pool is None else cast("PoolAdapters", store)
     leases = None if pool is not None or rank.lora_server is None else cast("LeasedAdapters", store)
