@@ -41,6 +41,7 @@ Backend: TypeAlias = Any
 TIMEOUT_S = 300.0
 """How long a rank waits for another: as far apart as two ranks may be with compiling the same layer."""
 LOOPBACK = "127.0.0.1"
+RENDEZVOUS = "rendezvous"
 
 
 class RowExchange:

@@ -26,7 +26,7 @@ from moe_lora.core.host import OwnFolder
 from moe_lora.core.processes import STOP_TIMEOUT_S, start_child
 from moe_lora.engine.step.step_batch import packed_message
 
-RENDEZVOUS, HOST_STORE = "rendezvous", "adapters"
+HOST_STORE = "adapters"
 """What lies in an instance's directory: the file its ranks find each other by, and packed adapters."""
 
 
