@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moe_lora.config.settings import Setting, check_names, settings_of
+from moe_lora.config.settings import Setting, check_section, settings_of
 from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.request import name_problem
 
@@ -188,9 +188,9 @@ def _setting(text: str) -> tuple[str, Setting, Any]:
         raise click.BadParameter(
             f"{text!r} is not SECTION.NAME=VALUE with a section of {', '.join(SECTIONS)}", param_hint="--set"
         )
-    settings = {name: one for name, one in settings_of(SECTIONS[section]).items() if one.rule.in_file}
+    settings = settings_of(SECTIONS[section])
     try:
-        check_names(section, {name: value}, settings)
+        check_section(SECTIONS[section], section, {name: value})
         found = _value_of(settings[name], value)
         settings[name].read(place, found)
     except ConfigError as error:

@@ -207,7 +207,7 @@ class VllmWords:
 
     def _values_of(self, place: Place) -> list[str]:
         """The values that follow the option of a setting."""
-        if bool in place.setting.kinds or not self._left or self._left[0].startswith("--"):
+        if bool in place.kinds or not self._left or self._left[0].startswith("--"):
             return []
         return self._values("") if place.is_list else [self._left.pop(0)]
 

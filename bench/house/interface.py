@@ -31,7 +31,7 @@ def options() -> list[str]:
 def settings() -> list[str]:
     """Leaves of the cluster file: top-level keys without sections, and settings of each section.
 
-    Parameters of a named policy stand in the policy's own settings class, and do not count.
+    Parameters of a named policy (`Rule.policy`) do not count.
     """
     from moe_lora.config.cluster import NAMES, SECTIONS
     from moe_lora.config.front_end import FrontEndPlace
@@ -47,7 +47,7 @@ def _leaves(section: str, kind: Any) -> list[str]:
     found = []
     for name, one in settings_of(kind).items():
         inner = [each for each in one.kinds if isinstance(each, type) and is_dataclass(each)]
-        if one.rule.in_file:
+        if one.rule.in_file and not one.rule.policy:
             place = f"{section}.{name}"
             found += _leaves(place, inner[0]) if inner else [place]
     return found

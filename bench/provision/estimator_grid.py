@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from bench.provision.slot_queue import AdmissionResult, simulate_admission
 from moe_lora.provision.admission.corrected import corrected_admissibility_rate
 from moe_lora.provision.admission.iar import expected_active, immediate_admissibility_rate
-from moe_lora.sim.slot_queue import AdmissionResult, simulate_admission
 
 from .plan_cases import zipf
 

@@ -22,6 +22,10 @@ from .tree import DependencyTree
 
 SALT_SHIFT = 32
 """Bits of a token id for a vocabulary."""
+SWAP_OUT_ABOVE = 0.95
+"""Used share of the device above which pages move out ahead of need."""
+SWAP_IN_BELOW = 0.7
+"""Used share of the device below which pages move in ahead of need."""
 
 
 class UnifiedCache:
@@ -41,8 +45,8 @@ class UnifiedCache:
         max_kv_pages: int | None = None,
         max_adapters: int | None = None,
         prefix_caching: bool = True,
-        upper: float = 0.95,
-        lower: float = 0.70,
+        upper: float = SWAP_OUT_ABOVE,
+        lower: float = SWAP_IN_BELOW,
     ) -> None:
         """block_size: tokens per KV page.  max_kv_pages: limit of KV pages on the device, cached included.
         max_adapters: limit of adapters with device pages (slots).  upper, lower: used shares of the device

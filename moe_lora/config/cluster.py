@@ -43,6 +43,8 @@ SECTIONS: dict[str, Any] = {
 }
 OF_ENGINE = {"pool", "dlora"}
 """Sections whose settings are fields of `EngineConfig`."""
+_FIXED = "fixed"
+"""Top of a file that one process writes for another: section → fixed settings (`settings.Rule`)."""
 NAMES = ("model_dir", "served_model_name", "adapters", "certificates", "devices", "front_ends", *SECTIONS)
 """What stands at the top of the file; front_ends are `FrontEndPlace`s by name."""
 
@@ -249,14 +251,17 @@ def read_content(path: str | Path) -> Any:
 
 def cluster_of(content: Any, folder: Path) -> ClusterConfig:
     """The cluster that a file's content describes; relative paths start at `folder`.  Raises ConfigError."""
-    given = mapping_of("the file", content)
+    given = dict(mapping_of("the file", content))
+    fixed = given.pop(_FIXED, {})
     check_names("", given, NAMES)
     model_dir = folder / text_of("model_dir", given.get("model_dir"))
     served_name, *other_names = _served_names(given.get("served_model_name", model_dir.resolve().name))
     if given.get("lora_server", {}) is None:
         given = {name: one for name, one in given.items() if name != "lora_server"}
     found = {
-        name: _section(kind, name, given[name], folder) for name, kind in SECTIONS.items() if name in given
+        name: {**_section(kind, name, given[name], folder), **_fixed(kind, fixed.get(name, {}))}
+        for name, kind in SECTIONS.items()
+        if name in given
     }
     adapters = {
         _name("adapters", name): str(folder / text_of(f"adapters.{name}", place))
@@ -281,6 +286,11 @@ def cluster_of(content: Any, folder: Path) -> ClusterConfig:
         devices=read_devices(given.get("devices")),
         **{name: SECTIONS[name](**values) for name, values in found.items()},
     )
+
+
+def _fixed(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fixed settings of a class, as `cluster_text` writes them."""
+    return {name: settings_of(kind)[name].read(name, value) for name, value in given.items()}
 
 
 def _served_names(given: Any) -> list[str]:
@@ -320,18 +330,25 @@ def cluster_text(cluster: ClusterConfig) -> str:
         "devices": {role: list(numbers) for role, numbers in cluster.devices.items()},
         "front_ends": {name: _plain(place) for name, place in cluster.front_ends.items()},
         **{name: _plain(settings) for name, settings in sections.items() if settings is not None},
+        _FIXED: {
+            name: found
+            for name, settings in sections.items()
+            if settings is not None and (found := _plain(settings, fixed=True))
+        }
+        or None,
     }
     return yaml.safe_dump(
         {name: value for name, value in content.items() if value is not None}, sort_keys=False
     )
 
 
-def _plain(settings: Any) -> dict[str, Any]:
-    """The settings that a file may hold, as YAML has them."""
+def _plain(settings: Any, *, fixed: bool = False) -> dict[str, Any]:
+    """The settings that a file may hold, as YAML has them; fixed: those others that are not the default."""
     found, kind = {}, settings.__class__
     for name, one in settings_of(kind).items():
         value = getattr(settings, name)
-        if value is None or not one.rule.in_file:
+        left_out = not one.rule.fixed or value == one.default if fixed else not one.rule.in_file
+        if value is None or left_out:
             continue
         if one.rule.path and value:
             value = os.path.abspath(value)

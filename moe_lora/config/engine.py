@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -54,6 +55,10 @@ class EngineConfig(Settings):
     """How one engine runs one model."""
 
     GROUP: ClassVar[str] = "Model"
+    GONE: ClassVar[Mapping[str, str]] = {
+        "swap_out_above": "the cache moves pages out above 95 % of the device",
+        "swap_in_below": "the cache moves pages in below 70 % of the device",
+    }
 
     model_dir: str = setting(in_file=False)
     """Folder of the base model's checkpoint."""
@@ -119,13 +124,11 @@ class EngineConfig(Settings):
     )
     """Eviction policy of KV and adapters.  Names with -wo are ablations
     (docs/explanation/cache.md)."""
-    swap_interval_s: float = setting(0.1, above=0)
+    swap_interval_s: float = setting(0.1, above=0, fixed="a tenth of a second serves all policies")
     """How often pages are moved ahead of need."""
-    swap_out_above: float = 0.95
-    """Share of the device in use above which pages are moved out ahead of need."""
-    swap_in_below: float = 0.7
-    """Share of the device in use below which pages are moved in ahead of need."""
-    swap_time_unit_s: float | None = setting(None, above=0, unset="the policy's")
+    swap_time_unit_s: float | None = setting(
+        None, above=0, unset="the policy's", fixed="each cache policy has its own"
+    )
     """FastLibra's unit of the time since a cached thing was used."""
     kv_cache_gb: float | None = setting(None, above=0, option="--kv-cache-gb", metavar="GB", unset="chosen")
     """Room for KV, in 10^9 bytes.  Without it, and without arena_mb, KV of max_num_seqs sequences of
@@ -141,7 +144,9 @@ class EngineConfig(Settings):
     eager: bool = setting(False, option="--eager")
     """Start without compilation."""
     decode_buckets: tuple[int, ...] | None = setting(
-        None, unset="on CPU one graph for any size, and one for 1; on CUDA powers of two"
+        None,
+        unset="on CPU one graph for any size, and one for 1; on CUDA powers of two",
+        fixed="the device decides",
     )
     """Batch sizes that decode steps are padded to, one compiled graph each."""
     async_scheduling: str = setting("auto", choices=("auto", "on", "off"))
@@ -165,7 +170,7 @@ class EngineConfig(Settings):
     spare_process: bool = setting(True)
     """Whether `moe-lora serve` with several instances on its host keeps a process more.  It has imported
     torch, holds no device, and replaces the next instance that dies."""
-    starvation_s: float = 5.0
+    starvation_s: float = setting(5.0, fixed="5 s serve all loads")
     """A request that waits longer for its adapter stops younger ones from passing it."""
     seed: int = 0
     """Of sampling without a seed.  Each front end, and each start of an instance, makes another one of it."""
@@ -175,7 +180,11 @@ class EngineConfig(Settings):
     """Where deltas are computed; None: by the engine."""
     instance: str = setting("instance-0", in_file=False)
     """This engine's name in a cluster."""
-    queue: str = setting("fcfs", choices=QUEUES)
+    queue: str = setting(
+        "fcfs",
+        choices=QUEUES,
+        fixed="requests start by priority and arrival; sjf-oracle is for comparisons",
+    )
     """Order of waiting requests: first come first served, or (for comparisons where every answer has its full
     length) least max_tokens first."""
     host_workers: int | str = setting(
@@ -188,16 +197,29 @@ class EngineConfig(Settings):
     """Cores that host workers run on, one each, those of the first instance's first rank first; by default
     any."""
     host_tokens_per_worker: int | None = setting(
-        None, least=1, unset="the performance model's, without one 32"
+        None,
+        least=1,
+        unset="the performance model's, without one 32",
+        fixed="the performance model states the number; without a model, 32",
     )
     """Prompt tokens of one layer that a host worker computes in time; a prompt of more is divided."""
-    host_tokens_per_step: int = setting(0, least=0, unset="host_tokens_per_worker x host_workers")
+    host_tokens_per_step: int = setting(
+        0,
+        least=0,
+        unset="host_tokens_per_worker x host_workers",
+        fixed="host_tpot_budget_ms bounds the tokens, and the workers' rate does without it",
+    )
     """Prompt tokens of loading adapters in a step that computes for others too, at most; 0: see the
     default."""
     host_tpot_budget_ms: float | None = setting(None, above=0, metavar="MS", unset="none")
     """host_tokens_per_step is the most with which the model's layers take no longer than that in a step, by
     the performance model."""
-    performance_model: str | None = setting(None, path="place", unset="the front end's")
+    performance_model: str | None = setting(
+        None,
+        path="place",
+        unset="the front end's",
+        fixed="give front_end.performance_model, which instances read too",
+    )
     """Times of this machine, of `moe-lora profile-steps --host-worker`, by which a prompt begins on host
     workers or waits for its adapter."""
     batching: str = setting(
@@ -208,13 +230,15 @@ class EngineConfig(Settings):
     quantised weights auto is unmerged (docs/guides/merging.md)."""
     dlora: DLoraConfig | None = setting(None, in_file=False)
     """Parameters of batching=dlora; None: the defaults."""
-    merge_mb_per_step: float = setting(64.0, above=0)
+    merge_mb_per_step: float = setting(64.0, above=0, fixed="64 MB change between two steps")
     """Weights that change between two steps, in 10^6 bytes of each process, and at least one site of one
     layer; merged and dlora change all at once."""
-    merge_error_limit: float = setting(0.05, above=0)
+    merge_error_limit: float = setting(0.05, above=0, fixed="auto merges up to 5 %")
     """auto merges no adapter whose deltas would change by more than this part of them, because merged weights
     are rounded to the dtype; merged and dlora merge it and log that."""
-    verify_merge: bool = setting(False)
+    verify_merge: bool = setting(
+        False, fixed="tests compare the weights; a server has no use for the checksum"
+    )
     """Compare all weights with a checksum of the first ones each time an adapter was taken out of them."""
     pool: PoolConfig | None = setting(None, in_file=False)
     """The pool of the instances; None: each keeps all adapters."""
@@ -229,6 +253,7 @@ class EngineConfig(Settings):
         None,
         path="place",
         unset="contents-… in state_dir, the same at each start of an instance of the cluster",
+        fixed="contents lie in engine.state_dir",
     )
     """Where an instance keeps the contents of its adapters by hash, so that it finds them when it is started
     again."""
@@ -236,8 +261,10 @@ class EngineConfig(Settings):
     """The device of each rank, chosen by `devices` of the cluster; (): rank r takes device r."""
     leave_out_bad: bool = setting(False, in_file=False)
     """Start without adapters that can't be read."""
-    emulation: EmulationConfig = EmulationConfig()
-    """Another device's times, for benchmarks: step_profile, load_gb_per_s."""
+    emulation: EmulationConfig = setting(
+        EmulationConfig(), fixed="another device is emulated for comparisons alone, by code in Python"
+    )
+    """Times of another device, for benchmarks."""
 
     @property
     def num_ranks(self) -> int:
@@ -297,11 +324,6 @@ class EngineConfig(Settings):
             )
         if self.quantize_head and self.quantize in UNQUANTISED:
             raise ConfigError("quantize_head=True needs a format; choose one with quantize")
-        if not 0 < self.swap_in_below <= self.swap_out_above <= 1:
-            raise ConfigError(
-                f"swap_in_below={self.swap_in_below} and swap_out_above={self.swap_out_above} must be shares "
-                "above 0 and up to 1, the first no larger than the second"
-            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "

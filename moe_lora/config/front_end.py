@@ -83,10 +83,12 @@ class RoutingConfig(Settings):
     )
     """Tokens of an answer: rank_aware divides the time of a prompt by this number, and a placement expects as
     many while no adapter has answers (128 without a number)."""
-    rank_aware_cost: str = setting(RANK_AWARE_COSTS[0], choices=RANK_AWARE_COSTS)
+    rank_aware_cost: str = setting(
+        RANK_AWARE_COSTS[0], choices=RANK_AWARE_COSTS, policy="front_end.routing=rank_aware"
+    )
     """rank_aware's cost: others: time that the request adds for the requests there, as in Toppings' Algorithm
     1; all: and the time of the request's own tokens."""
-    adapter_load_s_per_rank: float = setting(0.0, least=0)
+    adapter_load_s_per_rank: float = setting(0.0, least=0, policy="front_end.routing=shortest_pending_time")
     """Seconds to load an adapter by its rank, as shortest_pending_time counts it; with host workers 0 is the
     performance model's, and both routers count what is less, this or the start on the host."""
     placement: str | None = setting(
@@ -134,6 +136,10 @@ class RoutingConfig(Settings):
             )
 
 
+def _of_dlora(default: Any, **rule: Any) -> Any:
+    return setting(default, policy="front_end.migration=dlora", **rule)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MigrationConfig(Settings):
     """When running and waiting requests move to other instances (docs/guides/migration.md)."""
@@ -144,23 +150,23 @@ class MigrationConfig(Settings):
     migration: str = setting("off", choices=MIGRATIONS, option="--migration", metavar="POLICY")
     """Move requests off overloaded instances: off or dlora.  An instance is overloaded without free memory,
     or with requests that queue (docs/guides/migration.md)."""
-    migration_interval_s: float = setting(1.0, above=0)
+    migration_interval_s: float = _of_dlora(1.0, above=0)
     """Time from one plan to the next at least; more, up to 16 times as much, while plans gain too little."""
-    migration_queue_s: float = setting(0.5, least=0)
+    migration_queue_s: float = _of_dlora(0.5, least=0)
     """An instance where a request has waited for its first step for longer than this is overloaded."""
-    migration_free_share: float = setting(0.05, least=0, most=1)
+    migration_free_share: float = _of_dlora(0.05, least=0, most=1)
     """As is one with less of its device memory left for requests."""
-    migration_min_gain: float = setting(0.1, least=0, most=1)
+    migration_min_gain: float = _of_dlora(0.1, least=0, most=1)
     """Share of the slowest instance's time that a plan has to save."""
-    migration_solver: str = setting("fast", choices=MIGRATION_SOLVERS)
+    migration_solver: str = _of_dlora("fast", choices=MIGRATION_SOLVERS)
     """How a plan is found: fast: longest requests first, then a search; relaxed: dLoRA's linear program over
     few instances; exact: HiGHS on all of it, for a few instances and at most migration_interval_s."""
-    migration_selected: int = setting(4, least=1)
+    migration_selected: int = _of_dlora(4, least=1)
     """K. relaxed: so many of the slowest instances give requests, to those and as many of the fastest. fast:
     the search is among the slowest and 2 K - 1 of the fastest; all above the mean give. exact: unused."""
-    migration_affinity_s: float = setting(0.0, least=0)
+    migration_affinity_s: float = _of_dlora(0.0, least=0)
     """eta: seconds that each further adapter of an instance counts as."""
-    migration_bytes_per_s: float = setting(1e9, above=0)
+    migration_bytes_per_s: float = _of_dlora(1e9, above=0)
     """Between two instances, for the choice between moving a request's tokens and its KV."""
 
 
@@ -239,7 +245,7 @@ class ProvisionConfig(Settings):
     """Share of requests whose adapter should find a place at once, watched with a LoRA Server or if given."""
     window_s: float = setting(300.0, above=0, former="--provision-window-s")
     """For how long a request counts for that."""
-    interval_s: float = setting(30.0, above=0)
+    interval_s: float = setting(30.0, above=0, fixed="the load is evaluated every 30 s")
     """From one evaluation to the next."""
     auto_resize: bool = setting(False)
     """Let the LoRA Server's capacity follow what the target needs, up to what its memory holds."""

@@ -55,7 +55,9 @@ class LimitsConfig(Settings):
     """From there to the end of its body; then 408."""
     write_timeout_s: float = setting(30.0, above=0)
     """A client that reads nothing of what waits for it is ended after so long, and its requests with it."""
-    max_unread_steps: int = setting(4096, least=1)
+    max_unread_steps: int = setting(
+        4096, least=1, fixed="4096 steps are more than a client of any use leaves unread"
+    )
     """Steps of an answer that wait because its client does not read; then its request ends."""
     max_header_bytes: int = setting(1 << 16, least=1024)
     """Of a request's first line and headers, and of trailers; then 400."""
@@ -66,9 +68,9 @@ class LimitsConfig(Settings):
     with 503."""
     max_bodies_bytes_per_client: int = setting(16 << 20, least=1024)
     """Of those of one client; more are answered with 429."""
-    max_json_depth: int = setting(32, least=4)
+    max_json_depth: int = setting(32, least=4, fixed="no request needs more than 32 levels")
     """Lists and objects in each other; then 400."""
-    check_timeout_s: float = setting(20.0, above=0)
+    check_timeout_s: float = setting(20.0, above=0, fixed="20 s serve all bodies that the limits allow")
     """Bodies from 16 KiB on are checked, and their texts tokenized, one after another in a process of their
     own, clients by turns. One that waits for longer is answered with 503."""
     max_choices: int = setting(128, least=1)

@@ -61,20 +61,20 @@ class LoraServerConfig(Settings):
     sites: str = setting("auto", choices=("auto", "all", "experts"))
     """Which LoRA sites the server computes: all; or experts, and instances compute attention and dense sites;
     auto: experts where the model has any."""
-    max_rows: int = setting(512, least=1)
+    max_rows: int = setting(512, least=1, fixed="512 rows fit a message of every transport")
     """Rows in one message between an instance and a server rank."""
-    depth: int = setting(4, least=1)
+    depth: int = setting(4, least=1, fixed="4 messages keep every transport busy")
     """Messages under way between an instance and a server rank."""
     answer_timeout_s: float = setting(30.0, above=0)
     """An answer that takes longer is computed by the instance."""
-    lease_timeout_s: float = setting(5.0, above=0)
+    lease_timeout_s: float = setting(5.0, above=0, fixed="5 s serve all networks")
     """How long the leases of an instance that vanished are kept."""
     load_gb_per_s: float | None = setting(None, above=0, unset="none")
     """Bound on the rate at which its ranks load adapters, in 10^9 bytes per second."""
     host_workers: int = setting(0, least=0, former="--lora-server-host-workers")
     """Processes beside each of its ranks that compute the rows of layers that are still being loaded; 0: such
     rows wait."""
-    host_tokens_per_worker: int = setting(32, least=1)
+    host_tokens_per_worker: int = setting(32, least=1, fixed="32 rows serve all models")
     """Rows of one layer that such a process computes in time; more are divided."""
-    layer_wise: bool = True
+    layer_wise: bool = setting(True, fixed="layers always serve as soon as each is there")
     """A layer of an adapter serves as soon as it is there; false: none before all are, for comparisons."""

@@ -48,7 +48,8 @@ class Rule:
     in a file of settings it starts at that file's folder.  check: called with name and value, raises
     ConfigError.  unset: what holds, in words, where the option is not given, and what None stands for.
     group: heading of the option in --help, if not that of the class.  in_file: whether it may stand in a
-    file.
+    file.  fixed: reason for one value on all servers; code in Python sets another for comparisons and tests,
+    and no file does.  policy: the setting and value of the policy that the setting is a parameter of.
     """
 
     option: str = ""
@@ -64,10 +65,14 @@ class Rule:
     check: Callable[[str, Any], Any] | None = None
     unset: str = ""
     in_file: bool = True
+    fixed: str = ""
+    policy: str = ""
 
     def __init__(self, **given: Any) -> None:
         assert set(given) <= set(Rule.__annotations__), given
         vars(self).update(given)
+        if self.fixed:
+            self.in_file = False
 
 
 class Setting(typing.NamedTuple):
@@ -136,6 +141,8 @@ class Settings:
     """Heading of the options in --help."""
     OPENED_BY: ClassVar[str] = ""
     """The setting without whose option, or a section in the file, the others' options have no meaning."""
+    GONE: ClassVar[Mapping[str, str]] = {}
+    """Name of a former setting → reason for its end."""
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
@@ -186,10 +193,24 @@ def meanings(kind: type) -> dict[str, str]:
 
 def read_section(kind: Any, section: str, given: Any) -> dict[str, Any]:
     """Keyword arguments of a settings class, from a section of a file.  Raises ConfigError."""
-    values = mapping_of(section, given)
-    allowed = {name: one for name, one in settings_of(kind).items() if one.rule.in_file}
-    check_names(section, values, allowed)
-    return {name: allowed[name].read(f"{section}.{name}", value) for name, value in values.items()}
+    values, settings = mapping_of(section, given), settings_of(kind)
+    check_section(kind, section, values)
+    return {name: settings[name].read(f"{section}.{name}", value) for name, value in values.items()}
+
+
+def check_section(kind: Any, section: str, given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for names that a section of a file can't have."""
+    former = former_settings(kind)
+    for name in given:
+        if name in former:
+            raise ConfigError(f"{section}.{name} is no setting any more: {former[name]}")
+    check_names(section, given, [name for name, one in settings_of(kind).items() if one.rule.in_file])
+
+
+def former_settings(kind: Any) -> dict[str, str]:
+    """Name → reason, of settings that a section of a file had."""
+    fixed = {name: one.rule.fixed for name, one in settings_of(kind).items() if one.rule.fixed}
+    return {**getattr(kind, "GONE", {}), **fixed}
 
 
 def _as_kind(kind: Any, place: str, value: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 from .cluster import SECTIONS
 from .front_end import FrontEndPlace
 from .limits import LimitsConfig
-from .settings import MISSING, WORDS, Setting, Settings, meanings, settings_of
+from .settings import MISSING, WORDS, Setting, meanings, settings_of
 from .vllm_options import VLLM_OPTIONS
 
 KINDS: dict[str, Any] = {**SECTIONS, "front_ends": FrontEndPlace}
@@ -33,14 +33,12 @@ def section_table(kind: Any) -> str:
     return _markdown(("field", "value", "default", "option of serve", ""), list(rows(kind)))
 
 
-def rows(kind: Any, section: str = "") -> Iterator[tuple[str, ...]]:
+def rows(kind: Any) -> Iterator[tuple[str, ...]]:
     """Name, values, default, option and meaning of each setting of a section, in Markdown."""
     for name, one in settings_of(kind).items():
-        if isinstance(one.default, Settings):
-            yield from rows(type(one.default), f"{section}{name}.")
-        elif one.rule.in_file:
+        if one.rule.in_file:
             option = f"`{one.rule.option}`" if one.rule.option else ""
-            yield f"`{section}{name}`", _values(one), _default(one), option, meanings(kind)[name]
+            yield f"`{name}`", _values(one), _default(one), option, meanings(kind)[name]
 
 
 def option_table(*kinds: Any) -> str:

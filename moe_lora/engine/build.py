@@ -215,6 +215,18 @@ def _host_free(config: EngineConfig) -> int:
     return free_bytes(torch.device("cpu")) // (config.num_instances * config.num_ranks)
 
 
+def _cache(config: EngineConfig, size: ArenaSize, page_bytes: int) -> UnifiedCache:
+    return UnifiedCache(
+        num_device_pages=size.num_pages,
+        num_host_pages=size.num_host_pages,
+        block_size=config.block_size,
+        policy=caching_policy(config, size, page_bytes),
+        max_kv_pages=size.max_kv_pages,
+        max_adapters=config.max_loras,
+        prefix_caching=config.prefix_caching,
+    )
+
+
 def _core(
     config: EngineConfig,
     rank: Rank,
@@ -225,18 +237,7 @@ def _core(
     runner: ModelRunner,
     store: AdapterStore,
 ) -> EngineCore:
-    clock, page_bytes = WallClock(), rank.layout.page_bytes
-    cache = UnifiedCache(
-        num_device_pages=size.num_pages,
-        num_host_pages=size.num_host_pages,
-        block_size=config.block_size,
-        policy=caching_policy(config, size, page_bytes),
-        max_kv_pages=size.max_kv_pages,
-        max_adapters=config.max_loras,
-        prefix_caching=config.prefix_caching,
-        upper=config.swap_out_above,
-        lower=config.swap_in_below,
-    )
+    clock, cache = WallClock(), _cache(config, size, rank.layout.page_bytes)
     pool = None if config.pool is None else cast("PoolAdapters", store)
     leases = None if pool is not None or rank.lora_server is None else cast("LeasedAdapters", store)
     host_loads = None

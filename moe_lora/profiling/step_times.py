@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from moe_lora.adapters.packed import PackedAdapter, Pair, assemble, pack_layer
+from moe_lora.cache.unified import SWAP_OUT_ABOVE
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError
 from moe_lora.core.request import GenerateRequest, SamplingParams
@@ -173,7 +174,7 @@ def engine_with_adapters(config: EngineConfig, adapters: Mapping[str, int]) -> E
     slack = shape.num_layers * kv_layout(config, shape, dtype).page_bytes
     least = shape.adapter_bytes(16) + slack
     needed = max(least, sum(shape.adapter_bytes(rank) + slack for rank in adapters.values()))
-    room_gb = math.ceil(needed / config.swap_out_above / 1e3) / 1e6
+    room_gb = math.ceil(needed / SWAP_OUT_ABOVE / 1e3) / 1e6
     core = build_engine(
         replace(
             config,

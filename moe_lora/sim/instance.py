@@ -91,6 +91,23 @@ class CachedConfig:
         )
 
 
+def _cache(config: CachedConfig, policy: CachingPolicy) -> UnifiedCache:
+    """The instance's cache, with its adapters."""
+    cache = UnifiedCache(
+        num_device_pages=config.num_device_pages,
+        num_host_pages=config.num_host_pages,
+        block_size=config.block_size,
+        policy=policy,
+        max_kv_pages=config.max_kv_pages,
+        max_adapters=config.max_adapters,
+        upper=config.upper,
+        lower=config.lower,
+    )
+    for name, pages in config.adapter_pages.items():
+        cache.add_adapter(name, (pages,), 0.0)
+    return cache
+
+
 class CachedInstance:
     """Continuous batching in steps; a request with loading bytes waits alone.
 
@@ -129,18 +146,7 @@ class CachedInstance:
         self._on_done = on_done or self.done.append
         self._outstanding: int | None = None
         self._leaving: dict[CachedRequest, Callable[[CachedRequest], None]] = {}
-        self.cache = UnifiedCache(
-            num_device_pages=config.num_device_pages,
-            num_host_pages=config.num_host_pages,
-            block_size=config.block_size,
-            policy=policy,
-            max_kv_pages=config.max_kv_pages,
-            max_adapters=config.max_adapters,
-            upper=config.upper,
-            lower=config.lower,
-        )
-        for name, pages in config.adapter_pages.items():
-            self.cache.add_adapter(name, (pages,), 0.0)
+        self.cache = _cache(config, policy)
         self.links = CopyLinks(
             self.events, config.link_bytes_per_s, config.page_bytes, self._load_pages, self._copied
         )

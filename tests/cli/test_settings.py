@@ -21,6 +21,7 @@ def test_all_settings_are_listed():
         assert f"\n{section}:\n" in f"\n{text}"
         for name, one in settings_of(kind).items():
             assert not one.rule.in_file or f"{section}.{name}" in text
+    assert "engine.starvation_s" not in text
 
 
 def test_a_section_shows_values_defaults_options_and_the_whole_meaning():

@@ -28,7 +28,7 @@ adapters:
   upper: adapters/upper
   lower: /elsewhere/lower
 certificates: certificates
-engine: {dtype: float32, eager: true, kv_cache_gb: 1, decode_buckets: [1, 8], max_model_len: null}
+engine: {dtype: float32, eager: true, kv_cache_gb: 1, host_workers: 2, host_cores: [1, 8]}
 lora_server: {layout: EP2-PP1, capacity: 4, address: "10.0.0.2:7500", store_dir: store, transport: gloo}
 registry: {folder: registered, adapters: [lower, third]}
 front_end: {host: 0.0.0.0, port: 80, engines_address: "10.0.0.1:7600", routing: round_robin}
@@ -60,7 +60,8 @@ def test_settings_of_every_section_arrive(read, tmp_path):
         dtype="float32",
         eager=True,
         kv_cache_gb=1.0,
-        decode_buckets=(1, 8),
+        host_workers=2,
+        host_cores=(1, 8),
     )
     assert cluster.front_end == FrontEndConfig(
         host="0.0.0.0", port=80, engines_address="10.0.0.1:7600", routing="round_robin"
@@ -149,7 +150,7 @@ def test_certificates_are_read_from_the_folder(read, tmp_path):
         ("model_dir: m\nengine: {max_loras: many}", "engine.max_loras='many' must be a whole number"),
         ("model_dir: m\nengine: {max_loras: true}", "engine.max_loras=True must be a whole number"),
         ("model_dir: m\nengine: {max_model_len: x}", "must be a whole number or null"),
-        ("model_dir: m\nengine: {decode_buckets: [x]}", "must be a list of whole numbers or null"),
+        ("model_dir: m\nengine: {host_cores: [x]}", "must be a list of whole numbers"),
         ("model_dir: m\nengine: {max_loras: 0}", "max_loras=0 must be 1 or more"),
         ("model_dir: m\nlora_server: {capacity: 0}", "lora_server.capacity=0 must be 1 or more"),
         ("model_dir: m\nfront_end: {port: 70000}", "front_end.port=70000 must be between"),

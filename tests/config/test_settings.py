@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from bench.house import interface
 from moe_lora import LLM
 from moe_lora.cli.main import main
 from moe_lora.cli.setting_options import section_options, sections_of
-from moe_lora.config import EngineConfig
-from moe_lora.config.cluster import SECTIONS
+from moe_lora.config import EngineConfig, FrontEndConfig, LoraServerConfig
+from moe_lora.config.cluster import SECTIONS, ClusterConfig, cluster_of, cluster_text, read_cluster
+from moe_lora.config.emulation import EmulationConfig, StageTime, StepProfile
 from moe_lora.config.front_end import FrontEndPlace
 from moe_lora.config.settings import meanings, read_section, setting, settings_of
 from moe_lora.config.tables import option_table, section_table, with_tables
@@ -78,23 +81,49 @@ def test_options_that_switch_and_lists_are_known_by_their_types() -> None:
     assert given == [{"engine": {"adapter_root": ".", "eager": True, "num_threads": 2}}]
 
 
-def test_what_only_emulation_uses_stands_together() -> None:
-    found = read_section(
-        EngineConfig,
-        "engine",
-        {
-            "emulation": {
-                "load_gb_per_s": 2,
-                "step_profile": {"attention": {"fixed_s": 0.5}, "overlap": False},
-            }
-        },
+def test_fixed_settings_reach_other_processes_and_no_file_of_a_user(tmp_path: Path) -> None:
+    profile = StepProfile(attention=StageTime(fixed_s=0.5), overlap=False)
+    engine = EngineConfig(
+        model_dir=str(tmp_path),
+        emulation=EmulationConfig(load_gb_per_s=2.0, step_profile=profile),
+        starvation_s=1.0,
+        decode_buckets=(1, 2),
+        contents_dir=str(tmp_path / "contents"),
     )
-    emulation = EngineConfig(model_dir="m", **found).emulation
-    assert emulation.load_gb_per_s == 2.0
-    assert emulation.step_profile is not None
-    assert emulation.step_profile.attention.seconds(3) == 0.5
-    with pytest.raises(ConfigError, match=r"engine\.emulation\.load_gb is not .*mean load_gb_per_s"):
-        read_section(EngineConfig, "engine", {"emulation": {"load_gb": 2}})
+    server = LoraServerConfig(layer_wise=False, max_rows=7)
+    front_end = FrontEndConfig(max_unread_steps=3)
+    cluster = ClusterConfig(engine=engine, served_model_name="m", lora_server=server, front_end=front_end)
+    file = tmp_path / "cluster.yaml"
+    file.write_text(cluster_text(cluster))
+    assert read_cluster(file) == cluster
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "reason"),
+    [
+        ("engine", "emulation", "by code in Python"),
+        ("engine", "starvation_s", "5 s serve all loads"),
+        ("engine", "swap_out_above", "above 95 %"),
+        ("engine", "performance_model", "give front_end.performance_model"),
+        ("lora_server", "layer_wise", "layers always serve"),
+        ("front_end", "max_json_depth", "32 levels"),
+        ("provision", "interval_s", "every 30 s"),
+    ],
+)
+def test_a_former_setting_is_refused_with_its_reason(
+    tmp_path: Path, section: str, name: str, reason: str
+) -> None:
+    said = f"{section}.{name} is no setting any more: "
+    with pytest.raises(ConfigError, match=rf"^{re.escape(said)}.*{reason}"):
+        cluster_of({"model_dir": "m", section: {name: 1}}, tmp_path)
+    result = CliRunner().invoke(main, ["serve", str(tmp_path), "--set", f"{section}.{name}=1"])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+def test_the_house_counts_no_parameter_of_a_policy() -> None:
+    assert "front_end.migration" in interface.settings()
+    assert not {"front_end.migration_queue_s", "dlora.credit"} & set(interface.settings())
 
 
 def test_a_name_that_is_none_is_refused_with_the_nearest_everywhere() -> None:

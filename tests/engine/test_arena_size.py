@@ -152,7 +152,6 @@ def test_memory_that_cannot_be_had_is_blamed_on_settings_that_were_given():
         ({"swap_interval_s": math.inf}, "swap_interval_s=inf must be positive and finite"),
         ({"swap_interval_s": 1e12}, "swap_interval_s=1000000000000.0 is too large; choose at most"),
         ({"cache_policy": "mru"}, "cache_policy='mru' is not known; choose one of"),
-        ({"swap_in_below": 0.99}, "swap_in_below=0.99 and swap_out_above=0.95"),
         ({"swap_interval_s": 0}, "swap_interval_s=0 must be positive"),
         ({"arena_mb": 9, "lora_memory_gb": 1}, "leave one of them out"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.sim.slot_queue import SlotQueue, simulate_admission
+from bench.provision.slot_queue import SlotQueue, simulate_admission
 from moe_lora.workload.popularity import popularity
 
 

@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 
+from bench.provision.slot_queue import simulate_admission
 from moe_lora.provision.replayed.system import simulate
-from moe_lora.sim.slot_queue import simulate_admission
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.replay_plan import PlannedRequest
 

@@ -51,7 +51,7 @@ class CudaStream:
         except RuntimeError as error:
             raise ConfigError(
                 f"{memory.nbytes / 1e6:.3g} MB of a host worker's frames can't be page-locked ({error}); "
-                "lower host_tokens_per_worker or host_workers, or set host_workers=0"
+                "lower host_workers, or set host_workers=0"
             ) from error
 
     def synchronize(self) -> None:

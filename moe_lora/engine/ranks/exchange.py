@@ -41,6 +41,7 @@ Backend: TypeAlias = Any
 TIMEOUT_S = 300.0
 """Longest wait of a rank for another: a bound on differences of compile times."""
 LOOPBACK = "127.0.0.1"
+RENDEZVOUS = "rendezvous"
 
 
 class RowExchange:

@@ -25,8 +25,8 @@ from moe_lora.core.host import OwnFolder
 from moe_lora.core.processes import STOP_TIMEOUT_S, start_child
 from moe_lora.engine.step.step_batch import packed_message
 
-RENDEZVOUS, HOST_STORE = "rendezvous", "adapters"
-"""Contents of an instance's directory: the ranks' rendezvous file, and packed adapters."""
+HOST_STORE = "adapters"
+"""Folder of packed adapters in an instance's directory."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def host_settings(
         if config.host_tpot_budget_ms is not None:
             raise ConfigError(
                 f"host_tpot_budget_ms={config.host_tpot_budget_ms:g} needs the times of this machine; give a "
-                f"performance_model that was written by `{WRITER}`, or host_tokens_per_step instead"
+                f"performance_model that was written by `{WRITER}`, or leave the budget out"
             )
         c, number = config.host_tokens_per_worker or TOKENS_PER_WORKER, int(config.host_workers)
         in_step = config.host_tokens_per_step or number * c

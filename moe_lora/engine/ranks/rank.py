@@ -41,8 +41,16 @@ from moe_lora.lora.row_routing import Source
 from moe_lora.models.loader import load_model, random_model
 from moe_lora.models.quantised_weight import quantisation_of
 
-from .exchange import ALONE, Exchanges, ExpertExchange, RankSums, ReduceExchange, RowExchange, open_group
-from .followers import RENDEZVOUS
+from .exchange import (
+    ALONE,
+    RENDEZVOUS,
+    Exchanges,
+    ExpertExchange,
+    RankSums,
+    ReduceExchange,
+    RowExchange,
+    open_group,
+)
 from .host_settings import HostSettings, host_settings
 
 if TYPE_CHECKING:

@@ -329,12 +329,12 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 DEPENDENT = frozenset(
     {
-        "wgmma_site.wgmma_site",
-        "expert_kernels.choose_and_order",
-        "expert_kernels.expert_linear",
-        "kv_kernels.write_kv",
-        "attention_kernels.attend",
-        "attention_kernels.join_parts",
+        "lora.wgmma_site.wgmma_site",
+        "linear.expert_kernels.choose_and_order",
+        "linear.expert_kernels.expert_linear",
+        "attention.kv_kernels.write_kv",
+        "attention.attention_kernels.attend",
+        "attention.attention_kernels.join_parts",
     }
 )
 """Kernels of a decode step, by module, with a wait for the previous kernel as first action."""
@@ -342,7 +342,7 @@ DEPENDENT = frozenset(
 
 def when_it_begins(kernel: Any, early: bool) -> dict[str, bool]:
     """A kernel's constants and compile options for an early start; empty for further kernels."""
-    if f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}" not in DEPENDENT:
+    if f"{kernel.fn.__module__}.{kernel.fn.__name__}".removeprefix(f"{__package__}.") not in DEPENDENT:
         return {}
     return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False}
 

@@ -170,11 +170,8 @@ def registry_router(frontend: Frontend) -> APIRouter:
     @router.delete("/adapters/{name:path}", response_model=None)
     async def remove(name: str, version: Version = None) -> Response:
         """Remove a version of a name, or all versions; running instances keep serving the adapter."""
-        doomed = [
-            one.path
-            for one in await ask("versions", name)
-            if one.state != REMOVED and version in (None, one.version)
-        ]
+        versions = [one for one in await ask("versions", name) if version in (None, one.version)]
+        doomed = [one.path for one in versions if one.state != REMOVED]
         if any(one.name == name and one.path in doomed for one in await frontend.client.list_adapters()):
             raise bad_request(
                 f"adapter {name!r} is being served, and an instance that starts again needs its files; "

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -67,7 +70,10 @@ def test_table_says_whether_kernels_begin_while_the_ones_before_end(tmp_path, mo
     monkeypatch.setattr(configs, "table_of", lambda device: table)
     monkeypatch.setattr(configs, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    for module, name in (("expert_kernels", "expert_linear"), ("quantised_kernels", "join_parts")):
+    for module, name in (
+        ("linear.expert_kernels", "expert_linear"),
+        ("linear.quantised_kernels", "join_parts"),
+    ):
         about = SimpleNamespace(__module__=f"moe_lora.kernels.triton.{module}", __name__=name)
 
         class Kernel:
@@ -81,9 +87,21 @@ def test_table_says_whether_kernels_begin_while_the_ones_before_end(tmp_path, mo
     assert launched == [{"BLOCK": 2, **early}, {"BLOCK": 2}]
 
 
+def test_launches_name_modules_that_exist():
+    root = Path(configs.__file__).parents[2]
+    named = {
+        name
+        for path in root.rglob("*.py")
+        for name in re.findall(r'\bkernels\("([\w.]+)"\)', path.read_text(encoding="utf-8"))
+    }
+    assert {"signals", "lora.vector", "attention.kv_kernels"} <= named
+    for name in sorted(named):
+        assert importlib.util.find_spec(f"{configs.__package__}.{name}"), name
+
+
 def test_kernels_that_wait_for_the_ones_before_exist():
     pytest.importorskip("triton")
-    for module, name in (one.split(".") for one in configs.DEPENDENT):
+    for module, name in (one.rsplit(".", 1) for one in configs.DEPENDENT):
         assert hasattr(configs.kernels(module), name)
 
 
@@ -171,8 +189,9 @@ def test_choices_must_cover_every_rank_once():
 def test_package_imports_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from moe_lora.kernels.triton import aot, configs, triton_lora\n"
-        "try: configs.kernels('wgmma_expand')\n"
+        "from moe_lora.kernels.triton import configs\n"
+        "from moe_lora.kernels.triton.lora import triton_lora\n"
+        "try: configs.kernels('lora.wgmma_expand')\n"
         "except ImportError as error: assert 'pip install triton' in str(error), error\n"
         "else: raise SystemExit(1)"
     )

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.provision.slot_queue import simulate_admission
 from moe_lora.provision.admission.admitted import smallest_capacity_of
 from moe_lora.provision.admission.corrected import corrected_admissibility_rate, corrected_wait
-from moe_lora.sim.slot_queue import simulate_admission
 from moe_lora.workload.popularity import popularity
 
 GOAL = 0.02

@@ -107,7 +107,7 @@ def _write_kv(operands: AttentionOperands, rotation: Rotation | None, *, all_sin
         numbers = (rotation.cos.contiguous(), rotation.sin.contiguous(), *of_norms)
     pages, *places = _pages(operands)
     configs.start(
-        configs.kernels("kv_kernels").write_kv,
+        configs.kernels("attention.kv_kernels").write_kv,
         k.shape[0] * blocks,
         *(q, k, v, rotated, pages, numbers, *_tables(operands)[:3], float(eps), float(clip or 0.0)),
         *(*_tables(operands)[3:], *places, q.stride(0), k.stride(0), v.stride(0)),
@@ -146,7 +146,7 @@ def _attend_single(
     if most_parts == 1:
         return
     configs.start(
-        configs.kernels("attention_kernels").join_parts,
+        configs.kernels("attention.attention_kernels").join_parts,
         num_seqs * heads,
         *(sums, weights, out, q if sinks is None else sinks),
         *(operands.step.query_start, operands.step.seq_lens, window, num_seqs),
@@ -184,7 +184,7 @@ def _attend(
     tables = _tables(operands)
     group = q.shape[1] // layout.num_kv_heads
     configs.start(
-        configs.kernels("attention_kernels").attend,
+        configs.kernels("attention.attention_kernels").attend,
         programs,
         *(q, pages, out, q if sinks is None else sinks, *parts, *tables[:3], operands.scale, window),
         *(*tables[3:], *places, q.stride(0)),

@@ -102,7 +102,7 @@ def choose(
     """
     weights, ids, operands, constants = _chosen(logits, live, top_k, softmax_first, norm)
     if len(logits):
-        kernel = configs.kernels("expert_kernels").choose_experts
+        kernel = configs.kernels("linear.expert_kernels").choose_experts
         configs.start(kernel, len(logits), *operands, logits.shape[1], float(norm), **constants, num_warps=1)
     return weights, ids
 
@@ -135,7 +135,7 @@ def choose_and_order(
     *to_sort, sizes = ((ids,) * 7 + ((0, 0, 0),)) if rows is None else rows.operands
     blocks = 0 if rows is None else -(-ids.numel() // _BLOCK_SORTED)
     configs.start(
-        configs.kernels("expert_kernels").choose_and_order,
+        configs.kernels("linear.expert_kernels").choose_and_order,
         num_tokens + ordered + blocks,
         *(*operands, found, tuple(to_sort), zeros.take(2, ids.device)),
         *(num_tokens, num_experts, float(norm), held.start, len(held), ordered, *sizes),
@@ -186,7 +186,7 @@ def order(ids: torch.Tensor, num_experts: int, first: int = 0) -> torch.Tensor:
         raise ValueError(f"ids is {tuple(ids.shape)} {ids.dtype}; it must be [T, K] int32")
     found = _empty_order(ids, num_experts)
     if num_experts and not by_rows(ids, num_experts):
-        kernel = configs.kernels("expert_kernels").order_rows
+        kernel = configs.kernels("linear.expert_kernels").order_rows
         operands = (ids.contiguous(), found, ids.numel(), first, num_experts)
         block = _SORT_BLOCK if ids.numel() <= _MANY_ROWS else _SORT_BLOCK_OF_MANY
         configs.start(kernel, num_experts + 1, *operands, BLOCK=block, num_warps=8)
@@ -236,7 +236,7 @@ def linear(
     most_tiles = num_rows if alone else min(num_rows, num_rows // config.block_t + num_experts + 1)
     items = most_tiles * -(-y.shape[1] // config.block_n)
     configs.start(
-        configs.kernels("expert_kernels").expert_linear,
+        configs.kernels("linear.expert_kernels").expert_linear,
         configs.num_programs(x.device, config._asdict(), items),
         *(x.contiguous(), weight, weight if bias is None else bias, ids.contiguous(), order, y),
         *((y, ids, ids, 0, 0) if deltas is None else deltas),
@@ -274,7 +274,7 @@ def gate(y: torch.Tensor, how: Gate) -> torch.Tensor:
     if out.numel():
         programs = out.shape[0] * -(-out.shape[1] // _COLUMN_BLOCK)
         configs.start(
-            configs.kernels("expert_kernels").gate_rows,
+            configs.kernels("linear.expert_kernels").gate_rows,
             programs,
             *(y.contiguous(), out, out.shape[1], how.limit),
             CLAMPED=how.clamped,
@@ -293,7 +293,7 @@ def weighted_sum(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     out = y.new_empty(num_tokens, y.shape[1])
     if out.numel():
         configs.start(
-            configs.kernels("expert_kernels").sum_experts,
+            configs.kernels("linear.expert_kernels").sum_experts,
             num_tokens * -(-y.shape[1] // _COLUMN_BLOCK),
             *(y.contiguous(), weights.contiguous(), out, y.shape[1]),
             TOP_K=top_k,

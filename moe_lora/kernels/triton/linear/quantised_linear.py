@@ -78,7 +78,7 @@ def launch(
     if ids is not None:
         segments = build_segments(ids.new_zeros(ids.shape[0]), ids, 1, num_experts)
         rows, tiles = segments.rows, segments.tiles(block_t)
-    kernels = configs.kernels("quantised_kernels")
+    kernels = configs.kernels("linear.quantised_kernels")
     form, data, scale, zero = weight
     data = data.view(torch.uint8) if form.name == "fp8" else data
     given: dict[str, Any] = {

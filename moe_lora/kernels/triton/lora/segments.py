@@ -79,7 +79,9 @@ class Segments:
         """Segments cut into tiles of at most `tile_rows` rows; made once per size."""
         if tile_rows not in self._tiles:
             operands = (self.described, self.count, *self.new_tiles(tile_rows), tile_rows)
-            configs.start(configs.kernels("segment_kernels").cut_tiles, 1, *operands, BLOCK=1024, num_warps=8)
+            configs.start(
+                configs.kernels("lora.segment_kernels").cut_tiles, 1, *operands, BLOCK=1024, num_warps=8
+            )
         return self._tiles[tile_rows]
 
     def new_tiles(self, tile_rows: int) -> Tiles:
@@ -145,7 +147,7 @@ def build_segments(
     to_sort = rows_to_sort(token_slots, ids, num_slots, num_experts, tile_rows, zeros)
     block, (_, *memory, sizes) = 64, to_sort.operands
     configs.start(
-        configs.kernels("segment_kernels").sort_rows,
+        configs.kernels("lora.segment_kernels").sort_rows,
         -(-num_rows // block),
         *(token_slots, token_slots if ids is None else ids, *memory, num_rows, *sizes),
         TOP_K=1 if ids is None else ids.shape[1],

@@ -34,7 +34,7 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
     h = _workspace(problem, split_k)
     max_items = problem.num_rows * problem.modules * split_k * lanes
     configs.start(
-        configs.kernels("wgmma_shrink").wgmma_shrink,
+        configs.kernels("lora.wgmma_shrink").wgmma_shrink,
         configs.num_programs(x.device, config, max_items),
         *(x, rows, tiles, problem.tables, h, *_span(problem, choice)),
         *(problem.num_rows, lanes, width, x.stride(0), problem.h_width),
@@ -58,7 +58,7 @@ def wgmma_expand(
     x, config = problem.x, _expand_config(problem)
     max_items = problem.num_rows * _column_groups(problem, config)
     configs.start(
-        configs.kernels("wgmma_expand").wgmma_expand,
+        configs.kernels("lora.wgmma_expand").wgmma_expand,
         configs.num_programs(y.device, config, max_items),
         *(x, h, problem.segments.rows, problem.segments.tiles(config["block_t"]), problem.tables, y),
         *(*_span(problem, choice), problem.num_rows, problem.out_widths, y.stride(0), problem.h_width),
@@ -97,7 +97,7 @@ def wgmma_site(
     per_sm = {"programs_per_sm": min(shrink["programs_per_sm"], expand["programs_per_sm"])}
     num_warps = max(shrink["num_warps"], expand["num_warps"])
     configs.start(
-        configs.kernels("wgmma_site").wgmma_site,
+        configs.kernels("lora.wgmma_site").wgmma_site,
         configs.num_programs(x.device, per_sm, rows * (shrinks + expands)),
         *(x, problem.segments.rows, problem.segments.tiles(shrink["block_t"]), problem.tables),
         *(_workspace(problem, split_k), y, zeros.take(1 + rows * problem.modules, x.device)),
@@ -152,7 +152,7 @@ def vector_shrink(problem: Problem, choice: Choice, kernel: str) -> torch.Tensor
     h = _workspace(problem, split_k)
     items = problem.num_rows * problem.modules * split_k * lanes
     configs.start(
-        configs.kernels("vector").vector_shrink,
+        configs.kernels("lora.vector").vector_shrink,
         configs.num_programs(x.device, config, items) if kernel == "sgmv" else max(1, items),
         *(x, segments.rows, segments.described, segments.count, problem.tables, h),
         *(*_span(problem, choice), problem.arena.numel(), problem.num_rows),
@@ -181,7 +181,7 @@ def vector_expand(
     config, segments = problem.config("vector_expand"), problem.segments
     items = problem.num_rows * sum(-(-width // config["block_c"]) for width in problem.out_widths)
     configs.start(
-        configs.kernels("vector").vector_expand,
+        configs.kernels("lora.vector").vector_expand,
         configs.num_programs(y.device, config, items) if kernel == "sgmv" else max(1, items),
         *(problem.x, h, segments.rows, segments.described, segments.count, problem.tables, y),
         *(*_span(problem, choice), problem.arena.numel(), problem.num_rows, problem.padded_rank),
