@@ -67,14 +67,14 @@ class Partition:
     """The owner of every (layer, site, expert) of one model, and its peers in an instance of p ranks.
 
     Layer l belongs to stage l mod y: several stages load an adapter's first layers at once (section 5.3).
-    Rank i of x holds the experts [i*E/x, (i+1)*E/x); rank c of an instance holds [c*E/p, (c+1)*E/p).  x
-    divides p or p divides x: a rank meets part of one peer or whole peers ("aligned expert partitioning",
-    section 4.1).  A site without experts belongs to EP rank (site index mod x) of the layer's stage; every
-    rank of the instance sends its rows there.
+    Rank i of x holds the experts [i*E/x, (i+1)*E/x); rank c of an instance [c*E/p, (c+1)*E/p).  x divides p
+    or p divides x: a rank meets part of one peer or whole peers ("aligned expert partitioning", section
+    4.1).  A site without experts belongs to EP rank (site index mod x) of the layer's stage; every rank of
+    the instance sends rows there.
 
-    client_ranks: p, the instance's expert parallelism.  sites: "all", "experts" (sites with experts only),
-    or "auto": "experts" for a model with experts.  Raises ConfigError if x or p does not divide the number
-    of experts, neither divides the other, or stages exceed layers.
+    client_ranks: p.  sites: "all", "experts" (sites with experts only), or "auto": "experts" for a model
+    with experts.  Raises ConfigError if x or p does not divide the number of experts, neither divides the
+    other, or stages exceed layers.
     """
 
     def __init__(self, shape: ModelShape, layout: Layout, client_ranks: int, *, sites: str = "all") -> None:
@@ -213,10 +213,9 @@ def _either(numbers: list[int]) -> str:
 class CommunicationMetrics:
     """The metrics of table 1 for one expert site of one layer and one instance's batch.
 
-    peer_volume: mean activations per (client rank, server rank) pair of peers. servers_per_client: maximum
-    of server ranks per client rank ("comm peer count" of the table). clients_per_server: maximum of client
-    ranks per server rank ("comm peer count" of the text). compute_volume: mean activations per server rank
-    of this layer. sync_scope: server ranks that agree on the order of instances for this layer.
+    peer_volume: mean activations per pair of peers. servers_per_client, clients_per_server: maxima ("comm
+    peer count" of the table, and of the text). compute_volume: mean activations per server rank of this
+    layer. sync_scope: server ranks that agree on the order of instances for this layer.
     """
 
     peer_volume: float

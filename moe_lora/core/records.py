@@ -12,10 +12,10 @@ READY, BROKEN, REMOVED = "ready", "broken", "removed"
 class RegisteredAdapter:
     """One version of an adapter.
 
-    lora_rank: largest of the config; alpha: lora_alpha of the config.  targets: modules and parameters in the
-    config.  num_bytes, content_hash: of its files (`ContentStore`).  base_hash: see `base_model_hash`.  path:
-    folder to serve.  source: original folder.  state: ready; broken (files lost or altered); or removed.
-    created_s: Unix time.
+    lora_rank: largest of the config.  targets: modules and parameters in the config.  num_bytes,
+    content_hash: of the files (`ContentStore`).  base_hash: see `base_model_hash`.  path: folder to serve.
+    source: original folder.  state: ready; broken (files lost or altered); or removed. created_s: Unix
+    time.
     """
 
     name: str

@@ -32,10 +32,10 @@ def name_problem(name: str) -> str | None:
 class SamplingParams:
     """Choice of the next token, and stop conditions.
 
-    temperature 0 is greedy.  top_k 0 considers all tokens.  min_p keeps tokens with at least min_p times
-    the likeliest token's probability.  logprobs n reports log probabilities of the chosen token and the n
-    likeliest, before temperature and truncation.  max_tokens None: up to the model's length limit.  Raises
-    ValueError naming the parameter and its allowed range.
+    temperature 0 is greedy.  top_k 0 considers all tokens.  min_p: least probability relative to the
+    likeliest token's.  logprobs n: of the chosen token and the n likeliest, before temperature and
+    truncation.  max_tokens None: up to the model's length limit.  Raises ValueError naming the parameter
+    and its allowed range.
     """
 
     max_tokens: int | None = 16
@@ -127,13 +127,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestTiming:
-    """A request's time inside the engine, in seconds (definitions: docs/reference/metrics.md).
+    """A request's seconds inside the engine (docs/reference/metrics.md); TTFT is the sum without
+    first_decode_s.
 
-    TTFT is the sum without first_decode_s.  queue_s: arrival until admission, without both loads.
-    adapter_load_s: wait for the adapter on its way to the device (LoRA cold start).  kv_load_s: further
-    wait for history KV (KV cold start).  prefill_s: admission until first token. first_decode_s: first
-    until second token (0 without a second).  adapter_wait_s: part of queue_s with room in the engine but no
-    slot for this adapter or an earlier request's.
+    queue_s: until admission, without both loads. adapter_load_s: wait for the adapter (LoRA cold start).
+    kv_load_s: further wait for history KV (KV cold start).  prefill_s: until the first token.
+    first_decode_s: first until second token, or 0.  adapter_wait_s: part of queue_s with room in the engine
+    but no slot for this adapter or an earlier request's.
     """
 
     queue_s: float
@@ -169,11 +169,10 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class AdapterInfo:
     """An adapter of the engine.
 
-    residency: the device's arena, host memory, host memory of another instance of the pool, the LoRA
-    Server, or a file; unavailable: the served content is lost, or serving failed. problem: reason for
-    unavailable, "" if unknown. content_hash: of the packed bytes, "" if unknown. num_pages: of the device's
-    arena. device_bytes: in whole pages, also if not resident.  pinned: never evicted from the device.
-    idle_s: since a request last began or ended; None: no request yet.
+    residency: device, host, pool (another instance's host memory), LoRA Server or file; unavailable: the
+    content is lost, or serving failed (problem: the reason). content_hash: of the packed bytes, "" if
+    unknown. device_bytes: in whole pages, also if not resident.  idle_s: since a request last began or
+    ended; None: no request yet.
     """
 
     name: str
@@ -217,23 +216,17 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Gauges (now) and counters (since start) of an engine.
+    """Gauges (now) and counters (since start) of an engine (docs/reference/metrics.md).
 
-    kv_usage: share of KV pages in use.  device_, host_: bytes of each arena; device_kv_invalid_bytes:
-    history of adapters not on the device.  kv_query_tokens: prompt tokens looked up at each admission, and
-    those found on either tier.  swapped: copied between the arenas.  kv_lost_bytes: history evicted from
-    the device without a host copy.  num_put_back: waiting requests that yielded their room to an older
-    request. lora_server_requests: messages answered by the LoRA Server.  lora_server_fallback_rows: rows of
-    deltas that the engine computed instead.  lora_server_host_rows: rows computed by the server's host
-    workers.  These three count the engine's first rank.  lora_server_put_steps: steps with rows put to the
-    server by the device; lora_server_redone_steps: of these, recomputed for lack of answers.
-    lora_rows_local, lora_rows_leased, lora_rows_host: rows x layers with deltas by the device, the LoRA
-    Server, host workers; a row counts twice if its dense sites and experts differ. host_fallback_rows: rows
-    of deltas computed by the engine instead of a host worker. pool_adapters, pool_bytes: in host memory for
-    the adapter pool.  pool_peer_fetches, pool_disk_fetches: fetched adapters.  pool_fetched_bytes: from
-    peers. pool_failed_sources: failed peers and directories. steps_merged: steps on merged weights, for the
-    adapter's requests alone; steps_mixed: for other requests too.  merges, unmerges: complete ones.
-    merge_s, unmerge_s: their seconds.  merge_kept_bytes: original weights on the host.
+    device_kv_invalid_bytes: history of adapters not on the device.  kv_query_tokens: looked up at each
+    admission.  swapped: copied between the arenas.  kv_lost_bytes: evicted from the device without a host
+    copy.  num_put_back: waiting requests that yielded their room to an older request. lora_server_ fields
+    count the engine's first rank: fallback_rows: computed by the engine instead; host_rows: by the server's
+    host workers; put_steps: with rows put by the device; redone_steps: recomputed for lack of answers.
+    lora_rows_: rows x layers by source; a row counts twice if dense sites and experts differ.
+    host_fallback_rows: computed by the engine instead of a host worker. pool_failed_sources: peers and
+    directories. steps_merged: for the adapter's requests alone; steps_mixed: for other requests too.
+    merges, unmerges: complete ones. merge_kept_bytes: original weights on the host.
     """
 
     num_running: int = 0
@@ -301,10 +294,9 @@ class EngineStats:
 class InstanceStats:
     """An instance behind a front end.  Counters are since the front end's start.
 
-    name: number or dial-in name.  live: gets requests.  silent: without requests for lack of progress.
-    drained: without requests while other instances serve.  outstanding_tokens: still needed at most (see
-    `policies.routing.routing.InstanceView`). num_resent: unfinished requests continued by another instance.
-    device_bytes: of the device's arena, for adapters and KV together.
+    name: number or dial-in name.  silent: without requests for lack of progress. drained: without requests
+    while other instances serve.  outstanding_tokens: still needed at most. num_resent: unfinished requests
+    continued by another instance.
     """
 
     index: int

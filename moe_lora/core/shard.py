@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a model on one rank of an instance, and its partial sums.
 
-With tensor parallelism T each rank has 1/T of the attention heads, of a dense MLP's inner width, and of the
-vocabulary head. Outputs of qkv and gate_up are column-parallel; inputs of o and down are row-parallel, and
-ranks sum their outputs (Megatron-LM, arXiv 1909.08053, section 3).  Several ranks hold a KV head if there
+With tensor parallelism T each rank has 1/T of the attention heads, a dense MLP's inner width, and the
+vocabulary head. Outputs of qkv and gate_up are column-parallel; inputs of o and down row-parallel, with
+outputs summed over ranks (Megatron-LM, arXiv 1909.08053, section 3).  Several ranks hold a KV head if there
 are fewer heads than ranks.  Experts are divided like a dense MLP, or (expert parallelism) distributed
 whole.
 """

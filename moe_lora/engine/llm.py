@@ -266,10 +266,9 @@ class LLM(_Engine):
         """Answer each prompt (text or token ids), in order.
 
         adapter and sampling: one for all, or one per prompt; adapter None is the base model; sampling None
-        is `default_sampling()`.  Raises ValueError for a prompt that can't run and AdapterNotFoundError for
-        an unknown adapter; then all prompts of the call are dropped.  Raises GenerationError, after the end
-        of all prompts, if the engine could not complete a prompt, for example after a failed load of its
-        adapter; the error carries the other answers.
+        is `default_sampling()`.  Raises ValueError for an invalid prompt and AdapterNotFoundError, and then
+        drops all prompts of the call.  Raises GenerationError, after the end of all prompts, if the engine
+        could not complete a prompt, for example after a failed load; the error carries the other answers.
         """
         batch = _as_prompts(prompts)
         adapters = _one_each("adapter", adapter, len(batch), str)

@@ -15,12 +15,11 @@ from moe_lora.scheduling.views import Waits
 class Sequence:
     """Prompt and generated tokens, the computed part, and pages.
 
-    tokens[:num_computed] have KV in `table`.  counted: the prompt is in the engine's counters. matched: the
-    prompt was looked up in the cache.  adapter_hit: the adapter was resident at arrival. cold_tokens:
-    tokens to compute before the adapter's arrival; 0: resident. held: under a move, gains no tokens.
-    awaits_kv: KV will arrive. gave_way: preempted for another tenant. unshared: computed on weights that
-    carry another adapter; later KV is not for the prefix cache. A last token below 0 is unknown: the
-    running step draws it. limit_tokens: limit of the total length.  seed: of the noise; None: greedy.
+    tokens[:num_computed] have KV in `table`.  counted: the prompt is in the engine's counters. cold_tokens:
+    tokens to compute before the adapter's arrival; 0: resident. unshared: computed on weights that carry
+    another adapter; later KV is not for the prefix cache. Further flags: see
+    `scheduling.views.Schedulable`. A last token below 0 is unknown: the running step draws it.
+    limit_tokens: limit of the total length.  seed: of the noise; None: greedy.
     """
 
     request: GenerateRequest

@@ -33,9 +33,9 @@ class RandomCheckpoint:
     """Replaces a `loader.Checkpoint`: tensors by name, each created on access.
 
     A matrix [N, K] is uniform with variance 1 / K, so that activations and logits stay in range; an
-    embedding has variance 1, norms are ones, biases small.  Values depend only on the name and the type of
-    device: equal over ranks and restarts.  For a config.json with MXFP4, experts are random MXFP4 codes.
-    device: of the new tensors.  Raises ConfigError for another quantised config.json.
+    embedding has variance 1, norms are ones, biases small.  Values depend only on name and type of device:
+    equal over ranks and restarts.  MXFP4 experts have random codes.  Raises ConfigError for another
+    quantised config.json.
     """
 
     scheme = None

@@ -4,9 +4,9 @@
 Legend: E local experts, N output width of a site, H input width, R LoRA rank.
 
 Merged weights W_a = round(W + scale * B A) take W's place in memory, in the rows of each targeted module of
-the fused weights.  An unmerge copies the original bytes back from the host, so the weights stay
-bit-identical over any number of merges (dLoRA subtracts, and drifts).  The router is never merged: its
-weights are small, and a rounded correction could choose other experts for rows of another adapter.
+the fused weights.  An unmerge copies the original bytes back from the host: weights stay bit-identical over
+any number of merges (dLoRA subtracts, and drifts).  The router is never merged: a rounded correction could
+choose other experts for rows of another adapter.
 
 The unit is one site of one layer, so that a step merges or unmerges a bounded number of bytes.
 """

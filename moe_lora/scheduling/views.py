@@ -63,9 +63,8 @@ class Schedulable(Protocol):
     release of pages.  num_cached: part found in the cache at admission.  matched: the prompt was looked up
     in the cache.  adapter_hit: the adapter was resident at arrival.  cold_tokens: `tokens` to compute
     before the adapter's arrival; 0: resident. held: the last token is not computed now. awaits_kv: KV
-    arrives from elsewhere, into pages allocated by the caller; the scheduler resets the flag with the
-    release of pages. gave_way: preempted for another tenant. unshared: further KV is not for the prefix
-    cache; set by the caller.
+    arrives from elsewhere, into pages allocated by the caller; reset with the release of pages. gave_way:
+    preempted for another tenant. unshared: further KV is not for the prefix cache; set by the caller.
     """
 
     table: BlockTable

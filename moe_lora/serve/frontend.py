@@ -47,11 +47,10 @@ class Ending:
 class Frontend:
     """One engine and the HTTP application.
 
-    tokenizer None: prompts are token ids only.  controller: runs while the application serves.  name: among
-    several front ends.  ending: cuts requests at shutdown.  model_name: the base model's main name.
-    model_names: all names of the base model; every other name is an adapter's.  adapter_texts: see
-    `served_text`.  checks: checks large bodies; None: starts with the first large body.  The creator closes
-    the client.
+    tokenizer None: prompts are token ids only.  controller: runs while the application serves.  ending:
+    cuts requests at shutdown.  model_name: the base model's main name; every name outside model_names is an
+    adapter's.  adapter_texts: see `served_text`.  checks: checks large bodies; None: starts with the first
+    large body.  The creator closes the client.
     """
 
     client: FleetClient

@@ -14,13 +14,12 @@ MAX_UNDRAINED = 256
 class Drains:
     """Orders for each instance, by name.
 
-    The controller keeps the orders. Front ends (`ClusterState`) and instances (`messages.Hello`) remember
-    the orders for a controller that knows less; the higher number of an instance's orders counts.
+    Front ends (`ClusterState`) and instances (`messages.Hello`) remember the controller's orders for a
+    later controller; the higher number counts.
 
-    Undrain orders are kept, since a front end or instance that missed the order may still report the drain
-    before. Only the latest `MAX_UNDRAINED` are kept: a process absent for more orders may bring an old
-    drain back.  All drains are kept, since an instance may return at any time: undrain instances gone for
-    good.
+    Undrain orders are kept, since a process that missed the order may still report the drain before; only
+    the latest `MAX_UNDRAINED`: after a longer absence an old drain may come back.  All drains are kept,
+    since an instance may return at any time: undrain instances gone for good.
 
     on_drained: called with the names of newly drained instances.
     """

@@ -24,10 +24,10 @@ _LOOKS_PER_TIMEOUT = 10
 class HealthMonitor:
     """Watches one engine from its first beat to its end.
 
-    A silent engine leaves routing, and its calls fail.  Without beats its requests go elsewhere; with beats
-    they stay: the engine may be at one long step.  While drained, its requests are moved, repeatedly.
-    `come` brings the engine into routing: at first, and after each silence.  `give_up` ends an engine that
-    stays silent, or fails to come.  wait: for the engine's end, up to a time.
+    A silent engine leaves routing, and calls fail.  Without beats requests go elsewhere; with beats
+    requests stay: the engine may be at one long step.  While drained, requests are moved, repeatedly.
+    `come` brings the engine into routing, also after each silence.  `give_up` ends an engine that stays
+    silent, or fails to come.  wait: for the engine's end, up to a time.
     """
 
     def __init__(

@@ -122,11 +122,10 @@ class Instance:
     """An engine among several.  A restart or redial replaces `client`.
 
     name: number or dial-in name.  asked_tokens: tokens that requests from here may still need;
-    tokens_elsewhere: of other front ends.  load: see `policies.routing.routing.InstanceView`.  silent: out
-    of routing for lack of progress.  missing: adapters with a failed load at a start; problems: reasons by
-    name.  starting: client of a process not in routing yet.  latest: last stats.  past: counters of earlier
-    processes; past_before: before the latest, with the latest's incarnation beside. devices: of the ranks,
-    as reported at dial-in.
+    tokens_elsewhere: of other front ends.  silent: out of routing for lack of progress.  missing: adapters
+    with a failed load at a start; problems: reasons by name.  starting: client of a process not in routing
+    yet.  latest: last stats.  past: counters of earlier processes; past_before: before the latest, with the
+    latest's incarnation beside. devices: of the ranks, as reported at dial-in.
     """
 
     index: int

@@ -234,10 +234,9 @@ _ALIKE = ("family", "dtype", "max_model_len", "vocab_size", "eos_token_ids", "sa
 class DialledClient(CallableEngine):
     """`EngineClient` of an engine that dialled in.  A close ends the connection, not the engine.
 
-    Belongs to the event loop of the connection.  hearing: of the beats.  on_beat: called with each beat.
-    on_move: called with move orders for requests of this connection.  on_death: called with the adapters in
-    the engine's notes at death, and the notes.  max_unread: unread items per request.  notes: place of the
-    engine's notes.
+    Belongs to the event loop of the connection. on_move: called with move orders for requests of this
+    connection.  on_death: called with the adapters in the engine's notes at death, and the notes.
+    max_unread: unread items per request.  notes: place of the engine's notes.
     """
 
     ended: asyncio.Event

@@ -3,11 +3,10 @@
 
 The target gets the request and the answer so far, held: it loads the adapter, allocates pages and computes
 all tokens but the last, while the source decodes.  Then the source holds the request between two steps and
-returns the new tokens. The target resumes with these tokens; the answer to the resume is the
-acknowledgement.  The stream continues from the source's last token with the target's next.  Before the
-acknowledgement the source owns the request and resumes after any error; afterwards the target does, with
-failover as usual (see `failover`). Source: dLoRA section 5.2 (migration as a transfer of tokens); the two
-phases are ours.
+returns the new tokens. The target resumes with these tokens; the reply is the acknowledgement.  The stream
+continues from the source's last token with the target's next.  Before the acknowledgement the source owns
+the request and resumes after any error; afterwards the target does, with failover as usual. Source: dLoRA
+section 5.2 (migration as a transfer of tokens); the two phases are ours.
 """
 
 from __future__ import annotations

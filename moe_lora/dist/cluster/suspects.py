@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters suspected of an instance's end: one trial request of one adapter at a time.
 
-An instance that dies leaves notes of the adapters under load or compute (`step_notes`).  Each noted adapter
-is a suspect until a request, the trial, gains a token on another instance.  A trial that ends another
-instance convicts the adapter: refused until the next load.
+An instance that dies leaves notes of the adapters under load or compute (`step_notes`).  Each is a suspect
+until a request, the trial, gains a token on another instance.  A trial that ends another instance convicts
+the adapter: refused until the next load.
 
-The front ends of a host run a single trial of an adapter at a time under the lock of the notes; the notes
-name the trial for other front ends.
+The notes' lock admits a single trial of an adapter among the front ends of a host; the notes name the trial
+for other front ends.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ class AdapterVersion:
 
     uid: namespace in the cache.  num_running: requests that hold the version, also during a load.
     num_waiting: requests before their hold.  num_pages: on this device.  slot: while ready there.
-    loading_slot: since the start of the load.  lease: while the LoRA Server holds the version for this
-    engine.  merged: partly in the weights, or soon.  leaseless: the weights carry the LoRA Server's whole
-    part.  asker: tenant of the last holding request.
+    loading_slot: since the start of the load.  lease: of the LoRA Server.  merged: partly in the weights,
+    or soon.  leaseless: the weights carry the LoRA Server's whole part.  asker: tenant of the last holding
+    request.
     """
 
     uid: int

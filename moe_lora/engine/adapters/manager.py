@@ -32,11 +32,10 @@ logger = logging.getLogger(__name__)
 class AdapterManager:
     """Names, versions, users and pins of adapters (the scheduler's `Adapters`).
 
-    The cache knows adapters on this device; store: has all bytes.  leases: of the LoRA Server, which
-    computes some or all sites; an adapter is ready when leased and the local part is loaded. num_slots:
-    most adapters on the device.  num_pages: limit of adapters' pages, beside one request's KV. host_loads:
-    decides when prompts begin on host workers; None: whenever possible. versions: by uid, with replaced
-    versions still in use.
+    leases: of the LoRA Server, which computes some or all sites; an adapter is ready when leased and the
+    local part is loaded. num_slots, num_pages: limits of adapters on the device, beside one request's KV.
+    host_loads: decides when prompts begin on host workers; None: whenever possible. versions: by uid, with
+    replaced versions still in use.
     """
 
     def __init__(

@@ -19,10 +19,9 @@ class RequestMoves:
     """Held requests: pages and adapter stay, and no tokens are gained.
 
     A leaving request is held between two steps until a resume or abort.  An arriving request is announced
-    once all known tokens but the last are computed; a step computes the tokens of the resume.  A request
-    that awaits KV is announced once pages are allocated, and computes only the tokens of the resume.
-    sequences: of the engine, by request id.  threads: for `kv_send`; the engine's own thread calls the
-    rest.
+    once all known tokens but the last are computed, or, awaiting KV, once pages are allocated; a step
+    computes the tokens of the resume. sequences: of the engine, by request id.  threads: for `kv_send`; the
+    engine's own thread calls the rest.
     """
 
     def __init__(

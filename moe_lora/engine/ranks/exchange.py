@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges of an instance's ranks within a step: rows of experts, summands, logits.
 
-Ranks send expert outputs to each other, so that every rank has all rows.
-
 Legend: T token rows, K experts per token, N output width, P ranks.
 
-Rows are moved, never added up: each rank sums the same bits in the same order as a rank with all experts.
-Two ways:
+Ranks send expert outputs to each other, so that every rank has all rows. Rows are moved, never added up:
+each rank sums the same bits in the same order as a rank with all experts.
 
-- `RowExchange` sends a rank's rows to every rank: T*K*(P-1)/P rows in and as many out with even routing,
-one message per pair.  All ranks know all ids: counts need no message.  Used on CPU.
+- `RowExchange` (CPU) sends a rank's rows to every rank: T*K*(P-1)/P rows in and as many out with even
+routing, one message per pair.  All ranks know all ids: counts need no message.
 
-- `ReduceExchange` sums all T*K rows as integers, with one nonzero summand each: exact, sign of zero
-included, at twice the bytes.  Sizes don't depend on the ids: no rank waits for a device, and a CUDA graph
-can hold the exchange.  Used on CUDA.
+- `ReduceExchange` (CUDA) sums all T*K rows as integers, with one nonzero summand each: exact, at twice the
+bytes.  Sizes don't depend on the ids: no rank waits for a device, and a CUDA graph can hold the exchange.
 
-`RankSums` serves tensor parallelism: each rank has a summand of all rows.  Ranks exchange summands and add
-in rank order: the sum depends on no order of arrival or topology, unlike an all-reduce.  Of S bytes a
-summand, each rank sends (P-1) S in one round, or from `TWO_ROUNDS_BYTES` on 2 (P-1)/P S in two, as a ring
-all-reduce: each rank adds up a part of the elements, then sends the sum to all.
+- `RankSums` (tensor parallelism): ranks exchange summands of all rows and add in rank order: the sum
+depends on no order of arrival or topology, unlike an all-reduce.  Of S bytes a summand, each rank sends
+(P-1) S in one round, or from `TWO_ROUNDS_BYTES` on 2 (P-1)/P S in two, as a ring all-reduce.
 """
 
 from __future__ import annotations

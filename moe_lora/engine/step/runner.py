@@ -63,9 +63,9 @@ class ModelRunner:
 
     decode_buckets: padded batch sizes of decode steps; empty = no padding.  announce: called with each
     batch before the compute, for other ranks.  site_sources: source of the deltas of each site, in all
-    layers. LOCAL becomes HOST for loading adapters; num_taken_over: see `RoutedBackend`.  present: [slots,
-    layers] bool, loaded layers; given with other ranks, which compute each layer at the source chosen here.
-    pushed: serves leased rows of some steps.  graphs: compute possible steps whole.
+    layers; LOCAL becomes HOST for loading adapters.  present: [slots, layers] bool, loaded layers; given
+    with other ranks, which compute each layer at the source chosen here. pushed: serves leased rows of some
+    steps.  graphs: compute possible steps whole.
     """
 
     def __init__(

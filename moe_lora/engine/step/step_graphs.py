@@ -67,15 +67,16 @@ class StepGraphs:
     """Computes decode steps without deltas, or with deltas from this device or `hosts`.
 
     rows: decode buckets.  places: of all deltas that an adapter may have.  site_ranks: largest rank of
-    these slots at each site.  A step is padded to its shape and copied to the graph's input; other inputs
-    of a launch are bounded: lengths by the context, ranks by the adapters seen so far.  A larger rank makes
-    graphs with deltas invalid, for a new capture at the next use.  Arena and slot tables never move.
-    kv_tokens: capacity of the arena.  Sequences with shared pages may exceed the bound; such steps have
-    separate graphs, captured at first use. Captures depend only on the step and the adapters' ranks: all
-    ranks of an instance capture the same shapes at the same steps, with matching exchanges. hosts: by
-    source, the backends that cut a captured step (`HostCalled`).  Steps with rows there are replayed in
-    pieces, others as one graph.  Rows of host workers stay there for the step, even if the adapter arrives.
-    The first step of an uncaptured shape is computed twice, with the step's requests.
+    these slots at each site. kv_tokens: capacity of the arena. hosts: by source, the backends that cut a
+    captured step (`HostCalled`).
+
+    A step is padded to its shape and copied to the graph's input; launches are bounded by the context and
+    by the ranks of adapters seen so far.  A larger rank makes graphs with deltas invalid.  Arena and slot
+    tables never move. Sequences with shared pages may exceed the bound; such steps have separate graphs,
+    captured at first use. All ranks of an instance capture the same shapes at the same steps, with matching
+    exchanges. Steps with rows at hosts are replayed in pieces, others as one graph.  Rows of host workers
+    stay there for the step, even if the adapter arrives. The first step of an uncaptured shape is computed
+    twice, with the step's requests.
     """
 
     def __init__(

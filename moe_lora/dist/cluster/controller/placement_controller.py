@@ -37,13 +37,12 @@ class PlacementController:
     """Every placement_interval_s: tokens of the time step -> forecast -> placement -> the router's new
     table.
 
-    Placements use undrained instances. Every instance knows every adapter, so every route is correct. The
-    table decides the adapters on each device: loaded with the first request, ahead of it with
-    burst_tolerance, and at once for an instance that joins between steps.  Belongs to one event loop;
-    another thread computes placements. routes_by_table: False: another router routes, and the table only
-    lists preloads. latest: quality of the last placement for the forecast demand; None before the first.
-    num_copies: adapters moved to instances since the start.  num_problems: failed placements; the earlier
-    table stays.  demand: last forecast, tokens/s.
+    Every instance knows every adapter, so every route is correct. The table decides the adapters on each
+    device: loaded with the first request, ahead of it with burst_tolerance, and at once for an instance
+    that joins between steps.  Belongs to one event loop; another thread computes placements.
+    routes_by_table: False: the table only lists preloads. latest: quality of the last placement for the
+    forecast demand; None before the first. num_copies: adapters moved to instances since the start.
+    num_problems: failed placements; the earlier table stays.  demand: last forecast, tokens/s.
     """
 
     def __init__(
