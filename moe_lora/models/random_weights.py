@@ -68,6 +68,7 @@ class RandomCheckpoint:
                 ]
 
     def tensor(self, piece: Piece) -> torch.Tensor | StoredWeight:
+        """Tensor of the piece."""
         return self._mxfp4(piece.key) if piece.extra_keys else self[piece.key]
 
     def __contains__(self, key: object) -> bool:

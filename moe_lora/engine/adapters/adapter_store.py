@@ -127,6 +127,7 @@ class AdapterStore:
         return packed
 
     def find(self, content_hash: str) -> PackedAdapter:
+        """A kept adapter."""
         return self._kept[content_hash]
 
     def forget(self, packed: PackedAdapter) -> None:
@@ -161,6 +162,7 @@ class AdapterStore:
         return {"host_fallback_rows": self.host.backend.num_fallback_rows + self._others_fallback_rows()}
 
     def close(self) -> None:
+        """Close the host workers."""
         if self.host is not None:
             self.host.close()
 

@@ -135,6 +135,7 @@ class AdapterManager:
         return (adapter for adapter in self.versions.values() if adapter.slot is not None)
 
     def info(self, adapter: AdapterVersion) -> AdapterInfo:
+        """Facts for clients."""
         residency, num_pages = self._where(adapter)
         problem = self.failures.problem(adapter)
         last_used_s = adapter.last_used_s

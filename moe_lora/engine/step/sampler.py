@@ -72,6 +72,7 @@ class Sampler:
         self._seeds = torch.Generator().manual_seed(seed)
 
     def draw(self, logits_SV: torch.Tensor, sequences: Seq[Sequence]) -> Drawn:
+        """See `sample`."""
         return sample(logits_SV, sequences, self._eos_token_ids)
 
     def seed_of(self, sampling: SamplingParams) -> int | None:

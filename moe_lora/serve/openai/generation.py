@@ -193,6 +193,7 @@ class Generation:
         ]
 
     def prompt_of(self, index: int) -> tuple[int, ...]:
+        """Token ids of a choice's prompt."""
         return self.prompts[index // self.num_choices]
 
     def usage_of(self, index: int, *, begun: bool = True) -> dict[str, Any]:
