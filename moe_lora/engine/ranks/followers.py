@@ -27,7 +27,7 @@ from moe_lora.core.processes import STOP_TIMEOUT_S, start_child
 from moe_lora.engine.step.step_batch import packed_message
 
 HOST_STORE = "adapters"
-"""What lies in an instance's directory: the file its ranks find each other by, and packed adapters."""
+"""Packed adapters, in an instance's directory."""
 
 
 @dataclass(frozen=True)
