@@ -29,9 +29,6 @@ from moe_lora.policies.caching.caching import (
 from .node import BACKED, CAN_BACK_UP, CAN_ENTER, DYING, READY, TOKEN_BYTES, Node
 from .orders import Namespace
 
-# Counts after which time nodes are used again, for policies that want to know.
-
-
 REFRESH_S = 1.0
 """Age of rates before a refresh."""
 MEMORY_S = 600.0
@@ -87,9 +84,6 @@ def _bin(age_s: float) -> int:
     if age_s < _FIRST_S:
         return 0
     return min(NUM_BINS - 1, 1 + int(math.log(age_s / _FIRST_S) * _STEPS))
-
-
-# Nodes that were dropped: whether they are asked for again tells what keeping them would have brought.
 
 
 MAX_GHOSTS = 1 << 14

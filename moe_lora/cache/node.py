@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 from .orders import Namespace
 
-# Token ids as bytes: compared and hashed much faster than a tuple of them, in a fifth of its memory.
-
-
 TOKEN_BYTES = 8
 ENCODED_AT_ONCE = 512
 """Tokens of a prompt encoded before the first lookup."""
@@ -93,9 +90,6 @@ class Node:
     def on_host(self) -> bool:
         """True if its bytes can be copied from the host."""
         return self.host_pages is not None and not self.moving_out
-
-
-# What can be done with a node now, as bits of `Columns.flags`.
 
 
 HAS_DEVICE_PAGES, BACKED, READY = 1, 2, 4

@@ -53,9 +53,6 @@ class LoadAdapter(NamedTuple):
 Order = Copy | LoadAdapter
 
 
-# What the cache has done since its start.
-
-
 @dataclass
 class CacheCounters:
     """Totals.  A hit counts once per `hold` or `match`; tokens are of matched prompts.

@@ -71,9 +71,6 @@ class PageAllocator:
         self.num_free += len(pages)
 
 
-# Pages of one arena, device or host: which are free, and whose the others are.
-
-
 FREE, PRIVATE = -1, -2
 """Owners without a row: free, and a sequence with blocks outside the tree."""
 
@@ -137,9 +134,6 @@ class Tier(PageAllocator):
             self.num_adapter += num_pages
         else:
             self.num_kv += num_pages
-
-
-# A sequence's pages of KV, in order.
 
 
 @dataclass(eq=False)

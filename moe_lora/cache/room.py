@@ -43,8 +43,6 @@ class Room:
         self.max_kv_pages = kv_pages if max_kv_pages is None else min(kv_pages, max_kv_pages)
         self._saving: dict[Node, tuple[int, list[Node]]] = {}
 
-    # -- what can leave
-
     def blocked_rows(self, *, moving: bool = True) -> NDArray[np.bool_]:
         """[rows]: nodes that can't leave the device now: pinned and (by default)
         moving ones, and their ancestors.
@@ -104,8 +102,6 @@ class Room:
             if self._columns.nodes[lower.row] is lower and lower.device_pages is not None and lower.num_pages:
                 self.mover.drop(lower)
 
-    # -- pages of the host
-
     def take_host(self, node: Node, now_s: float) -> list[int] | None:
         """Host pages for a node, from backed nodes first, then the least valued; None if too few."""
         if node.num_pages > self._host.num_pages:
@@ -116,8 +112,6 @@ class Room:
                 return None
             self.mover.drop_host(victim)
         return self._host.take(node.num_pages, node.row, is_adapter=node.is_adapter)
-
-    # -- pages of the device
 
     def take_kv(self, num_pages: int, owner: int, now_s: float) -> list[int] | None:
         """Device pages for KV; None, and nothing evicted, if pinned nodes are in the way."""
@@ -191,8 +185,6 @@ class Room:
             and int(columns.pages[stay].sum()) + node.num_pages <= self.max_adapter_pages
             and self._device.num_free + self._idle_pages() >= node.num_pages
         )
-
-    # -- runs of them where enough are free, but not side by side
 
     def _clear_runs(self, adapter: Node, now_s: float) -> list[int] | None:
         """A run of device pages per layer: in a single cleared window if possible, else separately; None

@@ -17,8 +17,6 @@ from .node import BACKED, CAN_BACK_UP, CAN_ENTER, CAN_LEAVE, Node
 from .ranking import Ranking, first_to_go
 from .room import Room
 
-# Values that are asked for again and again within one decision.
-
 
 class KnownValues:
     """`Ranking.values` at one moment, computed per row on first use.

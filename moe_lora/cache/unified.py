@@ -94,8 +94,6 @@ class UnifiedCache:
         self._ranking.shares = ArenaShares()
         self._ranking.shares.ask(*self.asker, self._asked_s)
 
-    # -- adapters
-
     def add_adapter(
         self,
         namespace: Namespace,
@@ -196,8 +194,6 @@ class UnifiedCache:
         if node.on_device:
             return "device"
         return "host" if node.on_host else "disk"
-
-    # -- KV
 
     def new_table(self, namespace: Namespace, salt: str = "") -> BlockTable:
         """The table of a sequence without a lookup."""
@@ -300,8 +296,6 @@ class UnifiedCache:
         if self._mover.any_dying:
             self._mover.sweep()
 
-    # -- moving
-
     def tick(self, now_s: float, batch_size: int) -> bool:
         """Forget a slice, then swap out above `upper`, in below `lower`; call every 100 ms.
 
@@ -353,8 +347,6 @@ class UnifiedCache:
         """An order failed.  Its waiters are lost (`BlockTable.lost`, `readiness` NO_ROOM)."""
         self._mover.failed(copy_id)
 
-    # -- figures
-
     def usage(self) -> dict[str, int]:
         """Pages now: device_kv, device_adapters, device_free, host_kv, host_adapters, host_free,
         device_kv_used (of sequences), device_kv_invalid (KV without its adapter on the device).
@@ -374,8 +366,6 @@ class UnifiedCache:
             "device_kv_used": device.num_kv - int(pages[~used].sum()),
             "device_kv_invalid": int(pages[invalid].sum()),
         }
-
-    # -- KV: how it is found and kept
 
     def _find(self, namespace: Namespace, tokens: Sequence[int]) -> list[Node]:
         adapter = self._tree.adapters.get(namespace)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where processes of a cluster listen: a port of a host, or a socket of this host."""
+"""Addresses of listeners in a cluster: a port of a host, or a Unix socket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAKE_KEYS = "moe-lora cluster init"
 
 @dataclass(frozen=True)
 class Address:
-    """Where something listens: host and port, or the path of a Unix socket."""
+    """Address of a listener: host and port, or the path of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -29,7 +29,7 @@ class Address:
 
 
 def parse_address(setting: str, address: str) -> Address:
-    """The address that "host:port" or "/path" says.  Raises ConfigError for anything else."""
+    """Parse "host:port" or "/path".  Raises ConfigError for anything else."""
     if address.startswith("/"):
         return Address(path=address)
     host, separator, port = address.rpartition(":")
@@ -42,7 +42,7 @@ def parse_address(setting: str, address: str) -> Address:
 
 
 def _is_host(host: str) -> bool:
-    """Whether it can be looked up: sockets refuse others with an error that is no OSError."""
+    """False for a name that the socket module refuses with an error other than OSError."""
     try:
         return bool(host.encode("idna"))
     except UnicodeError:
@@ -50,38 +50,34 @@ def _is_host(host: str) -> bool:
 
 
 def needs_keys(setting: str, address: object) -> ConfigError:
-    """What is wrong with an address of a network where there are no certificates."""
+    """Error for a network address without certificates."""
     return ConfigError(
         f"{setting}={address} is reached over a network, where the roles of a cluster know each other by "
         f"certificates; make them by `{MAKE_KEYS}` and name their folder as certificates"
     )
 
 
-# Sockets of this host.
-
-
 @contextmanager
 def unix_socket(path: str) -> Iterator[socket.socket]:
-    """A socket that listens there, for its user only; closed at the end, and its path removed.
+    """A listening socket for this user only; closed, and its path removed, with the context.
 
-    What a process that was killed left there is removed before.  Raises OSError, also if someone listens
-    there.
+    A killed process's socket is removed first.  Raises OSError, also if a process listens at the path.
     """
     _remove_dead(path)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(path)
         try:
             os.chmod(path, 0o600)
-            sock.listen()  # at once: one that does not is taken for dead
+            sock.listen()
             yield sock
         finally:
             sock.close()
-            with suppress(OSError):  # by now it is another's
+            with suppress(OSError):  # the path may belong to another process by now
                 _remove_dead(path)
 
 
 def _remove_dead(path: str) -> None:
-    """Remove a socket at which nobody listens.  Raises OSError if someone does."""
+    """Remove a socket without a listener.  Raises OSError if a process listens."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
@@ -89,9 +85,9 @@ def _remove_dead(path: str) -> None:
         except FileNotFoundError:
             return
         except ConnectionRefusedError:
-            if stat.S_ISSOCK(os.stat(path).st_mode):  # other files refuse too
+            if stat.S_ISSOCK(os.stat(path).st_mode):  # listen() refuses for other files
                 os.unlink(path)
             return
-        except BlockingIOError:  # it has more to accept than may wait
+        except BlockingIOError:  # its queue of connections is full
             pass
     raise OSError(errno.EADDRINUSE, f"{path} is in use")

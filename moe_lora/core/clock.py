@@ -19,7 +19,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """Stands still until it is advanced."""
+    """Time advances only by calls."""
 
     def __init__(self) -> None:
         self._now_s = 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors a user can meet.  Each message says what was given, what is allowed, and what to do."""
+"""Errors for users.  Each message states the given value, the allowed values and the way out."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ class MoeLoraError(Exception):
 
 
 class ConfigError(MoeLoraError, ValueError):
-    """A setting that can't work, known at start."""
+    """An invalid setting, found at start."""
 
 
 class AdapterError(MoeLoraError, ValueError):
-    """An adapter whose files can't be served, with the file and the key."""
+    """An adapter with unusable files; names the file and the key."""
 
 
 class AdapterFailedError(MoeLoraError):
-    """An adapter whose load or deltas failed; its requests are refused until a load succeeds."""
+    """An adapter with a failed load or failed deltas; requests are refused until a load succeeds."""
 
 
 class AdapterNotFoundError(MoeLoraError, KeyError):
-    """A name that no adapter has."""
+    """An unknown adapter name."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class AdapterVersionError(MoeLoraError):
-    """An answer that one version of an adapter began can't go on, since another has taken its place."""
+    """An answer's adapter version was replaced before the answer ended."""
 
 
 class AdapterExistsError(MoeLoraError, ValueError):
-    """A name that is already taken."""
+    """A name already in use."""
 
 
 class RegistryError(MoeLoraError):
-    """A registry of adapters that can't be opened, read or written."""
+    """A registry of adapters can't be opened, read or written."""
 
 
 class CapacityError(MoeLoraError):
@@ -49,8 +49,8 @@ class CapacityError(MoeLoraError):
 class GenerationError(MoeLoraError):
     """Requests of one call that the engine could not complete, with the reason of each.
 
-    problems: index of a prompt -> reason.  completions: of all prompts in order; a failed one has the tokens
-    until then and finish_reason "error".
+    problems: index of a prompt -> reason.  completions: of all prompts in order; a failed prompt has its
+    tokens so far and finish_reason "error".
     """
 
     def __init__(self, problems: Mapping[int, str], completions: Sequence[Any]) -> None:
@@ -67,11 +67,11 @@ class GenerationError(MoeLoraError):
 
 
 class StorageError(CapacityError):
-    """A place for files that is full or can't be written, or no file can be opened now."""
+    """Storage is full or not writable, or the process has no free file descriptor."""
 
 
 class SloError(MoeLoraError):
-    """Latency goals, or a load, that the hardware in question can't hold; names the term that exceeds."""
+    """The hardware can't meet these latency goals or this load; names the exceeded term."""
 
 
 class EngineDeadError(MoeLoraError):
@@ -79,52 +79,49 @@ class EngineDeadError(MoeLoraError):
 
 
 class MoveError(MoeLoraError):
-    """A request could not be moved to another instance; it goes on where it is."""
+    """A request could not be moved and stays on the instance."""
 
 
 class EngineSilentError(EngineDeadError):
-    """The engine's process is there, but does not get on: it is stopped, cut off, or hangs."""
+    """The engine's process exists without progress: stopped, cut off, or hanging."""
 
 
 class ControllerAwayError(EngineDeadError):
-    """The controller of the cluster does not answer; nothing that it decides can be changed meanwhile."""
+    """The cluster's controller does not answer; its decisions can't change meanwhile."""
 
 
 class PeerUnreachableError(MoeLoraError):
-    """A process that could not be found or connected to; trying again later may help."""
+    """A process could not be found or connected to; a later retry may help."""
 
 
 class PeerGoneError(MoeLoraError):
-    """A process that was connected and has ended, or has freed the memory written to."""
+    """A connected process has ended, or has freed the memory written to."""
 
 
 class SignalTimeoutError(MoeLoraError, TimeoutError):
-    """A signal that did not reach the awaited value in time."""
+    """A signal did not reach the awaited value in time."""
 
 
 class UnreadError(MoeLoraError):
-    """More of an answer waits than may, because its client does not read it."""
+    """The unread part of an answer exceeds the limit."""
 
 
 class LoraServerError(MoeLoraError):
     """The LoRA Server can't be reached, or refuses this process."""
 
 
-# Problems that last while something is tried again and again.
-
-
 class LastProblem:
-    """Tells a new problem from the one that was there before, so that each is logged once."""
+    """Reports each problem of repeated attempts once."""
 
     def __init__(self) -> None:
         self._last = ""
 
     def is_new(self, problem: str) -> bool:
-        """Whether this is another problem than at the last call."""
+        """True if the problem differs from the last call's."""
         new = problem != self._last
         self._last = problem
         return new
 
     def over(self) -> None:
-        """It works again: the next problem is new, be it the same."""
+        """Reset after a success: the next problem is new."""
         self._last = ""

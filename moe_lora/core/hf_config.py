@@ -24,7 +24,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 def read_json_file(path: Path) -> Any:
     """Content of a JSON file of a checkpoint.
 
-    Raises ConfigError, with the kind of the file where it is known, if the file is not JSON.
+    Raises ConfigError, with the file's kind if known, if the file is not JSON.
     """
     content = path.read_bytes()
     try:
@@ -36,7 +36,6 @@ def read_json_file(path: Path) -> Any:
 
 
 def _instead(model_dir: Path) -> str:
-    """What a folder without config.json holds, as the end of an error."""
     if (model_dir / "adapter_config.json").is_file():
         return "; this one is of an adapter: give its base model, and the adapter by --lora-modules"
     found = other_content(model_dir)

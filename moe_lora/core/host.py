@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a host keeps what must outlive a process: cleaners of temporary folders don't go there."""
+"""Folders, memory, processor and file limits of this host."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ logger = logging.getLogger(__name__)
 
 _RUN = "run-"
 _NEW, _NEW_S = "new-", 600.0
-"""Of a folder that is not locked yet: how its name begins, and for how long nobody takes it for a killed
-process's."""
+"""Prefix of an unlocked new folder, and its maximum age before removal."""
 _NO_LOCKS = frozenset({errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP})
-"""What a file system says that has no locks for folders."""
+"""Errors of file systems without locks for folders."""
 
 
 def state_folder(given: str | None) -> Path:
-    """The folder given, else this host's in $XDG_STATE_HOME/moe_lora or ~/.local/state/moe_lora, which hosts
-    may share; made if it is absent.
+    """The given folder, else $XDG_STATE_HOME/moe_lora or ~/.local/state/moe_lora, created if absent.
 
-    Where neither of these can be written, one for temporary files.  Raises ConfigError for a given one.
+    Hosts may share the default folder.  If neither is writable: a temporary folder.  Raises ConfigError for
+    a given folder.
     """
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     folder = Path(given) if given is not None else Path(home) / "moe_lora" / _host_name()
@@ -59,7 +58,6 @@ def state_folder(given: str | None) -> Path:
 
 
 def _warn_of_former(folder: Path) -> None:
-    """Earlier versions kept contents of adapters beside the folders of hosts, where nobody looks any more."""
     former = folder.parent
     missing = [one.name for one in former.glob("contents-*") if not (folder / one.name).exists()]
     if missing:
@@ -77,10 +75,7 @@ def _host_name() -> str:
 
 
 def _of_host(prefix: str) -> str:
-    """How names begin of this host's folders: whether a lock of another's is held may not be seen here.
-
-    Short, for sockets in such folders.
-    """
+    """Prefix of this host's folders, short for socket paths.  Locks of other hosts may be invisible here."""
     return f"{prefix}{hashlib.sha256(platform.node().encode()).hexdigest()[:6]}-"
 
 
@@ -88,7 +83,7 @@ def _of_host(prefix: str) -> str:
 def run_folder(given: str | None) -> Iterator[Path]:
     """A folder under `state_folder` for this run, deleted with the context.
 
-    Those of runs that were killed are deleted before.  Raises ConfigError.
+    Folders of killed runs are deleted first.  Raises ConfigError.
     """
     parent = state_folder(given)
     try:
@@ -102,18 +97,18 @@ def run_folder(given: str | None) -> Iterator[Path]:
 
 
 class OwnFolder:
-    """A new folder that only this user can enter, deleted with the context or by `remove`.
+    """A new folder for this user only, deleted with the context or by `remove`.
 
-    Those of this host's processes that were killed are deleted before; where folders have no locks (on some
-    network file systems) they stay.  parent: None: for temporary files; hosts may share it.
-    Raises OSError, and then leaves nothing behind.
+    Folders of this host's killed processes are deleted first; on file systems without folder locks they
+    stay.  parent: may be shared by hosts; None: the folder for temporary files. Raises OSError, and then
+    leaves no folder.
     """
 
     def __init__(self, parent: Path | None = None, prefix: str = "moe_lora-run-") -> None:
         parent = parent or Path(tempfile.gettempdir())
         sweep_folders(parent, prefix)
         prefix = _of_host(prefix)
-        # It is locked before it has a name by which others look for what was left behind.
+        # Lock before the rename: other processes sweep unlocked folders with the final name.
         new = Path(tempfile.mkdtemp(dir=parent, prefix=f"{_NEW}{prefix}"))
         self._handle = -1
         try:
@@ -128,7 +123,7 @@ class OwnFolder:
             raise
 
     def remove(self) -> None:
-        """May be called again."""
+        """Idempotent."""
         handle, self._handle = self._handle, -1
         if handle >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -150,13 +145,13 @@ def _make(folder: Path) -> None:
 def _lock(handle: int) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError as error:  # one that may pass: who went on unlocked would lose the folder while in use
+    except OSError as error:  # maybe temporary: without a lock the folder could be swept while in use
         if error.errno not in _NO_LOCKS:
             raise
 
 
 def sweep_folders(parent: Path, prefix: str) -> None:
-    """Delete each `OwnFolder` there whose process was killed on this host."""
+    """Delete each `OwnFolder` of a killed process of this host."""
     prefix = _of_host(prefix)
     for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError), folder_locked(folder, wait=False):
@@ -167,14 +162,11 @@ def sweep_folders(parent: Path, prefix: str) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-# One process at a time in a folder.
-
-
 @contextmanager
 def folder_locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of an existing folder: the folder's own, so that no lock file is left behind.
+    """Hold the lock of an existing folder; the folder is its own lock file.
 
-    wait: False raises BlockingIOError where another process holds it.
+    wait: False raises BlockingIOError if another process holds the lock.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -184,15 +176,12 @@ def folder_locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
         os.close(handle)
 
 
-# What this machine is.
-
-
 MEMINFO = Path("/proc/meminfo")
 
 
 def free_memory_bytes() -> int:
-    """Host memory that is free now."""
-    # Not MemFree (SC_AVPHYS_PAGES): the page cache, checkpoint files above all, gives way when asked.
+    """Free host memory."""
+    # Not MemFree (SC_AVPHYS_PAGES): the page cache, mostly checkpoint files, can be reclaimed.
     if MEMINFO.exists():
         for line in MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -206,7 +195,7 @@ def host_memory_bytes() -> int:
 
 
 def cpu_info() -> dict[str, str]:
-    """The system's words on the first processor, by their names; empty where it has none."""
+    """Fields of the first processor in /proc/cpuinfo; empty on systems without the file."""
     path = Path("/proc/cpuinfo")
     if not path.exists():  # not Linux
         return {}
@@ -216,15 +205,12 @@ def cpu_info() -> dict[str, str]:
 
 
 def cpu_model() -> str | None:
-    """The processor's name; None where it is not known."""
+    """The processor's name; None if unknown."""
     return cpu_info().get("model name") or platform.processor() or None
 
 
-# How many files and connections a process may have open.
-
-
 def allow_many_files() -> int:
-    """Raise this process's limit as far as the system lets it; the limit."""
+    """Raise this process's limit of open files to the hard limit; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -232,18 +218,15 @@ def allow_many_files() -> int:
 
 
 def num_open_files() -> int:
-    """Files and connections that this process has open now; 0 where it is not told."""
+    """Open files and connections of this process; 0 if unknown."""
     try:
         return len(os.listdir("/proc/self/fd"))
     except FileNotFoundError:  # not Linux
         return 0
 
 
-# The end of our own processes.
-
-
 def resident_bytes() -> int:
-    """Memory that this process has of the system now; 0 where it is not told."""
+    """Resident memory of this process; 0 if unknown."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -252,8 +235,8 @@ def resident_bytes() -> int:
 
 
 def return_memory() -> None:
-    """Give free memory back to the system, where the C library can."""
+    """Return free memory to the system, if the C library can."""
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
         if trim is not None:
             trim(0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which LoRA Server rank holds what, and which ranks of an instance talk to it.
+"""Owners of adapters, layers and experts among LoRA Server ranks, and their peers in an instance.
 
-The adapters form a block of adapters x layers x experts (InfiniLoRA section 4.1, figure 8).  EPx-PPy cuts it
-by experts into x parts and by layers into y stages, DPm by adapters.  Server rank = stage * x + ep_rank.
+The adapters form a block of adapters x layers x experts (InfiniLoRA section 4.1, figure 8).  EPx-PPy cuts
+experts into x parts and layers into y stages, DPm cuts adapters.  Server rank = stage * x + ep_rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _FORMS = "EPx-PPy (such as EP2-PP1), EPx, PPy or DPm"
 class Layout:
     """EPx-PPy: `ep` ranks share the experts of each of `pp` stages.  DPm: `dp` ranks share the adapters.
 
-    Data parallelism does not combine with the others; it is there for comparison (table 1).
-    Raises ConfigError for a count below 1 and for a mixed layout.
+    Data parallelism is for comparison only (table 1). Raises ConfigError for a count below 1 and for a
+    mixed layout.
     """
 
     ep: int = 1
@@ -54,7 +54,7 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the whole server: m = x * y."""
+        """Ranks of the server: m = x * y."""
         return self.ranks_per_stage * self.pp
 
     @property
@@ -66,16 +66,15 @@ class Layout:
 class Partition:
     """The owner of every (layer, site, expert) of one model, and its peers in an instance of p ranks.
 
-    Layer l belongs to stage l mod y, interleaved so that the first layers of an adapter are loaded by
-    several stages at once (section 5.3).  Rank i of x holds the experts [i*E/x, (i+1)*E/x); rank c of an
-    instance holds [c*E/p, (c+1)*E/p).  As x divides p or p divides x, a rank on one side meets either one
-    rank of the other side or whole ones ("aligned expert partitioning", section 4.1).  A site without
-    experts belongs to EP rank (site index mod x) of the layer's stage; every rank of the instance sends
-    it the rows it has.
+    Layer l belongs to stage l mod y: several stages load an adapter's first layers at once (section 5.3).
+    Rank i of x holds the experts [i*E/x, (i+1)*E/x); rank c of an instance holds [c*E/p, (c+1)*E/p).  x
+    divides p or p divides x: a rank meets part of one peer or whole peers ("aligned expert partitioning",
+    section 4.1).  A site without experts belongs to EP rank (site index mod x) of the layer's stage; every
+    rank of the instance sends its rows there.
 
-    client_ranks: p, the instance's expert parallelism.  sites: "all", only those with "experts", or "auto":
-    those with experts where the model has them.  Raises ConfigError if x or p does not divide the
-    number of experts, neither divides the other, or there are more stages than layers.
+    client_ranks: p, the instance's expert parallelism.  sites: "all", "experts" (sites with experts only),
+    or "auto": "experts" for a model with experts.  Raises ConfigError if x or p does not divide the number
+    of experts, neither divides the other, or stages exceed layers.
     """
 
     def __init__(self, shape: ModelShape, layout: Layout, client_ranks: int, *, sites: str = "all") -> None:
@@ -87,42 +86,42 @@ class Partition:
         self._check_clients()
 
     def serves(self, site_index: int) -> bool:
-        """Whether the server computes this site; else the instances do."""
+        """True if the server computes this site, False if the instances do."""
         return not self._experts_only or self.shape.sites[site_index].num_experts > 0
 
     def stage_of(self, layer: int) -> int:
-        """Pipeline stage that holds this layer."""
+        """Pipeline stage of this layer."""
         return layer % self.layout.pp
 
     def stage_leader(self, stage: int) -> int:
-        """The stage's first server rank, which tells the others whose turn it is (section 5.1)."""
+        """The stage's first server rank, which orders the turns of the stage (section 5.1)."""
         return stage * self.layout.ranks_per_stage
 
     def ranks_of_stage(self, stage: int) -> range:
-        """Server ranks that work together on each layer of the stage."""
+        """Server ranks of the stage."""
         first = self.stage_leader(stage)
         return range(first, first + self.layout.ranks_per_stage)
 
     def layers_of(self, server_rank: int) -> range:
-        """Layers of which this server rank holds a part."""
+        """Layers with a part on this server rank."""
         return range(server_rank // self.layout.ranks_per_stage, self.shape.num_layers, self.layout.pp)
 
     def experts_of(self, server_rank: int) -> range:
-        """Experts this server rank holds in each of its layers; empty for a model without experts."""
+        """This server rank's experts in each of its layers; empty for a model without experts."""
         ep_rank = server_rank % self.layout.ranks_per_stage // self.layout.dp
         return _part(self.shape.num_experts, ep_rank, self.layout.ep)
 
     def local_experts(self, client_rank: int) -> range:
-        """Experts whose base weights this rank of the instance holds."""
+        """Experts with base weights on this rank of the instance."""
         return _part(self.shape.num_experts, client_rank, self.client_ranks)
 
     def owner(
         self, layer: int, site_index: int, expert: int | None = None, *, slot: int | None = None
     ) -> int:
-        """Server rank that holds the LoRA matrices of this place.
+        """Server rank with the LoRA matrices of this place.
 
-        site_index: position in `shape.sites`.  expert: None at a site without experts.  slot: the
-        adapter's slot, needed under data parallelism only (rank slot mod m holds the whole adapter).
+        site_index: position in `shape.sites`.  expert: None at a site without experts.  slot: the adapter's
+        slot, needed under data parallelism only (rank slot mod m holds the whole adapter).
         """
         leader = self.stage_leader(self.stage_of(layer))
         num_experts = self.shape.sites[site_index].num_experts
@@ -135,7 +134,7 @@ class Partition:
         return leader + expert * self.layout.ep // num_experts
 
     def servers_of_client(self, client_rank: int, layer: int, site_index: int) -> tuple[int, ...]:
-        """Server ranks that this rank of an instance sends activations of the site to, ascending."""
+        """Server ranks, ascending, to which this rank of an instance sends activations of the site."""
         ranks = self.ranks_of_stage(self.stage_of(layer))
         if self.layout.dp > 1:
             return tuple(ranks)
@@ -145,7 +144,7 @@ class Partition:
         return tuple(rank for rank in ranks if _overlap(self.experts_of(rank), local))
 
     def clients_of_server(self, server_rank: int, site_index: int | None = None) -> tuple[int, ...]:
-        """Ranks of an instance that send to this server rank at one site (None: at any), ascending."""
+        """Ranks of an instance, ascending, that send to this server rank at a site (None: at any)."""
         layer = self.layers_of(server_rank)[0]
         sites = range(len(self.shape.sites)) if site_index is None else (site_index,)
         return tuple(
@@ -210,18 +209,14 @@ def _either(numbers: list[int]) -> str:
     return f"{head} or {numbers[-1]}" if head else str(numbers[-1])
 
 
-# What a layout costs in communication, counted on the partition itself (InfiniLoRA section 4.1, table 1).
-
-
 @dataclass(frozen=True, kw_only=True)
 class CommunicationMetrics:
     """The metrics of table 1 for one expert site of one layer and one instance's batch.
 
-    peer_volume: activations per (client rank, server rank) pair that may talk to each other, on average.
-    servers_per_client: the most server ranks a client rank talks to ("comm peer count" of the table).
-    clients_per_server: the most client ranks a server rank hears from ("comm peer count" of the text).
-    compute_volume: activations per server rank that works on this layer, on average.
-    sync_scope: server ranks that have to agree on the order of instances for this layer.
+    peer_volume: mean activations per (client rank, server rank) pair of peers. servers_per_client: maximum
+    of server ranks per client rank ("comm peer count" of the table). clients_per_server: maximum of client
+    ranks per server rank ("comm peer count" of the text). compute_volume: mean activations per server rank
+    of this layer. sync_scope: server ranks that agree on the order of instances for this layer.
     """
 
     peer_volume: float
@@ -234,11 +229,10 @@ class CommunicationMetrics:
 def communication_metrics(
     partition: Partition, expert_ids: Sequence[Sequence[int]], slots: Sequence[int], layer: int = 0
 ) -> CommunicationMetrics:
-    """Walk a batch through the partition's owners and peers and count.
+    """Count a batch's activations by the partition's owners and peers.
 
-    expert_ids: [b][k], the experts of each row.  slots: [b], the slot of each row's adapter.  One
-    activation is one (row, expert): the paper's unit, b * k of them a layer.
-    Source: InfiniLoRA section 4.1, table 1.
+    expert_ids: [b][k], the experts of each row.  slots: [b], the slot of each row's adapter.  An activation
+    is a (row, expert) pair, the paper's unit: b * k per layer. Source: InfiniLoRA section 4.1, table 1.
     """
     counts = activation_counts(partition, expert_ids, slots, layer)
     site = _expert_site(partition)
@@ -263,7 +257,7 @@ def communication_metrics(
 def activation_counts(
     partition: Partition, expert_ids: Sequence[Sequence[int]], slots: Sequence[int], layer: int = 0
 ) -> Counter[tuple[int, int]]:
-    """Activations that go from each client rank to each server rank at one expert site of the layer."""
+    """Activations from each client rank to each server rank at an expert site of the layer."""
     site = _expert_site(partition)
     holder = {e: client for client in range(partition.client_ranks) for e in partition.local_experts(client)}
     return Counter(
@@ -276,7 +270,7 @@ def activation_counts(
 def uniform_routing(
     num_rows: int, top_k: int, num_experts: int, num_slots: int
 ) -> tuple[list[list[int]], list[int]]:
-    """(expert_ids, slots) of a batch in which experts take turns and each slot has one run of rows."""
+    """(expert_ids, slots) of a batch with experts in turn and a run of rows per slot."""
     expert_ids = [[(row * top_k + k) % num_experts for k in range(top_k)] for row in range(num_rows)]
     return expert_ids, [row * num_slots // num_rows for row in range(num_rows)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that compute: their share of the cores, and those that follow this one.  Imports no torch."""
+"""Cores, environment and start of compute processes.  Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from multiprocessing.connection import Connection
 
 STOP_TIMEOUT_S = 10.0
 _SPIN_COUNT = "10000"
-"""Of libgomp, whose turn takes 5 to 20 ns."""
+"""For libgomp; a spin takes 5 to 20 ns."""
 
 
 def usable_core_numbers() -> list[int]:
-    """Cores that this thread may run on, by rising number."""
+    """Cores of this thread, ascending."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def allowed_core_numbers() -> list[int]:
-    """Cores that this process may give to those that it starts, by rising number.
+    """Cores available to child processes, ascending.
 
-    Also those that it does not run on itself: `taskset` narrows the latter only, a cpuset both.
+    Includes cores outside this process's `taskset` mask; a cpuset limits both.
     """
     if not hasattr(os, "sched_setaffinity"):
         return usable_core_numbers()
@@ -36,20 +36,20 @@ def allowed_core_numbers() -> list[int]:
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
         return usable_core_numbers()
 
-    with ThreadPoolExecutor(1) as own_thread:  # whose cores end with it
+    with ThreadPoolExecutor(1) as own_thread:
         return own_thread.submit(widen).result()
 
 
 def usable_cores() -> int:
-    """How many cores this process may run on."""
+    """Number of this process's cores."""
     return len(usable_core_numbers())
 
 
 def worker_environment(num_threads: int | None) -> dict[str, str]:
-    """Environment of an engine process: its share of cores, set before torch is imported.
+    """Environment of an engine process: its share of cores, set before the import of torch.
 
-    OpenMP threads that wait for work spin for about 0.1 ms, which is longer than the gaps within a step,
-    and then sleep: front end and load share the cores.
+    Idle OpenMP threads spin for about 0.1 ms, longer than the gaps within a step, and then sleep: front end
+    and load share the cores.
     """
     threads = str(num_threads or usable_cores())
     return {
@@ -62,7 +62,7 @@ def worker_environment(num_threads: int | None) -> dict[str, str]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether this child of ours does not run until it is told to."""
+    """True if this child process is stopped, for example by SIGSTOP."""
     try:
         return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
@@ -72,9 +72,9 @@ def is_stopped(pid: int) -> bool:
 def start_child(
     module: str, *options: str, num_threads: int | None
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Run `python -m module options FD` as a process that finds us at the other end of FD; our end of it.
+    """Run `python -m module options FD` with FD connected to the returned connection.
 
-    It has a session of its own, so that a Ctrl-C in this one's terminal does not reach it first.
+    The process has its own session: Ctrl-C in this terminal does not reach it first.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -88,23 +88,20 @@ def start_child(
 
 
 def wait_for_hang_up(fd: int) -> None:
-    """Return when the process at the other end of this socket has hung up or ended."""
+    """Return once the process at the other end of this socket has hung up or ended."""
     hang_up = select.poll()
-    # Hang-ups are reported without being asked for; POLLRDHUP, where there is one, tells a half-closed peer.
+    # poll always reports hang-ups; POLLRDHUP, if present, reports a half-closed peer.
     hang_up.register(fd, getattr(select, "POLLRDHUP", 0))
     hang_up.poll()
 
 
-# What holds for a process of any role.
-
-
 def set_log_level(level: str) -> None:
-    """Log what is at least that important, of this package."""
+    """Set the level of this package's log."""
     logging.getLogger("moe_lora").setLevel(level.upper())
 
 
 def has_terminal() -> bool:
-    """Whether a terminal can end this process by SIGHUP."""
+    """True if a terminal can end this process by SIGHUP."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far something long is: a bar on a terminal, a line every ten seconds elsewhere."""
+"""Progress of long work: a bar on a terminal, a line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from contextlib import contextmanager
 
 _LINE_PERIOD_S = 10.0
 Show = Callable[[str, int, int], None]
-"""Called with what is said, what is done and how much there is to do."""
+"""Called with a text, the amount done and the total."""
 
 
 @contextmanager
 def progress(write: Callable[[str], object] | None = None, *, bar: bool = True) -> Iterator[Show]:
-    """The display that fits stderr.  Drawn only when it is called: a refresh thread would disturb the run.
+    """The display for stderr.  Drawn during calls only: a refresh thread would disturb the run.
 
-    write: takes the lines where there is no terminal; None: stderr.  They come every ten seconds and when all
-    is done; where write is given the end alone is no line.  bar: False: lines on a terminal too.
+    write: gets a line every ten seconds if there is no terminal; None: stderr, with a last line at the end.
+    bar: False: lines on a terminal too.
     """
     if not (bar and sys.stderr.isatty()):
         yield _lines(write)
@@ -36,7 +36,6 @@ def progress(write: Callable[[str], object] | None = None, *, bar: bool = True) 
 
 
 def _lines(write: Callable[[str], object] | None) -> Show:
-    """A line every ten seconds, and on stderr when all is done."""
     begun_s = time.monotonic()
     next_s = _LINE_PERIOD_S
     written = ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client asks of an engine and what it gets back."""
+"""Requests to an engine, outputs, and counters."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterResidency = Literal["device", "host", "peer", "remote", "disk", "unavailable"]
 MAX_LOGPROBS = 20
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing logits by them would overflow."""
+"""Temperatures below this are greedy: a division of logits would overflow."""
 
 MAX_ADAPTER_NAME_CHARS = 256
 
 
 def name_problem(name: str) -> str | None:
-    """What makes a name unfit for an adapter: metrics join names by commas, logs hold one a line; or None."""
+    """Error text for a name unfit for an adapter (metrics join names by commas, logs by lines), or None."""
     if not name:
         return "is empty; give the name that requests will use as model"
     if len(name) > MAX_ADAPTER_NAME_CHARS or not name.isprintable() or "," in name:
@@ -30,12 +30,12 @@ def name_problem(name: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen and when to stop.
+    """Choice of the next token, and stop conditions.
 
-    temperature 0 is greedy.  top_k 0 considers all tokens.  min_p keeps tokens whose probability is at
-    least min_p times the likeliest one's.  logprobs n reports the chosen token's and the n likeliest
-    tokens' log probabilities (before temperature and truncation).  max_tokens None means: up to the
-    model's length limit.  Raises ValueError naming the parameter and its allowed range.
+    temperature 0 is greedy.  top_k 0 considers all tokens.  min_p keeps tokens with at least min_p times
+    the likeliest token's probability.  logprobs n reports log probabilities of the chosen token and the n
+    likeliest, before temperature and truncation.  max_tokens None: up to the model's length limit.  Raises
+    ValueError naming the parameter and its allowed range.
     """
 
     max_tokens: int | None = 16
@@ -82,15 +82,14 @@ class SamplingParams:
 class GenerateRequest:
     """One prompt for one adapter (None: the base model).
 
-    Of an answer that goes on elsewhere it says where: generated: the tokens that it has so far, the next one
-    drawn at position len(generated) of its seed; limits count them.  adapter_version, adapter_content: the
-    only ones that may compute it, since they began it; None: the current ones.  held: it computes all tokens
-    but the last one it knows, says so by an output without tokens, and gains none until it is resumed.
-    awaits_kv: held, it computes nothing, since its KV comes from where it was; it says when it has pages.
+    Fields of a moved answer.  generated: tokens so far; the next is drawn at position len(generated) of the
+    seed; limits count them.  adapter_version, adapter_content: required of the adapter; None: the current
+    ones.  held: compute all known tokens but the last, report by an output without tokens, and wait for a
+    resume. awaits_kv: held, without computation: KV arrives from the former instance; an output reports
+    allocated pages.
 
-    tenant, share: whom it counts for where tenants compete, and with which weight
-    (`policies.admission.fairness`).  priority: among those of its tenant that wait; lower goes first.
-    cache_salt: it finds only such computed prompts in the cache as requests of the same salt left there.
+    tenant, share: owner and weight for fairness (`policies.admission.fairness`).  priority: within the
+    tenant; lower goes first. cache_salt: requests of the same salt share cached prompts.
     """
 
     request_id: str
@@ -113,7 +112,7 @@ class GenerateRequest:
 
     @property
     def known_tokens(self) -> int:
-        """Those to compute before there is a new one: the prompt, and what the answer has already."""
+        """Tokens to compute before a new token: prompt and answer so far."""
         return len(self.prompt_token_ids) + len(self.generated)
 
 
@@ -128,13 +127,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestTiming:
-    """Where a request's time went inside the engine, in seconds (definitions: docs/reference/metrics.md).
+    """A request's time inside the engine, in seconds (definitions: docs/reference/metrics.md).
 
-    TTFT is their sum but first_decode_s.  queue_s: arrival until admitted, less the two that follow.
-    adapter_load_s: held up while the adapter was on its way to the device (LoRA cold start).  kv_load_s: held
-    up longer while history KV was (KV cold start).  prefill_s: admitted until the first token.
-    first_decode_s: first until second token (0 if only one).  adapter_wait_s: the part of queue_s for which
-    the engine had room, but no place for its adapter or for one that must not be passed.
+    TTFT is the sum without first_decode_s.  queue_s: arrival until admission, without both loads.
+    adapter_load_s: wait for the adapter on its way to the device (LoRA cold start).  kv_load_s: further
+    wait for history KV (KV cold start).  prefill_s: admission until first token. first_decode_s: first
+    until second token (0 without a second).  adapter_wait_s: part of queue_s with room in the engine but no
+    slot for this adapter or an earlier request's.
     """
 
     queue_s: float
@@ -151,9 +150,9 @@ class RequestTiming:
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Tokens a request gained in one step.  finish_reason ends the stream; timing comes with it.
+    """New tokens of a request in one step.  The finish_reason and timing come with the last.
 
-    adapter_version: which version of the request's adapter made them.  A struct, since so many travel.
+    adapter_version: of the request's adapter.  A struct for speed.
     """
 
     request_id: str
@@ -168,14 +167,13 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterInfo:
-    """An adapter the engine knows.
+    """An adapter of the engine.
 
-    residency: where its bytes are now: in the device's arena, in host memory, in that of another instance of
-    the pool, on the LoRA Server, or in a file; unavailable: no instance has the content that is served under
-    this name, or serving it failed.  problem: why it is unavailable; "": it is not, or nobody knows.
-    content_hash: of its packed bytes, "" if it is not known.  num_pages: of the device's arena.
-    device_bytes: what it takes there, or would, in whole pages.  pinned: it does not leave the device.
-    idle_s: since a request last began or ended; None: none did.
+    residency: the device's arena, host memory, host memory of another instance of the pool, the LoRA
+    Server, or a file; unavailable: the served content is lost, or serving failed. problem: reason for
+    unavailable, "" if unknown. content_hash: of the packed bytes, "" if unknown. num_pages: of the device's
+    arena. device_bytes: in whole pages, also if not resident.  pinned: never evicted from the device.
+    idle_s: since a request last began or ended; None: no request yet.
     """
 
     name: str
@@ -197,11 +195,10 @@ class AdapterInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What a front end must know of the engine behind it.
+    """Facts about an engine for its front end.
 
-    block_size: tokens of a KV page.  num_kv_blocks: KV pages that its device may hold.  devices: of its
-    ranks, by torch's names.
-    sampling_defaults: fields of `SamplingParams` for requests without a value of their own.
+    block_size: tokens of a KV page.  num_kv_blocks: most KV pages of its device.  devices: of its ranks, by
+    torch's names. sampling_defaults: fields of `SamplingParams` for requests without values.
     """
 
     name: str
@@ -222,24 +219,21 @@ class ModelInfo:
 class EngineStats:
     """Gauges (now) and counters (since start) of an engine.
 
-    kv_usage: KV pages that requests hold, as a share of what KV may take.  device_, host_: bytes of each
-    arena; device_kv_invalid_bytes: history of adapters that are not on the device.  kv_query_tokens: prompt
-    tokens looked up when a request was admitted, each time; of these found on either tier.  swapped: copied
-    between the arenas.  kv_lost_bytes: history that left the device and was not on the host.  num_put_back:
-    times a request that waited for its bytes gave its room to an older one.
-    lora_server_requests: messages answered by the LoRA Server.  lora_server_fallback_rows: rows of deltas
-    that the engine computed itself instead.  lora_server_host_rows: rows of its answers that its host workers
-    computed.  All three count the engine's first rank.  lora_server_put_steps: steps whose rows the device
-    put to the server itself; lora_server_redone_steps: of these, computed again because of missing answers.
-    lora_rows_local, lora_rows_leased, lora_rows_host: rows x layers whose deltas were for the device, the
-    LoRA Server, host workers; where dense sites and experts differ a row counts in both.
-    host_fallback_rows: rows of deltas that the engine computed because a host worker did not.
-    pool_adapters, pool_bytes: held in host memory for the adapter pool.  pool_peer_fetches,
-    pool_disk_fetches: adapters fetched that were not held.  pool_fetched_bytes: from peers.
-    pool_failed_sources: peers and directories that did not give what they should.
-    steps_merged: steps on weights that carried an adapter, computed for its requests alone; steps_mixed: for
-    others too.  merges, unmerges: times all of an adapter was in the weights, and out again.  merge_s,
-    unmerge_s: seconds that this took.  merge_kept_bytes: original weights on the host.
+    kv_usage: share of KV pages in use.  device_, host_: bytes of each arena; device_kv_invalid_bytes:
+    history of adapters not on the device.  kv_query_tokens: prompt tokens looked up at each admission, and
+    those found on either tier.  swapped: copied between the arenas.  kv_lost_bytes: history evicted from
+    the device without a host copy.  num_put_back: waiting requests that yielded their room to an older
+    request. lora_server_requests: messages answered by the LoRA Server.  lora_server_fallback_rows: rows of
+    deltas that the engine computed instead.  lora_server_host_rows: rows computed by the server's host
+    workers.  These three count the engine's first rank.  lora_server_put_steps: steps with rows put to the
+    server by the device; lora_server_redone_steps: of these, recomputed for lack of answers.
+    lora_rows_local, lora_rows_leased, lora_rows_host: rows x layers with deltas by the device, the LoRA
+    Server, host workers; a row counts twice if its dense sites and experts differ. host_fallback_rows: rows
+    of deltas computed by the engine instead of a host worker. pool_adapters, pool_bytes: in host memory for
+    the adapter pool.  pool_peer_fetches, pool_disk_fetches: fetched adapters.  pool_fetched_bytes: from
+    peers. pool_failed_sources: failed peers and directories. steps_merged: steps on merged weights, for the
+    adapter's requests alone; steps_mixed: for other requests too.  merges, unmerges: complete ones.
+    merge_s, unmerge_s: their seconds.  merge_kept_bytes: original weights on the host.
     """
 
     num_running: int = 0
@@ -305,13 +299,12 @@ class EngineStats:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceStats:
-    """One of several engines behind a front end.  Counters are since the front end's start.
+    """An instance behind a front end.  Counters are since the front end's start.
 
-    name: its number, or the name it dialled in with.  live: it gets requests.  silent: it gets none because
-    it does not get on.  drained: none while others take some.  outstanding_tokens: tokens that its requests
-    may still need (see `policies.routing.routing.InstanceView`).
-    num_resent: requests that it left unfinished when it ended and that another instance took over.
-    device_bytes: of its device's arena, for adapters and KV together.  devices: of its ranks.
+    name: number or dial-in name.  live: gets requests.  silent: without requests for lack of progress.
+    drained: without requests while other instances serve.  outstanding_tokens: still needed at most (see
+    `policies.routing.routing.InstanceView`). num_resent: unfinished requests continued by another instance.
+    device_bytes: of the device's arena, for adapters and KV together.
     """
 
     index: int
@@ -336,11 +329,10 @@ PAUSE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 @dataclass(frozen=True, kw_only=True)
 class MoveStats:
-    """Requests of one front end that were moved between instances, since its start.
+    """Requests of one front end moved between instances, since the start.
 
-    num_moved: by kind.  num_failed: moves after which the request went on where it was, or had ended.
-    pause_counts: of their pauses, how many up to each of PAUSE_BUCKETS_S and above the last; pause_s: their
-    sum in seconds.
+    num_failed: moves whose request stayed, or had ended. pause_counts: pauses up to each of PAUSE_BUCKETS_S
+    and above the last; pause_s: sum in seconds.
     """
 
     num_moved: dict[str, int] = field(default_factory=dict)
@@ -354,7 +346,7 @@ class RoutingStats:
     """Choices of routing=rank_aware in one front end since its start.
 
     num_choices: by the cost at the chosen instance, "finite" or "infinite" (no instance keeps slo_tpot_s).
-    mean_output_tokens: expected of an answer.
+    mean_output_tokens: expected tokens of an answer.
     """
 
     num_choices: Mapping[str, int]
@@ -362,15 +354,15 @@ class RoutingStats:
 
     @property
     def infinite_share(self) -> float:
-        """Share of the choices in which no instance keeps slo_tpot_s, 0 to 1."""
+        """Share of the choices without an instance that keeps slo_tpot_s, 0 to 1."""
         return self.num_choices["infinite"] / max(1, sum(self.num_choices.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetStats(EngineStats):
-    """Of several engines together: requests and counters as sums, names as unions, kv_usage as the mean.
+    """Several engines together: requests and counters as sums, names as unions, kv_usage as the mean.
 
-    routing: None with another router than rank_aware.
+    routing: None with a router other than rank_aware.
     """
 
     instances: tuple[InstanceStats, ...]

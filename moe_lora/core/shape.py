@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of a decoder model and the places in it where LoRA applies.
+"""Sizes of a decoder model and its LoRA sites.
 
-Every part that needs to know "how big" or "where" asks `ModelShape`: kernels, arena, placement,
-simulator. A LoRA module m of a site adds to the site's fused output y:
+A LoRA module m of a site adds to the site's fused output y:
 
     y[:, columns[m] : columns[m] + out_features[m]] += scale * (x @ A.T) @ B.T
 
@@ -19,24 +18,24 @@ from itertools import accumulate
 from .errors import ConfigError
 
 MATRIX_ALIGN_BYTES = 64
-"""Each A and B matrix of a packed adapter starts at a multiple of this many bytes."""
+"""Alignment of each A and B matrix of a packed adapter."""
 MAX_CUDA_LORA_RANK = 512
-"""The largest rank that the launch tables of the CUDA kernels cover."""
+"""Largest rank in the launch tables of the CUDA kernels."""
 DEFAULT_LORA_RANK = 16
-"""Of adapters while none is known."""
+"""Assumed for unknown adapters."""
 DEFAULT_TARGETS = ("qkv", "o", "gate_up", "down")
 RANK_LIMITS: Mapping[str, int | None] = {"cpu": None, "cuda": MAX_CUDA_LORA_RANK}
-"""The largest LoRA rank that each type of device computes; None: any."""
+"""Largest LoRA rank of each type of device; None: any."""
 
 
 def rank_limit(max_lora_rank: int | None, devices: Iterable[str]) -> int | None:
-    """The largest LoRA rank that these devices (such as cuda:1) serve under a setting; None: any."""
+    """The largest LoRA rank of these devices (such as cuda:1) under a setting; None: any."""
     limits = {max_lora_rank, *(RANK_LIMITS.get(one.partition(":")[0]) for one in devices)}
     return min((one for one in limits if one is not None), default=None)
 
 
 def rank_problem(lora_rank: int, limit: int) -> str:
-    """Why an adapter above the limit is refused, and the way out."""
+    """Error text for an adapter above the limit, with the way out."""
     return (
         f"the LoRA rank {lora_rank} is above max_lora_rank={limit} of this server; start the server with "
         f"--max-lora-rank {lora_rank} or more (at most {MAX_CUDA_LORA_RANK} on CUDA), or train the adapter "
@@ -48,8 +47,8 @@ def rank_problem(lora_rank: int, limit: int) -> str:
 class Site:
     """A place in a decoder layer where one input feeds one or more LoRA modules.
 
-    `num_experts` is 0 at a dense site, else each module exists once per expert. The rows of the
-    layer's offset table that belong to the site start at `entry_base`, expert-major.
+    `num_experts` is 0 at a dense site, else the number of copies of each module. The site's rows of the
+    layer's offset table start at `entry_base`, expert-major.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Site:
 
     @cached_property
     def num_entries(self) -> int:
-        """Rows this site takes in the layer's offset table."""
+        """Rows of this site in the layer's offset table."""
         return len(self.modules) * max(1, self.num_experts)
 
     def entry(self, module: int, expert: int = 0) -> int:
@@ -81,11 +80,11 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of one base model; `num_experts` is 0 for a dense one.
+    """Sizes of one base model; `num_experts` is 0 for a dense model.
 
-    `intermediate_size` is that of one expert (or of the dense MLP).  fused_qkv: one module for q, k and v.
-    num_windowed_layers: layers whose attention sees a window only.  Raises ConfigError for sizes that cannot
-    be a model.  `families.shape_of` reads a checkpoint's config.json.
+    `intermediate_size`: of one expert (or of the dense MLP).  fused_qkv: one module for q, k and v.
+    num_windowed_layers: layers with windowed attention.  Raises ConfigError for impossible sizes.
+    `families.shape_of` reads a checkpoint's config.json.
     """
 
     family: str
@@ -161,11 +160,10 @@ class ModelShape:
         shared_gate_up_a: bool = False,
         expert_parallel: int = 1,
     ) -> int:
-        """Bytes of one packed adapter of this rank on whole sites, alignment of each matrix included.
+        """Bytes of one packed adapter of this rank on whole sites, with alignment.
 
-        targets: site names. shared_gate_up_a: gate and up of an expert share one A (the fused PEFT
-        form). A form that shares more has fewer bytes than this bound. expert_parallel: ranks that
-        share the experts; the bytes are then those of one rank.
+        targets: site names. shared_gate_up_a: gate and up of an expert share one A (the fused PEFT form);
+        further sharing takes fewer bytes. expert_parallel: divides the experts; the result is for one rank.
         """
         if lora_rank < 1:
             raise ConfigError(f"lora_rank={lora_rank} must be 1 or more")
@@ -194,11 +192,8 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // MATRIX_ALIGN_BYTES) * MATRIX_ALIGN_BYTES
 
 
-# Which experts each rank of an instance holds.
-
-
 def check_expert_parallel(num_experts: int, expert_parallel: int) -> None:
-    """Raises ConfigError, with the allowed values, if the experts can't be dealt out evenly."""
+    """Raises ConfigError, with the allowed values, if ranks don't divide the experts evenly."""
     if expert_parallel == 1 or (num_experts and num_experts % expert_parallel == 0):
         return
     if not num_experts:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank of an instance holds of a model, and which sums it has only a part of.
+"""The part of a model on one rank of an instance, and its partial sums.
 
-With tensor parallelism T each rank has 1/T of the attention heads, of the inner width of a dense MLP, and of
-the vocabulary head: the outputs of qkv and gate_up (column-parallel), the inputs of o and down
-(row-parallel), whose outputs are then summed over the ranks (Megatron-LM, arXiv 1909.08053, section 3).  KV
-heads fewer than ranks are held by several.  Experts are either divided as a dense MLP is, or (expert
-parallelism) dealt out whole.
+With tensor parallelism T each rank has 1/T of the attention heads, of a dense MLP's inner width, and of the
+vocabulary head. Outputs of qkv and gate_up are column-parallel; inputs of o and down are row-parallel, and
+ranks sum their outputs (Megatron-LM, arXiv 1909.08053, section 3).  Several ranks hold a KV head if there
+are fewer heads than ranks.  Experts are divided like a dense MLP, or (expert parallelism) distributed
+whole.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .errors import ConfigError
 from .shape import ModelShape, Site, experts_of_rank
 
 ROW_PARALLEL = ("o", "down")
-"""Sites whose inputs are divided."""
+"""Sites with divided inputs."""
 
 
 @dataclass(frozen=True)
 class ModelShard:
-    """One of max(tensor_parallel, expert_parallel) ranks; without numbers, all of the model.
+    """One of max(tensor_parallel, expert_parallel) ranks; by default the whole model.
 
     Raises ConfigError for numbers that don't divide the model.
     """
@@ -50,12 +50,12 @@ class ModelShard:
 
     @property
     def divides_inner(self) -> bool:
-        """The inner width of the MLP, or of each expert, is divided."""
+        """True if the inner width of the MLP, or of each expert, is divided."""
         return self.tensor_parallel > 1 and self.expert_parallel == 1
 
     @cached_property
     def experts(self) -> range:
-        """Those of each layer."""
+        """Experts of each layer on this rank."""
         return experts_of_rank(self.whole.num_experts, self.expert_parallel, self._of_experts)
 
     @property
@@ -68,7 +68,7 @@ class ModelShard:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The model's sizes here; num_experts and vocab_size stay those of the whole."""
+        """The model's sizes on this rank; num_experts and vocab_size stay those of the whole model."""
         inner = self.whole.intermediate_size
         return replace(
             self.whole,
@@ -92,19 +92,19 @@ class ModelShard:
 
     @property
     def vocabulary(self) -> range:
-        """Rows of the head; those of the last ranks are fewer where the number doesn't divide it."""
+        """Rows of the head; the last ranks may have fewer."""
         share = -(-self.whole.vocab_size // self.tensor_parallel)
         first = self._of_heads * share
         return range(min(first, self.whole.vocab_size), min(first + share, self.whole.vocab_size))
 
     def is_summed(self, site: Site) -> bool:
-        """This rank's output of the site is one summand of T."""
+        """True if this rank's output of the site is a summand of T."""
         return site.name in ROW_PARALLEL and (
             self.tensor_parallel > 1 if site.name == "o" else self.divides_inner
         )
 
     def inputs(self, site: Site) -> range:
-        """Of a site of the whole model: the inputs that are held."""
+        """Local inputs of a site of the whole model."""
         match site.name:
             case "o":
                 return _wide(self.heads, self.whole.head_dim)
@@ -113,7 +113,7 @@ class ModelShard:
         return range(site.in_features)
 
     def outputs(self, site: Site) -> tuple[tuple[range, ...], ...]:
-        """Of each module of a site of the whole model: the outputs that are held, in their order here."""
+        """Local outputs of each module of a site of the whole model, in local order."""
         match site.name:
             case "qkv":
                 return self._qkv(len(site.modules))
@@ -127,7 +127,6 @@ class ModelShard:
         return _share(size, self.tensor_parallel, self.dist_rank) if self.divides_inner else range(size)
 
     def _qkv(self, num_modules: int) -> tuple[tuple[range, ...], ...]:
-        """Of a fused module or of three."""
         shape = self.whole
         q, kv = (_wide(heads, shape.head_dim) for heads in (self.heads, self._kv_heads))
         if num_modules == 3:

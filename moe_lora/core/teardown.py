@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a process, for those who read its stderr.  Apart, as every command imports it first."""
+"""Quiet and quick ends of a process.  A separate file: every command imports this first."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from contextlib import suppress
 
 
 def quiet_teardown() -> None:
-    """Drop what C++ libraries print on stderr after all Python code of this process is done.
+    """Drop the stderr output of C++ libraries after this process's Python code ends.
 
-    Triton, which torch.compile imports, has nanobind list hundreds of "leaks" there, none of them one.  Call
-    it first: exit functions run in reverse order.
+    Triton's nanobind reports hundreds of false "leaks" there.  Call this first: exit functions run in
+    reverse order.
     """
     atexit.register(_close_stderr)
 
 
 def quick_teardown() -> None:
-    """End this process without collecting garbage first: with torch loaded, that takes half a second.
-
-    Memory goes with the process.
-    """
+    """End this process without garbage collection, which takes half a second with torch."""
     atexit.register(gc.freeze)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an instance holds the weights of linear layers, for all that plans with their sizes or times steps."""
+"""Formats of linear layers' weights, for plans of sizes and step times."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from .errors import ConfigError
 from .shape import ModelShape
 
 DEFAULT_GROUP_SIZE = 64
-"""Inputs of an int4 weight that share a scale, if nothing else is asked for."""
+"""Default number of inputs of an int4 weight that share a scale."""
 
 
 @dataclass(frozen=True)
 class WeightFormat:
     """name: "none" (the model's dtype), "int8", "int4-64", "fp8-128" and so on; "+head" with the head.
 
-    attention_bits, expert_bits: that a weight of attention, and of an MLP or expert takes, its share of the
-    scales included; None: those of the model's dtype.  Step times hold for one name.
+    attention_bits, expert_bits: per weight of attention, and of an MLP or expert, with its share of the
+    scales; None: those of the model's dtype.  Step times hold for one name.
     """
 
     name: str = "none"
@@ -26,7 +26,7 @@ class WeightFormat:
 
     @property
     def head(self) -> bool:
-        """The vocabulary head is held so too."""
+        """True if the format covers the vocabulary head."""
         return self.name.endswith("+head")
 
 
@@ -34,7 +34,7 @@ UNQUANTISED = WeightFormat()
 
 
 def refuse_widths(shape: ModelShape, quantize: str, quantize_group_size: int | None) -> None:
-    """Raises ConfigError where int4 groups don't divide what a layer of the model takes in."""
+    """Raises ConfigError if int4 groups don't divide an input width of the model."""
     if not quantize.startswith("int4"):
         return
     for site in shape.sites:
@@ -47,7 +47,7 @@ def refuse_widths(shape: ModelShape, quantize: str, quantize_group_size: int | N
 
 
 def group_refusal(width: int, group_size: int) -> str | None:
-    """Why so many inputs can't be held in groups; None: they can."""
+    """Error text for an input width that groups don't divide; else None."""
     return (
         f"its {width} inputs are no multiple of the group size {group_size}" if width % group_size else None
     )

@@ -54,9 +54,9 @@ _HTML = re.compile(rb"<(?:!doctype html|html|\?xml)\b", re.IGNORECASE)
 
 
 def content_of(head: bytes, *, is_text: bool = False) -> Content | None:
-    """Kind of an unreadable file by its first HEAD_BYTES bytes; None for an unknown kind.
+    """Kind of an unreadable file by its first HEAD_BYTES bytes; None if unknown.
 
-    is_text: the reader expected a text, so a text is no finding.
+    is_text: the reader expected text, so text is no finding.
     """
     if not head:
         return Content("an empty file", _DOWNLOAD)
@@ -82,7 +82,7 @@ def content_of(head: bytes, *, is_text: bool = False) -> Content | None:
 
 
 def file_content(path: Path, *, is_text: bool = False) -> Content | None:
-    """As `content_of`, of the file at `path`.  Raises OSError."""
+    """As `content_of`, for a file.  Raises OSError."""
     with path.open("rb") as file:
         return content_of(file.read(HEAD_BYTES), is_text=is_text)
 
@@ -94,15 +94,15 @@ def pointer_problem(path: Path, content: bytes) -> str | None:
 
 
 def listed(names: list[str]) -> str:
-    """The first MAX_LISTED names, and how many more."""
+    """The first MAX_LISTED names, and the number of the rest."""
     more = len(names) - MAX_LISTED
     return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def missing_shards(names: list[str]) -> list[str]:
-    """Absent names of the sets of files called STEM-0000I-of-0000N.
+    """Absent names of file sets called STEM-0000I-of-0000N.
 
-    A folder may hold several sets, of two formats for example.
+    A folder may hold several sets, for example of two formats.
     """
     missing: list[str] = []
     sets: dict[tuple[str, str, str], set[int]] = {}
@@ -132,7 +132,7 @@ _OTHER_FORMATS = ("*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.npz")
 
 
 def pickled_weights(folder: Path) -> list[str]:
-    """Names of pickles in the folder, sorted, without the state of a trainer."""
+    """Sorted names of pickles in the folder, without a trainer's state."""
     state = set(_named(folder, (*_TRAINER_STATE, *_SHARDED_STATE)))
     return [name for name in _named(folder, _PICKLES) if name not in state]
 
@@ -146,12 +146,11 @@ def other_content(folder: Path) -> str | None:
 
 
 def other_format(folder: Path) -> str | None:
-    """As `other_content`, for folders of other tools and kinds."""
+    """As `other_content`, for folders of other tools."""
     return next(_findings(folder), None)
 
 
 def _findings(folder: Path) -> Iterator[str]:
-    """Most telling first."""
     if snapshots := _named(folder, ("snapshots/*",)):
         yield f"it is the top of a Hugging Face cache; give the folder of a revision: {listed(snapshots)}"
     if formats := _named(folder, _OTHER_FORMATS):
@@ -174,5 +173,4 @@ def _findings(folder: Path) -> Iterator[str]:
 
 
 def _named(folder: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Relative paths below the folder by patterns, sorted."""
     return sorted({str(found.relative_to(folder)) for pattern in patterns for found in folder.glob(pattern)})

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One instance: continuous batching over paged KV, its adapters, ranks, and the clients that reach it."""
+"""One instance: continuous batching over paged KV, adapters, ranks, and clients."""

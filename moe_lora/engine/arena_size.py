@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory an engine takes for KV and for adapters, from its settings and its model."""
+"""Memory of an engine for KV and adapters, from settings and model."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from moe_lora.kernels.operands import KvLayout
 logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.25
-"""Part of the free memory that an automatic size may take, for KV and for adapters each."""
+"""Share of free memory in an automatic size, for KV and for adapters each."""
 MB, GB = 1e6, 1e9
 
 
 @dataclass(frozen=True)
 class ArenaSize:
-    """Pages of the arenas, which KV and adapters share.
+    """Pages of the arenas, shared by KV and adapters.
 
-    max_kv_pages: what KV may take of the device's.  request_pages: KV of one request of max_model_len.
+    max_kv_pages: limit of KV on the device.  request_pages: KV of one request of max_model_len.
     adapter_pages: the largest adapter known at the start.
     """
 
@@ -39,7 +39,7 @@ class ArenaSize:
 
 
 def free_bytes(device: torch.device, num_sharers: int = 1) -> int:
-    """Memory that is free on the device now; of a shared one, what is left of this rank's share."""
+    """Free memory on the device; for a shared device, the rest of this rank's share."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return share_left(free, total, torch.cuda.memory_reserved(device), num_sharers)
@@ -47,9 +47,10 @@ def free_bytes(device: torch.device, num_sharers: int = 1) -> int:
 
 
 def within_share(config: EngineConfig, device: torch.device, free: int) -> int:
-    """Bytes of `free` that memory_utilization leaves for KV and adapters; of a shared device, of its part.
+    """Bytes of `free` that memory_utilization leaves for KV and adapters, within the share of a shared
+    device.
 
-    free: bytes that a rank counts as free.  Memory that the rank holds already counts as used.
+    free: bytes that a rank counts as free.  Memory in use by the rank counts as used.
     """
     share = config.memory_utilization
     if share is None:
@@ -69,15 +70,15 @@ def within_share(config: EngineConfig, device: torch.device, free: int) -> int:
 
 
 def share_left(free: int, total: int, own: int, num_sharers: int) -> int:
-    """min(free, total / num_sharers - own), at least 0: bytes for a rank that holds `own` bytes.
+    """min(free, total / num_sharers - own), at least 0: bytes for a rank with `own` bytes in use.
 
-    The share does not depend on the order in which the sharers start.  One sharer: all that is free.
+    The share does not depend on the sharers' order of start.  One sharer: all free bytes.
     """
     return free if num_sharers == 1 else max(0, min(free, total // num_sharers - own))
 
 
 def max_model_len(config: EngineConfig, shape: ModelShape) -> int:
-    """The length limit: as configured, else what the model allows."""
+    """The length limit: as configured, else the model's."""
     if config.max_model_len is None:
         return shape.max_position
     if config.max_model_len > shape.max_position:
@@ -99,11 +100,10 @@ def arena_size(
 ) -> ArenaSize:
     """Resolve arena_mb, host_arena_mb, kv_cache_gb and lora_memory_gb.
 
-    adapter_pages: what the adapters known at the start take on a rank.  free: bytes free on the device.
-    local_sites: those whose deltas this engine computes; without any, adapters take no room.  kept_bytes:
-    host memory that original weights will take (`kept_originals`).
-    Raises ConfigError, with the smallest size that works, if one request of max_model_len with the largest
-    adapter does not fit.
+    adapter_pages: per rank, of adapters known at the start.  free: bytes free on the device. local_sites:
+    sites with deltas computed by this engine; without any, adapters take no room.  kept_bytes: host memory
+    for original weights (`kept_originals`). Raises ConfigError, with the smallest size that works, if one
+    request of max_model_len with the largest adapter does not fit.
     """
     if device.type == "cpu":
         free = max(0, free // config.num_instances - kept_bytes)
@@ -150,11 +150,11 @@ def arena_size(
 
 
 def kept_originals(config: EngineConfig, known_bytes: int | None, usual_bytes: int, free: int) -> int:
-    """Host memory of each process that merging takes for original weights, stated in the log.
+    """Host memory of each process for original weights under merging, stated in the log.
 
-    known_bytes: of the weights that adapters known at the start change, None if none is known; usual_bytes:
-    that adapters on the usual modules would.  free: host memory free for one process.
-    Raises ConfigError if the first is more than that.
+    known_bytes: of weights changed by adapters known at the start, None if none is known; usual_bytes: by
+    adapters on the usual modules.  free: host memory free for one process. Raises ConfigError if
+    known_bytes exceeds free.
     """
     wanted = usual_bytes if known_bytes is None else known_bytes
     if known_bytes is not None and known_bytes > free:
@@ -172,7 +172,6 @@ def kept_originals(config: EngineConfig, known_bytes: int | None, usual_bytes: i
 
 
 def _check_share(config: EngineConfig, free: int) -> None:
-    """Raise ConfigError where the weights take all of this engine's share of a device."""
     num_sharers = most_sharers(config)
     if num_sharers > 1 and not free and config.arena_mb is None:
         raise ConfigError(
@@ -183,7 +182,7 @@ def _check_share(config: EngineConfig, free: int) -> None:
 
 
 def most_sharers(config: EngineConfig) -> int:
-    """Ranks on the most shared device of this engine: its arenas are alike on all its ranks."""
+    """Ranks on the most shared device of this engine, for equal arenas on all ranks."""
     return max((one.num_sharers for one in config.device_shares), default=1)
 
 
@@ -205,7 +204,6 @@ def _host_pages(
 
 
 def _bound(setting: str, given_gb: float | None, num_pages: int, least_pages: int, page_bytes: int) -> int:
-    """Pages that a setting allows; all if it is not given."""
     if given_gb is None:
         return num_pages
     pages = int(given_gb * GB) // page_bytes
@@ -218,7 +216,7 @@ def _bound(setting: str, given_gb: float | None, num_pages: int, least_pages: in
 def _resolve(
     setting: str, given_gb: float | None, wanted_pages: int, least_pages: int, page_bytes: int, most: float
 ) -> int:
-    """Pages that a setting asks for.  If it is not given: those wanted, in at most `most` bytes."""
+    """Pages of a setting; without a setting the wanted pages, in at most `most` bytes."""
     if given_gb is None:
         return max(least_pages, min(wanted_pages, int(most) // page_bytes))
     huge = int(given_gb * GB) // page_bytes

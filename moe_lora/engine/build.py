@@ -56,7 +56,9 @@ if TYPE_CHECKING:
 
 
 def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> CachingPolicy:
-    """The policy of the settings.  A static partition is moved until either part has room for a request."""
+    """The caching policy of the settings.  A static partition is shifted until either part has room for a
+    request.
+    """
     costs = CacheCosts(page_bytes=page_bytes)
     if config.emulation.load_gb_per_s is not None:
         rate = config.emulation.load_gb_per_s * 1e9
@@ -69,7 +71,7 @@ def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> Ca
         if config.kv_cache_gb is not None:
             num_pages = size.num_pages - size.max_kv_pages
         num_pages = min(max(num_pages, size.adapter_pages), size.num_pages - size.request_pages)
-        share = (num_pages + 0.5) / size.num_pages  # half a page more, because whole ones are counted
+        share = (num_pages + 0.5) / size.num_pages  # half a page more: whole pages are counted
         return replace(policy, traits=replace(policy.traits, adapter_share=share))
     return policy
 
@@ -77,21 +79,20 @@ def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> Ca
 logger = logging.getLogger(__name__)
 
 PEER_TIMEOUT_S = 10.0
-"""An instance that does not give a layer of an adapter in this time is left for the next holder."""
+"""Time limit for a layer from an instance; then the next holder is tried."""
 
 
 def build_engine(config: EngineConfig, followers: Followers | None = None) -> EngineCore:
     """Load the model and the adapters, allocate the arena, compile the decode step.
 
-    followers: the instance's other ranks; None = start them if the settings ask for some.  They end with
-    the engine, or if it can't be built.  Raises ConfigError or AdapterError for anything that can be known
-    at start.
+    followers: the instance's other ranks; None: started by the settings.  Followers end with the engine, or
+    with a failed build.  Raises ConfigError or AdapterError for errors known at start.
     """
     mine = followers or Followers()
     try:
         hf_config = config.hf_config()
         shape = shape_of(hf_config)
-        # Again when the model is loaded: what "auto" stands for is known then.
+        # Checked again after the model's load, with "auto" resolved.
         check_ahead(
             config,
             host=config.host_workers not in (0, AUTO),
@@ -103,9 +104,7 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
             mine = followers or start_followers(config)
         mine.set_up(config)
         if config.threads_per_process is not None:
-            torch.set_num_threads(
-                config.threads_per_process
-            )  # each thread keeps the number that it saw first
+            torch.set_num_threads(config.threads_per_process)  # each thread keeps its first number
         return _in_own_thread(partial(_build, config, mine))
     except BaseException:
         mine.close()
@@ -113,11 +112,11 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
 
 
 def _in_own_thread(work: Callable[[], EngineCore]) -> EngineCore:
-    """What `work` returns or raises, from a thread that ends with it.
+    """Run `work` in a separate thread; returns the result or raises the error.
 
-    OpenMP keeps worker threads for every thread that ever needed some.  Steps run in a thread of their own:
-    if the one that loaded the model lived on, there would be twice as many workers as cores, and decode
-    steps took up to twice as long.
+    OpenMP keeps worker threads for every thread that ever used some.  Steps run in another thread: if the
+    loading thread stayed alive, there would be two workers per core, and decode steps took up to twice as
+    long.
     """
     result: Future[EngineCore] = Future()
     left = Event()
@@ -132,7 +131,7 @@ def _in_own_thread(work: Callable[[], EngineCore]) -> EngineCore:
         if left.is_set():
             core.close(at_once=True)
 
-    thread = Thread(target=run, name="engine-build", daemon=True)  # Ctrl-C does not wait for it
+    thread = Thread(target=run, name="engine-build", daemon=True)  # Ctrl-C does not wait for the thread
     thread.start()
     try:
         core = result.result()
@@ -203,7 +202,6 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
 
 
 def _kept_originals(config: EngineConfig, rank: Rank, adapters: list[PackedAdapter]) -> int:
-    """Host memory that merging takes in each process; 0 where nothing is merged."""
     if not rank.merges:
         return 0
     targets = {module for packed in adapters for module in packed.targets}
@@ -214,7 +212,6 @@ def _kept_originals(config: EngineConfig, rank: Rank, adapters: list[PackedAdapt
 
 
 def _host_free(config: EngineConfig) -> int:
-    """Host memory that each process of this engine may count as free."""
     return free_bytes(torch.device("cpu")) // (config.num_instances * config.num_ranks)
 
 
@@ -240,7 +237,6 @@ def _core(
     runner: ModelRunner,
     store: AdapterStore,
 ) -> EngineCore:
-    """What decides, over the memory and the runner that are there."""
     clock, cache = WallClock(), _cache(config, size, rank.layout.page_bytes)
     pool = None if config.pool is None else cast("PoolAdapters", store)
     leases = None if pool is not None or rank.lora_server is None else cast("LeasedAdapters", store)
@@ -294,7 +290,6 @@ def _core(
 
 
 def _transport(config: EngineConfig, name: str) -> Transport:
-    """What instances read each other's adapters by, and put KV by: the pool's, or shared memory."""
     from moe_lora.dist.transport.contract import make_transport
 
     options: dict[str, Any] = {}
@@ -304,7 +299,7 @@ def _transport(config: EngineConfig, name: str) -> Transport:
 
 
 def _kv_transfer(config: EngineConfig, rank: Rank) -> KvTransfer:
-    """Both ends of moving KV; an instance of several ranks neither sends nor takes KV."""
+    """Both ends of KV moves; None for an instance of several ranks."""
     from moe_lora.engine.moving.kv_transfer import KvTransfer
 
     transport = partial(_transport, config, f"{config.instance}-kv") if config.num_ranks == 1 else None
@@ -312,7 +307,7 @@ def _kv_transfer(config: EngineConfig, rank: Rank) -> KvTransfer:
 
 
 def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
-    """With a LoRA Server its store has the contents, which are not this instance's to remove."""
+    """With a LoRA Server the server's store keeps the contents; this instance never removes them."""
     store: HostStore | None = None
     if rank.lora_server is not None:
         store = rank.lora_server.store
@@ -336,9 +331,9 @@ def _store(
     contents: AdapterContents,
     undo: ExitStack,
 ) -> AdapterStore:
-    """Adapters in files where other processes read them, or where the host arena is what memory is for.
+    """Adapters in files if other processes read them, or if memory is for the host arena.
 
-    undo: ends what was begun for it.
+    undo: ends the started parts.
     """
 
     def host_workers(where: HostStore | None) -> HostWorkers | None:
@@ -380,7 +375,7 @@ def _store(
 
 
 def site_ranks(shape: ModelShape, adapters: list[PackedAdapter]) -> list[int]:
-    """The largest rank of any of them at each site."""
+    """The largest rank of the adapters at each site."""
     entries = np.zeros(shape.num_entries, dtype=np.int64)
     for layer in (layer for packed in adapters for layer in packed.layers):
         np.maximum(entries, layer.table[:, 2].numpy(), out=entries)
@@ -394,7 +389,7 @@ def model_info(
     num_kv_blocks: int,
     devices: tuple[str, ...] = (),
 ) -> ModelInfo:
-    """What front ends are told of the engine; end tokens outside the vocabulary can't be met."""
+    """The engine's facts for front ends; end tokens outside the vocabulary are dropped."""
     model_dir, reads = Path(config.model_dir), config.generation_config == "auto"
     ends = read_eos_token_ids(model_dir, with_generation_config=reads)
     return ModelInfo(

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class StepUnderWay(NamedTuple):
-    """A step that was launched.  drawn: a token for each of these sequences."""
+    """A launched step.  drawn: a token for each of these sequences."""
 
     sequences: list[Sequence]
     drawn: Drawn
@@ -55,7 +55,7 @@ class StepUnderWay(NamedTuple):
 logger = logging.getLogger(__name__)
 
 NUM_TRIES = 3
-"""Empty plans in a row, with nothing under way, after which a request is held to be impossible."""
+"""Consecutive empty plans without running work before the oldest request counts as impossible."""
 
 
 class EngineCore:
@@ -107,7 +107,7 @@ class EngineCore:
 
     @property
     def moves(self) -> RequestMoves:
-        """Made for the first request that moves, or at the first call about moves."""
+        """Created for the first moving request, or at the first call about moves."""
         if self._moves is None:
             from moe_lora.engine.moving.moves import RequestMoves
 
@@ -129,19 +129,19 @@ class EngineCore:
 
     @property
     def held_back(self) -> bool:
-        """Whether a request waits because its adapter found no place when the last step was planned."""
+        """True if at the last plan a request waited for an adapter's slot."""
         return self._scheduler.held_back and bool(self._scheduler.waiting)
 
     def watch(self, on_loss: Callable[[EngineDeadError], None], on_change: Callable[[], None]) -> None:
-        """Call, from other threads, `on_loss` when another process of this engine ends unasked, and
-        `on_change` when a request that could not start may be able to now.
+        """Set callbacks for other threads: `on_loss` at the unexpected end of another process of this
+        engine, `on_change` when a waiting request may start.
         """
         self._transfers.on_change = on_change
         self._adapters.store.on_change = on_change
         self._transfers.followers.watch(on_loss)
 
     def attach_merging(self, merging: Merging) -> None:
-        """Let `merging` decide before each step which adapter the weights carry."""
+        """Let `merging` choose the merged adapter before each step."""
         self._merging = merging
 
     def attach_moves(self, make_kv: Callable[[], KvTransfer]) -> None:
@@ -149,14 +149,14 @@ class EngineCore:
         self._make_kv = make_kv
 
     def attach_notes(self, notes: StepNotes) -> None:
-        """Note adapters before loads and steps from now on, for whoever asks what ended this process."""
+        """Note adapters before loads and steps from now on, for diagnosis after this process's death."""
         self._notes = notes
         self._transfers.on_bring = lambda adapter: notes.start_load(adapter.name)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End connections and the engine's other processes; `at_once`: without waiting for what they do."""
+        """End connections and the engine's other processes; `at_once`: without a wait for their work."""
         notes, self._notes = self._notes, None
-        if notes is not None and not at_once:  # else the notes say what the engine died at
+        if notes is not None and not at_once:  # else the notes keep the cause of the engine's end
             notes.close()
         self._transfers.close()
         if self._moves is not None:
@@ -165,10 +165,10 @@ class EngineCore:
         self._transfers.followers.close(at_once=at_once)
 
     def step(self) -> list[TokenOutput]:
-        """Compute one batch and return the tokens that requests gained.
+        """Compute one batch and return the new tokens of requests.
 
-        `Sampler.ahead`: the tokens of the step before.  An end is found a step late then, and tokens that
-        an ended request drew since are dropped.
+        With `Sampler.ahead`, the tokens of the step before.  An end is then found a step late, and further
+        tokens of an ended request are dropped.
         """
         self.tend()
         gains = self._end_failed() if self._failed else []
@@ -202,12 +202,11 @@ class EngineCore:
         return gains
 
     def _account(self, plan: SequenceOf[Scheduled[Sequence]]) -> None:
-        """Count a launched step, and have the scheduler and the merging policy know it."""
         self._counters["num_steps"] += 1
         for sequence in (item.sequence for item in plan):
             if not sequence.counted:
                 sequence.counted = True
-                if sequence.request.held:  # it was looked up where it came from
+                if sequence.request.held:  # looked up at the former instance
                     continue
                 self._counters["prefix_query_tokens"] += len(sequence.tokens)
                 self._counters["prefix_hit_tokens"] += sequence.num_cached
@@ -218,7 +217,7 @@ class EngineCore:
     def _complete(self, step: StepUnderWay, plan: SequenceOf[Scheduled[Sequence]]) -> list[TokenOutput]:
         """Read a step's tokens before the step counts.
 
-        Requests without deltas from a host gain nothing, and compute the tokens again.
+        Requests without deltas from a host gain no tokens, and compute again.
         """
         drawn = list(zip(step.sequences, *step.drawn.read(), strict=True))
         host = self._adapters.store.host
@@ -228,7 +227,6 @@ class EngineCore:
         return [self._take(*gain) for gain in drawn if gain[0].adapter not in spoilt]
 
     def _run_apart(self, plan: SequenceOf[Scheduled[Sequence]], error: Exception) -> list[TokenOutput]:
-        """The outputs of a step that raised, run again in parts (see `suspects`)."""
         gains = self.catch_up()
 
         def complete(items: SequenceOf[Scheduled[Sequence]]) -> None:
@@ -247,7 +245,6 @@ class EngineCore:
         return gains + self._end_failed()
 
     def _note_load(self, adapter: AdapterVersion, error: Exception | None) -> None:
-        """A copy to the device ended."""
         if self._notes is not None:
             self._notes.end_load(adapter.name)
         if error is None:
@@ -256,7 +253,7 @@ class EngineCore:
             self._failed.append(adapter)
 
     def _hear_failures(self) -> None:
-        """Take over what other processes reported of adapters; never of a version that comes later."""
+        """Record other processes' reports of failed adapters, for the current versions only."""
         for content_hash, error in self._adapters.failures.reported():
             for adapter in self._adapters.versions.values():
                 if adapter.packed.content_hash == content_hash:
@@ -264,17 +261,15 @@ class EngineCore:
                     self._failed.append(adapter)
 
     def _end_failed(self) -> list[TokenOutput]:
-        """The last outputs of all requests whose adapter has failed."""
         failed, self._failed = self._failed, []
         problems: dict[AdapterVersion | None, str] = {}
         for adapter in failed:
-            if self._adapters.failures.problem(adapter) is not None:  # else it was unloaded meanwhile
+            if self._adapters.failures.problem(adapter) is not None:  # else unloaded meanwhile
                 problems[adapter] = self._adapters.failures.message(adapter)
         ending = [one for one in self._sequences.values() if one.adapter in problems]
         return [self._finish(one, problems[one.adapter]) for one in ending]
 
     def _finish(self, sequence: Sequence, problem: str) -> TokenOutput:
-        """End a request with an error, wherever the scheduler has it."""
         self._scheduler.finish(sequence)
         return self._end(sequence, "error", problem)
 
@@ -287,7 +282,7 @@ class EngineCore:
         return StepUnderWay(sampling, self._sampler.draw(logits, sampling))
 
     def catch_up(self) -> list[TokenOutput]:
-        """The tokens of the step under way, if there is one: no sequence expects one any more."""
+        """Complete the running step, if any: afterwards no sequence expects a token."""
         step, self._under_way = self._under_way, None
         if step is None:
             return []
@@ -295,11 +290,9 @@ class EngineCore:
         return [self._take(*gain) for gain in gains if self._goes_on(gain[0])]
 
     def _goes_on(self, sequence: Sequence) -> bool:
-        """Whether it has not ended since."""
         return self._sequences.get(sequence.request.request_id) is sequence
 
     def _schedule(self) -> list[Scheduled[Sequence]]:
-        """What the next step computes; first the weights follow what it is to be."""
         scheduler, only = self._scheduler, None
         if self._merging is not None:
             requests = [*scheduler.running, *scheduler.loading, *scheduler.waiting]
@@ -312,9 +305,9 @@ class EngineCore:
         return plan
 
     def tend(self) -> float | None:
-        """What the cache needs besides steps: copies confirmed, others begun.
+        """The cache's work beside steps: confirm copies, start others.
 
-        Returns in how many seconds it needs that again, whatever happens; None: not before something does.
+        Returns the seconds until the next call; None: at the next event.
         """
         self._transfers.settle()
         if not self._adapters.failures.reports.empty():
@@ -331,7 +324,6 @@ class EngineCore:
         return self._transfers.tick(len(self._scheduler.running))
 
     def _refuse_impossible(self) -> list[TokenOutput]:
-        """End the oldest request if, time and again, nothing runs or moves that could make room for it."""
         sequence = self._scheduler.oldest
         waits = sequence in self._scheduler.waiting and self._adapters.waits_for_others
         if sequence is None or waits or self._transfers.busy or self._any_held:
@@ -353,7 +345,6 @@ class EngineCore:
         return any(sequence.held for sequence in self._sequences.values())
 
     def _end(self, sequence: Sequence, reason: FinishReason, problem: str | None = None) -> TokenOutput:
-        """The last output of a request that the scheduler has let go."""
         request_id = sequence.request.request_id
         del self._sequences[request_id]
         timing = sequence.timing(self._clock.now_s())
@@ -362,11 +353,12 @@ class EngineCore:
         )
 
     def add_request(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
-        """Queue a request.  Raises ValueError, AdapterNotFoundError for an unknown adapter,
-        AdapterFailedError for one that is unavailable, or AdapterVersionError where another version or
-        content than the request's is served.
+        """Queue a request.
 
-        arrival_s: when it came, by the engine's clock; None: now.
+        Raises ValueError, AdapterNotFoundError for an unknown adapter, AdapterFailedError for an
+        unavailable one, or AdapterVersionError if the served version or content differs from the request's.
+
+        arrival_s: by the engine's clock; None: now.
         """
         check_request(request, self.info)
         if request.request_id in self._sequences:
@@ -396,14 +388,14 @@ class EngineCore:
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """Drop a request; its last output, or None if it is not known (any more)."""
+        """Drop a request; returns the last output, or None for an unknown or ended request."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
         self._scheduler.finish(sequence)
         last = self._end(sequence, "abort")
         if not self._sequences:
-            self._under_way = None  # nobody's tokens
+            self._under_way = None  # tokens of dropped requests only
         return last
 
     def read_adapter(self, name: str, path: str, content_hash: str | None = None) -> PackedAdapter:
@@ -433,7 +425,9 @@ class EngineCore:
         return self._adapters.info(adapter)
 
     def remove_adapter(self, name: str) -> frozenset[int]:
-        """Refuse new requests for an adapter; uids of its versions, replaced ones too, still in use."""
+        """Refuse new requests for an adapter; returns uids of versions still in use, with replaced
+        versions.
+        """
         self._adapters.remove(name)
         self._contents.forget(name)
         self._transfers.send()
@@ -441,11 +435,11 @@ class EngineCore:
         return frozenset(a.uid for a in self._adapters.versions.values() if a.name == name)
 
     def adapters_in_use(self, uids: frozenset[int]) -> bool:
-        """Whether a request of one of these versions is not done yet."""
+        """True while a request of one of these versions runs."""
         return not uids.isdisjoint(self._adapters.versions)
 
     def known_adapter(self, name: str) -> tuple[AdapterInfo, PackedAdapter]:
-        """The version of an adapter that new requests use, and what is kept of it.
+        """The adapter's version for new requests, and its kept form.
 
         Raises AdapterNotFoundError.
         """
@@ -478,7 +472,7 @@ class EngineCore:
         now_s = self._clock.now_s()
         reason = sequence.append(token, now_s, self.info.eos_token_ids)
         self._counters["generation_tokens"] += 1
-        if sequence.num_generated == 1:  # once for an answer, wherever it goes on
+        if sequence.num_generated == 1:  # once per answer, also after a move
             self._counters["prompt_tokens"] += len(sequence.request.prompt_token_ids)
         request_id = sequence.request.request_id
         if reason is not None:

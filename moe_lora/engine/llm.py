@@ -39,11 +39,9 @@ from .build import build_engine
 from .core import EngineCore
 from .loop import EngineLoop
 
-# An engine in this process, its loop in a thread of its own.
-
 
 class InProcessClient(LoopClient):
-    """`EngineClient` of a core that it owns."""
+    """`EngineClient` with a private core."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
@@ -52,7 +50,7 @@ class InProcessClient(LoopClient):
         self._loop.start()
 
     def shut_down(self) -> None:
-        """End the loop; requests under way are dropped."""
+        """End the loop; running requests are dropped."""
         self._loop.inbox.put(Stop())
         self._loop.join()
         self.fail(EngineDeadError("the engine was shut down"))
@@ -62,12 +60,9 @@ class InProcessClient(LoopClient):
         await asyncio.to_thread(stop)
 
 
-# One request's outputs on their way to a completion.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One answer.  text is None where the model directory has no tokenizer."""
+    """One answer.  text is None without a tokenizer in the model directory."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -79,7 +74,7 @@ class Completion:
 
 
 class Answer:
-    """Collects one request's outputs; stop strings end it."""
+    """Collects one request's outputs; ended by stop strings."""
 
     def __init__(self, request: GenerateRequest, stream: TextStream | None) -> None:
         self.request = request
@@ -92,7 +87,7 @@ class Answer:
         self.problem: str | None = None
 
     def take(self, output: TokenOutput) -> str:
-        """Add an output; the text that became certain.  Sets finish_reason once the answer is complete.
+        """Add an output; returns the new certain text.  Sets finish_reason with the last output.
 
         Sets problem too if the engine could not complete the request.
         """
@@ -118,7 +113,7 @@ class Answer:
         return text
 
     def fail(self, problem: str) -> None:
-        """End an answer that the engine refused."""
+        """End an answer refused by the engine."""
         self.problem, self.finish_reason = problem, "error"
 
     def completion(self) -> Completion:
@@ -142,7 +137,7 @@ _Outputs = queue.SimpleQueue[tuple[Answer, TokenOutput | Exception]]
 
 
 class _Engine:
-    """What the two faces share: the model, its adapters, and requests made from prompts."""
+    """Shared part of `LLM` and `AsyncLLM`: the model, adapters, and requests from prompts."""
 
     def __init__(self, model_dir: str, adapters: Mapping[str, str] | None = None, **settings: Any) -> None:
         check_names("", settings, settings_of(EngineConfig))
@@ -164,13 +159,13 @@ class _Engine:
 
     @property
     def info(self) -> ModelInfo:
-        """What the engine runs."""
+        """Facts about the engine's model."""
         return self.client.core.info
 
     def default_sampling(self) -> SamplingParams:
         """For prompts without `sampling`: `SamplingParams()` with the values of generation_config.json.
 
-        A `SamplingParams` of the caller is used as it is, as by vLLM's `LLM`.
+        A caller's `SamplingParams` is used unchanged, as in vLLM's `LLM`.
         """
         return SamplingParams(**self.info.sampling_defaults)  # type: ignore[arg-type]
 
@@ -182,10 +177,10 @@ class _Engine:
     ) -> AdapterInfo:
         """Serve a new version of `name` (or a new name) from now on, while requests run.
 
-        source: a PEFT directory, or a state dict with `config`: the fields of adapter_config.json, or PEFT's
-        LoraConfig.  Of a whole PEFT model's state dict the LoRA tensors count; they are copied, so training
-        may go on.  Requests under way finish on the version
-        they started with.  Returns once new requests use the new version.  Raises AdapterError.
+        source: a PEFT directory, or a state dict with `config`: the fields of adapter_config.json, or
+        PEFT's LoraConfig.  Only LoRA tensors of a state dict are used, and copied, so training may
+        continue.  Running requests finish on their version.  Returns once new requests use the new version.
+        Raises AdapterError.
         """
         if isinstance(source, Mapping):
             if config is None:
@@ -212,9 +207,9 @@ class _Engine:
         self.client.start_call("unload_adapter", name).result()
 
     def pin_adapter(self, name: str, *, pinned: bool = True) -> AdapterInfo:
-        """Bring an adapter to the device and keep it there, or do so no longer.
+        """Load an adapter to the device and keep it there; pinned=False undoes the pin.
 
-        Raises AdapterNotFoundError, or CapacityError if that left no room for one request.
+        Raises AdapterNotFoundError, or CapacityError if no room is left for one request.
         """
         return self.client.start_call("pin_adapter", name, pinned).result()
 
@@ -225,7 +220,7 @@ class _Engine:
         return self.client.start_call("stats").result()
 
     def close(self) -> None:
-        """End the engine; requests under way are dropped."""
+        """End the engine; running requests are dropped."""
         self.client.shut_down()
 
     def _answer(self, prompt: Prompt, adapter: str | None, sampling: SamplingParams) -> Answer:
@@ -250,10 +245,10 @@ class _Engine:
 
 
 class LLM(_Engine):
-    """A model and its adapters; `generate` answers a batch.
+    """A model and adapters; `generate` answers a batch.
 
-    LLM(model_dir, adapters={name: directory}, **settings); settings are those of `EngineConfig`.
-    Use it as a context manager, or call `close`.
+    LLM(model_dir, adapters={name: directory}, **settings); settings are those of `EngineConfig`. Use it as
+    a context manager, or call `close`.
     """
 
     def __enter__(self) -> LLM:
@@ -270,11 +265,11 @@ class LLM(_Engine):
     ) -> list[Completion]:
         """Answer each prompt (text or token ids), in order.
 
-        adapter and sampling: one for all, or one per prompt; adapter None is the base model; sampling None is
-        `default_sampling()`.  Raises
-        ValueError for a prompt that can't run and AdapterNotFoundError for an unknown adapter; then no
-        prompt of the call goes on.  Raises GenerationError, once all prompts have ended, if the engine could
-        not complete one, as where an adapter can't be loaded; the error carries the other answers.
+        adapter and sampling: one for all, or one per prompt; adapter None is the base model; sampling None
+        is `default_sampling()`.  Raises ValueError for a prompt that can't run and AdapterNotFoundError for
+        an unknown adapter; then all prompts of the call are dropped.  Raises GenerationError, after the end
+        of all prompts, if the engine could not complete a prompt, for example after a failed load of its
+        adapter; the error carries the other answers.
         """
         batch = _as_prompts(prompts)
         adapters = _one_each("adapter", adapter, len(batch), str)
@@ -310,7 +305,7 @@ class LLM(_Engine):
 
 
 class AsyncLLM(_Engine):
-    """As `LLM`, for one asyncio program: many tasks may stream at once."""
+    """As `LLM`, for one asyncio program with many concurrent streams."""
 
     async def generate(
         self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
@@ -324,9 +319,9 @@ class AsyncLLM(_Engine):
     async def stream(
         self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
     ) -> AsyncIterator[str]:
-        """The answer's text as it comes.  Closing the iterator aborts the request.
+        """The answer's text in pieces.  A close of the iterator aborts the request.
 
-        Raises GenerationError, after the text until then, if the engine could not complete the request.
+        Raises GenerationError, after the text so far, if the engine could not complete the request.
         """
         async for text in self._pieces(self._answer(prompt, adapter, sampling or self.default_sampling())):
             if text:
@@ -345,7 +340,6 @@ class AsyncLLM(_Engine):
 
 
 def _raise_problems(answers: Sequence[Answer], completions: Sequence[Completion]) -> None:
-    """Raises GenerationError if the engine could not complete one of the answers."""
     problems = {i: answer.problem for i, answer in enumerate(answers) if answer.problem is not None}
     if problems:
         raise GenerationError(problems, completions)
@@ -356,7 +350,6 @@ def _put(outputs: _Outputs, answer: Answer, item: TokenOutput | Exception) -> No
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single text, a single list of token ids, or a list of either."""
     if isinstance(prompts, str):
         return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):

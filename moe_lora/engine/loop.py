@@ -38,9 +38,9 @@ def _look_again() -> None:
 
 
 class EngineLoop(threading.Thread):
-    """Runs `core` until it is told to stop.  `emit` is called from this thread and from those for slow parts.
+    """Runs `core` until a stop.  Calls `emit` from this thread and from threads of slow verbs.
 
-    pulse: tells whether the loop goes on.
+    pulse: reports the loop's progress.
     """
 
     def __init__(self, core: EngineCore, emit: Callable[[Event], None], inbox: Inbox | None = None) -> None:
@@ -55,9 +55,9 @@ class EngineLoop(threading.Thread):
         self._verbs = verbs_of(engine)
         if core.pool is not None:
             self._verbs |= verbs_of(PoolVerbs(engine, core, core.pool, self._files))
-        self._verbs["publish_adapter"] = partial(core.add_adapter, replace=True)  # of this process alone
+        self._verbs["publish_adapter"] = partial(core.add_adapter, replace=True)  # of this process only
         self._until: list[tuple[Callable[[], bool], Call, Steps[Any]]] = []
-        """Verbs that wait for a condition."""
+        """Verbs in wait for a condition."""
 
     def run(self) -> None:
         try:
@@ -80,7 +80,7 @@ class EngineLoop(threading.Thread):
             self._core.close()
 
     def _lose(self, error: EngineDeadError) -> None:
-        """Fail in the loop's own thread, at once if it waits for commands."""
+        """Fail in the loop's own thread, at once if idle."""
 
         def fail() -> None:
             raise error
@@ -88,7 +88,6 @@ class EngineLoop(threading.Thread):
         self.inbox.put(fail)
 
     def _take_commands(self) -> bool:
-        """Handle what lies in the inbox, waiting for something if there is nothing to compute."""
         wait = not self._core.has_work or self._core.stalled
         self.pulse.work()
         self.pulse.held_back = self._core.held_back
@@ -119,7 +118,7 @@ class EngineLoop(threading.Thread):
                 self._emit(Outputs([last]))
         elif command is _look_again:
             pass
-        elif gained := self._core.catch_up():  # what follows may look at requests, or change them
+        elif gained := self._core.catch_up():  # later commands may read or change requests
             self._emit(Outputs(gained))
             self._handle(command, arrival_s)
         elif isinstance(command, Call):
@@ -144,7 +143,7 @@ class EngineLoop(threading.Thread):
             self._emit(Reply(call.call_id, value))
 
     def _go_on(self, call: Call, steps: Steps[Any], done: Future[Any] | None) -> None:
-        """Run a verb up to its next wait, or reply.  done: the future of the last wait."""
+        """Run a verb up to the next wait, or reply.  done: the future of the last wait."""
         try:
             wait = steps.send(done)
         except StopIteration as last:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request on its way through the engine."""
+"""A request's state in the engine."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from moe_lora.scheduling.views import Waits
 
 @dataclass(eq=False)
 class Sequence:
-    """Prompt and generated tokens, what of them is computed, and the pages that hold it.
+    """Prompt and generated tokens, the computed part, and pages.
 
-    tokens[:num_computed] have their KV in `table`.  counted: its prompt is in the engine's counters.
-    matched: its prompt was looked up in the cache.  adapter_hit: its adapter was there when it came.
-    cold_tokens: those that it may compute before its adapter is there; 0: it is.
-    held: it is on its way from or to another instance, and gains no token.  awaits_kv: and its KV comes.
-    gave_way: it was preempted for another tenant's.
-    unshared: it computed on weights that carry another's adapter; what follows is not for the prefix cache.
-    A last token below 0 is not known yet: the step that draws it is under way.
-    limit_tokens: total length at which it must end.  seed: of its noise; None: it is greedy.
+    tokens[:num_computed] have KV in `table`.  counted: the prompt is in the engine's counters. matched: the
+    prompt was looked up in the cache.  adapter_hit: the adapter was resident at arrival. cold_tokens:
+    tokens to compute before the adapter's arrival; 0: resident. held: under a move, gains no tokens.
+    awaits_kv: KV will arrive. gave_way: preempted for another tenant. unshared: computed on weights that
+    carry another adapter; later KV is not for the prefix cache. A last token below 0 is unknown: the
+    running step draws it. limit_tokens: limit of the total length.  seed: of the noise; None: greedy.
     """
 
     request: GenerateRequest
@@ -62,21 +60,21 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Tokens that it will still generate, at most."""
+        """Most tokens still to generate."""
         return self.limit_tokens - len(self.tokens)
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that need computing: not the last one of an answer, whatever it will be."""
+        """Tokens to compute: all but an answer's last, known or not."""
         ends = self.tokens[-1] < 0 and self.num_left <= 0
         return len(self.tokens) - self.num_computed - ends
 
     def expect(self, number: int) -> None:
-        """Go on with a token that is not known yet: this one of those that the step under way draws."""
+        """Add an unknown token: number `number` of the running step's draws."""
         self.tokens.append(-1 - number)
 
     def append(self, token: int, now_s: float, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
-        """Take the sampled token; says whether it ends the request."""
+        """Add the sampled token; returns the finish reason, if any."""
         if self.tokens[-1] < 0:
             self.tokens[-1] = token
         else:
@@ -107,8 +105,9 @@ class Sequence:
 
 
 def check_request(request: GenerateRequest, info: ModelInfo) -> None:
-    """Raises ValueError for a request that no engine can run: an empty or too long prompt, an answer without
-    room for a token, an unknown token id."""
+    """Raises ValueError for a request that no engine can run: an empty or too long prompt, an answer
+    without room for a token, an unknown token id.
+    """
     prompt, generated, sampling = request.prompt_token_ids, request.generated, request.sampling
     limit = info.max_model_len
     if not prompt:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CPU step that raised, run again in parts: one adapter's error ends the requests of that adapter only."""
+"""Reruns a failed CPU step in parts: one adapter's error ends the requests of that adapter only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Item = Scheduled[sequence.Sequence]
 
 @dataclass
 class Found:
-    """What the parts showed.  num_done: parts that succeeded.  adapters, requests: failed, with errors."""
+    """Results of the parts.  num_done: parts that succeeded.  adapters, requests: failed, with errors."""
 
     num_done: int = 0
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be called of an engine by name: the methods, and the types that travel.
+"""Verbs of an engine by name: methods, and their types for links.
 
-A new method is a verb of the engine: `EngineClient.call` finds the method by name, wherever the engine runs.
-Imports no torch: front ends read the annotations.
+A new method is a verb of the engine: `EngineClient.call` finds the method by name, wherever the engine
+runs. Imports no torch: front ends read the annotations.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Steps = Generator[Future[Any] | Callable[[], bool], Any, Result]
-"""A verb that waits: for a future of another thread, or until a condition holds between two steps."""
+"""A verb that waits: for another thread's future, or for a condition between two steps."""
 Sources = Sequence[bytes]
-"""Descriptors of the windows that hold an adapter, in the order in which to read them."""
+"""Descriptors of windows with an adapter, in order of preference."""
 
 
 def of_adapter(method: Method) -> Method:
@@ -67,9 +67,9 @@ class EngineVerbs:
     ) -> Steps[AdapterInfo]:
         """Read a PEFT directory and serve the adapter; with `replace`, as a new version of the name.
 
-        Requests under way finish on the version they started with.  version: the new number; None: the last
-        number and one.  content_hash: of the content to serve (`AdapterInfo.content_hash`); None: the
-        content of the directory now.
+        Running requests finish on the old version.  version: the new number; None: the last number and one.
+        content_hash: of the content to serve (`AdapterInfo.content_hash`); None: the directory's current
+        content.
         """
         packed = (yield self._files.submit(self._core.read_adapter, name, path, content_hash)).result()
         return self._core.add_adapter(packed, path, replace=replace, version=version)
@@ -82,9 +82,9 @@ class EngineVerbs:
 
     @of_adapter
     def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
-        """Keep an adapter on the device from now on, or no longer; a new version of the name is pinned too.
+        """Pin an adapter to the device, or undo the pin; a new version of the name keeps the pin.
 
-        Raises AdapterNotFoundError, or CapacityError if that left no room for one request.
+        Raises AdapterNotFoundError, or CapacityError if no room is left for one request.
         """
         adapters = self._core.adapters
         adapter = adapters.current(name)
@@ -133,7 +133,7 @@ class EngineVerbs:
 
 
 class PoolVerbs:
-    """Further verbs of an engine with its adapters in a pool."""
+    """Further verbs of an engine with a pool."""
 
     def __init__(self, engine: EngineVerbs, core: EngineCore, pool: PoolAdapters, files: Executor) -> None:
         self._engine = engine
@@ -150,7 +150,7 @@ class PoolVerbs:
         version: int,
         content_hash: str | None = None,
     ) -> Steps[PoolEntry]:
-        """Read a PEFT directory, serve the adapter and hold its bytes for other instances."""
+        """Read a PEFT directory, serve the adapter and hold the bytes for other instances."""
         yield from self._engine.load_adapter(name, path, replace, version, content_hash)
         return self._pool.entry(*self._core.known_adapter(name))
 
@@ -182,7 +182,7 @@ class PoolVerbs:
 
     @verb
     def pool_sources(self, sources: Mapping[str, Sources]) -> None:
-        """Read these adapters (content hashes) from there, from now on."""
+        """Set the sources of these adapters (content hashes)."""
         for content_hash, places in sources.items():
             if self._pool.knows(content_hash):
                 self._pool.set_sources(content_hash, places)
@@ -201,7 +201,7 @@ class PoolVerbs:
 
     @verb
     def pool_known(self, content_hashes: Sequence[str]) -> list[str]:
-        """The hashes of these that this engine serves."""
+        """The served hashes among these."""
         return list(filter(self._pool.knows, content_hashes))
 
     @verb

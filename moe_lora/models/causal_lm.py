@@ -18,16 +18,9 @@ from moe_lora.kernels.operands import Rotation
 
 from .quantised_weight import QuantisedWeight
 
-# The linear layers that LoRA sites are made of.
-#
-# Legend: T token rows, H hidden size, E experts, K experts per token.
-#
-# A LoRA site is always the same three lines: begin, base GEMM, add_to; on CPU one operation does them.  Site
-# numbers index `ModelShape.sites`.
-
 
 def site_index(shape: ModelShape, name: str) -> int:
-    """Number by which operations know the site."""
+    """Number of the site in operations."""
     return next(i for i, site in enumerate(shape.sites) if site.name == name)
 
 
@@ -39,7 +32,7 @@ def parameter(*size: int) -> nn.Parameter:
 def linear(
     x: torch.Tensor, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x @ weight.T + bias, whichever way the weight is held."""
+    """x @ weight.T + bias, for a plain or quantised weight."""
     if isinstance(weight, QuantisedWeight):
         return weight.multiply(x, bias)
     return ops.linear(x, weight, bias)
@@ -86,7 +79,7 @@ class LoraLinear(nn.Module):
 class ExpertLinear(nn.Module):
     """As `LoraLinear`, once per expert: row t*K + k of y is computed by expert ids[t, k].
 
-    experts: those whose weights are held here, in the order of the weight's first dim.
+    experts: local experts, in the order of the weight's first dim.
     """
 
     weight: nn.Parameter | QuantisedWeight
@@ -102,7 +95,7 @@ class ExpertLinear(nn.Module):
     def forward(
         self, x: torch.Tensor, ids_TK: torch.Tensor, channel: torch.Tensor, order: torch.Tensor | None
     ) -> torch.Tensor:
-        """ids: experts held here, -1 for rows without one: whose output is 0.  order: `MoeMlp.choose`'s."""
+        """ids: local experts, or -1 for rows with output 0.  order: `MoeMlp.choose`'s."""
         if ops.fuses_sites(x):
             return site_linear(channel, x, self.weight, self.bias, ids_TK, self.site, self.experts.start)
         ops.lora_begin(channel, x, ids_TK, self.site)
@@ -123,7 +116,7 @@ class ExpertLinear(nn.Module):
         activation: str,
         limit: float,
     ) -> torch.Tensor:
-        """`glu` of `forward`; where there is an order in one operation."""
+        """`glu` of `forward`; a single operation if an order is given."""
         if order is None or isinstance(self.weight, QuantisedWeight):
             return glu(self(x, ids_TK, channel, order), activation, limit)
         ops.lora_begin(channel, x, ids_TK, self.site)
@@ -139,13 +132,8 @@ def numbered_from(first: int, ids_TK: torch.Tensor) -> torch.Tensor:
 
 
 def has_bias(shard: ModelShard, site_name: str) -> bool:
-    """Of a sum over ranks the first one adds the bias."""
+    """The first rank adds the bias to a sum over ranks."""
     return shard.dist_rank == 0 or not shard.is_summed(shard.whole.site(site_name))
-
-
-# The second half of a decoder layer: a dense MLP, or a choice of experts.
-#
-# Legend: T token rows, E experts, K experts per token, F expert (or dense) inner size.
 
 
 def glu(y: torch.Tensor, activation: str, limit: float) -> torch.Tensor:
@@ -158,7 +146,7 @@ def glu(y: torch.Tensor, activation: str, limit: float) -> torch.Tensor:
 
 
 class DenseMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)).  spec: with the sizes of the shard."""
+    """down(silu(gate(x)) * up(x)).  spec: sizes of the shard."""
 
     def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
         super().__init__()
@@ -177,7 +165,7 @@ class DenseMlp(nn.Module):
 class MoeMlp(nn.Module):
     """Weighted sum of the chosen experts' outputs, in expert order.
 
-    spec: with the sizes of the shard.  Outputs of experts that are not held come from the ranks that do.
+    spec: sizes of the shard.  Ranks with the experts send outputs of absent experts.
     """
 
     def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
@@ -198,8 +186,8 @@ class MoeMlp(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Expert weights [T, K] fp32 and ids [T, K] int32, ascending in each row, -1 in rows of padding.
 
-        And rows by held expert, for a GPU's kernels; None: another device's, and those of quantised weights,
-        take them as they come.
+        The third item is rows by local expert, for a GPU's kernels; None for other devices and quantised
+        weights.
         """
         if logits_TE.is_cuda:
             softmax_first = self.gate_kind == "softmax_topk"
@@ -232,17 +220,12 @@ class MoeMlp(nn.Module):
         return y
 
     def takes_order(self) -> bool:
-        """Whether a GPU computes some of the experts' layers from rows by expert."""
+        """True if a GPU computes some expert layers from rows by expert."""
         return not all(isinstance(one.weight, QuantisedWeight) for one in (self.gate_up, self.down))
 
     def held(self, ids_TK: torch.Tensor) -> torch.Tensor:
-        """The ids, -1 in place of experts that are not held here."""
+        """The ids, with -1 for absent experts."""
         return torch.where((ids_TK >= self.experts.start) & (ids_TK < self.experts.stop), ids_TK, -1)
-
-
-# One decoder layer for every family.
-#
-# Legend: T token rows, H hidden size, N heads, M kv heads, D head_dim, F inner size.
 
 
 class Norm(nn.Module):
@@ -259,7 +242,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the paged KV behind the channel.  spec: with the sizes of the shard."""
+    """Grouped-query attention over the paged KV behind the channel.  spec: sizes of the shard."""
 
     def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
         super().__init__()
@@ -292,7 +275,7 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).  spec: with the sizes of the shard."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).  spec: sizes of the shard."""
 
     def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
         super().__init__()
@@ -320,7 +303,7 @@ LayerForward = Callable[..., torch.Tensor]
 class CausalLM(nn.Module):
     """Token ids in, logits of chosen rows out; attention state lies behind the channels.
 
-    spec: of the whole model; `self.spec` has the sizes of what is held.  shard: what is held, None = all.
+    spec: of the whole model; `self.spec` has the shard's sizes.  shard: None: the whole model.
     """
 
     inverse_frequencies: torch.Tensor
@@ -341,7 +324,7 @@ class CausalLM(nn.Module):
         )
 
     def own_head(self, embedding: nn.Parameter) -> nn.Parameter:
-        """The rows of a tied embedding that are this shard's head, in its memory."""
+        """This shard's head: rows of a tied embedding, in the embedding's memory."""
         rows = self.shard.vocabulary
         if len(rows) == len(embedding):
             return embedding
@@ -364,8 +347,8 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """Logits [len(logit_rows), vocab] fp32; with a divided head at rank 0 only, elsewhere undefined.
 
-        tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: rows that need logits.
-        layer_forward: how a layer is run (compiled or not).
+        tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: rows that need
+        logits. layer_forward: runs a layer (compiled or eager).
         """
         cos, sin = self.rope(positions)
         x = F.embedding(tokens, self.embedding)

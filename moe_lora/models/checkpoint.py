@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a checkpoint directory by name: safetensors files, and how what is quantised in them is kept."""
+"""Tensors of a checkpoint directory by name: safetensors files, plain or quantised."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INDEX_NAME = "model.safetensors.index.json"
 class Checkpoint:
     """Memory-mapped tensors of a checkpoint: one safetensors file or several with an index.
 
-    config: its config.json, which says what is quantised.
+    config: its config.json, which names the quantisation scheme.
 
     Raises ConfigError for a missing or damaged file.
     """
@@ -53,7 +53,7 @@ class Checkpoint:
         self.scheme = scheme_of(config or {}, self._metadata)
 
     def _metadata(self) -> dict[str, str]:
-        """What the files' heads say beside the tensors; lists of names are joined."""
+        """Metadata of the files' headers; lists of names are joined."""
         joined: dict[str, str] = {}
         names: list[str] = []
         for path in sorted(set(self.file_of.values())):
@@ -63,7 +63,7 @@ class Checkpoint:
         return joined | ({"tensor_names": json.dumps(names)} if names else {})
 
     def tensor(self, piece: Piece) -> torch.Tensor | StoredWeight:
-        """What the piece makes of its tensors; reads nothing yet where it is stored quantised."""
+        """The piece's tensor; a quantised tensor is not read yet."""
         tensors = [self[key] for key in piece.keys]
         if piece.transform is None:
             return tensors[0]
@@ -121,7 +121,6 @@ def _names(file: Any) -> list[str]:
 
 
 def _way_to_safetensors(model_dir: Path) -> str:
-    """What lies in a folder without safetensors, and what to do."""
     if pickles := pickled_weights(model_dir):
         return (
             f"it holds {listed(pickles)}, which are pickles and not read; convert them with save_pretrained"

@@ -13,15 +13,13 @@ from torch._dynamo import lookup_backend
 from .causal_lm import DecoderLayer
 
 _Code = Callable[..., Sequence[torch.Tensor]]
-_noted = (
-    threading.local()
-)  # call: what compiled code was called last in this thread, with what, and its result
+_noted = threading.local()  # call: this thread's last compiled code, its operands and its result
 
 
 def _noting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> _Code:
-    """The usual code of a graph; notes its calls.
+    """A graph's usual code; records its calls.
 
-    Compiled code outlives engines and is shared by them, so it must not hold one.
+    Engines share compiled code, and the code outlives them, so it must not refer to an engine.
     """
     code = lookup_backend("inductor")(graph, inputs)
 
@@ -34,10 +32,10 @@ def _noting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> _Code:
 
 
 class _Call(NamedTuple):
-    """What compiled code was called with for one layer.
+    """A layer's compiled code and its operands.
 
-    held: operands, in place those that are the layer's weights.  given: place among the operands, number of
-    the tensor that a step gives there.  num_rows: places of the number of rows.
+    held: operands; the layer's weights are in place.  given: place among the operands -> number of a step's
+    tensor.  num_rows: places of the number of rows.
     """
 
     code: _Code
@@ -49,17 +47,15 @@ class _Call(NamedTuple):
 class CompiledLayers:
     """`DecoderLayer.forward` compiled; same arguments, same result.
 
-    Before each call the compiler looks whether its code still fits: whether layer, weights and rows are such
-    as it was compiled for. In a decode step on CPU that is a quarter of the time outside kernels. An engine's
-    steps have rows of one dtype and device, and its layers keep their weights, so only the number of rows can
-    differ: the compiler is asked once for each layer and number of rows (once for any above one, where the
-    code is for any), and what it called is called again.
+    The compiler's checks before each call (layer, weights, rows) take a quarter of the time outside kernels
+    in a CPU decode step. In an engine's steps only the number of rows changes: dtype, device and weights
+    stay. So the compiler runs once per layer and number of rows (once for all numbers above 1 if the code
+    is dynamic); later calls go to the compiled code.
 
-    Weights may change in place only. Code keeps the number of threads that it was compiled for.
+    Weights may change in place only. The code keeps its number of threads.
     """
 
     def __init__(self, num_buckets: int) -> None:
-        """num_buckets: numbers of rows that code is compiled for."""
         self._recompile_limit = max(64, 4 * num_buckets)
         self._compiled = torch.compile(DecoderLayer.forward, fullgraph=True, dynamic=False, backend=_noting)
         self._calls: dict[tuple[DecoderLayer, int | None], _Call] = {}
@@ -81,7 +77,7 @@ class CompiledLayers:
         if call is None:
             return self._first(layer, step)
         code, held, given, rows = call
-        operands: list[Any] = held.copy()  # held for good, a step's tensors would fill the memory
+        operands: list[Any] = held.copy()  # a kept reference to a step's tensors would fill the memory
         for place, number in given:
             operands[place] = step[number]
         for place in rows:
@@ -89,8 +85,8 @@ class CompiledLayers:
         return code(*operands)[0]
 
     def _first(self, layer: DecoderLayer, step: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Through the compiler; notes what it called, if that is known to be all that it did."""
-        torch._dynamo.config.recompile_limit = self._recompile_limit  # each thread has its own
+        """Call the compiler; record the compiled code if the code was the only effect."""
+        torch._dynamo.config.recompile_limit = self._recompile_limit  # per thread
         _noted.call = None
         y = self._compiled(layer, *step)
         noted, _noted.call = _noted.call, None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of each tensor of a checkpoint a rank takes, and where it lies in the rank's own parameter."""
+"""The part of each checkpoint tensor on a rank, and its place in the rank's parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .causal_lm import Attention, CausalLM, ExpertLinear, LoraLinear
 
 
 class Cut(NamedTuple):
-    """source: of the tensor that a piece names.  target: of the rank's parameter."""
+    """source: part of a piece's tensor.  target: part of the rank's parameter."""
 
     source: tuple[slice, ...]
     target: tuple[Any, ...]
@@ -22,14 +22,13 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldRanges:
-    """whole: shape of a parameter of the whole model.  held: of each dim the ranges that a rank has, in the
-    order in which they lie there."""
+    """whole: shape of a parameter of the whole model.  held: a rank's ranges of each dim, in local order."""
 
     whole: tuple[int, ...]
     held: tuple[tuple[range, ...], ...]
 
     def cuts(self, index: tuple[Any, ...]) -> list[Cut]:
-        """Of a tensor that fills `index` of the whole parameter; none: the rank needs nothing of it."""
+        """Cuts of a tensor that fills `index` of the whole parameter; empty if the rank needs no part."""
         given = (*index, *[slice(None)] * (len(self.whole) - len(index)))
         dims = [_overlaps(*one) for one in zip(given, self.whole, self.held, strict=True)]
         return [
@@ -39,7 +38,6 @@ class HeldRanges:
 
 
 def _overlaps(given: Any, size: int, held: Iterable[range]) -> list[tuple[slice | None, Any]]:
-    """Of one dim: parts of what is given, which is a number or a slice, and their places."""
     single = isinstance(given, int)
     start, stop = (given, given + 1) if single else given.indices(size)[:2]
     found: list[tuple[slice | None, Any]] = []
@@ -55,7 +53,7 @@ def _overlaps(given: Any, size: int, held: Iterable[range]) -> list[tuple[slice 
 
 
 def held_ranges(model: CausalLM) -> dict[str, HeldRanges]:
-    """By name, those of all parameters of the rank's model."""
+    """Ranges of all parameters of the rank's model, by name."""
     shard = model.shard
     found = {name: _undivided(tuple(weight.shape)) for name, weight in model.named_parameters()}
     for name, module in model.named_modules():
@@ -75,7 +73,6 @@ def _undivided(shape: tuple[int, ...]) -> HeldRanges:
 
 
 def _of_site(shard: ModelShard, number: int, per_expert: bool) -> HeldRanges:
-    """The fused weight of a site's modules, one below the other."""
     site = shard.whole.sites[number]
     rows = [
         range(column + part.start, column + part.stop)
@@ -90,7 +87,6 @@ def _of_site(shard: ModelShard, number: int, per_expert: bool) -> HeldRanges:
 
 
 def _joined(parts: Iterable[range]) -> tuple[range, ...]:
-    """Neighbours as one."""
     found: list[range] = []
     for part in parts:
         if found and found[-1].stop == part.start:

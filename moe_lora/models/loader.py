@@ -31,12 +31,12 @@ from .weights import Piece, WeightMap, stored_pieces, weight_map
 
 logger = logging.getLogger(__name__)
 
-RECOMPUTED = "rotary_emb.inv_freq"  # buffers that old checkpoints keep; config.json says the same
-NUM_NAMED = 5  # unexpected tensors that an error message names
+RECOMPUTED = "rotary_emb.inv_freq"  # buffers of old checkpoints; config.json has the same values
+NUM_NAMED = 5  # unexpected tensors in an error message
 Source = Checkpoint | RandomCheckpoint
 Target = torch.Tensor | QuantisedWeight
 Stored = dict[str, dict[int, "torch.Tensor | StoredWeight"]]
-"""Tensors that were opened, by parameter and number of its piece among those that are loaded."""
+"""Opened tensors, by parameter and number of the local piece."""
 
 
 def load_model(
@@ -49,9 +49,9 @@ def load_model(
 ) -> CausalLM:
     """Build the model of a checkpoint directory and load its weights.
 
-    shard: what is held, None = all; other weights are neither allocated nor read.
-    quantisation: what is quantised as it is read, a few rows at a time; None = what the checkpoint keeps
-    quantised is held as it is.  show: called after each parameter, with bytes.
+    shard: None: the whole model; other weights are neither allocated nor read. quantisation: applied while
+    reading, a few rows at a time; None: keep the checkpoint's formats.  show: called after each parameter,
+    with bytes.
     """
     config = read_config(model_dir)
     spec, checkpoint = model_spec(config), Checkpoint(model_dir, config)
@@ -69,7 +69,7 @@ def random_model(
     quantisation: Quantisation | None = None,
     show: Show = silent,
 ) -> CausalLM:
-    """As `load_model`, of a model with this config.json and the weights of a `RandomCheckpoint`."""
+    """As `load_model`, with this config.json and the weights of a `RandomCheckpoint`."""
     spec = model_spec(config)
     checkpoint = RandomCheckpoint(spec, config, device)
     return _loaded(spec, checkpoint, checkpoint.weights, dtype, device, shard, quantisation, show)
@@ -94,9 +94,8 @@ def _loaded(
 
 
 def _allocated(model: CausalLM, device: torch.device) -> CausalLM:
-    """A model without storage with weights that are allocated but not filled."""
     spec = model.spec
-    # `to_empty` would import sympy, over half a second: torch asks in Python how a meta tensor's copy lies.
+    # `to_empty` imports sympy, over half a second: torch computes a meta tensor's strides in Python.
     model._apply(lambda held: torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=device))
     for weight in (*model.parameters(), *model.buffers()):
         advise_huge_pages(weight)
@@ -114,10 +113,10 @@ def _hold_quantised(
     quantisation: Quantisation | None,
     device: torch.device,
 ) -> Stored:
-    """Put a `QuantisedWeight` in the place of each parameter of a model without storage that gets one.
+    """Replace parameters of a model without storage by `QuantisedWeight`s.
 
-    Returns what was opened to see how it is stored.  Raises ConfigError for a dynamic format on a GPU, and
-    for a shape that the format can't hold.
+    Returns the tensors opened to read their formats.  Raises ConfigError for a dynamic format on a GPU, and
+    for a shape unfit for the format.
     """
     layers = linear_layers(model)
     head: list[tuple[nn.Module, str, str]] = [(model, "head", "head")]
@@ -155,18 +154,17 @@ def _hold_quantised(
                     f"quantize={held[name].form.name!r} can't hold {name} of shape {tuple(weight.shape)}: "
                     f"{error}; choose a group size that divides it, or int8"
                 ) from error
-            delattr(owner, attribute)  # a parameter's name takes no module
+            delattr(owner, attribute)  # a module can't replace a registered parameter
             setattr(owner, attribute, quantised)
     return stored
 
 
 def _multiplies_fp8(device: torch.device) -> bool:
-    """Whether the device's kernels take weights in fp8."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def linear_layers(model: CausalLM) -> list[tuple[nn.Module, str, str]]:
-    """Layers whose weights a format holds: each with its weight's attribute and parameter name."""
+    """Quantisable layers: each with its weight's attribute and parameter name."""
     return [
         (module, "weight", f"{name}.weight")
         for name, module in model.named_modules()
@@ -175,7 +173,7 @@ def linear_layers(model: CausalLM) -> list[tuple[nn.Module, str, str]]:
 
 
 def _chosen(form: Format, pieces: list[Piece], ranges: HeldRanges) -> WeightLayout:
-    """In the format that was asked for.  Blocks of rows are smaller where parts of the weight end in one."""
+    """Layout in the requested format.  Blocks of rows shrink if a part of the weight ends inside a block."""
     if form.row_group == 1:
         return WeightLayout(form)
     row_group = math.gcd(form.row_group, *_first_rows(pieces, ranges))
@@ -183,14 +181,12 @@ def _chosen(form: Format, pieces: list[Piece], ranges: HeldRanges) -> WeightLayo
 
 
 def _first_rows(pieces: list[Piece], ranges: HeldRanges) -> list[int]:
-    """Where each part begins in its matrix of this rank."""
     return [cut.target[-2].start for piece in pieces for cut in ranges.cuts(piece.index)]
 
 
 def _as_stored(
     model: CausalLM, checkpoint: Source, weights: WeightMap, layers: list[tuple[nn.Module, str, str]]
 ) -> tuple[dict[str, WeightLayout], Stored]:
-    """The layers' weights that the checkpoint keeps quantised, all their parts alike; and what it keeps."""
     held: dict[str, WeightLayout] = {}
     opened: Stored = {}
     divided = held_ranges(model)
@@ -220,9 +216,8 @@ def _as_stored(
 def _fill(model: CausalLM, checkpoint: Source, weights: WeightMap, stored: Stored, show: Show) -> None:
     """Copy the checkpoint into the model's parameters, converting to their dtype.
 
-    Each value is copied once, from the mapped file into place; experts that the model does not hold are not
-    read.  stored: is emptied.  Raises ConfigError naming the tensor if one is missing, has another shape than
-    the model needs, or has no place in the model.
+    Each value is copied once, from the mapped file into place; absent experts are not read.  stored: is
+    emptied.  Raises ConfigError naming a tensor that is missing, misshapen or unexpected.
     """
     targets: dict[str, Target] = {name: weight.data for name, weight in model.named_parameters()}
     targets |= {name: module for name, module in model.named_modules() if isinstance(module, QuantisedWeight)}
@@ -264,7 +259,6 @@ def _check_shape(
 
 
 def _part(tensor: torch.Tensor | StoredWeight, cut: Cut, piece: Piece) -> torch.Tensor | StoredWeight:
-    """What a rank takes of a piece's tensor."""
     if isinstance(tensor, torch.Tensor):
         return tensor[cut.source]
     try:
@@ -298,7 +292,7 @@ def _dequantise_into(target: torch.Tensor, stored: StoredWeight, num_rows: int =
 
 
 def refuse_unexpected(model: CausalLM, checkpoint: Source, weights: WeightMap) -> None:
-    """Raise ConfigError if the checkpoint has tensors that no part of the model is made of."""
+    """Raise ConfigError for checkpoint tensors that no part of the model uses."""
     used = {key for pieces in weights.values() for piece in pieces for key in piece.keys}
     if model.spec.tie_word_embeddings:
         used.add(family_named(model.spec.shape.family).head)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a checkpoint to one whose linear layers are quantised, in the format of compressed-tensors.
+"""Quantise a checkpoint's linear layers in the format of compressed-tensors.
 
 Legend: N output width, K input width.
 """
@@ -34,7 +34,7 @@ from .stored_weight import packed_fields
 from .weights import Piece, linear_weight_map, weight_map
 
 SHARD_BYTES = 1 << 30
-"""Of a file, if a single tensor is not larger: what is kept in memory before it is written."""
+"""Size of a file, unless a single tensor is larger: a file is buffered before its write."""
 _WEIGHTS = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"),
     *(".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"),
@@ -43,9 +43,9 @@ _WEIGHTS = (
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor of the new checkpoint: a matrix that a format holds, or (form None) what is left as it is.
+    """A tensor of the new checkpoint: a matrix in a format, or (form None) an unchanged tensor.
 
-    source: what it is made of; whole: the shape of all that; index: which part of it.
+    source: its pieces; whole: shape of the source; index: part of the source.
     """
 
     key: str
@@ -56,7 +56,6 @@ class _Part:
     form: Format | None
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """In the new checkpoint."""
         size = torch.Size(self.shape).numel()
         if self.form is None:
             return size * dtype.itemsize
@@ -67,15 +66,14 @@ class _Part:
 def quantise_checkpoint(
     model_dir: Path, out: Path, quantisation: Quantisation, dtype: torch.dtype, show: Show
 ) -> None:
-    """Write the checkpoint to `out`, new, quantised as `quantisation` says, and the other files beside it.
+    """Write a quantised checkpoint to `out`, a new folder, with the other files beside the weights.
 
-    The values and scales are those that loading it in `dtype` with this quantisation gives, and a model of
-    the same dtype holds them as they are; blocks of fp8 rows begin with each of the file's matrices.  Experts
-    become layers of their own.  Takes the memory of two files of SHARD_BYTES; `out` is there once it is
-    whole.
+    Values and scales equal those of loading in `dtype` with this quantisation. Blocks of fp8 rows begin
+    with each matrix of the file.  Experts become separate layers.  Needs memory for two files of
+    SHARD_BYTES; `out` appears once complete.
 
-    Raises ConfigError for a checkpoint that comes quantised, a folder that is there or begun, a format that
-    can't hold a weight, or a disk without room.
+    Raises ConfigError for a quantised checkpoint, an existing or partial folder, a weight unfit for the
+    format, or a full disk.
     """
     config = read_config(model_dir)
     section = config.get("quantization_config")
@@ -101,7 +99,7 @@ def quantise_checkpoint(
         config |= _changes(config, parts, quantisation, dtype)
         (begun / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for path in begun.glob("*.safetensors"):
-            shutil.copymode(begun / INDEX_NAME, path)  # safetensors' are their owner's alone
+            shutil.copymode(begun / INDEX_NAME, path)  # safetensors creates files readable by the owner only
         begun.rename(out)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{out} can't be written: {error}; nothing is left of it") from error
@@ -110,7 +108,7 @@ def quantise_checkpoint(
 
 
 def _parts(spec: ModelSpec, checkpoint: Checkpoint, quantisation: Quantisation) -> list[_Part]:
-    """All tensors of the new checkpoint.  Raises ConfigError for a shape that the format can't hold."""
+    """All tensors of the new checkpoint.  Raises ConfigError for a shape unfit for the format."""
     with torch.device("meta"):
         model = CausalLM(spec)
     sources, written = weight_map(spec, checkpoint), linear_weight_map(spec)
@@ -138,7 +136,7 @@ def _parts(spec: ModelSpec, checkpoint: Checkpoint, quantisation: Quantisation) 
 
 
 def _source(pieces: list[Piece], index: tuple[Any, ...]) -> tuple[Piece, tuple[Any, ...]]:
-    """The piece that holds what the index names of a parameter, and where in the piece it lies."""
+    """The piece behind an index of a parameter, and the place in the piece."""
     for piece in pieces:
         if piece.index == index:
             return piece, ()
@@ -161,7 +159,6 @@ def _check_room(out: Path, num_bytes: int) -> None:
 def _write_weights(
     folder: Path, parts: list[_Part], checkpoint: Checkpoint, dtype: torch.dtype, show: Show
 ) -> None:
-    """Write files of about SHARD_BYTES, and their index."""
     total = sum(part.num_bytes(dtype) for part in parts)
     files: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}
@@ -189,7 +186,7 @@ def _write_weights(
 
 
 def _tensors(part: _Part, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What the files hold of a part, by name.  Raises ConfigError for another shape, or infinite values."""
+    """A part's tensors by name.  Raises ConfigError for a wrong shape or infinite values."""
     stored = checkpoint.tensor(part.source)
     assert isinstance(stored, torch.Tensor)
     where, form = f"{part.source.key} in {checkpoint.model_dir}", part.form
@@ -215,7 +212,6 @@ def _tensors(part: _Part, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[st
 
 
 def _copy_files(model_dir: Path, folder: Path) -> None:
-    """Tokenizer, templates, licence: all but the weights."""
     for path in model_dir.iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHTS) and path.name != "config.json":
             shutil.copy(path, folder / path.name)
@@ -226,7 +222,6 @@ def _copy_files(model_dir: Path, folder: Path) -> None:
 def _changes(
     config: Mapping[str, Any], parts: list[_Part], quantisation: Quantisation, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """What config.json says otherwise: the dtype, and what is quantised how."""
     form = quantisation.form
     assert form is not None
     in_blocks = form.row_group > 1
@@ -242,7 +237,7 @@ def _changes(
     }
     kept = [part.key.removesuffix(".weight") for part in parts if part.form is None and len(part.shape) == 2]
     if not quantisation.head and "lm_head" not in kept:
-        kept.append("lm_head")  # tied: a layer to readers, though the files have no tensor of it
+        kept.append("lm_head")  # tied: readers see a layer, though the files have no tensor for the head
     section = {
         "quant_method": "compressed-tensors",
         "format": kind,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a model that are held quantised.
+"""Quantised weights of a model.
 
 Legend: T token rows, E experts, N output width, K input width.
 """
@@ -20,20 +20,21 @@ from moe_lora.kernels.quantised import Format, format_of
 
 from .stored_weight import StoredWeight
 
-_AT_ONCE = 1 << 18  # weights; the quantiser's temporaries are several times as large as what it is given
+_AT_ONCE = 1 << 18  # weights; the quantiser's temporaries are several times as large
 
 
 def rows_at_once(width: int, row_group: int) -> int:
-    """Rows of a matrix that are quantised together, a multiple of row_group."""
+    """Rows of a matrix to quantise together, a multiple of row_group."""
     return max(1, _AT_ONCE // width // row_group) * row_group
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """Linear layers of attention, MLP and experts in a format; router, norms and embeddings stay as they are.
+    """A format for linear layers of attention, MLP and experts; router, norms and embeddings are
+    unchanged.
 
-    form: None: in the model's dtype, whatever the checkpoint holds.  head: the vocabulary head too; a tied
-    embedding stays beside it.
+    form: None: the model's dtype, whatever the checkpoint's format.  head: includes the vocabulary head; a
+    tied embedding stays unquantised.
     """
 
     form: Format | None
@@ -41,7 +42,7 @@ class Quantisation:
 
 
 def quantisation_of(quantize: str, group_size: int | None, head: bool) -> Quantisation | None:
-    """What the settings of these names ask for; None: what the checkpoint holds."""
+    """The settings' quantisation; None: the checkpoint's formats."""
     if quantize == "checkpoint":
         return None
     if quantize == "none":
@@ -54,9 +55,10 @@ def quantisation_of(quantize: str, group_size: int | None, head: bool) -> Quanti
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """How a weight is held.
+    """Layout of a weight.
 
-    wide: its scales in fp32, where the model's dtype would lose bits.  zeros: zero is not always the value 0.
+    wide: fp32 scales, for scales beyond the precision of the model's dtype.  zeros: the format has zero
+    points.
     """
 
     form: Format
@@ -67,9 +69,9 @@ class WeightLayout:
 def common_layout(
     stored: Sequence[StoredWeight], first_rows: Iterable[int], dtype: torch.dtype
 ) -> WeightLayout | None:
-    """What holds these parts of a weight as they are; None if they are of several formats.
+    """The layout of all parts of a weight unchanged; None for several formats.
 
-    first_rows: where each begins in its matrix: parts of blocks of rows must not meet inside a block.
+    first_rows: first row of each part in its matrix: no block of rows may cross parts.
     """
     forms = {replace(one.form, row_group=1) for one in stored}
     if len(forms) != 1:
@@ -85,9 +87,9 @@ def common_layout(
 
 
 class QuantisedWeight(nn.Module):
-    """A matrix [N, K], or one per expert, in a format of `kernels.quantised`; stands where a parameter would.
+    """A matrix [N, K], or one per expert, in a format of `kernels.quantised`; replaces a parameter.
 
-    data, scale, zero: as `QuantisedOperand` says, after the experts' dim.
+    data, scale, zero: as in `QuantisedOperand`, after the experts' dim.
     """
 
     data: torch.Tensor
@@ -95,7 +97,7 @@ class QuantisedWeight(nn.Module):
     zero: torch.Tensor | None
 
     def __init__(self, weight: torch.Tensor, layout: WeightLayout) -> None:
-        """weight: gives shape, dtype and device.  Raises ValueError if the format can't hold the shape."""
+        """weight: gives shape, dtype and device.  Raises ValueError for a shape unfit for the format."""
         super().__init__()
         self.shape, self.dtype, self.form = weight.shape, weight.dtype, layout.form
         self.form_text = self.form.text
@@ -125,10 +127,10 @@ class QuantisedWeight(nn.Module):
         )
 
     def fill(self, index: tuple[Any, ...], weight: torch.Tensor | StoredWeight) -> None:
-        """Put `weight` into the part of the matrices that index, of expert and rows, names.
+        """Write `weight` into the part of the matrices at index (expert, rows).
 
-        What is stored in this format is taken as it is, all else quantised; a few rows at a time, so that no
-        matrix is there twice.  Raises ValueError for weights without finite scale.
+        Values in the same format are copied, others quantised; a few rows at a time to save memory.  Raises
+        ValueError for weights without finite scale.
         """
         if len(self.shape) == 2:
             self._fill_rows((), index[0] if index else slice(None), weight)
@@ -163,7 +165,6 @@ class QuantisedWeight(nn.Module):
             self.zero[expert][first : first + weight.shape[0]] = 0 if stored is None else stored
 
     def _takes(self, stored: StoredWeight) -> bool:
-        """Values and scales of a file can be held as they are."""
         form, kept = self.form, stored.form
         return (
             form.name.removesuffix("-dynamic") == kept.name
@@ -174,6 +175,6 @@ class QuantisedWeight(nn.Module):
         )
 
     def dequantised(self) -> torch.Tensor:
-        """The weights that the values and scales stand for: [N, K] or [E, N, K] of the model's dtype."""
+        """The dequantised weights: [N, K] or [E, N, K] of the model's dtype."""
         held = quantised.QuantisedOperand(self.form, self.data, self.scale, self.zero)
         return quantised.dequantise(held, self.num_out, self.shape[-1], self.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that no file holds: random ones of a model's real sizes, for runs that only need its speed.
+"""Random weights of a model's real sizes, for runs that need only its speed.
 
 Legend: N output width, K input width.
 """
@@ -26,17 +26,16 @@ _BIAS_BOUND = 0.1
 _SCALES = "_scales"
 _GROUP = 32
 _CODES_STD = math.sqrt(sum(v * v for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)
-"""Of MXFP4 codes that are all as likely."""
+"""Standard deviation of uniform MXFP4 codes."""
 
 
 class RandomCheckpoint:
-    """Stands where a `loader.Checkpoint` would: tensors by name, each made when it is asked for.
+    """Replaces a `loader.Checkpoint`: tensors by name, each created on access.
 
-    A matrix [N, K] is uniform with variance 1 / K, so that activations and logits neither die nor explode;
-    an embedding has variance 1, norms are ones, biases small.  Values depend on the name and the kind of
-    device alone: ranks of an instance, and one start and the next, have the same.  The experts of a model
-    whose config.json says MXFP4 are MXFP4 of random codes.
-    device: on which they are made.  Raises ConfigError for another quantised config.json.
+    A matrix [N, K] is uniform with variance 1 / K, so that activations and logits stay in range; an
+    embedding has variance 1, norms are ones, biases small.  Values depend only on the name and the type of
+    device: equal over ranks and restarts.  For a config.json with MXFP4, experts are random MXFP4 codes.
+    device: of the new tensors.  Raises ConfigError for another quantised config.json.
     """
 
     scheme = None
@@ -53,7 +52,7 @@ class RandomCheckpoint:
         with torch.device("meta"):
             model = CausalLM(spec)
         self.weights: WeightMap = linear_weight_map(spec)
-        """Of all experts, each linear layer with a tensor of its own."""
+        """All experts, with a separate tensor for each linear layer."""
         parameters = dict(model.named_parameters())
         self._shapes = {
             piece.key: parameters[name][piece.index].shape
@@ -63,13 +62,12 @@ class RandomCheckpoint:
         self._last_codes: tuple[str, torch.Tensor] | None = None
         for name in self.weights if method == "mxfp4" else ():
             if name.endswith(("mlp.gate_up.weight", "mlp.down.weight")):
-                # Two tensors in a checkpoint, by which the loader knows what is kept quantised.
+                # A pair of tensors tells the loader that the weight is quantised.
                 self.weights[name] = [
                     replace(one, extra_keys=(one.key + _SCALES,)) for one in self.weights[name]
                 ]
 
     def tensor(self, piece: Piece) -> torch.Tensor | StoredWeight:
-        """What the piece is made of."""
         return self._mxfp4(piece.key) if piece.extra_keys else self[piece.key]
 
     def __contains__(self, key: object) -> bool:
@@ -79,7 +77,6 @@ class RandomCheckpoint:
         return iter(self._shapes)
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        """fp32."""
         shape, bound = self._shapes[key], _BIAS_BOUND
         if len(shape) == 1 and "norm" in key:
             return torch.ones(shape, device=self._device)
@@ -93,7 +90,7 @@ class RandomCheckpoint:
         return torch.Generator(self._device).manual_seed(seed)
 
     def _mxfp4(self, key: str) -> StoredWeight:
-        """Codes that are all as likely; drawn when they are read, for all matrices are opened at once."""
+        """Uniform codes, drawn at read: the loader opens all matrices at once."""
         num_out, width = self._shapes[key]
 
         def codes(rows: slice) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that a checkpoint keeps quantised: the schemes that are read, and what their tensors mean.
+"""Quantisation schemes of checkpoints and the meaning of their tensors.
 
 Legend: N output width, K input width, G groups of K, E experts.
 """
@@ -28,9 +28,9 @@ READ = (
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A matrix [N, K] in a file, as values and scales; nothing is copied before it is asked for.
+    """A matrix [N, K] in a file, as values and scales; copied on access only.
 
-    values: those of some rows, as `quantised.put` takes them.  scale: [N / row_group, G].  zero: int8 [N, G].
+    values: of some rows, as `quantised.put` takes them.  scale: [N / row_group, G].  zero: int8 [N, G].
     """
 
     form: Format
@@ -40,14 +40,14 @@ class StoredWeight:
     zero: torch.Tensor | None = None
 
     def scales(self, row_group: int) -> torch.Tensor:
-        """[N / row_group, G], row_group a divisor of the format's; its last group may be a part."""
+        """[N / row_group, G], row_group a divisor of the format's; the last group may be partial."""
         repeats = self.form.row_group // row_group
         if repeats == 1:
             return self.scale
         return self.scale.repeat_interleave(repeats, 0)[: -(-self.shape[0] // row_group)]
 
     def dequantised(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-        """The weights that some rows stand for: [R, K]."""
+        """Dequantised weights of some rows: [R, K]."""
         q = self.values(rows)
         form = replace(self.form, row_group=1)
         scale = self.scales(1)[rows].to(torch.uint8 if form.name == "mxfp4" else torch.float32)
@@ -58,7 +58,7 @@ class StoredWeight:
         return dequantise(QuantisedOperand(form, data, held, zero), q.shape[0], q.shape[1], dtype)
 
     def part(self, rows: slice, columns: slice) -> StoredWeight:
-        """Some rows, and some inputs of them.  Raises ValueError where a group of inputs would be cut."""
+        """Some rows and some of their inputs.  Raises ValueError for a cut inside a group of inputs."""
         num_out, width = self.shape
         if (rows, columns) == (slice(0, num_out), slice(0, width)):
             return self
@@ -82,7 +82,7 @@ class StoredWeight:
         )
 
     def check(self) -> None:
-        """Raise ValueError for values and scales that don't belong together, or scales that are damaged."""
+        """Raise ValueError for inconsistent values and scales, or damaged scales."""
         groups, (num_out, width) = self.form.num_groups(self.shape[1]), self.shape
         refusal = self.form.refusal(width)
         if refusal is not None:
@@ -104,15 +104,15 @@ class StoredWeight:
 
 
 Reader = tuple[tuple[str, ...], Callable[..., StoredWeight]]
-"""Names of tensors, and what they are together."""
+"""Names of tensors, and their interpretation."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a checkpoint keeps what it quantised.
+    """A quantisation scheme of checkpoints.
 
-    name: as config.json calls it.  suffix: of the tensor beside which the others lie, after a weight's name;
-    read: a weight's name -> tensors and their meaning.
+    name: as in config.json.  suffix: of a weight's first tensor; read: a weight's name -> tensors and their
+    meaning.
     """
 
     name: str
@@ -121,10 +121,10 @@ class Scheme:
 
 
 def scheme_of(config: Mapping[str, Any], metadata: Callable[[], Mapping[str, str]]) -> Scheme | None:
-    """The scheme that config.json's quantization_config names.
+    """The scheme in config.json's quantization_config.
 
-    None: nothing is quantised, or by the family's own format, whose tensors `weights` knows.
-    metadata: of the checkpoint's files, which torchao writes to.  Raises ConfigError for what isn't read.
+    None: unquantised, or in the family's own format (see `weights`). metadata: of the checkpoint's files,
+    written by torchao.  Raises ConfigError for unsupported schemes.
     """
     section = config.get("quantization_config") or {}
     method = section.get("quant_method")
@@ -141,7 +141,6 @@ def scheme_of(config: Mapping[str, Any], metadata: Callable[[], Mapping[str, str
 
 
 def _are_sizes(values: Any, count: int) -> bool:
-    """Whether these are that many sizes, in a list."""
     return isinstance(values, list) and len(values) == count and all(type(n) is int and n > 0 for n in values)
 
 
@@ -152,10 +151,8 @@ def _refusal(what: str) -> ConfigError:
     )
 
 
-# fp8 in blocks, of DeepSeek and Qwen3: X.weight and X.weight_scale_inv, which multiplies.
-
-
 def _fp8(section: Mapping[str, Any]) -> Scheme:
+    """fp8 in blocks, of DeepSeek and Qwen3: X.weight and X.weight_scale_inv, a factor."""
     block: Any = section.get("weight_block_size")
     if section.get("activation_scheme", "dynamic") != "dynamic":
         raise _refusal(f"quant_method='fp8' and activation_scheme={section['activation_scheme']!r}")
@@ -175,11 +172,11 @@ def _fp8(section: Mapping[str, Any]) -> Scheme:
     )
 
 
-# compressed-tensors: X.weight_packed, weight_scale, weight_shape, weight_zero_point of pack-quantized, and
-# X.weight, weight_scale of float-quantized.
-
-
 def _compressed_tensors(section: Mapping[str, Any]) -> Scheme:
+    """pack-quantized: X.weight_packed, weight_scale, weight_shape, weight_zero_point.
+
+    float-quantized: X.weight, weight_scale.
+    """
     kinds = {
         _compressed_group(group.get("format") or section.get("format"), group, name)
         for name, group in (section.get("config_groups") or {}).items()
@@ -207,8 +204,7 @@ def _compressed_tensors(section: Mapping[str, Any]) -> Scheme:
 def _compressed_group(
     kind: str | None, group: Mapping[str, Any], name: str
 ) -> tuple[bool, int, int, int | None]:
-    """Whether these weights are floats, their bits, inputs that share a scale (0: all), and outputs (None:
-    all)."""
+    """True for floats; bits; inputs that share a scale (0: all); outputs that share a scale (None: all)."""
     weights = group.get("weights") or {}
     if kind not in ("pack-quantized", "float-quantized"):
         raise _refusal(f"quant_method='compressed-tensors' and format={kind!r} ({name})")
@@ -244,7 +240,6 @@ def _compressed_group(
 
 
 def _of_floats(form: Format | None, weight: torch.Tensor, scale: torch.Tensor) -> StoredWeight:
-    """form: None: one scale for all."""
     if weight.dtype != torch.float8_e4m3fn:
         raise ValueError(f"it is {weight.dtype}, not float8_e4m3fn")
     shape = _matrix(weight)
@@ -285,7 +280,7 @@ def _fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def packed_fields(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse: int8 [R, K] as int32 [R, K * bits / 32], its last word filled up."""
+    """The inverse: int8 [R, K] as int32 [R, K * bits / 32], its last word padded."""
     codes = values.view(torch.uint8) + (1 << bits - 1)
     codes = torch.nn.functional.pad(codes, (0, -values.shape[1] % (32 // bits)))
     if bits == 4:
@@ -295,16 +290,14 @@ def packed_fields(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _integers(bits: int, group_size: int, width: int) -> Format:
-    """The format of integers of up to 4 or 8 bits; 4 bits of a whole output are a group."""
+    """The format of integers of up to 4 or 8 bits; at 4 bits a whole output is a group."""
     if bits <= 4:
         return format_of("int4", group_size or width)
     return format_of("int8", group_size if group_size != width else 0)
 
 
-# torchao's tensors, flattened by it: X._weight_qdata, _scale, _zero_point, and their kind in the metadata.
-
-
 def _torchao(metadata: Mapping[str, str]) -> Scheme:
+    """torchao's flattened X._weight_qdata, _scale, _zero_point, and their kind in the metadata."""
     try:
         kinds = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
     except (KeyError, ValueError, TypeError) as error:
@@ -335,7 +328,7 @@ def _refuse_torchao(name: str, kind: Mapping[str, Any]) -> None:
 def _of_torchao(
     kind: Mapping[str, Any], q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None
 ) -> StoredWeight:
-    """One matrix of torchao's; its block says what shares a scale."""
+    """One matrix of torchao; its block gives the shape of a scale's group."""
     num_out, width = _matrix(q)
     data = kind["_data"]
     *others, block_rows, group = data.get("block_size") or (num_out, width)
@@ -363,11 +356,11 @@ def _matrix(weight: torch.Tensor) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
-# MXFP4 (OCP Microscaling Formats v1.0): FP4 E2M1 values with one E8M0 scale per 32 of them.
-
-
 def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> StoredWeight:
-    """blocks: [N, G, 16] uint8, two values per byte, low nibble first.  scales: [N, G] uint8."""
+    """MXFP4 (OCP Microscaling Formats v1.0): FP4 E2M1 values, an E8M0 scale per 32 values.
+
+    blocks: [N, G, 16] uint8, two values per byte, low nibble first.  scales: [N, G] uint8.
+    """
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape != (*scales.shape, 16):
         raise ValueError(
             f"blocks and scales are {blocks.dtype} {list(blocks.shape)} and {scales.dtype} "

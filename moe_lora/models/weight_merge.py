@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One adapter folded into the base weights, in place, and taken out again.
+"""Merges one adapter into the base weights in place, and restores the weights.
 
-Legend: E experts held here, N output width of a site, H input width, R LoRA rank.
+Legend: E local experts, N output width of a site, H input width, R LoRA rank.
 
-While the weights carry adapter a, W_a = round(W + scale * B A) stands in W's place, at the address of W, in
-the rows of each targeted module of the fused weights.  Taking it out writes the original bytes back, which
-are kept on the host, so the weights are the same bits as before however often that is done (dLoRA subtracts
-instead, and drifts).  The router stays as it is: it is small, and a row of another adapter, whose correction
-is rounded, might be given other experts.
+Merged weights W_a = round(W + scale * B A) take W's place in memory, in the rows of each targeted module of
+the fused weights.  An unmerge copies the original bytes back from the host, so the weights stay
+bit-identical over any number of merges (dLoRA subtracts, and drifts).  The router is never merged: its
+weights are small, and a rounded correction could choose other experts for rows of another adapter.
 
-The unit is one site of one layer, so that a step folds in or takes out a bounded number of bytes.
+The unit is one site of one layer, so that a step merges or unmerges a bounded number of bytes.
 """
 
 from __future__ import annotations
@@ -29,18 +28,17 @@ from moe_lora.kernels.reference import arena_rows
 from .causal_lm import CausalLM, ExpertLinear, LoraLinear
 
 NEVER_MERGED = ("router",)
-"""Sites whose deltas are computed beside the weights always."""
+"""Sites with deltas always beside the weights."""
 
 _SCRATCH = 1 << 21
-"""fp32 numbers (8 MB) in which products are added to weights, so that a merge needs no memory by the weights'
-size, and on a CPU stays in its caches."""
+"""fp32 numbers (8 MB) for products: bounds a merge's memory, and fits a CPU's caches."""
 
 
 @dataclass(frozen=True)
 class HeldAdapter:
-    """Where A and B of an adapter lie on this device: slot `slot` of a table that points into arena.
+    """Places of an adapter's A and B on this device: slot `slot` of a table into arena.
 
-    Reads its part of the table once, and waits for the device then; not for use after the slot has changed.
+    Reads its part of the table once, after a wait for the device; invalid after a change of the slot.
     """
 
     arena: torch.Tensor
@@ -74,16 +72,16 @@ class HeldAdapter:
 
 
 def can_be_merged(model: CausalLM) -> bool:
-    """Whether adapters can be folded into this model's weights: none is quantised."""
+    """True if no weight of the model is quantised."""
     sites = (module for layer in model.layers for module in layer.modules())
     weights = (module.weight for module in sites if isinstance(module, LoraLinear | ExpertLinear))
     return all(isinstance(weight, torch.nn.Parameter) for weight in weights)
 
 
 class WeightMerge:
-    """The weights of one rank's model, and which of them carry an adapter now.
+    """The weights of one rank's model, and their merge state.
 
-    merged: [L, sites] bool.  One adapter at a time: take all of it out before another is folded in.
+    merged: [L, sites] bool.  One adapter at a time: unmerge all of an adapter before the next.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -104,7 +102,7 @@ class WeightMerge:
         self._scratch: torch.Tensor | None = None
 
     def pieces(self, held: HeldAdapter, sites: frozenset[int]) -> list[tuple[int, int]]:
-        """(layer, site) of everything that the adapter changes at these sites, in the order of a step."""
+        """All (layer, site) pieces that the adapter changes at these sites, in a step's order."""
         ranks = held.lora_ranks
         return [
             (layer, number)
@@ -113,11 +111,11 @@ class WeightMerge:
         ]
 
     def num_bytes(self, piece: tuple[int, int]) -> int:
-        """Of the site's weights, all modules and experts."""
+        """Bytes of the site's weights, all modules and experts."""
         return self._weights[piece].nbytes
 
     def bytes_of(self, modules: Collection[str]) -> int:
-        """Of all weights of this rank that an adapter with these target modules changes."""
+        """Bytes of all weights of this rank that an adapter with these target modules changes."""
         changed = 0
         for (_, number), weight in self._weights.items():
             site = self.shape.sites[number]
@@ -126,7 +124,7 @@ class WeightMerge:
         return changed
 
     def kept_bytes(self) -> int:
-        """Host memory that original weights take: what was ever merged, once."""
+        """Host memory of original weights; each counts once."""
         return sum(original.nbytes for original in self._originals.values())
 
     @torch.inference_mode()
@@ -152,7 +150,7 @@ class WeightMerge:
 
     @torch.inference_mode()
     def take_out(self, piece: tuple[int, int], held: HeldAdapter) -> None:
-        """W as it was, bit for bit.  held: what was folded in."""
+        """W as before, bit for bit.  held: the merged adapter."""
         assert self.merged[piece]
         for entry, _, rows in self._parts(piece, held):
             rows.copy_(self._originals[piece, entry])
@@ -160,7 +158,7 @@ class WeightMerge:
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Write all original bytes back, also of pieces with a half-way failure."""
+        """Write all original bytes back, also of pieces with a partial failure."""
         for (piece, entry), original in self._originals.items():
             self._rows(piece, entry).copy_(original)
         self.merged[:] = False
@@ -169,8 +167,9 @@ class WeightMerge:
     def rounding(
         self, piece: tuple[int, int], held: HeldAdapter, num_rows: int = 32
     ) -> Iterator[tuple[int, float, float]]:
-        """Of each module that the adapter changes there: its number, |W_a - W - delta|^2 and |delta|^2, norms
-        over about num_rows rows of one expert: what merging in this dtype changes of the adapter itself.
+        """The rounding error of a merge in this dtype, for each module that the adapter changes.
+
+        Yields its number, |W_a - W - delta|^2 and |delta|^2, norms over about num_rows rows of one expert.
         """
         seen: set[int] = set()
         for entry, module, rows in self._parts(piece, held):
@@ -187,7 +186,7 @@ class WeightMerge:
             yield module, float(lost), float(delta.square().sum())
 
     def checksum(self) -> str:
-        """Of all weights that an adapter may be folded into; reads them once."""
+        """Checksum of all mergeable weights; reads them once."""
         digest = hashlib.blake2b(digest_size=16)
         for key in sorted(self._weights):
             digest.update(self._weights[key].detach().cpu().contiguous().view(torch.uint8).numpy().data)
@@ -200,7 +199,6 @@ class WeightMerge:
         return held.delta_operands(layer, self.shape.sites[number], entry, self._weights[piece].dtype)
 
     def _parts(self, piece: tuple[int, int], held: HeldAdapter) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """The entries that the adapter has here: number, module, and its rows of the weight."""
         layer, number = piece
         site, ranks = self.shape.sites[number], held.lora_ranks[layer]
         for expert in self.experts if site.num_experts else (0,):
@@ -210,7 +208,6 @@ class WeightMerge:
                     yield entry, module, self._rows(piece, entry)
 
     def _rows(self, piece: tuple[int, int], entry: int) -> torch.Tensor:
-        """Rows of the weight for an entry of an adapter."""
         site, weight = self.shape.sites[piece[1]], self._weights[piece]
         expert, module = divmod(entry - site.entry_base, len(site.modules))
         matrix = weight[expert - self.experts.start] if site.num_experts else weight

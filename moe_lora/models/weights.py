@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a checkpoint that each parameter of the layer stack is made of, by its family's names.
+"""The checkpoint tensors of each parameter of the layer stack, by the family's names.
 
 Legend: E experts, F inner size of an expert or a dense MLP, H hidden size.
 """
@@ -23,10 +23,10 @@ from .stored_weight import Scheme, StoredWeight, mxfp4
 
 @dataclass(frozen=True)
 class Piece:
-    """One checkpoint tensor and the part of a model parameter that it fills.
+    """One checkpoint tensor and its part of a model parameter.
 
     `index` addresses the parameter (slices and expert numbers); `transform` maps the checkpoint's tensor
-    (and those of `extra_keys`) to that part's shape, as a view where it can.
+    (and those of `extra_keys`) to that part's shape, if possible as a view.
     """
 
     key: str
@@ -36,12 +36,12 @@ class Piece:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All checkpoint tensors that it reads."""
+        """All checkpoint tensors of the piece."""
         return self.key, *self.extra_keys
 
 
 WeightMap = dict[str, list[Piece]]
-"""Model parameter name -> the checkpoint tensors it is made of."""
+"""Model parameter name -> its checkpoint tensors."""
 
 
 SITES = {
@@ -55,7 +55,7 @@ SITES = {
 
 
 def weight_map(spec: ModelSpec, checkpoint: Container[str]) -> WeightMap:
-    """Pieces of every parameter.  checkpoint: names of its tensors, by which the form of the MLP is found."""
+    """Pieces of every parameter.  checkpoint: names of its tensors, which tell the form of the MLP."""
 
     def form(family: Family, prefix: str) -> tuple[Place, ...]:
         for places in family.mlp:
@@ -68,7 +68,7 @@ def weight_map(spec: ModelSpec, checkpoint: Container[str]) -> WeightMap:
 
 
 def linear_weight_map(spec: ModelSpec) -> WeightMap:
-    """As `weight_map`, of the form in which quantisers of linear layers write checkpoints."""
+    """As `weight_map`, for checkpoints of linear-layer quantisers."""
 
     def form(family: Family, prefix: str) -> tuple[Place, ...]:
         return next(places for places in family.mlp if all(place.form == "matrix" for place in places))
@@ -77,7 +77,6 @@ def linear_weight_map(spec: ModelSpec) -> WeightMap:
 
 
 def _mapped(spec: ModelSpec, form: Callable[[Family, str], tuple[Place, ...]]) -> WeightMap:
-    """form: places of the MLP below a layer's prefix."""
     family = family_named(spec.shape.family)
     weights: WeightMap = {"embedding": [Piece(family.embedding)], "norm.weight": [Piece(family.norm)]}
     if not spec.tie_word_embeddings:
@@ -96,9 +95,9 @@ def _mapped(spec: ModelSpec, form: Callable[[Family, str], tuple[Place, ...]]) -
 
 
 def stored_pieces(weights: WeightMap, scheme: Scheme, tensors: Container[str], num_experts: int) -> WeightMap:
-    """The same with what the scheme keeps quantised read as it says, a matrix of all experts as one each.
+    """The map with quantised tensors read by the scheme, and a separate matrix per expert.
 
-    tensors: names of the checkpoint's.  Raises ConfigError for a weight kept transposed or interleaved.
+    tensors: names in the checkpoint.  Raises ConfigError for a transposed or interleaved weight.
     """
     return {
         name: [made for piece in pieces for made in _stored(name, piece, scheme, tensors, num_experts)]
@@ -132,7 +131,6 @@ def _has_bias(spec: ModelSpec, site: str) -> bool:
 
 
 def _weights(shape: ModelShape, place: Place, prefix: str) -> Iterator[Piece]:
-    """Pieces of a place's weight."""
     key = prefix + place.key
     if place.form == "mxfp4":
         scales = (f"{key.removesuffix('_blocks')}_scales",)
@@ -155,7 +153,6 @@ def _weights(shape: ModelShape, place: Place, prefix: str) -> Iterator[Piece]:
 
 
 def _biases(shape: ModelShape, place: Place, prefix: str) -> Iterator[Piece]:
-    """Pieces of a place's bias: [out] of a matrix, [E, out] of a fused parameter."""
     key = prefix + place.bias_key
     if place.form == "matrix":
         for rows, _ in _parts(shape, place):
@@ -168,7 +165,7 @@ def _biases(shape: ModelShape, place: Place, prefix: str) -> Iterator[Piece]:
 
 
 def _parts(shape: ModelShape, place: Place) -> Iterator[tuple[tuple[slice, ...], slice]]:
-    """Of each stored part: its rows in the parameter, () for all; and its outputs in the tensor."""
+    """For each stored part: rows in the parameter, () for all; and outputs in the tensor."""
     site, num_modules = shape.site(place.site), len(place.modules)
     if num_modules == len(site.modules) and not place.interleaved:
         yield (), slice(None)
@@ -193,12 +190,12 @@ def _fused(stored: slice, transposed: bool, tensor: torch.Tensor) -> torch.Tenso
 
 
 def _by_expert(num_experts: int, is_down: bool, stacked: torch.Tensor) -> torch.Tensor:
-    """[E*F, H] -> [E, F, H], of down [E, H, F].  Another number of rows stays, for the loader's error."""
+    """[E*F, H] -> [E, F, H], of down [E, H, F].  Other shapes stay unchanged for the loader's error."""
     inner, rest = divmod(stacked.shape[0], num_experts)
     by_expert = stacked if rest else stacked.view(num_experts, inner, *stacked.shape[1:])
     return _transposed(by_expert) if is_down else by_expert
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """A vector stays, for the loader's error."""
+    """A vector stays unchanged for the loader's error."""
     return tensor.mT if tensor.dim() > 1 else tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that wait for their first step, in the order of their start."""
+"""Queue of requests before their first step."""
 
 from __future__ import annotations
 

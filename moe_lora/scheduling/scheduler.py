@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching: which sequences compute how many tokens in the next step."""
+"""Continuous batching: sequences and numbers of tokens of the next step."""
 
 from __future__ import annotations
 
@@ -20,28 +20,26 @@ if TYPE_CHECKING:
     from .tenant_queue import TenantQueue
 
 LOOK_AHEAD = 16
-"""Queued requests that the cache is told of."""
+"""Queued requests shown to the cache."""
 
 
 class Scheduler(Generic[Sequence]):
     """Decode rows first, then prefill chunks, then newcomers, within the step's token budget.
 
-    running: sequences that compute.  loading: those whose adapter or history is on its way to the device;
-    they hold both, and wait alone.  waiting: those that hold nothing.
-    queue: orders the waiting requests; None: first come, first served.  tenants: `waiting`, from the second
-    tenant or priority on.
+    loading: sequences with an adapter or history on the way to the device.  waiting: sequences without
+    holds. queue: orders the waiting requests; None: first come, first served.  tenants: `waiting`, from the
+    second tenant or priority on.
 
-    max_host_tokens: prompt tokens of loading adapters in a step while any other request computes or could
-    begin, which then has the rest of the step; host workers compute them (Readiness.HOST_COMPUTABLE), and
-    those that have begun divide them by `policies.admission.host_start.fair_shares`.  Such a request computes
-    its prompt, then waits alone until its adapter is there, so that no decode step waits for the host.
-    Source: Toppings section 4.1.
+    max_host_tokens: limit of prompt tokens of loading adapters in a step shared with other requests. Host
+    workers compute these tokens (Readiness.HOST_COMPUTABLE), divided by
+    `policies.admission.host_start.fair_shares`.  After the prompt the request waits for the adapter: no
+    decode step waits for the host. Source: Toppings section 4.1.
 
-    Everybody ends, because the first running request (if none runs, the first that loads and has what it
-    needs) gives nothing back before it has ended.  Where it finds no page, all that are younger give theirs
-    back and nobody is admitted in that schedule, so that nothing holds a page but it, pins, and copies under
-    way; these come to an end, and what they brought can be evicted.  Leases of a LoRA Server stay with it
-    too, so it waits for no other instance.  What still finds no page then never will (`oldest`).
+    Progress: the first running request (else the first loaded request) keeps all holds to the end.  Without
+    a free page, all younger requests release pages and no request is admitted in that schedule. Then only
+    this request, pins and running copies hold pages; copies end, and copied pages can be evicted.  Leases
+    of a LoRA Server are kept too, so the request waits for no other instance.  A request still without
+    pages is impossible (`oldest`).
     """
 
     def __init__(
@@ -75,19 +73,19 @@ class Scheduler(Generic[Sequence]):
         self._starvation_s = starvation_s
         self._max_host_tokens = max_host_tokens
         self.held_back = False
-        """Somebody found no place for an adapter when the last step was planned."""
+        """True if at the last plan a request found no slot for an adapter."""
         self._only: Container[Namespace] | None = None
         self._host_shares: dict[Sequence, int] | None = None
-        """None: the step has no request whose adapter is there."""
+        """None: all requests of the step need a host."""
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that don't compute yet."""
+        """Sequences before their first step."""
         return len(self.waiting) + len(self.loading)
 
     @property
     def oldest(self) -> Sequence | None:
-        """The first to have what it needs: nobody can go on if it can't for ever."""
+        """The first in line: if it can never continue, no sequence can."""
         return next(chain(self.running, self.loading, self.waiting), None)
 
     def add(self, sequence: Sequence) -> None:
@@ -101,7 +99,7 @@ class Scheduler(Generic[Sequence]):
             self._adapters.enqueue(sequence.adapter)
 
     def _count_tenants(self) -> None:
-        """Queue requests by tenant from now on.  Tokens so far count for the only tenant until now."""
+        """Queue requests by tenant from now on.  Earlier tokens count for the first tenant."""
         from moe_lora.policies.admission.fairness import DECODE_COST, PREFILL_COST, VirtualTokenCounter
 
         from .tenant_queue import LEAST_CREDIT, TenantQueue
@@ -113,11 +111,10 @@ class Scheduler(Generic[Sequence]):
         self.waiting = self.tenants = TenantQueue(counter, self.waiting, self._max_num_seqs)
 
     def schedule(self, only: Container[Namespace] | None = None) -> list[Scheduled[Sequence]]:
-        """The next step's work; its pages are reserved.  Empty if nothing can run.
+        """The next step's work, with reserved pages.  Empty if no sequence can run.
 
-        only: adapters (None among them: the base model) whose sequences compute, at most max_num_seqs of
-        them; running ones of others keep what they hold.  Where none of these can compute, or None is given,
-        everybody may.
+        only: adapters (None among them: the base model) with computing sequences, at most max_num_seqs;
+        other sequences keep holds.  All adapters compute for None, or if no sequence of `only` can.
         """
         plan = self._plan(only)
         if only is not None and not plan:
@@ -129,7 +126,6 @@ class Scheduler(Generic[Sequence]):
         return [Scheduled(sequence, num_tokens) for sequence, num_tokens in plan.items()]
 
     def _plan(self, only: Container[Namespace] | None) -> dict[Sequence, int]:
-        """Tokens of each sequence that computes."""
         plan: dict[Sequence, int] = {}
         self._only = only
         preempted = [] if self.tenants is None or only is not None else self._return_slots(self.tenants)
@@ -158,7 +154,7 @@ class Scheduler(Generic[Sequence]):
         return plan
 
     def advance(self, plan: Iterable[Scheduled[Sequence]]) -> None:
-        """The planned step is computed: what it filled of blocks can be found from now on."""
+        """After the planned step's compute: filled blocks become visible to lookups."""
         now_s = self.clock.now_s()
         for item in plan:
             sequence = item.sequence
@@ -171,11 +167,11 @@ class Scheduler(Generic[Sequence]):
                 self._cache.publish(sequence.table, sequence.tokens, sequence.num_computed, now_s)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Pages for the KV that a loading sequence awaits; False (and none taken) if there are too few."""
+        """Allocate pages for a loading sequence's awaited KV; False, without pages, if there are too few."""
         return self._cache.grow(sequence.table, num_tokens, self.clock.now_s())
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence ended (or its client left), wherever it is."""
+        """Remove an ended or aborted sequence from any queue."""
         if self.tenants is not None:
             self.tenants.in_vain = False
         for group in (self.running, self.loading):
@@ -189,8 +185,8 @@ class Scheduler(Generic[Sequence]):
                 self._adapters.dequeue(sequence.adapter)
 
     def _continue(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> int:
-        """Plan a running sequence's next tokens; if pages run out, the youngest give theirs back.  One that
-        is left alone waits, holding what it has.
+        """Plan a running sequence's next tokens; without pages, preempt the youngest.  The last sequence
+        waits with all holds.
         """
         num_tokens = self._num_tokens(sequence, sequence.num_uncomputed, budget, plan)
         while num_tokens and not self._grow(sequence.table, sequence.num_computed + num_tokens):
@@ -211,8 +207,7 @@ class Scheduler(Generic[Sequence]):
     def _num_tokens(
         self, sequence: Sequence, num_uncomputed: int, budget: int, plan: dict[Sequence, int]
     ) -> int:
-        """How many of its tokens may compute in this step; of a loading adapter none where waiting for it is
-        quicker."""
+        """Tokens for this step; 0 for a loading adapter if the wait is quicker than the host."""
         num_uncomputed -= sequence.held
         if not sequence.cold_tokens:
             return min(num_uncomputed, budget)
@@ -225,7 +220,7 @@ class Scheduler(Generic[Sequence]):
         return num_tokens if pays else 0
 
     def _divide_host(self) -> dict[Sequence, int] | None:
-        """What each prompt of a loading adapter may take of a step beside others; None: there are none."""
+        """Shares of a step for prompts of loading adapters; None: no other requests."""
         if not self._has_warm():
             return None
         from moe_lora.policies.admission.host_start import fair_shares
@@ -238,7 +233,6 @@ class Scheduler(Generic[Sequence]):
         return dict(zip(cold, fair_shares(list(cold.values()), self._max_host_tokens), strict=True))
 
     def _has_warm(self) -> bool:
-        """Whether a request that needs no host computes in this step, or begins if it finds room."""
         may_begin = self.waiting if self._has_room(1) else ()
         adapters = self._adapters
         for one in filter(self._may_compute, chain(self.running, self.loading, may_begin)):
@@ -247,7 +241,6 @@ class Scheduler(Generic[Sequence]):
         return adapters.waits_for_others and bool(may_begin)
 
     def _admit(self, budget: int, plan: dict[Sequence, int]) -> None:
-        """Have waiting sequences start, or their bytes brought in, while there is room for them."""
         if not self.waiting or not self._has_room(budget):
             return
         self._adapters.begin_round()
@@ -277,16 +270,15 @@ class Scheduler(Generic[Sequence]):
                 waits.held_back_s = now_s
 
     def _return_slots(self, tenants: TenantQueue[Sequence]) -> list[Sequence]:
-        """Preempt what other tenants' requests may replace."""
         victims = tenants.to_preempt(self.running, self.loading)
         for victim in victims:
             self._preempt(victim)
         return victims
 
     def _match(self, sequence: Sequence, now_s: float) -> None:
-        """Find what is computed of its tokens; of one whose KV comes, nothing, so that it is what it was.
+        """Look up computed tokens; none for awaited KV, to keep the sequence's state.
 
-        What is not counts as its tenant's, once.
+        Uncomputed tokens count for the tenant, once.
         """
         if sequence.awaits_kv:
             sequence.table = self._cache.new_table(sequence.adapter_uid, sequence.cache_salt)
@@ -324,8 +316,6 @@ class Scheduler(Generic[Sequence]):
         return adapter is not None and self._adapters.has_unused_lease(adapter)
 
     def _is_loaded(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:
-        """Whether the adapter and the history of a loading sequence have come, or it begins without the
-        adapter."""
         now_s = self.clock.now_s()
         if sequence.waits.adapter_s is None:
             adapter = sequence.adapter
@@ -346,9 +336,7 @@ class Scheduler(Generic[Sequence]):
         return True
 
     def _start(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:
-        """Move a loaded sequence to the running ones if its pages can be had, if need be from younger ones
-        that load; if not, it keeps what it has.
-        """
+        """Start a loaded sequence if pages are available, if need be from younger loading sequences."""
         table = sequence.table
         num_tokens = self._num_tokens(sequence, len(sequence.tokens) - table.num_matched, budget, plan)
         while not self._grow(table, table.num_matched + num_tokens):
@@ -375,8 +363,8 @@ class Scheduler(Generic[Sequence]):
         return False
 
     def _look_at_adapters(self) -> None:
-        """Put back sequences whose adapter could not be loaded, prompts without a host, and loading ones
-        with a lost history; note loads that ended.
+        """Put back sequences after a failed load, prompts without a host, and loading sequences with a
+        lost history; record ended loads.
         """
         for where in (self.running, self.loading):
             for sequence in [one for one in where if one.cold_tokens or where is self.loading]:
@@ -395,18 +383,16 @@ class Scheduler(Generic[Sequence]):
                 self._put_back(sequence)
 
     def _stop_loading(self) -> None:
-        """The youngest that loads gives back what it holds."""
         self.num_put_back += 1
         self._put_back(self.loading.pop())
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Free the sequence's pages; it starts over from its tokens when there is room again."""
         self.running.remove(sequence)
         self.num_preemptions += 1
         self._put_back(sequence)
 
     def _put_back(self, sequence: Sequence) -> None:
-        """Wait again, before all others, holding nothing."""
+        """Wait again, before all others, without holds."""
         self.waiting.appendleft(sequence)
         if sequence.adapter is not None:
             self._adapters.enqueue(sequence.adapter)
@@ -415,7 +401,7 @@ class Scheduler(Generic[Sequence]):
         sequence.awaits_kv = sequence.unshared = False
 
     def _give_back(self, sequence: Sequence) -> None:
-        """Pages first, then the adapter that they depend on."""
+        """Pages first, then the adapter."""
         self._cache.release(sequence.table, self.clock.now_s())
         if sequence.adapter is not None:
             self._adapters.release(sequence.adapter)

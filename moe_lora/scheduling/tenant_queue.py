@@ -12,13 +12,13 @@ from .queues import RequestQueue
 from .views import Sequence
 
 LEAST_CREDIT = 2048.0
-"""Of a tenant that was away: some requests, however few tokens a step takes."""
+"""For a tenant after an absence: some requests, however few tokens a step takes."""
 
 
 class TenantQueue(RequestQueue[Sequence]):
-    """Starts requests by the tokens of each tenant, in a tenant by priority, then in the order of `waiting`.
+    """Starts requests by tokens per tenant, within a tenant by priority, then in the order of `waiting`.
 
-    counter: each tenant's tokens.  waiting: the queue until now.  in_vain: no other tenant could use the
+    counter: tokens per tenant.  waiting: the queue until now.  in_vain: no other tenant could use the
     returned slots.
     """
 
@@ -51,8 +51,8 @@ class TenantQueue(RequestQueue[Sequence]):
         return self.counter.order(self._order_of_one(requests))
 
     def to_preempt(self, running: list[Sequence], loading: list[Sequence]) -> list[Sequence]:
-        """Running requests to preempt in a full batch: their tenants have more than their shares of the
-        slots, and another tenant is next.
+        """Running requests to preempt in a full batch: the tenants exceed their shares of the slots, and
+        another tenant is next.
         """
         if self.in_vain or len(running) + len(loading) < self._max_num_seqs:
             return []
@@ -64,9 +64,9 @@ class TenantQueue(RequestQueue[Sequence]):
         return found
 
     def note_preempted(self, preempted: list[Sequence]) -> None:
-        """Return fewer slots from now on if some of these requests took their slots again.
+        """Return fewer slots from now on if some of these requests took the slots again.
 
-        The other tenant lacks pages or an adapter's place then.  If all took their slots again, no slot is
+        The other tenant then lacks pages or an adapter's slot.  If all were taken again, no slot is
         returned until a request ends.
         """
         num_used = sum(sequence.gave_way for sequence in preempted)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler sees of sequences, and of the adapters that they hold."""
+"""The scheduler's view of sequences and their adapters."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from typing import Any, Generic, Protocol, TypeVar
 from moe_lora.cache.orders import Namespace, Readiness
 from moe_lora.cache.pages import BlockTable
 
-# Where a sequence's time before its first step goes.
-
 
 @dataclass(slots=True)
 class Waits:
-    """Noted by the scheduler, in seconds of its clock.
+    """Times before the first step, in seconds of the scheduler's clock.
 
-    admitted_s: when the sequence's first step was planned.  loading_s, adapter_s: when it began to wait for
-    bytes on their way, and when those of its adapter were there; None: it does not wait, they are not.
-    adapter_load_s, kv_load_s: how long it waited for its adapter, and then for its history.  held_back_s:
-    since when it waits for an adapter's place.
+    admitted_s: plan of the sequence's first step.  loading_s, adapter_s: start of the wait for bytes, and
+    arrival of the adapter; None: no wait, not arrived.  adapter_load_s, kv_load_s: waits for its adapter,
+    and then for its history.  held_back_s: start of the wait for an adapter's slot.
     """
 
     admitted_s: float | None = None
@@ -31,25 +28,25 @@ class Waits:
     held_back_s: float | None = None
 
     def load(self, now_s: float) -> None:
-        """It holds its adapter and its history; their bytes may be on their way."""
+        """Record the hold of adapter and history; their bytes may still load."""
         self.loading_s, self.adapter_s = now_s, None
 
     def loaded(self, now_s: float) -> None:
-        """Adapter and history are on the device; later loads, after a preemption, are no part of the wait."""
+        """Adapter and history are on the device; loads after a preemption don't count as wait."""
         if self.admitted_s is None and self.loading_s is not None and self.adapter_s is not None:
             self.adapter_load_s += self.adapter_s - self.loading_s
             self.kv_load_s += now_s - self.adapter_s
         self.loading_s = None
 
     def queue_s(self, arrival_s: float, now_s: float) -> float:
-        """Time for which no bytes were waited for, from arrival to admission (until now if there was none):
-        for the step under way, for its turn, for room.
+        """Time without loads from arrival to admission (until now before admission): for the running step,
+        for its turn, for room.
         """
         admitted_s = now_s if self.admitted_s is None else self.admitted_s
         return admitted_s - arrival_s - self.adapter_load_s - self.kv_load_s
 
     def adapter_wait_s(self, now_s: float) -> float:
-        """Of the queueing: from the moment it was held back until its bytes began to move."""
+        """Part of the queueing: from the lack of an adapter's slot until the start of its load."""
         if self.held_back_s is None:
             return 0.0
         admitted_s = now_s if self.admitted_s is None else self.admitted_s
@@ -60,16 +57,15 @@ Adapter = TypeVar("Adapter", contravariant=True)
 
 
 class Schedulable(Protocol):
-    """A sequence.  The scheduler sets what is no property here; its caller appends tokens.
+    """A sequence.  The scheduler sets plain attributes; the caller appends tokens.
 
-    table: the pages that hold its KV.  num_computed: tokens that have KV there; the scheduler counts them
-    when they are computed, and sets them back when it takes the pages.  num_cached: of these, what it found
-    when it was admitted.  matched: its prompt was looked up in the cache.  adapter_hit: its adapter was there
-    when it came.  cold_tokens: of `tokens`, those that it may compute before its adapter is there; 0: it is.
-    held: its last token is not to be computed now, so that it gains none.  awaits_kv: its KV comes from
-    elsewhere, into pages that the caller takes; the scheduler sets it back when it takes them.
-    gave_way: it makes room for another tenant's.
-    unshared: what it computes from now on is not for the prefix cache; set by the caller.
+    table: KV pages.  num_computed: tokens with KV in the table; counted after a step, reset with the
+    release of pages.  num_cached: part found in the cache at admission.  matched: the prompt was looked up
+    in the cache.  adapter_hit: the adapter was resident at arrival.  cold_tokens: `tokens` to compute
+    before the adapter's arrival; 0: resident. held: the last token is not computed now. awaits_kv: KV
+    arrives from elsewhere, into pages allocated by the caller; the scheduler resets the flag with the
+    release of pages. gave_way: preempted for another tenant. unshared: further KV is not for the prefix
+    cache; set by the caller.
     """
 
     table: BlockTable
@@ -85,7 +81,7 @@ class Schedulable(Protocol):
 
     @property
     def adapter(self) -> Any:
-        """As `Adapters` knows it; None: the base model."""
+        """As in `Adapters`; None: the base model."""
         ...
 
     @property
@@ -95,7 +91,7 @@ class Schedulable(Protocol):
 
     @property
     def tenant(self) -> str:
-        """Whom it counts for; as `policies.admission.fairness.CompetingView` has it, and the next two."""
+        """Tenant, as in `policies.admission.fairness.CompetingView`, like the next two."""
         ...
 
     @property
@@ -106,7 +102,7 @@ class Schedulable(Protocol):
 
     @property
     def cache_salt(self) -> str:
-        """It shares computed prompts with sequences of the same one."""
+        """Shares cached prompts with sequences of the same salt only."""
         ...
 
     @property
@@ -114,7 +110,7 @@ class Schedulable(Protocol):
 
     @property
     def tokens(self) -> collections.abc.Sequence[int]:
-        """Prompt and what was generated so far."""
+        """Prompt and generated tokens."""
         ...
 
     @property
@@ -124,7 +120,7 @@ class Schedulable(Protocol):
 
     @property
     def num_left(self) -> int:
-        """Tokens that it will still generate, at most."""
+        """Most tokens still to generate."""
         ...
 
     @property
@@ -132,47 +128,47 @@ class Schedulable(Protocol):
 
 
 class Adapters(Protocol[Adapter]):
-    """Who holds which adapter, and who waits for it."""
+    """Holds of adapters, and waits for them."""
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it may depend on another process that an adapter becomes ready."""
+        """True if an adapter's readiness may depend on another process."""
         ...
 
     def enqueue(self, adapter: Adapter) -> None:
-        """One more request of the adapter waits, holding nothing."""
+        """Count a waiting request of the adapter, without a hold."""
         ...
 
     def dequeue(self, adapter: Adapter) -> None:
-        """One of those holds the adapter now, or has left."""
+        """A waiting request holds the adapter now, or has left."""
         ...
 
     def begin_round(self) -> None:
-        """Requests are about to be admitted, one `acquire` after the other."""
+        """Start of a round of `acquire` calls."""
         ...
 
     def acquire(self, adapter: Adapter, *, again: bool = False, num_tokens: int = 1) -> Readiness:
-        """Hold the adapter for one request, its bytes on their way if they are not there.
+        """Hold the adapter for one request, and start its load if absent.
 
-        NO_ROOM: it is not held, there is no place now.  again: this request held it before.  num_tokens: of
-        the request, by which layers are ordered where host workers compute the first ones.
+        NO_ROOM: not held for lack of room.  again: the request held the adapter before.  num_tokens: of the
+        request; orders the layers if host workers compute the first ones.
         """
         ...
 
     def has_unused_lease(self, adapter: Adapter) -> bool:
-        """Whether others wait for its place, which is kept though no request uses it."""
+        """True if other engines wait for a slot kept without a request."""
         ...
 
     def readiness(self, adapter: Adapter) -> Readiness:
-        """Of an adapter that was acquired: whether its bytes are there, or prompts can be computed without.
+        """State of an acquired adapter: loaded, or prompts computable without.
 
-        NO_ROOM: they failed to come.
+        NO_ROOM: the load failed.
         """
         ...
 
     def pays_on_host(self, adapter: Adapter, num_tokens: int, on_host: int) -> bool:
-        """Whether so many prompt tokens are to begin on host workers, rather than wait for the adapter, one
-        that is HOST_COMPUTABLE.  on_host: tokens that they compute in that step already.
+        """True if host workers compute these prompt tokens of a HOST_COMPUTABLE adapter sooner than the
+        device after the load.  on_host: the workers' other tokens in the step.
         """
         ...
 
@@ -181,15 +177,12 @@ class Adapters(Protocol[Adapter]):
         ...
 
 
-# What a scheduler decides: the work of one step.
-
-
 Sequence = TypeVar("Sequence", bound=Schedulable)
 
 
 @dataclass(eq=False, slots=True)
 class Scheduled(Generic[Sequence]):
-    """`num_tokens` of a sequence from its first uncomputed one; `samples` if its last token is among them."""
+    """`num_tokens` of a sequence from the first uncomputed token; `samples` if the last token is included."""
 
     sequence: Sequence
     num_tokens: int

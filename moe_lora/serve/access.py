@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who asks, and what it may do: keys, rates, what only administrators may (docs/guides/tenants.md)."""
+"""Callers of HTTP: keys, rates, and administrators' rights (docs/guides/tenants.md)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from .api_keys import AdminKeys, ApiKey, KeyRing
 
 OPEN = frozenset({"/health", "/live", "/ready", "/version"})
-"""Paths that need no key: balancers ask them, and they tell nothing of anybody."""
+"""Paths without a key, for balancers: the answers reveal no data of clients."""
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
 STATUS = frozenset({"/metrics", "/", "/docs", "/openapi.json"})
-"""Paths without a key where `admin_key_digests` are the only keys, as in vLLM."""
+"""Further paths without a key if `admin_key_digests` are the only keys, as in vLLM."""
 _FOR_ALL = GENERATING | {"/", "/docs", "/openapi.json", "/v1/models"}
-"""Paths for every key, beside those below /v1/models/; all others are administrators'."""
+"""Paths for every key, beside the paths below /v1/models/; other paths need an administrator."""
 _PERIOD_S = 60.0
 
 
 class Allowance:
-    """So much of something a minute: what was not used is there later, up to a minute's worth."""
+    """An allowance per minute; the unused part stays, up to one minute's worth."""
 
     def __init__(self, what: str, per_minute: float) -> None:
         self.what = what
@@ -43,23 +43,23 @@ class Allowance:
         self._at_s = time.monotonic()
 
     def change(self, per_minute: float) -> None:
-        """Another rate from now on: what is left stays, up to a minute's worth, and what is held is held."""
+        """Set a new rate; the rest stays, up to a minute's worth, and so do holds."""
         self.wait_s()
         self.per_minute = per_minute
 
     def wait_s(self, amount: float = 1.0) -> float:
-        """Until so much may be taken, of more than a minute's worth until that is there; 0: now."""
+        """Seconds until the amount is free, at most a minute's worth; 0: now."""
         now_s = time.monotonic()
         self._left = min(self.per_minute, self._left + (now_s - self._at_s) * self.per_minute / _PERIOD_S)
         self._at_s = now_s
         return max(0.0, (min(amount, self.per_minute) - self._left) * _PERIOD_S / self.per_minute)
 
     def take(self, amount: float) -> None:
-        """May go below nothing, by what one request takes: it is waited for later."""
+        """May go below zero by one request; later requests wait."""
         self._left -= amount
 
     def hold(self, amount: float) -> None:
-        """Take what may be needed, until `settle` says what was."""
+        """Take the most that may be needed, until `settle`."""
         self._left -= amount
         self._held += amount
 
@@ -68,11 +68,11 @@ class Allowance:
         self._left += held - taken
 
     def refusal(self, amount: float = 1.0) -> ApiError | None:
-        """What to answer to a request that needs so much; None: it may have it."""
+        """The error for a request of this amount; None: admitted."""
         wait_s = self.wait_s(amount)
         if not wait_s:
             return None
-        # Most of what is held comes back, and soon: for that nobody is told to wait longer than a minute.
+        # Most of a hold returns soon: Retry-After is a minute at most.
         missing = min(amount, self.per_minute) - (self._left + self._held)
         wait_s = max(missing * _PERIOD_S / self.per_minute, min(wait_s, _PERIOD_S))
         rate = f"this key may have {self.per_minute:g} {self.what} a minute"
@@ -80,7 +80,7 @@ class Allowance:
 
 
 class Reservation:
-    """Tokens that a request may take, held from its admission to its end."""
+    """Tokens held for a request from its admission to its end."""
 
     def __init__(self, allowance: Allowance, num_tokens: int) -> None:
         self._allowance = allowance
@@ -89,19 +89,19 @@ class Reservation:
         allowance.hold(num_tokens)
 
     def spend(self, num_tokens: int) -> None:
-        """Count tokens of a prompt, or of an answer; below 0: not after all."""
+        """Count tokens of a prompt or an answer; a negative number takes them back."""
         self._spent += num_tokens
 
     def settle(self) -> None:
-        """Give back what was not spent, or take what was spent besides."""
+        """Return unspent tokens, or take tokens spent beyond the hold."""
         self._allowance.settle(self._held, self._spent)
 
 
 class Caller:
-    """Who sent a request.
+    """Sender of a request.
 
-    key: None where there are no keys.  tokens: what it may have of them; None: any number.  is_admin: whether
-    it may do everything.  tenant: empty where there are no keys.
+    key, tenant: None and "" without keys.  tokens: token allowance; None: unlimited.  is_admin: may use
+    every path.
     """
 
     def __init__(self, key: ApiKey | None = None, tokens: Allowance | None = None, *, is_admin: bool) -> None:
@@ -117,7 +117,7 @@ class Caller:
 
 @contextmanager
 def reserved(allowance: Allowance, num_tokens: int) -> Iterator[Reservation]:
-    """Hold so many for one request, so that those at once do not have more than their rate together."""
+    """Hold tokens for one request, so that concurrent requests stay within their common rate."""
     found = Reservation(allowance, num_tokens)
     try:
         yield found
@@ -126,19 +126,19 @@ def reserved(allowance: Allowance, num_tokens: int) -> Iterator[Reservation]:
 
 
 ANYONE, NO_ADMIN = Caller(is_admin=True), Caller(is_admin=False)
-"""Without keys: whoever connects, and where administrators have an address of their own, all elsewhere."""
+"""Callers without keys; NO_ADMIN if administrators have their own address."""
 
 
 def caller_of(scope: Mapping[str, Any]) -> Caller:
-    """Who sent the request of an ASGI scope."""
+    """The caller in an ASGI scope."""
     found: Caller = scope["state"]["caller"]
     return found
 
 
 def checked_keys(config: FrontEndConfig) -> KeyRing | AdminKeys | None:
-    """The keys of a front end, None if it has none.
+    """The keys of a front end, None without keys.
 
-    Raises ConfigError if they, or certificate and key of TLS, can't be read.
+    Raises ConfigError for unreadable keys, or an unreadable certificate or key of TLS.
     """
     if config.tls_cert is not None and config.tls_key is not None:
         try:
@@ -157,7 +157,7 @@ def checked_keys(config: FrontEndConfig) -> KeyRing | AdminKeys | None:
 
 
 class Access:
-    """Lets requests through to `app` that may have what they ask for, and says whose they are."""
+    """Passes permitted requests to `app`, with their caller in the scope."""
 
     def __init__(
         self,
@@ -166,14 +166,13 @@ class Access:
         address: str | None,
         count: Callable[[str], None],
     ) -> None:
-        """address: the administrators' own.  count: called with the reason of each refusal."""
         self._app = app
         self._keys = keys
         self._count = count
         self._admin_address = None if address is None else parse_address("admin_address", address)
         self._requests: dict[str, Allowance] = {}
         self._tokens: dict[str, Allowance] = {}
-        """By key; kept when keys are removed, since one that is put back is not to have its rate twice."""
+        """By key; kept after a key's removal, so that a restored key has no second allowance."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN:
@@ -189,7 +188,6 @@ class Access:
             await JsonResponse(error.body, error.status, headers)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> tuple[str, ApiError] | None:
-        """Note the caller; or why it may not have what it asks for (one of REFUSALS), and what to answer."""
         path: str = scope["path"]
         is_admins = path not in _FOR_ALL and not path.startswith("/v1/models/")
         at_admins = self._came_to_admins(scope)
@@ -220,7 +218,6 @@ class Access:
         return None
 
     def _came_to_admins(self, scope: Scope) -> bool:
-        """Whether the connection came where administrators are served: everywhere without an address."""
         if self._admin_address is None:
             return True
         _, port = scope.get("server") or (None, None)
@@ -228,7 +225,6 @@ class Access:
 
 
 def _is_served(scope: Scope) -> bool:
-    """True if the application has a route for the path, with any method."""
     return any(route.matches(scope)[0] is not Match.NONE for route in scope["app"].routes)
 
 
@@ -237,7 +233,6 @@ def _not_found(scope: Scope) -> ApiError:
 
 
 def _bearer(scope: Scope) -> str:
-    """The key that a request carries, empty if none."""
     for name, value in scope["headers"]:
         if name == b"authorization":
             kind, _, text = value.decode("latin-1").partition(" ")
@@ -246,12 +241,11 @@ def _bearer(scope: Scope) -> str:
 
 
 def _allowance(kept: dict[str, Allowance], key: str, what: str, per_minute: float | None) -> Allowance | None:
-    """What is left for a key."""
     if per_minute is None:
         return None
     found = kept.get(key)
     if found is None:
         found = kept[key] = Allowance(what, per_minute)
-    elif found.per_minute != per_minute:  # not another one: requests hold from this one
+    elif found.per_minute != per_minute:  # never a new object: requests hold from this allowance
         found.change(per_minute)
     return found

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""API keys: a file of their digests, and what each may do.
+"""API keys: a file of their digests and rights.
 
-A key is random (256 bits), so that a plain SHA-256 keeps it: there is nothing to guess.  The file is replaced
-whole; servers look at it again when it changes.
+A key has 256 random bits, so a plain SHA-256 protects it against guesses.  Writers replace the whole file;
+servers read a changed file again.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the file knows of a key.
+    """A key's entry in the file.
 
-    id: the part of the key that may be shown.  digest: SHA-256 of the whole key, in hex.  adapters: names,
-    or patterns as of a shell, of those that it may use; the base model needs none.  admin: it may do all
-    that administrators do, and use all adapters.  share: the weight of its tenant where tenants compete.
+    id: the public part of the key.  digest: SHA-256 of the whole key, in hex.  adapters: permitted names,
+    or shell patterns; the base model is always permitted.  admin: administrators' rights, and all adapters.
+    share: the tenant's weight under contention.
     """
 
     id: _Name
@@ -67,7 +67,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_keys(path: Path) -> list[ApiKey]:
-    """The keys of a file.  Raises ConfigError if it can't be read, or contradicts itself."""
+    """The keys of a file.  Raises ConfigError for an unreadable or contradictory file."""
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_FILE_BYTES + 1)
@@ -90,9 +90,9 @@ def read_keys(path: Path) -> list[ApiKey]:
 
 
 def add_key(path: Path, key: ApiKey) -> str:
-    """Write a key with these rights into the file, which is made if need be; the new key, told this once.
+    """Add a key with these rights to the file, created if absent; returns the new key, shown only now.
 
-    key: its id, digest and created_s are replaced.  Raises ConfigError.
+    key: without id, digest and created_s, set here.  Raises ConfigError.
     """
     identity = secrets.token_hex(4)
     text = f"{PREFIX}-{identity}-{secrets.token_urlsafe(32)}"
@@ -114,7 +114,7 @@ def add_key(path: Path, key: ApiKey) -> str:
 
 
 def remove_key(path: Path, identity: str) -> ApiKey:
-    """Take a key out of the file, by its id.  Raises ConfigError."""
+    """Remove a key from the file, by its id.  Raises ConfigError."""
     with _locked(path):
         keys = read_keys(path)
         for key in keys:
@@ -131,7 +131,6 @@ def digest_of(text: str) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One writer at a time."""
     try:
         with open(f"{path}.lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -141,7 +140,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, keys: Sequence[ApiKey]) -> None:
-    """Replace the file as a whole.  A new one is its owner's alone; else whoever could read it still can."""
+    """Replace the whole file.  A new file is readable by its owner only; an old file keeps its mode."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -160,7 +159,7 @@ def _write(path: Path, keys: Sequence[ApiKey]) -> None:
 
 
 class AdminKeys:
-    """Keys of administrators, known by their SHA-256, without a file."""
+    """Keys of administrators, by their SHA-256, without a file."""
 
     opens_status = True
     """Paths of the server's state need no key."""
@@ -176,10 +175,10 @@ class AdminKeys:
 
 
 class KeyRing:
-    """The keys of a file, as it is now.
+    """The current keys of a file.
 
-    admins: keys beside the file.  A file that can't be read any more is logged, and the keys stay as they
-    were.  Raises ConfigError where it can't be read at the start.
+    admins: keys beside the file.  If the file becomes unreadable, an error is logged and the keys stay.
+    Raises ConfigError for an unreadable file at the start.
     """
 
     opens_status = False
@@ -193,7 +192,7 @@ class KeyRing:
         self._looked_s = time.monotonic()
 
     def find(self, text: str) -> ApiKey | None:
-        """Whose key this is; None: nobody's.  Takes as long whichever it is not."""
+        """The entry of a key, or None.  Takes constant time for unknown keys."""
         self._look()
         parts = text.split("-", 2)
         key = self._keys.get(parts[1]) if len(parts) == 3 else None
@@ -203,7 +202,6 @@ class KeyRing:
         return None if self._admins is None else self._admins.find(text)
 
     def _look(self) -> None:
-        """Read the file again if it has changed, looking once a second."""
         now_s = time.monotonic()
         if now_s - self._looked_s < _LOOK_AGAIN_S:
             return

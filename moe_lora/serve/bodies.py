@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a request's body: no more than its route takes, than its client may have, and than all may."""
+"""Request bodies within the limits of route, client and front end."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .http_errors import bad_request
 from .limits import Limits, client_of
 
 SMALL_BODY_BYTES = 1 << 16
-"""Of requests that do not generate."""
+"""Limit for requests that do not generate."""
 UNCOUNTED_BYTES = 1 << 14
-"""Of each body, that count for nobody: so large ones under way never keep out small ones."""
+"""Bytes of each body outside all counts: large bodies never keep out small ones."""
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 @asynccontextmanager
 async def body_of(request: Request, limits: Limits, most_bytes: int) -> AsyncIterator[bytearray]:
-    """The whole body; what it has beyond `UNCOUNTED_BYTES` counts for its client until the context ends.
+    """The whole body; bytes beyond `UNCOUNTED_BYTES` count for its client until the context ends.
 
-    Raises ApiError: 413 for more than `most_bytes`, before any of it is read where its length was said, 429
-    and 503 if its client or all have too many under way.
+    Raises ApiError: 413 for more than `most_bytes`, before the read if the length is given; 429 and 503 if
+    its client or all clients exceed their bytes in progress.
     """
     client, taken, body = client_of(request.scope), 0, bytearray()
 
@@ -55,7 +55,7 @@ async def body_of(request: Request, limits: Limits, most_bytes: int) -> AsyncIte
 
 
 def bounded_route(limits: Limits, most_bytes: int = SMALL_BODY_BYTES) -> type[APIRoute]:
-    """Routes whose bodies have at most so many bytes."""
+    """Routes with a limit on the bytes of a body."""
 
     class BoundedRoute(APIRoute):
         def get_route_handler(self) -> Handler:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller and the front ends of a cluster, wired from its file."""
+"""The controller and the front ends of a cluster, built from its configuration file."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
 
 ABSENCE = "none has dialled in, or all have left; send the request again in a while"
-"""What tenants are told: where instances dial in is in the log."""
+"""Text for tenants; the log has the instances' dial-in address."""
 
 
 async def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> None:
-    """Decide for the front ends of a cluster until told to stop.
+    """Run the controller of a cluster until a signal.
 
-    reload: what SIGHUP does.  Raises ConfigError, RegistryError or AdapterError
-    for what can be known at start.
+    reload: effect of SIGHUP.  Raises ConfigError, RegistryError or AdapterError for errors known at start.
     """
     if cluster.controller is None:
         raise ConfigError(
@@ -69,10 +68,10 @@ async def serve_deciding(
     socks: Sequence[socket.socket],
     reload: Reload | None = None,
 ) -> None:
-    """Serve HTTP as the only front end, which decides too, until told to stop.
+    """Serve HTTP as the only front end, with the controller, until a signal.
 
-    reload: see `serve_forever`.  Raises ConfigError, RegistryError or AdapterError
-    for what can be known at start.
+    reload: see `serve_forever`.  Raises ConfigError, RegistryError or AdapterError for errors known at
+    start.
     """
     setting = "front_end.engines_address"
     place = parse_address(setting, cluster.engines_address())
@@ -106,10 +105,10 @@ async def serve_directed(
     socks: Sequence[socket.socket],
     reload: Reload | None = None,
 ) -> None:
-    """Serve HTTP as the front end of that name, whose controller is another process, until told to stop.
+    """Serve HTTP as a front end of a controller in another process, until a signal.
 
-    socks: from `serve.server.bound`.  reload: see `serve_forever`.  Raises ConfigError for what can be known
-    at start.
+    socks: from `serve.server.bound`.  reload: see `serve_forever`.  Raises ConfigError for errors known at
+    start.
     """
     assert cluster.controller is not None
     checks = CheckingProcess(tokenizer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections of HTTP: how many there may be, and how long a client may take to send and to read."""
+"""HTTP connections: their number, and time limits for a client's sends and reads."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from .limits import RETRY_S, Limits, client_at
 logger = logging.getLogger(__name__)
 
 ACCEPTED_AT_ONCE = 8
-"""Connections accepted in one turn of the event loop; the first of them is looked at a few turns later."""
+"""Connections accepted in one turn of the event loop; their handling starts a few turns later."""
 _LINGERING = 32
 _RESERVE = 5 * ACCEPTED_AT_ONCE + _LINGERING + 16
-"""Files for connections that are not looked at yet or being refused, and for what requests open beside."""
+"""File descriptors for new or refused connections, and for files opened by requests."""
 _LINGER_S = 1.0
 MAX_HEADERS = 128
-"""Of a request: each takes more memory than its bytes."""
+"""Headers of a request: each takes more memory than its bytes."""
 MAX_PIPELINED = 64
-"""Requests of one connection that wait for the answer to another one."""
+"""Requests of one connection in the queue behind an unfinished answer."""
 HEADERS_S = "moe_lora.headers_s"
-"""In a request's ASGI scope: when its headers had come, by the monotonic clock."""
+"""Key of a request's ASGI scope: arrival of its headers, by the monotonic clock."""
 _UPGRADE = re.compile(rb"(?i)\r\nupgrade(?=:)")
 _REQUEST, _HEAD, _BODY = "the next request", "the head of a request", "the body of a request"
-"""What a client is to send, by a time."""
+"""Next data due from a client."""
 
 
 def most_connections(max_files: int, num_open: int) -> int:
-    """Connections that may be open beside what is; at least one."""
+    """Further connections that the file limit allows; at least one."""
     return max(1, max_files - num_open - _RESERVE)
 
 
 def as_bytes(error: ApiError) -> bytes:
-    """An answer with this error, after which the connection closes."""
+    """An answer with this error; the connection then closes."""
     body = to_json(error.body)
     fields = {**error.headers, "Content-Type": "application/json", "Connection": "close"}
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
@@ -58,7 +58,7 @@ def as_bytes(error: ApiError) -> bytes:
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol within `Limits`: of connections, of the bytes of a head, of time.
 
-    limits, for_files: set by `limited`; the latter is how many connections the open files leave room for.
+    limits, for_files: set by `limited`; the latter is the number of connections within the file limit.
     """
 
     limits: Limits
@@ -68,12 +68,12 @@ class Connection(HttpToolsProtocol):
 
     _client = ""
     _is_counted = False
-    _lingers: asyncio.TimerHandle | None = None  # until it is closed, having been turned away
-    _num_head_bytes = 0  # received since the parser last found a whole head or a piece of a body
-    _awaited: str | None = None  # what the client is to send, by late_s; None: nothing
+    _lingers: asyncio.TimerHandle | None = None  # until a refused connection closes
+    _num_head_bytes = 0  # received since the last complete head or body chunk
+    _awaited: str | None = None  # data due from the client by late_s
     late_s = math.inf
-    _unread_bytes = 0  # of an answer, when time began to run
-    unread_s = math.inf  # when a client is ended that reads nothing of what waits for it
+    _unread_bytes = 0  # of an answer, at the start of the time limit
+    unread_s = math.inf  # end of the time limit for a client without reads
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         error = None if self._is_counted else self.enter(transport)
@@ -86,7 +86,7 @@ class Connection(HttpToolsProtocol):
         self._await(_REQUEST, config.idle_timeout_s if connects_ahead else config.header_timeout_s)
 
     def enter(self, transport: asyncio.Transport) -> ApiError | None:
-        """Count the connection, or say why it may not be: it is one too many."""
+        """Count the connection.  Returns an error if it exceeds a limit."""
         limits, peer = self.limits, get_remote_addr(transport)
         host = peer[0] if peer else None
         self._client = client_at(host)
@@ -115,19 +115,18 @@ class Connection(HttpToolsProtocol):
         return limits.refusal("connections", ApiError(503, what, retry_s=RETRY_S))
 
     def leave(self) -> None:
-        """It counts no more."""
+        """Stop counting the connection."""
         if self._is_counted:
             self._is_counted = False
             self.limits.connections.give_back(self._client, 1)
 
     def _turn_away(self, transport: asyncio.Transport, error: ApiError) -> None:
-        """Answer a connection that is one too many."""
         kind = type(self)
         transport.write(as_bytes(error))
         if kind.num_lingering >= _LINGERING:
             transport.close()
             return
-        # Closed before the request has come, the connection would be reset, and the answer with it.
+        # A close before the request has arrived would reset the connection and lose the answer.
         kind.num_lingering += 1
         self._lingers = asyncio.get_running_loop().call_later(_LINGER_S, transport.close)
 
@@ -139,13 +138,11 @@ class Connection(HttpToolsProtocol):
         if self in self.connections:
             super().connection_lost(exc)
 
-    # What a client sends.
-
     def data_received(self, data: bytes) -> None:
         if self not in self.connections:
             return
         if self.cycle is None or self.cycle.response_complete:
-            # Clients that offer HTTP/2 (Java's) send a body all the same, which httptools would drop.
+            # HTTP/2 clients (Java's) send a body too; httptools would drop the body.
             head, end, rest = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"\r\nignored", head) + end + rest
         self._num_head_bytes += len(data)
@@ -182,20 +179,18 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._awaited, self.late_s = None, math.inf
         super().on_message_complete()
-        if self.cycle.response_complete:  # answered before its body had come
+        if self.cycle.response_complete:  # answered before its body arrived
             self._await(_REQUEST, self.limits.config.idle_timeout_s)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._awaited is None and self.cycle.response_complete:
             self._await(_REQUEST, self.limits.config.idle_timeout_s)
-        elif self._awaited == _BODY:  # of the next request, which was not read before
+        elif self._awaited == _BODY:  # the next request's body, unread so far
             self._await(_BODY, self.limits.config.body_timeout_s)
 
     def _await(self, what: str, time_s: float) -> None:
         self._awaited, self.late_s = what, time.monotonic() + time_s
-
-    # What a client reads.
 
     def pause_writing(self) -> None:
         self.unread_s = time.monotonic() + self.limits.config.write_timeout_s
@@ -208,14 +203,14 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_unread(self) -> bool:
-        """Whether the client does not read what waits for it."""
+        """True if the client does not read its pending data."""
         return self.unread_s < math.inf
 
     def end_if_late(self, now_s: float) -> None:
-        """End the connection if its client takes too long; called once in a while."""
+        """End the connection of a client beyond its time limit; called periodically."""
         if now_s >= self.unread_s:
             num_bytes = self.transport.get_write_buffer_size()
-            if num_bytes < self._unread_bytes:  # slow, but it reads
+            if num_bytes < self._unread_bytes:  # slow, but reading
                 self.unread_s, self._unread_bytes = now_s + self.limits.config.write_timeout_s, num_bytes
                 return
             self.limits.count("write_time")
@@ -228,18 +223,16 @@ class Connection(HttpToolsProtocol):
                 self._refuse(408, f"{self._awaited} did not come in time; send it faster")
 
     def _answering(self) -> bool:
-        """Whether an answer is on its way over this connection."""
         cycle = self.cycle
         return cycle is not None and cycle.response_started and not cycle.response_complete
 
     def _refuse(self, status: int, message: str) -> None:
-        """Close, with this error unless what comes belongs to a request that was answered already."""
         if self._awaited == _HEAD or not self.cycle.response_complete:
             self.transport.write(as_bytes(ApiError(status, message)))
         self.transport.close()
 
     def shutdown(self) -> None:
-        """The server ends: what has not come yet is not waited for."""
+        """Shutdown of the server: do not wait for further data."""
         if self._awaited in (_HEAD, _BODY) and not self._answering():
             self._refuse(503, CUT)
         else:
@@ -247,10 +240,9 @@ class Connection(HttpToolsProtocol):
 
 
 class TlsConnection(SSLProtocol):
-    """TLS before a `Connection`, which counts before its handshake, and has a head's time for that.
+    """TLS before a `Connection`; counts before its handshake, within the time limit of a head.
 
-    One that is one too many is closed: it could be told why after the handshake only, which is the dearest
-    part of it.
+    A connection beyond the limit is closed without an answer: the handshake is the dearest part.
     """
 
     def __init__(self, connection: Connection, context: ssl.SSLContext) -> None:
@@ -280,7 +272,7 @@ class TlsConnection(SSLProtocol):
 def limited(
     limits: Limits, for_files: int, context: ssl.SSLContext | None
 ) -> Callable[..., Connection | TlsConnection]:
-    """Makes the protocol of each of a server's connections.  context: of TLS."""
+    """Protocol factory for a server's connections.  context: of TLS."""
     kind = type("LimitedConnection", (Connection,), {"limits": limits, "for_files": for_files})
     if context is None:
         return kind

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every endpoint needs: the engine, the tokenizer, names, limits, metrics."""
+"""Objects for all endpoints: engine, tokenizer, names, limits, metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Ending:
     def __init__(self) -> None:
         self.begun = self.over = False
         self.running: set[asyncio.Task[object] | None] = set()
-        """Tasks of requests that wait for their engine; `cut` cancels them."""
+        """Tasks with a running engine request, for `cut`."""
 
     def cut(self) -> None:
         """End running requests with a 503: as the answer, or as the last event of a stream."""
@@ -45,13 +45,13 @@ class Ending:
 
 @dataclass(kw_only=True)
 class Frontend:
-    """One engine as one HTTP application sees it.
+    """One engine and the HTTP application.
 
-    tokenizer None: prompts are token ids only.  cluster: what is served, and what a controller does for it.
-    controller: runs while it serves.  name: which of several front ends it is.  ending: cuts requests when it
-    ends.  config: its own settings.  model_name: what requests call the base model.  model_names: all names
-    of the base model; every other name is an adapter's.  adapter_texts: see `served_text`.  checks: checks
-    large bodies; None: starts with the first of them.  Whoever makes it closes the client.
+    tokenizer None: prompts are token ids only.  controller: runs while the application serves.  name: among
+    several front ends.  ending: cuts requests at shutdown.  model_name: the base model's main name.
+    model_names: all names of the base model; every other name is an adapter's.  adapter_texts: see
+    `served_text`.  checks: checks large bodies; None: starts with the first large body.  The creator closes
+    the client.
     """
 
     client: FleetClient

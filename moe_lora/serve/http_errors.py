@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error as an OpenAI error body; what a client caused is 4xx, never 500."""
+"""Every error as an OpenAI error body; a client's errors are 4xx, never 500."""
 
 from __future__ import annotations
 
@@ -71,22 +71,21 @@ FORMS = {
     "stop": "a text or a list of texts",
     "messages": "role and content, the content a text or a list of parts {type: text, text: ...}",
 }
-"""What fields that may have several forms accept."""
+"""Accepted forms of fields with several forms."""
 
 
 CONTROLLERS_PATHS = ("/load_lora_adapter", "/unload_lora_adapter")
 NOT_JSON = "the body must be a JSON object, sent with Content-Type: application/json"
 MAX_MESSAGE_CHARS = 1000
-"""Of an error's message: what a client sent is never given back whole."""
+"""Limit of an error's message: a client's input is never returned whole."""
 
 
 class ApiError(Exception):
     """An answer other than 200.
 
-    param: the request's field that caused it.  retry_s: after how many seconds it may be sent again.
-    closes: the connection, because the request is not read to its end.  limit: the reason that it is counted
-    for by who knows it (one of `limits.REFUSALS`); None: it is counted already, or is none.
-    kind, code: type and code of the error; None: those of the status.
+    param: the request's field at fault.  retry_s: Retry-After.  closes: closes the connection, because the
+    request is not read to its end.  limit: reason to count (one of `limits.REFUSALS`); None: already
+    counted, or no refusal. kind, code: type and code of the error; None: the status' defaults.
     """
 
     kind: ClassVar[str | None] = None
@@ -139,19 +138,19 @@ class ApiError(Exception):
 
 
 class ContextLengthError(ApiError):
-    """Prompt and answer exceed the model's context.  By this code clients choose a longer model."""
+    """Prompt and answer exceed the model's context.  Clients choose a longer model by this code."""
 
     code = "context_length_exceeded"
 
 
 class AlreadyLoadedError(ApiError):
-    """An adapter has the name already.  Controllers take this type for success."""
+    """An adapter has the name already.  Controllers treat this type as success."""
 
     kind = "InvalidUserInput"
 
 
 def to_json(content: Any) -> bytes:
-    """JSON in plain ASCII: encoding it can't fail, whatever characters a client sent.  Takes data classes."""
+    """Plain ASCII JSON: encoding never fails on a client's characters.  Accepts data classes."""
     with suppress(UnicodeEncodeError):
         found = msgspec.json.encode(content)
         if found.isascii():
@@ -160,7 +159,7 @@ def to_json(content: Any) -> bytes:
 
 
 class JsonResponse(Response):
-    """`to_json` of something."""
+    """A response with `to_json` of its content."""
 
     media_type = "application/json"
 
@@ -170,13 +169,13 @@ class JsonResponse(Response):
 
 LINGER_S = 1.0
 LINGER_BYTES = 64 << 20
-"""What a client still sends is read for so long, and up to so much, after an answer that closes."""
+"""Limits on reading a client's data after a closing answer."""
 
 
 class LastAnswer(JsonResponse):
-    """An answer to a request that is not read to its end; then the connection closes.
+    """The answer to a partly read request; then the connection closes.
 
-    Closed while the client still sends, the connection would be reset, and the answer with it.
+    The rest is read first: a close during the client's send would reset the connection and lose the answer.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -197,7 +196,7 @@ def bad_request(message: str, param: str | None = None, limit: str | None = None
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """What to answer for an error that an engine raised (see `EngineClient`)."""
+    """The answer to an engine's error (see `EngineClient`)."""
     if isinstance(error, ApiError):
         return error
     for kind, status in STATUS_OF_ERROR:
@@ -208,7 +207,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def describe_validation(error: RequestValidationError | ValidationError) -> ApiError:
-    """One line for the first few problems, without the values given, which may be huge or no text."""
+    """One line for the first few problems, without the given values: long or not printable."""
     lines: dict[str, None] = {}
     param = None
     for field, problems in _by_field(error).items():
@@ -226,7 +225,6 @@ def describe_validation(error: RequestValidationError | ValidationError) -> ApiE
 
 
 def _by_field(error: RequestValidationError | ValidationError) -> dict[str, list[dict[str, Any]]]:
-    """The problems of each field of the body; "" for those of the body itself."""
     found: dict[str, list[dict[str, Any]]] = {}
     problem: Any
     for problem in error.errors():
@@ -236,8 +234,9 @@ def _by_field(error: RequestValidationError | ValidationError) -> dict[str, list
 
 
 def _lines(field: str, problems: list[dict[str, Any]]) -> list[str]:
-    """One line per problem.  A field of several forms was held against each: only what is not about the
-    form matters, or else the list of forms."""
+    """A line per problem.  For a field of several forms: problems within a form, or else the list of
+    forms.
+    """
     if not any(_names_form(part) for problem in problems for part in problem["loc"]):
         return [_line(problem) for problem in problems]
     telling = [problem for problem in problems if problem["type"] not in WRONG_TYPE]
@@ -251,12 +250,10 @@ def _line(problem: dict[str, Any]) -> str:
 
 
 def _names_form(part: str | int) -> bool:
-    """Whether a part of a problem's place is pydantic's name of a union's branch."""
     return isinstance(part, str) and ("[" in part or part in ("str", "int"))
 
 
 def _cause(problem: dict[str, Any]) -> Exception | None:
-    """The ValueError that one of our own checks raised."""
     cause = problem.get("ctx", {}).get("error")
     return cause if isinstance(cause, Exception) else None
 

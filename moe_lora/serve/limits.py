@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who a client is, what clients have of a front end now, what is refused to them (docs/guides/limits.md)."""
+"""Clients, their use of a front end, and refusals (docs/guides/limits.md)."""
 
 from __future__ import annotations
 
@@ -39,21 +39,20 @@ REFUSALS = (
     "unread",
     "write_time",
 )
-"""Reasons for which something is refused or ended, as the metric names them."""
+"""Reasons for refused or ended requests, as in the metric."""
 RETRY_S = 1
-"""Retry-After where what is taken may be free again at any moment."""
+"""Retry-After for limits that may be free again at any moment."""
 
 
 LEAST_QUEUED_TOKENS = 1024
-"""What a choice that waits counts at least: it takes memory however short it is."""
+"""Least tokens per waiting choice: even a short choice takes memory."""
 LONGEST_RETRY_S = 60
 
 
 def client_of(scope: Mapping[str, Any]) -> str:
-    """Whom an HTTP request counts for: the one place that says so.
+    """The client that an HTTP request counts for.
 
-    scope: of ASGI.  Where there are keys, the key's tenant.  Behind a trusted proxy its client is the one
-    that the proxy names.
+    scope: of ASGI.  With keys, the key's tenant.  Behind a trusted proxy, the client in the proxy's header.
     """
     caller = scope.get("state", {}).get("caller")
     if caller is not None and caller.tenant:
@@ -64,7 +63,7 @@ def client_of(scope: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def client_at(host: str | None) -> str:
-    """The client at an address: all of an IPv6 /64 are one.  None: over a Unix socket."""
+    """The client at an address: an IPv6 /64 is one client.  None: over a Unix socket."""
     try:
         address = ipaddress.ip_address(host or "")
     except ValueError:
@@ -75,7 +74,7 @@ def client_at(host: str | None) -> str:
 
 
 class Quota:
-    """An amount of something that all clients share, and of which each may have a part."""
+    """An amount shared by all clients, with a limit per client."""
 
     def __init__(self, most: int, most_per_client: int) -> None:
         self.most = most
@@ -87,7 +86,7 @@ class Quota:
         return self._of_client.get(client, 0)
 
     def exceeded(self, client: str, amount: int) -> Literal["all", "client"] | None:
-        """Whose part would be exceeded by so much more."""
+        """The limit that a further amount would exceed."""
         if self.in_all + amount > self.most:
             return "all"
         return "client" if self._of_client.get(client, 0) + amount > self.most_per_client else None
@@ -105,10 +104,10 @@ class Quota:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Waiting:
-    """A choice that waits for its first token.
+    """A choice before the first token.
 
-    client: whom it counts for.  tenant: among whose it starts by `priority` (lower goes first), and whose
-    share it takes (`policies.admission.fairness`); one of all where there are no keys.
+    client: for the counts.  tenant: orders choices by `priority` (lower goes first), and gives the share
+    (`policies.admission.fairness`); a single tenant without keys.
     """
 
     client: str
@@ -119,7 +118,7 @@ class Waiting:
 
     @property
     def num_tokens(self) -> int:
-        """What it counts."""
+        """Tokens for the queue's count."""
         return max(self.tokens, LEAST_QUEUED_TOKENS)
 
 
@@ -137,7 +136,7 @@ class Limits:
         self._proxies = [ipaddress.ip_network(one) for one in config.trusted_proxies]
 
     def change(self, config: LimitsConfig) -> None:
-        """Have others from now on; what was taken under those of before stays taken."""
+        """Set new limits; current use stays counted."""
         self.config = config
         for quota, most, most_per_client in (
             (self.connections, config.max_connections, config.max_connections_per_client),
@@ -147,7 +146,7 @@ class Limits:
             quota.most, quota.most_per_client = most, most_per_client
 
     def is_proxy(self, host: str) -> bool:
-        """Whether what connects from there speaks for others."""
+        """True for a trusted proxy's address."""
         if not self._proxies:
             return False
         try:
@@ -157,7 +156,7 @@ class Limits:
         return any(address in network for network in self._proxies)
 
     def refusal(self, reason: str, error: ApiError) -> ApiError:
-        """The error, counted."""
+        """Count the refusal and return its error."""
         self.count(reason)
         return error
 
@@ -166,7 +165,7 @@ class Limits:
         return self.refusal("body_size", ApiError(413, f"{what}; send less at once", closes=True))
 
     def take_body(self, client: str, num_bytes: int) -> None:
-        """Count bytes of a body that is being received.  Raises ApiError if there are too many."""
+        """Count received bytes of a body.  Raises ApiError beyond the limit."""
         whose = self.bodies.exceeded(client, num_bytes)
         if whose == "all":
             what = "too many bytes of requests are being received at once; try again later"
@@ -177,11 +176,11 @@ class Limits:
         self.bodies.take(client, num_bytes)
 
     def enter_queue(self, who: Waiting, timeout_s: float | None = None) -> None:
-        """Count a choice that waits for its first token, until `leave_queue`.
+        """Count a choice before the first token, until `leave_queue`.
 
-        timeout_s: in which it is to have ended; None: it has any time.
-        Raises ApiError if too many tokens wait: 429 for its client's (who may always have one choice that
-        waits), 503 for all clients'; 429 if it would not begin within timeout_s.
+        timeout_s: time until the end; None: unlimited. Raises ApiError if too many tokens wait: 429 for the
+        client's (a single waiting choice is always allowed), 503 for all clients'; 429 if the choice would
+        not start within timeout_s.
         """
         whose = self.queue.exceeded(who.client, who.num_tokens)
         if whose == "all" and self.queue.in_all:
@@ -203,7 +202,7 @@ class Limits:
         self._waiting.setdefault(who.tenant, {})[who] = None
 
     def leave_queue(self, who: Waiting, *, begun: bool) -> None:
-        """It has its first token, or has ended without."""
+        """Uncount a choice with a first token, or ended without tokens."""
         self.queue.give_back(who.client, who.num_tokens)
         del self._waiting[who.tenant][who]
         if not self._waiting[who.tenant]:
@@ -212,7 +211,9 @@ class Limits:
             self._begun_tokens += who.num_tokens
 
     def _ahead(self, who: Waiting) -> float:
-        """Tokens that begin before it: its tenant's by priority, of others at most as many by shares."""
+        """Tokens ahead of the choice: the tenant's by priority, at most as many of other tenants by
+        shares.
+        """
         own = self._waiting.get(who.tenant, ())
         num_own = sum(one.num_tokens for one in own if one.priority <= who.priority)
         found = float(num_own)
@@ -223,14 +224,15 @@ class Limits:
         return found
 
     def _queue_s(self, num_tokens: int) -> int:
-        """In how many seconds about half of so many tokens will have begun."""
         if not self._begun_tokens:
             return RETRY_S
         return _retry_s(num_tokens / 2 / self._begun_tokens * (time.monotonic() - self._queued_since_s))
 
     def _wait_s(self, num_tokens: float) -> float:
-        """In how many seconds so many tokens begin, as fast as others did since the queue was empty; 0 where
-        so many have not, so that what came tells less than what can be done."""
+        """Expected seconds until these tokens start, at the rate since the queue was empty.
+
+        0 if fewer have started: the rate is then below the capacity.
+        """
         if self._begun_tokens < num_tokens or not num_tokens:
             return 0.0
         return num_tokens / self._begun_tokens * (time.monotonic() - self._queued_since_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that are read again while a front end serves: SIGHUP, as other servers have it."""
+"""Settings that SIGHUP reloads while a front end serves."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .limits import Limits
 logger = logging.getLogger(__name__)
 
 _FIXED = frozenset({"trusted_proxies", "idle_timeout_s", "max_unread_steps"})
-"""Limits that connections take over when they begin."""
+"""Limits fixed at a connection's start."""
 RELOADED = ("log_level", *(one.name for one in fields(LimitsConfig) if one.name not in _FIXED))
 """Settings of `front_end` that change without a restart."""
 
 
 class Reload:
-    """Reads a front end's settings again, and takes over those that can change while it serves.
+    """Reads a front end's settings again, and applies the changeable settings.
 
-    read: as they are now, of file and options.  Raises what that raises.
+    read: returns the current settings of file and options, or raises.
     """
 
     def __init__(self, read: Callable[[], ClusterConfig]) -> None:
@@ -36,11 +36,12 @@ class Reload:
         self._now = read()
         self._tasks: set[asyncio.Task[None]] = set()
         self.passes_on: list[Callable[[FrontEndConfig], None]] = []
-        """Called with what was read again, for processes that know these settings from this one."""
+        """Called with the reloaded settings, for processes that depend on these settings."""
 
     def begin(self, limits: Limits | None, context: ssl.SSLContext | None = None) -> None:
-        """Have it done beside all else.  limits: None: there are none, as at a controller.  context: whose
-        certificate is read again."""
+        """Start the reload as a task.  limits: None at a controller.  context: TLS context with the
+        certificate to reload.
+        """
         task = asyncio.create_task(self._reload(limits, context))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -53,21 +54,21 @@ class Reload:
             limits.change(now)
         if context is not None and now.tls_cert is not None:
             try:
-                # Into another first: one that fails may have taken over the certificate, without its key.
+                # A trial context first: a failed load may have replaced the certificate without its key.
                 for one in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), context):
                     one.load_cert_chain(now.tls_cert, now.tls_key)
             except OSError as error:
                 logger.error("the certificate %s can't be read again and stays: %s", now.tls_cert, error)
 
     async def read_again(self, config: FrontEndConfig) -> FrontEndConfig | None:
-        """A front end's settings with those that can change as they are now, which is logged.
+        """A front end's settings with current changeable settings; changes are logged.
 
-        None: they can't be read, and stay as they were read before.
+        None: unreadable settings; the last settings stay.
         """
         before = self._now.front_end
         try:
             found = await asyncio.to_thread(self._read)
-        except Exception as error:  # whatever is wrong with the file, requests go on by what was read before
+        except Exception as error:  # requests continue with the last settings, whatever the error
             logger.error("the settings can't be read again and stay as they are: %s", error)
             return None
         now = {name: getattr(found.front_end, name) for name in RELOADED}
@@ -88,16 +89,16 @@ class Reload:
 
 
 def on_hang_up(stop: Callable[[], None], reload: Callable[[], None]) -> Callable[[], None]:
-    """What to do at SIGHUP: it says that the terminal was closed, or else, that settings have changed."""
+    """SIGHUP handler: stop if the terminal was closed, else reload."""
     had_terminal = has_terminal()
     return lambda: stop() if had_terminal and not has_terminal() else reload()
 
 
 @contextmanager
 def hang_ups_ignored() -> Iterator[None]:
-    """While a server starts SIGHUP ends it, as SIGTERM does, only if its terminal was closed.
+    """During the start, SIGHUP ends the server, as SIGTERM does, only if its terminal was closed.
 
-    Until it has a handler that reads settings again: they were read just now.
+    Ends with the reload handler: the settings were just read.
     """
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:  # nohup
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text files of the served model and of its adapters, as a front end uses them."""
+"""Text files of the served model and of its adapters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def read_served_text(cluster: ClusterConfig) -> Tokenizer | None:
     """The base model's tokenizer.  Raises ConfigError for unreadable files.
 
-    A thread compiles the chat templates and looks beside adapters: instances start meanwhile.
+    A thread compiles the chat templates and searches adapter folders during the start of instances.
     """
     engine = cluster.engine
     tokenizer = served_tokenizer(engine.model_dir)
@@ -39,14 +39,14 @@ def read_served_text(cluster: ClusterConfig) -> Tokenizer | None:
 
 
 def log_text_of(cluster: ClusterConfig, name: str, path: str) -> None:
-    """A line for an adapter with text files of its own.  Not for the event loop: it reads files."""
+    """Log an adapter's text files.  Blocking: reads files."""
     used, engine = cluster.front_end.adapter_chat_template, cluster.engine
     log_adapter_text(name, path, engine.model_dir, used=used, root=engine.adapter_root)
 
 
 @dataclass(frozen=True)
 class AdapterTexts:
-    """The adapters whose text files count.  adapters: by name.  root: see `EngineConfig.adapter_root`."""
+    """Adapters with text files.  adapters: by name.  root: see `EngineConfig.adapter_root`."""
 
     adapters: Mapping[str, ServedVersion]
     root: str | None
@@ -60,7 +60,7 @@ class AdapterTexts:
 
 
 def adapter_texts(cluster: ClusterConfig, registry: InstanceRegistry) -> Callable[[], AdapterTexts] | None:
-    """Gives the `AdapterTexts` of now; None without --adapter-chat-template."""
+    """Returns the current `AdapterTexts`; None without --adapter-chat-template."""
     if not cluster.front_end.adapter_chat_template:
         return None
     return lambda: AdapterTexts(registry.adapters, cluster.engine.adapter_root)

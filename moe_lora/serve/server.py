@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running the application on a socket until a signal ends it."""
+"""Runs the application on a socket until a signal."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(frontend: Frontend) -> FastAPI:
-    """OpenAI-compatible endpoints over a front end's engine; it does not run the controller."""
-    # FastAPI's pages at /docs and /redoc load scripts from elsewhere, which a server without a network can't.
+    """OpenAI-compatible endpoints over a front end's engine; does not run the controller."""
+    # FastAPI's /docs and /redoc load external scripts, unreachable for a server without a network.
     shows_docs = frontend.config.docs_page
     app = FastAPI(
         docs_url=None,
@@ -82,7 +82,7 @@ def create_app(frontend: Frontend) -> FastAPI:
 
 
 class QuietLoop:
-    """An event loop's exception handler that says once that no file is left, and all else as usual."""
+    """An event loop's exception handler that logs the lack of file descriptors once."""
 
     def __init__(self) -> None:
         self._said = False
@@ -97,42 +97,46 @@ class QuietLoop:
 
 
 RARE_COLLECTIONS = (20_000, 10, 10)
-"""Thresholds of Python's collector in a front end's process; with its defaults it took 6 % of the time.  What
-a middle collection finds alive, requests under way, is kept until ten of them have been, and it is cyclic: at
-Python's sense of rare, 1000, each of 1000 streams at once left its objects behind."""
+"""Thresholds of Python's garbage collector in a front end; the defaults took 6 % of the time.
+
+Middle collections keep cyclic objects of running requests alive. At Python's usual 1000, each of 1000
+concurrent streams left its objects behind.
+"""
 DRAIN_S = 20.0
-"""Requests under way at shutdown get this long to finish, in seconds; then they are ended with an error."""
+"""Time in seconds for running requests at shutdown, before an error ends them."""
 _LAST_WORDS_S = 5.0
 UNSENT_BYTES = 1 << 17
-"""Of a connection, that the kernel keeps of what its client does not read; it would take megabytes."""
+"""Kernel buffer for unread bytes of a connection; the default is megabytes."""
 PEAK_BYTES, RETURN_S = 64 << 20, 60.0
-"""Memory that grew by so much since it was last given back to the system is given back again; and now and
-then what requests leave free between what lasts: some 100 bytes of each, and it takes 1 ms."""
+"""Growth of memory before a return of free memory to the system, and seconds between periodic returns.
+
+Requests leave fragments of some 100 bytes; a return takes 1 ms.
+"""
 MEMORY_LOOK_S = 5.0
 SWEEP_S = 1.0
-"""How often connections are ended whose client takes too long."""
+"""Interval of checks for slow clients."""
 BACKLOG = 4096
-"""Connections that may wait to be accepted; what the kernel's somaxconn allows, if that is less."""
+"""Connections in the accept queue; the kernel's somaxconn may lower the number."""
 
 
 @dataclass
 class ProcessMemory:
-    """What the process has held since it last gave free memory back to the system."""
+    """The process's memory since the last return of free memory to the system."""
 
     least_bytes: int
     returned_s: float
 
     def is_due(self, found_bytes: int, now_s: float, *, bodies_bytes: int) -> bool:
-        """Whether to give memory back: after a peak, once no bodies are held, and every `RETURN_S`."""
+        """True if a return of memory is due: after a peak, once no bodies are held, and every `RETURN_S`."""
         self.least_bytes = min(self.least_bytes, found_bytes)
         is_peak = found_bytes > self.least_bytes + PEAK_BYTES and not bodies_bytes
         return is_peak or now_s >= self.returned_s + RETURN_S
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that says where it listens, and refuses connections for which no files are left.
+    """A uvicorn server that reports its address, and refuses connections beyond the file limit.
 
-    Signals are `serve_forever`'s.  context: of TLS, once it has started.
+    `serve_forever` handles signals.  context: of TLS, after the start.
     """
 
     on_ready: Callable[[str], None] | None = None
@@ -144,23 +148,23 @@ class HttpServer(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """Where it listens; only after the start."""
+        """The server's URL; after the start only."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         scheme = "https" if self.config.is_ssl else "http"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def startup(self, sockets: list | None = None) -> None:
         for_files = most_connections(allow_many_files(), num_open_files())
-        self.context, self.config.ssl = self.config.ssl, None  # TLS begins behind the count of connections
+        self.context, self.config.ssl = self.config.ssl, None  # TLS starts after the count of connections
         protocol = limited(self._limits, for_files, self.context)
         self.config.http_protocol_class = protocol  # type: ignore[assignment]
         asyncio.get_running_loop().set_exception_handler(QuietLoop())
         await super().startup(sockets)
         for sock in sockets or []:
-            sock.listen(BACKLOG)  # asyncio takes the number it was given for that of one turn, too
+            sock.listen(BACKLOG)  # asyncio also uses its backlog as the number per turn
         for server in self.servers:
             for sock in server.sockets:
-                with contextlib.suppress(OSError):  # over a Unix socket
+                with contextlib.suppress(OSError):  # Unix socket
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._sweeping = asyncio.create_task(self._sweep())
         if self.started and self.on_ready is not None:
@@ -193,7 +197,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     def end_unread(self) -> None:
-        """End connections whose clients don't read: nothing more can be told to them."""
+        """End connections of clients that don't read: no message can reach them."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection) and connection.is_unread:
                 connection.transport.abort()
@@ -205,9 +209,10 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that holds the address before the engine starts, which takes long; port 0 takes a free one.
+    """Bind the address before the engine's long start; port 0 takes a free port.
 
-    It refuses connections until the server listens.  Raises ConfigError if the address can't be had.
+    The socket refuses connections until the server listens.  Raises ConfigError if the address is
+    unavailable.
     """
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -249,7 +254,7 @@ def bind_admin(address: str | None) -> Iterator[list[socket.socket]]:
 
 @contextlib.contextmanager
 def bound(config: FrontEndConfig) -> Iterator[list[socket.socket]]:
-    """Where a front end serves HTTP, and its administrators' own place.  Raises ConfigError."""
+    """Sockets of a front end, and of its administrators.  Raises ConfigError."""
     with bind(config.host, config.port) as sock, bind_admin(config.admin_address) as admin:
         yield [sock, *admin]
 
@@ -259,7 +264,7 @@ def _http_config(frontend: Frontend, drain_s: float) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(frontend),
         log_config=None,
-        log_level="error",  # what clients get wrong is counted, not logged
+        log_level="error",  # clients' errors are counted, not logged
         access_log=False,
         ws="none",
         lifespan="off",
@@ -280,11 +285,10 @@ async def serve_forever(
     reload: Reload | None = None,
     at_once: asyncio.Event | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then finish what runs (up to `drain_s`, then end it with an error).
+    """Serve until SIGINT or SIGTERM, then finish requests (up to `drain_s`, then with an error).
 
-    socks: from `bound`; closed at the end.  reload: what SIGHUP does; None: it ends the process, as it does
-    when its terminal is closed.  at_once: set by a second signal, also one that comes when this has returned.
-    The front end's client stays open.
+    socks: from `bound`; closed at the end.  reload: effect of SIGHUP; None: SIGHUP ends the process.
+    at_once: set by a second signal, also after the return. The front end's client stays open.
     """
     limits = frontend.limits
     server = HttpServer(_http_config(frontend, drain_s), limits)
@@ -312,19 +316,19 @@ async def serve_forever(
         from .reload import on_hang_up
 
         loop.add_signal_handler(signal.SIGHUP, on_hang_up(stop, lambda: reload.begin(limits, server.context)))
-    # What is there now is never looked at again, and what comes later seldom: requests leave few cycles.
+    # Exempt current objects from collections, and collect rarely: requests leave few cycles.
     gc.freeze()
-    gc.collect()  # the collector would wait for a quarter of what it found the last time, which is frozen
+    gc.collect()  # the collector would wait for a quarter of the last, now frozen, objects
     gc.set_threshold(*RARE_COLLECTIONS)
     deciding = asyncio.create_task(frontend.controller.run())
     try:
         await frontend.controller.ready()
-        # A task of its own: ten times a second uvicorn's loop looks about.
+        # A separate task: uvicorn's loop wakes ten times a second.
         await asyncio.create_task(server.serve(sockets=list(socks)))
     finally:
         deciding.cancel()
 
 
 def run_server(frontend: Frontend, socks: Sequence[socket.socket], drain_s: float = DRAIN_S) -> None:
-    """`serve_forever` in an event loop of its own."""
+    """`serve_forever` in a new event loop."""
     asyncio.run(serve_forever(frontend, socks, drain_s))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several engines as one service: which there are, how they fare, and who computes a request."""
+"""Several engines as one service: registry of instances, health, routing."""

@@ -28,11 +28,11 @@ Answer = TypeVar("Answer")
 
 
 class FleetAdapters:
-    """Changes what all instances of a registry serve; those that come back later are brought to the same.
+    """Changes the adapters of all instances of a registry; a returning instance catches up later.
 
-    A caller that gives up does not leave the instances with different adapters: the change goes on.  One
-    that comes before any instance takes part waits for it (see `InstanceRegistry.dialled_in`).
-    pool: has some instances hold each adapter; None: all do.  ranks: of adapters, kept up to date.
+    A change continues after the caller's cancellation, so that instances agree.  A change before the first
+    instance waits (see `InstanceRegistry.dialled_in`). pool: chooses holders of each adapter; None: every
+    instance.  ranks: of adapters, kept up to date.
     """
 
     def __init__(self, instance_registry: InstanceRegistry, ranks: dict[str, int] | None = None) -> None:
@@ -45,7 +45,7 @@ class FleetAdapters:
         self.ranks = {} if ranks is None else ranks
         self._instance_registry = instance_registry
         self._own = verbs_of(self)
-        # Calls for one adapter come one after the other, or instances could disagree on which was the last.
+        # Calls for one adapter run in sequence: instances must agree on the last.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def devices(self) -> set[str]:
@@ -55,7 +55,7 @@ class FleetAdapters:
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         """Run one of `ADAPTER_CHANGES` on all live instances, after earlier calls for the adapter.
 
-        Raises what the verb raises, and what `Interface.bind` raises.
+        Raises the verb's errors, and those of `Interface.bind`.
         """
         registry = self._instance_registry
         name, *rest = _INTERFACE.bind(verb, args, words)
@@ -79,8 +79,8 @@ class FleetAdapters:
     async def load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
         """Serve the directory as `name` on all live instances.
 
-        The content is what the first of them finds.  If one refuses, be it that it finds other content, the
-        others go back to what they served before.
+        The first instance reads the content.  If an instance refuses, or reads other content, all return to
+        the earlier version.
         """
         registry, pool = self._instance_registry, self.pool
         with registry.loading():
@@ -114,7 +114,6 @@ class FleetAdapters:
             return info
 
     async def _is_unavailable(self, name: str) -> bool:
-        """Whether some instance can't serve the adapter."""
         registry = self._instance_registry
         answers, _ = await ask(registry, registry.live, [one.client.list_adapters() for one in registry.live])
         infos = chain.from_iterable(infos for _, infos in answers)
@@ -130,7 +129,7 @@ class FleetAdapters:
         registry.having(None)
         was_served = registry.served_version(name) is not None  # maybe unavailable on all instances
         registry.forget(name)
-        # Asked anew: one that came in before it was forgotten came with it.
+        # Read again: an instance that joined before `forget` has the adapter.
         instances = registry.having(None)
         if self.pool is not None:
             self.pool.forget(name)
@@ -145,8 +144,8 @@ class FleetAdapters:
     async def _change(self, verb: str, name: str, *args: Any) -> AdapterInfo:
         """Run an engine's verb on the live instances that have the adapter.
 
-        If one instance refuses, the others go back to the pin of before.  Raises AdapterNotFoundError for an
-        unknown name.
+        If an instance refuses, all return to the earlier pin.  Raises AdapterNotFoundError for an unknown
+        name.
         """
         registry = self._instance_registry
         with registry.loading():
@@ -167,7 +166,7 @@ class FleetAdapters:
             return info
 
     async def _take_back(self, instances: list[Instance], name: str, previous: ServedVersion | None) -> None:
-        """Undo a load; an instance where that fails gets no more requests for the adapter."""
+        """Undo a load; an instance with a failed undo gets no more requests for the adapter."""
 
         def undo(client: EngineClient) -> Awaitable[AdapterInfo | None]:
             if previous is None:
@@ -199,7 +198,6 @@ def _refusal(
 
 
 def _tell(name: str, change: asyncio.Future[Any]) -> None:
-    """Log that a change failed that nobody awaits any more."""
     if not change.cancelled() and (error := change.exception()) is not None:
         logger.warning("adapter %s: a change whose caller left failed: %s", name, error)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that goes on at another instance: when the one that computes it ends, or when it is moved."""
+"""A request that continues at another instance: after the end of its instance, or by a move."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ if TYPE_CHECKING:
     from .migration import MoveTask
 
 MAX_RESENDS = 3
-"""A request under which this many instances and one more have ended may be what ends them."""
+"""A request that ran on more instances that died is not retried. The request may be the cause."""
 
 
 class Attempt:
-    """The computing of a request at one instance, counted in the instance's load from now until `close`.
+    """The computing of a request at one instance, counted in the instance's load until `close`.
 
-    request: as the instance gets it, under an id of its own, so that what an earlier or later attempt says is
-    never taken for this one's.  first: number of the answer's token that it begins with.  Of an attempt that
-    a request was moved to: kind: how; begun_s: when it was sent; held_s: when the one before was held, until
-    this one has a token; timing_before: what the one before says of its time.
-    given_up: the instance has been.
+    request: under a separate id, so that outputs of other attempts never mix.  first: number of the
+    answer's first token here.  Of a move's target: kind; begun_s: when sent; held_s: when the source was
+    held, until a token comes; timing_before: the source's timing. given_up: the instance was.
     """
 
     def __init__(self, instance: Instance, request: GenerateRequest, max_model_len: int) -> None:
@@ -48,17 +46,19 @@ class Attempt:
         instance.load.add(request.adapter, self._prompt_tokens)
 
     def outputs(self) -> AsyncIterator[TokenOutput]:
-        """What the instance says of the request; the first call sends it.  Raises EngineDeadError."""
+        """The instance's outputs for the request; the first call sends the request.  Raises
+        EngineDeadError.
+        """
         if self._stream is None:
             self._stream = self.client.generate(self.request)
         return self._stream
 
     async def call(self, verb: str, *args: Any) -> Any:
-        """What a method of the instance says of this request."""
+        """Call a method of the instance for this request."""
         return await self.client.call(verb, self.request.request_id, *args)
 
     def take(self, output: TokenOutput) -> None:
-        """Count the tokens that were computed for an output: with the first one those of the prompt."""
+        """Count the computed tokens of an output, with the first output the prompt's."""
         done = min(self._left, self._num_prompt + len(output.token_ids))
         self._num_prompt = 0
         self._left -= done
@@ -69,11 +69,15 @@ class Attempt:
             self.instance.load.start(self.request.adapter, self._prompt_tokens)
 
     def leave(self) -> None:
-        """It goes on elsewhere: its stream ends after the tokens that came, and the instance frees it."""
+        """End the stream after the received tokens, and the request at the instance; it continues
+        elsewhere.
+        """
         cast("CallableEngine", self.client).leave(self.request.request_id)
 
     def lose(self, error: EngineDeadError) -> None:
-        """Its stream ends with this error after the tokens that came; the instance is told to drop it."""
+        """End the stream with this error after the received tokens; the instance is told to drop the
+        request.
+        """
         self.given_up = True
         cast("CallableEngine", self.client).fail_request(self.request.request_id, error)
 
@@ -81,7 +85,7 @@ class Attempt:
         await self.client.abort(self.request.request_id)
 
     async def close(self) -> None:
-        """What is left is not to be done here.  May be called again."""
+        """Drop the rest here.  Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -93,12 +97,11 @@ class Attempt:
 
 @dataclass(eq=False)
 class ResumableRequest:
-    """What of a request's answer has been handed on.
+    """The delivered part of a request's answer.
 
-    adapter_version: of the request's adapter: the one that began the answer, and until then the one that was
-    served when it came.  attempt: what computes it now; next: what goes on once that one's tokens have been
-    handed on.  move: the one under way.  left: the last instance died.  epoch: of the latest attempt.  Times
-    are in seconds of the caller's clock.
+    adapter_version: of the answer; before the answer, the version served at arrival.  attempt: the current
+    attempt; next: continues after the delivery of its tokens.  move: the running move.  left: the last
+    instance died.  epoch: of the latest attempt.  Times are in seconds of the caller's clock.
     """
 
     request: GenerateRequest
@@ -117,9 +120,9 @@ class ResumableRequest:
     _timing: RequestTiming | None = None
 
     def continued(self, adapter_content: str | None = None) -> GenerateRequest:
-        """The request as another instance goes on with it: the same, and what its answer has so far.
+        """The request for another instance, with the answer so far.
 
-        adapter_content: hash of the version that began it; None: it is not known.
+        adapter_content: hash of the answer's version; None: unknown.
         """
         if not self.epoch:
             return self.request
@@ -135,23 +138,22 @@ class ResumableRequest:
         )
 
     def lose(self, now_s: float) -> None:
-        """The instance ended.  While nothing has been delivered, the time with it counts as queueing."""
+        """The instance ended.  Without a delivered token, the time there counts as queueing."""
         self.num_resends += 1
         self.epoch += 1
         self._leave(now_s)
 
     def switch(self, target: Attempt) -> None:
-        """All tokens of the attempt before have been handed on; the target goes on."""
+        """Continue with the target, after the delivery of all tokens of the attempt before."""
         self._leave(target.begun_s)
         if self.delivered:
             self._timing = self._timing or target.timing_before
 
     def take(self, output: TokenOutput) -> TokenOutput:
-        """An instance's output as the client is to see it: as if one instance had made all of them.
+        """An instance's output for the client, as if one instance had made the whole answer.
 
-        Cached tokens are those of the first instance that delivered any.  So is the timing of an answer that
-        was moved; of one that was cut it is the last instance's, since what the first one would have reported
-        is lost with it.
+        Cached tokens are of the first instance that delivered tokens. A moved answer's timing is of the
+        first instance too; after a failure of the last, since the first report is lost.
         """
         if not self.epoch:
             self._num_cached = output.num_cached_tokens
@@ -178,7 +180,7 @@ class ResumableRequest:
 
 
 def token_work(request: GenerateRequest, max_model_len: int) -> int:
-    """Tokens that the request may need, in rows to compute: its prompt and the longest answer allowed."""
+    """Rows that the request may need: prompt and longest allowed answer."""
     num_prompt = len(request.prompt_token_ids)
     room = max(0, max_model_len - num_prompt)
     limit = request.sampling.max_tokens

@@ -17,7 +17,7 @@ from .instances import Instance, InstanceRegistry
 Answer = TypeVar("Answer")
 Loaded = TypeVar("Loaded", AdapterInfo, PoolEntry)
 Answers = tuple[list[tuple[Instance, Answer]], list[tuple[Instance, Exception]]]
-"""What instances answered, and what those that refused raised."""
+"""Answers, and errors of instances that refused."""
 
 
 async def ask(
@@ -25,12 +25,12 @@ async def ask(
     instances: list[Instance],
     calls: Iterable[Awaitable[Answer]],
 ) -> Answers[Answer]:
-    """What these instances answered, and what those that refused raised.
+    """Answers of these instances, and errors of instances that refused.
 
     calls: one of each instance's client.
 
-    Those found dead are taken out of routing and left out, those that were silent only left out: until the
-    last has answered they may be back.  Raises EngineDeadError if all were.
+    Dead instances leave routing and the result; silent instances only the result, since they may return.
+    Raises EngineDeadError if no instance is left.
     """
     clients = [instance.client for instance in instances]
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -56,7 +56,7 @@ async def ask(
 async def ask_live(
     instance_registry: InstanceRegistry, call: Callable[[EngineClient], Awaitable[Answer]]
 ) -> list[tuple[Instance, Answer]]:
-    """What each live instance answers.  Raises the first refusal, EngineDeadError if none is live."""
+    """Each live instance's answer.  Raises the first refusal, EngineDeadError without a live instance."""
     live = instance_registry.having(None)
     answers, errors = await ask(instance_registry, live, [call(one.client) for one in live])
     for _, error in errors:
@@ -67,9 +67,9 @@ async def ask_live(
 async def load_alike(
     instances: list[Instance], load: Callable[[list[Instance], str | None], Awaitable[Answers[Loaded]]]
 ) -> Answers[Loaded]:
-    """Load one adapter on these instances: the first reads it, the others must have the same content.
+    """Load an adapter on these instances: the first reads the content, the others must match.
 
-    load: on some instances, with the content hash that it must have.  As `ask` otherwise.
+    load: on some instances, with the required content hash.  As `ask` otherwise.
     """
     for number, first in enumerate(instances, 1):
         rest = instances[number:]
@@ -78,14 +78,14 @@ async def load_alike(
         except EngineDeadError:
             if not rest:
                 raise
-            continue  # the next one is the first
+            continue  # the next instance is first
         if errors or not rest:
             return answers, errors
         loaded = answers[0][1]
         info = loaded if isinstance(loaded, AdapterInfo) else loaded.info
         try:
             more, errors = await load(rest, info.content_hash or None)
-        except EngineDeadError:  # all of them: they hear of it when they are back
+        except EngineDeadError:  # no instance left: they hear at their return
             return answers, []
         return answers + more, errors
     raise AssertionError("an adapter is loaded somewhere")

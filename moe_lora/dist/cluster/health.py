@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An instance's health: in routing while it gets on, out of it while it is silent."""
+"""An instance's health: out of routing while silent."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ _LOOKS_PER_TIMEOUT = 10
 
 
 class HealthMonitor:
-    """Watches over one engine from its first beat to its end.
+    """Watches one engine from its first beat to its end.
 
-    While it is silent it is out of routing, and nobody waits for what it was told.  Its requests go on
-    elsewhere if it sends no beats; if it does they stay with it: it may be at one long step.  While it is
-    drained those that it still has are moved, again and again.  `come` brings
-    it into routing: at first, and again after each silence.  `give_up` ends an engine that stays silent, or
-    could not be brought.  wait: for the engine's end, up to a time.
+    A silent engine leaves routing, and its calls fail.  Without beats its requests go elsewhere; with beats
+    they stay: the engine may be at one long step.  While drained, its requests are moved, repeatedly.
+    `come` brings the engine into routing: at first, and after each silence.  `give_up` ends an engine that
+    stays silent, or fails to come.  wait: for the engine's end, up to a time.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class HealthMonitor:
         self._moved_off_s = self._clock.now_s()
 
     async def run(self) -> None:
-        """Until the engine has ended; it is out of routing then."""
+        """Run until the engine's end; then out of routing."""
         ending = asyncio.ensure_future(self._client.ended.wait())
         try:
             await self._watch(ending)
@@ -93,13 +92,13 @@ class HealthMonitor:
             if ended:
                 break
             if self._clock.now_s() - looked_s - wait_s > heartbeat.timeout_s / 2:
-                hearing.restart_clock()  # this process itself stood still
+                hearing.restart_clock()  # this process stood still too
 
     def _is_in(self) -> bool:
         return self._instance.live and self._instance.client is self._client
 
     def _move_off(self, interval_s: float) -> None:
-        """While it is drained: a move may have failed, or brought a request that was under way before."""
+        """Move requests while drained: a move may fail, or bring an earlier request."""
         now_s = self._clock.now_s()
         if now_s - self._moved_off_s >= interval_s and self._instance.name in self._instance_registry.drained:
             self._moved_off_s = now_s

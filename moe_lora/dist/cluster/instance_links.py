@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's side of `listener`: it dials every front end, serves them all, and dials again what it lost."""
+"""An engine's connections to all front ends (`listener`), with redials."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Request:
-    """A request under way.  num_prompt: tokens to compute until it has one; left: what it may still need."""
+    """A running request.  num_prompt: tokens to compute before its first token; left: tokens still needed,
+    at most.
+    """
 
     peer: Peer
     request_id: str
@@ -60,11 +62,11 @@ class _Request:
 
 
 class ConnectionMux:
-    """Hands commands of all peers to an engine loop, and its events back to the peer that asked.
+    """Passes commands of all peers to an engine loop, and each event to its peer.
 
-    Two peers may use the same ids; what the loop says to one that is gone is dropped.  Belongs to the event
-    loop of the connections.  restart: called when a peer asks for this process to be started again.
-    fail: called when the engine has failed.  drain: the latest order that a peer has told.
+    Two peers may use equal ids; events for a lost peer are dropped.  Belongs to the event loop of the
+    connections.  restart: called at a peer's call for a restart. fail: called at a failure of the engine.
+    drain: the latest order from a peer.
     """
 
     def __init__(
@@ -90,14 +92,14 @@ class ConnectionMux:
         self._open.append(peer)
 
     def close(self, peer: Peer) -> None:
-        """End the requests of a peer, and no other's."""
+        """End the requests of this peer only."""
         self._open.remove(peer)
         for name, asked in self._requests.items():
             if asked.peer is peer:
                 self._inbox.put(Abort(name))
 
     def put(self, peer: Peer, message: Message | Asked) -> None:
-        """Hand on what a peer asks."""
+        """Pass on a peer's command."""
         if isinstance(message, Asked):
             args = message.args
             if message.method in self._own:
@@ -126,17 +128,17 @@ class ConnectionMux:
 
     @verb
     def restart(self) -> None:
-        """End this process, to be started again."""
+        """End this process for a restart."""
         self._restart()
 
     @verb
     def remember_drain(self, order: DrainOrder) -> None:
-        """Keep the order, unless a later one is known."""
+        """Keep the order, unless a later order is known."""
         self.drain = max(self.drain, order, key=lambda one: one.number)
 
     @verb
     def pass_on(self, orders: Sequence[MoveOrder]) -> int:
-        """Tell the front ends that have these requests; how many there still are."""
+        """Send orders to the front ends of these requests; returns the number of live requests."""
         found = [(asked, order) for order in orders if (asked := self._requests.get(order.name)) is not None]
         for asked, order in found:
             if asked.peer in self._open:
@@ -144,7 +146,6 @@ class ConnectionMux:
         return len(found)
 
     def _named(self, peer: Peer, request: GenerateRequest) -> GenerateRequest:
-        """The request by a name that no other under way has: its own, if it can be."""
         name = request.request_id
         while name in self._requests:
             name = f"{request.request_id} ({next(self._numbers)})"
@@ -154,7 +155,7 @@ class ConnectionMux:
         return request if name == request.request_id else replace(request, request_id=name)
 
     def emit(self, event: Event) -> None:
-        """Hand an event of the loop to those it is for."""
+        """Send an event of the loop to its peers."""
         if isinstance(event, Outputs):
             for peer, outputs in self._sorted(event.outputs).items():
                 if peer in self._open:
@@ -177,7 +178,6 @@ class ConnectionMux:
             self._fail()
 
     def _sorted(self, outputs: list[TokenOutput]) -> dict[Peer, list[TokenOutput]]:
-        """The outputs of each peer; not those of a request whose id its peer uses for another by now."""
         found: dict[Peer, list[TokenOutput]] = {}
         for output in outputs:
             name = output.request_id
@@ -200,7 +200,7 @@ class ConnectionMux:
         return asked
 
     def elsewhere(self, peer: Peer, stuck_s: float, held_back: bool = False) -> Beat:
-        """A beat that tells a peer of the requests of all others."""
+        """A beat for a peer, with the requests of all other peers."""
         others = [asked for asked in self._requests.values() if asked.peer is not peer]
         return Beat(
             stuck_s=stuck_s,
@@ -217,10 +217,10 @@ FRONT_END_SIDE = Protocol.of(Hello, Outputs, Rejected, Dead, Beat, Move, asks=IN
 
 
 class FrontEndLinks:
-    """A link to each listener (by name), through which an engine loop is asked and answers.
+    """Links by name to each listener, for commands to an engine loop and its events.
 
-    Belongs to the event loop in which it is made.  What the engine loop emits for a listener that is not
-    there is dropped: nobody waits for it.  keys: None where all addresses are sockets of this host.
+    Belongs to the event loop of its creation.  Events for an absent listener are dropped.  keys: None if
+    all addresses are sockets of this host.
     """
 
     def __init__(
@@ -234,17 +234,17 @@ class FrontEndLinks:
         self._stopping = asyncio.Event()
         self._peers: set[Peer] = set()
         self.failed = False
-        """Whether the engine itself ended the service."""
+        """True if the engine itself ended the service."""
         self.restarts = False
-        """Whether `run` ended for the process to be started again, by whoever keeps it running."""
+        """True if `run` ended for a restart by the process's supervisor."""
 
     def emit(self, event: Event) -> None:
-        """Send an event to those it is for; called from the engine loop's threads."""
-        with suppress(RuntimeError):  # the event loop has ended, and all links with it
+        """Send an event to its peers; called from the engine loop's threads."""
+        with suppress(RuntimeError):  # the event loop and its links have ended
             self._loop.call_soon_threadsafe(self._mux.emit, event)
 
     def stop(self) -> None:
-        """End `run`, from any thread or a signal handler's."""
+        """End `run`, from any thread or signal handler."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stopping.set)
 
@@ -253,7 +253,7 @@ class FrontEndLinks:
         self._stopping.set()
 
     async def run(self, hello: Hello, pulse: Pulse) -> None:
-        """Serve until `stop`; the engine loop is told to stop then.  pulse: of that loop."""
+        """Serve until `stop`, then stop the engine loop.  pulse: of the loop."""
         links = [
             asyncio.create_task(self._link(name, address, hello, pulse))
             for name, address in self._addresses.items()
@@ -277,7 +277,7 @@ class FrontEndLinks:
     async def _serve(
         self, name: str, address: Address, hello: Hello, pulse: Pulse, connection: Connection
     ) -> str | None:
-        """Take commands until the connection ends, then end what it had asked for; why it was refused."""
+        """Take commands until the connection ends, then end its requests; returns the reason of a refusal."""
         peer = Peer(connection, ENGINE_SIDE, name)
         self._peers.add(peer)
         try:
@@ -288,7 +288,7 @@ class FrontEndLinks:
             self._mux.open(peer)
             beats = asyncio.create_task(self._beat(peer, welcome.heartbeat_s, pulse))
             try:
-                # A task of its own: a message resumes the reader alone, and none of its callers.
+                # A separate task: a message resumes the reader alone, without its callers.
                 await asyncio.create_task(self._read(peer))
             finally:
                 beats.cancel()
@@ -304,7 +304,6 @@ class FrontEndLinks:
             self._mux.put(peer, message)
 
     async def _welcome(self, peer: Peer, hello: Hello) -> Welcome | str:
-        """The listener's welcome, or the reason of a refusal."""
         peer.send(msgspec.structs.replace(hello, drain=self._mux.drain))
         welcome = await peer.receive(OPEN_S)
         if not isinstance(welcome, Welcome):

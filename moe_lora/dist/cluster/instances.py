@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instances there are, which of them are live, and which adapters they all serve: of one event loop."""
+"""Registry of instances, liveness and adapters, in one event loop."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ if TYPE_CHECKING:
     from moe_lora.dist.cluster.pool.directory import PoolDirectory
 
 DIAL_IN_S = 20.0
-"""So long after a registry was made all instances that run take part; half of it a controller may spend with
-waiting for a front end that is away."""
+"""All running instances dial in within this time; a controller may spend half of the time on absent front
+ends.
+"""
 _LOOK_S = 0.1
-
-# What is served under each adapter's name, and which of two accounts of that is the later one.
 
 
 @dataclass(frozen=True)
 class ServedVersion:
-    """What every instance serves under a name.
+    """An adapter version that every instance serves under a name.
 
-    content_hash: `AdapterInfo.content_hash`; None: what the first instance finds in the directory.
+    content_hash: `AdapterInfo.content_hash`; None: the directory's content at the first instance.
     """
 
     path: str
@@ -47,7 +46,7 @@ class ServedVersion:
     content_hash: str | None = None
 
     def is_same(self, other: ServedVersion | None) -> bool:
-        """Whether both are one version, and as far as it is known one content."""
+        """True for one version, with equal contents if both are known."""
         if other is None or (self.path, self.version) != (other.path, other.version):
             return False
         return None in (self.content_hash, other.content_hash) or self.content_hash == other.content_hash
@@ -67,29 +66,28 @@ class Holding:
 
 @dataclass(frozen=True)
 class Served:
-    """An account of what is served.
+    """The served adapters.
 
-    adapters: by name.  versions: of each name ever known, the latest: one that is not among `adapters` was
-    unloaded at that version.
+    adapters: by name.  versions: the latest of each name ever known; a name without an adapter was unloaded
+    at that version.
     """
 
     adapters: Mapping[str, ServedVersion] = field(default_factory=dict)
     versions: Mapping[str, int] = field(default_factory=dict)
 
     def lacking(self, have: Mapping[str, ServedVersion]) -> set[str]:
-        """The adapters of which an engine that has `have` lacks what is served."""
+        """The adapters that an engine with `have` lacks."""
         return {name for name, adapter in self.adapters.items() if not adapter.is_same(have.get(name))}
 
     @staticmethod
     def of(adapters: Mapping[str, ServedVersion]) -> Served:
-        """An account that knows of nothing that was unloaded."""
+        """An account without unloaded adapters."""
         return Served(adapters, {name: one.version for name, one in adapters.items()})
 
     def joined(self, other: Served) -> Served:
-        """Both accounts in one: of each name the higher version.
+        """Both accounts in one: the higher version of each name.
 
-        Of equal ones an unloading goes before what was unloaded, and what is known here before the other's;
-        an adapter is pinned if one of both says so.
+        At equal versions an unload precedes an adapter, and this account the other; a pin in either counts.
         """
         adapters = dict(self.adapters)
         for name, version in other.versions.items():
@@ -121,15 +119,14 @@ def reason(error: Exception) -> str:
 
 @dataclass(eq=False)
 class Instance:
-    """An engine among several.  `client` is replaced when the engine is restarted, or dials in again.
+    """An engine among several.  A restart or redial replaces `client`.
 
-    name: its number, or the name it dialled in with.  asked_tokens: what the requests that it got from
-    here may still need; tokens_elsewhere: what those of other front ends may.  load: see
-    `policies.routing.routing.InstanceView`.  silent: out of routing because it does not get on.  missing:
-    adapters that could not be loaded at a start; problems: why, by name.  starting: the client of a
-    process that is not in routing yet.  latest: the stats it gave last.  past: counters of its earlier
-    processes; past_before: of those before the latest, whose incarnation (of an engine that dials in) is
-    kept beside it.  devices: of its ranks, as it said when it dialled in.
+    name: number or dial-in name.  asked_tokens: tokens that requests from here may still need;
+    tokens_elsewhere: of other front ends.  load: see `policies.routing.routing.InstanceView`.  silent: out
+    of routing for lack of progress.  missing: adapters with a failed load at a start; problems: reasons by
+    name.  starting: client of a process not in routing yet.  latest: last stats.  past: counters of earlier
+    processes; past_before: before the latest, with the latest's incarnation beside. devices: of the ranks,
+    as reported at dial-in.
     """
 
     index: int
@@ -160,19 +157,19 @@ class Instance:
         return self.asked_tokens + self.tokens_elsewhere
 
     def hear(self, beat: Beat) -> None:
-        """Take over what the engine says of other front ends' requests, and of room for adapters."""
+        """Record the engine's report of other front ends' requests, and of room for adapters."""
         self.tokens_elsewhere = beat.outstanding_tokens
         self.load.num_elsewhere = beat.num_running + beat.num_waiting
         self.load.held_back = beat.held_back
 
 
 class InstanceRegistry:
-    """The instances and the adapters that they serve.
+    """The instances and served adapters.
 
-    clients: of the instances that are live from the start; others may `enter`.  adapters: (name, directory)
-    pairs of the start.  advice: what is said when no instance is live, to tenants too, so without places.
-    heartbeat: when an instance counts as silent.  pool: where adapters are held; None: every instance has
-    them all.
+    clients: of the instances live from the start; others may `enter`.  adapters: (name, directory) pairs of
+    the start.  advice: error text without live instances, also for tenants, so without addresses.
+    heartbeat: the time until an instance counts as silent.  pool: the directory of adapters; None: every
+    instance has all adapters.
     """
 
     def __init__(
@@ -193,18 +190,20 @@ class InstanceRegistry:
         self._num_loading = 0
         self._holdings: Mapping[str, Holding] = {}
         self.directed = False
-        """Whether a controller elsewhere has said what is served; until then it is what instances have."""
+        """True once another process's controller has sent the served adapters; before, they are the
+        instances'.
+        """
         self.advice = advice
         self.on_move: Callable[[Move], None] = lambda move: None
-        """Called with what an instance was told to have moved; who sends requests from here sets it."""
+        """Called with an instance's move orders; set by the client that sends requests."""
         self.on_unheard: Callable[[Instance], None] = lambda instance: None
-        """Called again and again with an instance that sends no beats; set as `on_move` is."""
+        """Called repeatedly with an instance without beats; set as `on_move` is."""
         self.on_forget: Callable[[str], None] = lambda name: None
-        """Called with a name that is not served any more; set as `on_move` is."""
+        """Called with a name that is no longer served; set as `on_move` is."""
         self.suspects = Suspects(lambda: len(self.live), lambda: len(self._numbers))
         self.drains = Drains(self._move_off)
         self.on_drain: Callable[[Instance], None] = lambda instance: None
-        """Called with one that is drained from now on, and now and then while it is; set as `on_move` is."""
+        """Called at a drain, and repeatedly until its end; set as `on_move` is."""
         self._at_rest = asyncio.Event()
         self._at_rest.set()
         self._all_there_s = time.monotonic() + (0.0 if clients else DIAL_IN_S)
@@ -215,12 +214,12 @@ class InstanceRegistry:
 
     @property
     def drained(self) -> frozenset[str]:
-        """Names of instances that get no requests while others take some."""
+        """Names of instances without requests while others serve."""
         return self.drains.names
 
     @property
     def undrained(self) -> list[Instance]:
-        """Those that are live and take requests."""
+        """Live instances that take requests."""
         return [instance for instance in self.live if instance.name not in self.drained]
 
     def _move_off(self, names: frozenset[str]) -> None:
@@ -229,21 +228,21 @@ class InstanceRegistry:
                 self.on_drain(instance)
 
     def hear_drain(self, name: str, order: DrainOrder) -> None:
-        """What an instance that dials in was told; where a controller elsewhere decides, that one's word
-        counts once it is known.
+        """Record the order of an instance that dials in; a known order of another process's controller
+        wins.
         """
         if not self.directed and order.number:
             self.drains.learn({name: order})
 
     def candidates(self, adapter: str | None) -> list[Instance]:
-        """Instances that can take a request: drained ones where no other can.  Raises as `having` does."""
+        """Instances for a request: drained ones only without others.  Raises as `having` does."""
         found = self.having(adapter)
         if not self.drains.names:
             return found
         return [instance for instance in found if instance.name not in self.drained] or found
 
     def having(self, adapter: str | None) -> list[Instance]:
-        """Live instances that have an adapter.  Raises EngineDeadError, saying why, if there is none."""
+        """Live instances with an adapter.  Raises EngineDeadError with the reason if there is none."""
         found = [i for i in self.instances if i.live and (adapter is None or adapter not in i.missing)]
         if found:
             return found
@@ -269,12 +268,12 @@ class InstanceRegistry:
         return self.advice
 
     def lose(self, instance: Instance, client: EngineClient) -> None:
-        """Take an instance whose `client` is dead out of routing, unless it has another one by now."""
+        """Remove an instance with a dead `client` from routing, unless a new client is set."""
         if instance.client is client:
             self._take_out(instance)
 
     def note_silent(self, instance: Instance, client: EngineClient) -> bool:
-        """Take an instance that is silent out of routing until it joins again; False if it is out already."""
+        """Remove a silent instance from routing until it joins again; False if already removed."""
         was_live = instance.live
         if instance.client is client and was_live:
             instance.silent = True
@@ -288,9 +287,9 @@ class InstanceRegistry:
             instance.latest = EngineStats()
 
     def enter(self, name: str, client: EngineClient) -> Instance:
-        """The entry of an engine that dials in, not in routing yet: the one that its name had, or a new one.
+        """The entry of an engine that dials in, not in routing yet: existing or new.
 
-        Raises EngineDeadError if the fleet was closed.
+        Raises EngineDeadError after `close`.
         """
         self._check_open()
         for instance in self.instances:
@@ -307,21 +306,21 @@ class InstanceRegistry:
             raise EngineDeadError("the instances were closed")
 
     def number_of(self, name: str) -> int:
-        """The index of the instance of that name; one that has not dialled in yet will have it."""
+        """The index of the instance of that name, now or once dialled in."""
         return self._numbers.setdefault(name, len(self._numbers))
 
     def name_of(self, index: int) -> str:
-        """The name of the instance that has, or will have, this index."""
+        """The name of the instance of this index, now or once dialled in."""
         return next(name for name, number in self._numbers.items() if number == index)
 
     async def dialled_in(self, condition: Callable[[], object]) -> None:
-        """Return when the condition holds, or nothing that may still be dialling in can change that."""
+        """Return when the condition holds, or no expected dial-in can change the condition."""
         with move_on_after(self._all_there_s - time.monotonic()):
             while not condition() and not self.closed.is_set():
                 await asyncio.sleep(_LOOK_S)
 
     async def at_rest(self) -> None:
-        """Return when no adapter is being loaded everywhere, or the fleet was closed."""
+        """Return when no adapter is being loaded everywhere, or after `close`."""
         while self._num_loading and not self.closed.is_set():
             await self._at_rest.wait()
 
@@ -333,10 +332,9 @@ class InstanceRegistry:
         missing: set[str],
         incarnation: str | None = None,
     ) -> bool:
-        """Put an instance into routing, if `have` is what all serve now; waits for loads under way.
+        """Put an instance into routing if `have` is the served state; waits for running loads.
 
-        incarnation: if it is the one that was there before, the engine was not restarted.
-        Raises EngineDeadError if the fleet was closed.
+        incarnation: unchanged if the engine was not restarted. Raises EngineDeadError after `close`.
         """
         await self.at_rest()
         self._check_open()
@@ -346,7 +344,7 @@ class InstanceRegistry:
         return True
 
     def _is_all(self, have: dict[str, ServedVersion]) -> bool:
-        """Whether an engine has what all serve; of an adapter that no engine had, it says the content."""
+        """True if an engine has all served adapters; sets the content of an adapter that no engine had."""
         if have.keys() != self._adapters.keys():
             return False
         for name, there in have.items():
@@ -364,7 +362,7 @@ class InstanceRegistry:
         instance.client, instance.missing, instance.starting = client, missing, None
         instance.live, instance.silent = True, False
         if incarnation is not None and incarnation == instance.incarnation:
-            instance.past = instance.past_before  # the process still counts what it did before
+            instance.past = instance.past_before  # the process still counts its earlier work
         else:
             instance.num_starts += 1
             instance.past_before, instance.incarnation = instance.past, incarnation
@@ -372,10 +370,10 @@ class InstanceRegistry:
     def join_as_it_is(
         self, instance: Instance, client: EngineClient, have: dict[str, ServedVersion], incarnation: str
     ) -> None:
-        """Put an instance into routing whose adapters a controller elsewhere looks after.
+        """Put an instance of another process's controller into routing.
 
-        It is no candidate for those of which `have` lacks what is served, unless the controller, which may
-        have brought them meanwhile, says that it holds them.  Raises EngineDeadError if the fleet was closed.
+        The instance is no candidate for adapters missing in `have`, unless listed as held by the
+        controller, which may have loaded them meanwhile.  Raises EngineDeadError after `close`.
         """
         self._check_open()
         if not self.directed:
@@ -388,9 +386,9 @@ class InstanceRegistry:
         self._route_to(instance, client, missing, incarnation)
 
     def follow(self, served: Served, holdings: Mapping[str, Holding]) -> None:
-        """From now on this is served, as a controller elsewhere says, and its instances hold that.
+        """Set the served adapters and holdings of another process's controller.
 
-        One that the controller does not see did not get what is new.
+        An instance unseen by the controller lacks new adapters.
         """
         self.directed = True
         new = served.lacking(self._adapters)
@@ -409,7 +407,7 @@ class InstanceRegistry:
 
     @property
     def holdings(self) -> dict[str, Holding]:
-        """What the live instances hold, by name."""
+        """Holdings of the live instances, by name."""
         return {
             one.name: Holding(one.incarnation, frozenset(one.missing), dict(one.problems))
             for one in self.live
@@ -417,7 +415,7 @@ class InstanceRegistry:
 
     @property
     def adapters(self) -> dict[str, ServedVersion]:
-        """A copy: name -> what is served under it."""
+        """A copy: name -> served version."""
         return dict(self._adapters)
 
     def served_version(self, name: str | None) -> ServedVersion | None:
@@ -429,7 +427,7 @@ class InstanceRegistry:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """While an adapter is being loaded everywhere, no instance comes into routing."""
+        """While an adapter loads everywhere, no instance enters routing."""
         self._num_loading += 1
         self._at_rest.clear()
         try:
@@ -440,11 +438,11 @@ class InstanceRegistry:
                 self._at_rest.set()
 
     def next_version(self, name: str) -> int:
-        """The number that a new version of the name gets."""
+        """The number for a new version of the name."""
         return self._versions.get(name, 0) + 1
 
     def serve(self, info: AdapterInfo, path: str) -> ServedVersion:
-        """From now on all instances serve this.  Versions of a name count up, whatever was restarted."""
+        """Serve this version on all instances.  Versions of a name count up over restarts."""
         version = max(info.version, self.next_version(info.name))
         self._versions[info.name] = version
         before = self._adapters.get(info.name)
@@ -457,11 +455,11 @@ class InstanceRegistry:
         return self._adapters[info.name]
 
     def pin(self, name: str, *, pinned: bool) -> None:
-        """From now on the adapter is pinned on all instances, or on none."""
+        """Record the pin of the adapter on all instances."""
         self._adapters[name] = replace(self._adapters[name], pinned=pinned)
 
     def forget(self, name: str) -> None:
-        """From now on no instance serves this name."""
+        """Serve this name on no instance."""
         self._adapters.pop(name, None)
         self.on_forget(name)
         self.suspects.forget(name)
@@ -471,16 +469,16 @@ class InstanceRegistry:
 
     @property
     def served(self) -> Served:
-        """A copy: what is served, and the versions of what was."""
+        """A copy: the served adapters, and the versions of earlier ones."""
         return Served(dict(self._adapters), dict(self._versions))
 
     def recover(self, found: Served) -> None:
-        """Take over what others say was served before this process began (see `Served.joined`)."""
+        """Merge other processes' accounts of earlier served adapters (see `Served.joined`)."""
         joined = Served(self._adapters, self._versions).joined(found)
         self._adapters, self._versions = dict(joined.adapters), dict(joined.versions)
 
     def close(self) -> list[EngineClient]:
-        """Let nothing come back; the clients to close."""
+        """Refuse joins from now on; returns the clients to close."""
         self.closed.set()
         self._at_rest.set()
         clients = [client for i in self.instances for client in (i.client, i.starting)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front end's listener for engines: they dial in, take part, leave, and dial in again."""
+"""The front end's listener for engines, with their joins and redials."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ async def catch_up(
     pool: PoolDirectory | None = None,
     problems: dict[str, str] | None = None,
 ) -> None:
-    """Load, unload and pin until the engine has what is `served`; what fails is noted as missing.
+    """Load, unload and pin until the engine has `served`; failures go to missing.
 
-    pool: where adapters are held; None: the engine reads them all.  problems: filled with the reasons.
+    pool: the directory of adapters; None: the engine reads all from disk.  problems: filled with the
+    reasons.
     """
     for name in [name for name in have if name not in served]:
         if name not in missing:
@@ -89,7 +90,7 @@ async def catch_up(
         except Exception as error:
             logger.error("adapter %s is unavailable here: %s", name, error)
             if is_loaded:
-                with suppress(AdapterNotFoundError):  # a pool that found no bytes took it away
+                with suppress(AdapterNotFoundError):  # a pool without the bytes removed the adapter
                     await client.call("unload_adapter", name)
             missing.add(name)
             if problems is not None:
@@ -98,9 +99,9 @@ async def catch_up(
 
 
 async def held_by(client: DialledClient, pool: PoolDirectory | None = None) -> dict[str, ServedVersion]:
-    """What an engine has once it has done what it was told before.  Raises EngineDeadError.
+    """The engine's adapters, after all earlier commands.  Raises EngineDeadError.
 
-    pool: learns what the engine knows and holds.
+    pool: learns the engine's adapters and holdings.
     """
     await client.settled()
     if pool is not None:
@@ -112,24 +113,22 @@ async def held_by(client: DialledClient, pool: PoolDirectory | None = None) -> d
     }
 
 
-# How an engine that dialled in comes into routing.
-
-
 RECOVERY_S = 2.0
-"""Engines that are there dial in at least once a second."""
+"""Running engines dial in at least once a second."""
 
 
 Admit = Callable[["Instance", "DialledClient", str], Awaitable[None]]
-"""Puts an instance into routing, of this incarnation.  Raises EngineDeadError if it ended, or the fleet was
-closed."""
+"""Puts an instance of this incarnation into routing.  Raises EngineDeadError after its end, or after
+`close`.
+"""
 
 
 class CatchUp:
-    """Gives an engine what it lacks before it comes into routing, takes from it what is not served, and pins.
+    """Loads missing adapters before an engine enters routing, unloads unserved adapters, and pins.
 
-    In its first seconds, the recovery, it takes over what it finds: until that is over nobody comes into
-    routing, and by then the engines that outlived the process before this one have dialled in and said what
-    they serve, so that what was loaded over HTTP is served on.  recovery_s: None: until `end_recovery`.
+    In the recovery, the first seconds, adapters found on engines count as served, and no engine enters
+    routing. Engines that outlived the earlier process dial in then, so adapters loaded over HTTP stay
+    served.  recovery_s: None: until `end_recovery`.
     """
 
     def __init__(self, instance_registry: InstanceRegistry, recovery_s: float | None = RECOVERY_S) -> None:
@@ -141,7 +140,7 @@ class CatchUp:
             asyncio.get_running_loop().call_later(recovery_s, self.end_recovery)
 
     def end_recovery(self) -> None:
-        """Let them in.  May be called again."""
+        """Admit engines to routing.  Idempotent."""
         self._recovering = False
         self._holding.close()
 
@@ -152,16 +151,16 @@ class CatchUp:
         if self._recovering:
             registry.recover(Served.of(have))
             await registry.at_rest()
-            have = await held_by(client, registry.pool)  # those that start together are given some meanwhile
+            have = await held_by(client, registry.pool)  # engines that start together get adapters meanwhile
         while not await registry.join(instance, client, have, missing, incarnation):
             await catch_up(client, registry.adapters, have, missing, registry.pool, instance.problems)
         order = registry.drains.orders.get(instance.name)
-        if order is not None:  # its process may be younger than that
+        if order is not None:  # its process may be younger than the order
             await client.call("remember_drain", order)
 
 
 class AsItIs:
-    """Takes an engine as it is: a controller elsewhere looks after what it has."""
+    """Accepts an engine unchanged: another process's controller manages its adapters."""
 
     def __init__(self, instance_registry: InstanceRegistry) -> None:
         self._instance_registry = instance_registry
@@ -171,11 +170,11 @@ class AsItIs:
 
 
 class _Stream(AsyncIterator[TokenOutput]):
-    """What an engine says of a request, as it comes; closing it early aborts the request.
+    """An engine's outputs of a request; an early close aborts the request.
 
-    What is awaited is the very future that the connection's reader fills: no generator stands between.
-    under_way: the streams of the connection; the reader takes one out when it has put its last item.
-    max_unread: of more items that wait the request ends, with an UnreadError.
+    The reader sets the awaited future directly, without a generator between. under_way: the connection's
+    streams; the reader removes a stream with the last item. max_unread: limit of unread items; beyond, the
+    request ends with an UnreadError.
     """
 
     def __init__(self, name: str, under_way: dict[str, _Stream], peer: Peer, max_unread: int) -> None:
@@ -224,7 +223,6 @@ class _Stream(AsyncIterator[TokenOutput]):
         self.leave()
 
     def leave(self) -> None:
-        """Abort the request unless it has ended."""
         if self._under_way.get(self._name) is self:
             del self._under_way[self._name]
             self._peer.send(Abort(self._name))
@@ -234,12 +232,12 @@ _ALIKE = ("family", "dtype", "max_model_len", "vocab_size", "eos_token_ids", "sa
 
 
 class DialledClient(CallableEngine):
-    """`EngineClient` of an engine that dialled in.  Closing it ends the connection, not the engine.
+    """`EngineClient` of an engine that dialled in.  A close ends the connection, not the engine.
 
-    Belongs to the event loop of its connection.  hearing: what its beats tell.  on_beat: called with each.
-    on_move: called with orders to move a request that came over this connection.  on_death: called with the
-    adapters in the engine's notes when it died, and the notes.  max_unread: items of a request that may wait
-    to be taken.  notes: where the engine's notes are.
+    Belongs to the event loop of the connection.  hearing: of the beats.  on_beat: called with each beat.
+    on_move: called with move orders for requests of this connection.  on_death: called with the adapters in
+    the engine's notes at death, and the notes.  max_unread: unread items per request.  notes: place of the
+    engine's notes.
     """
 
     ended: asyncio.Event
@@ -260,7 +258,7 @@ class DialledClient(CallableEngine):
         self._dead: EngineDeadError | None = None
 
     async def read(self) -> None:
-        """Hand on what the engine says until the connection ends, then end what waits for it."""
+        """Pass on the engine's messages until the connection ends, then end all waits."""
         failed = False
         async for message in self._peer.messages():
             if isinstance(message, Outputs):
@@ -303,11 +301,11 @@ class DialledClient(CallableEngine):
             stream.leave()
 
     def fail_all(self, error: Exception) -> None:
-        """Let nobody wait for the answer to a call any longer; requests go on."""
+        """Fail all pending calls; requests continue."""
         self._peer.abandon_calls(error)
 
     async def settled(self) -> None:
-        """Return when everything was done that was asked before.  Raises EngineDeadError."""
+        """Return when all earlier commands are done.  Raises EngineDeadError."""
         try:
             await self._peer.settled()
         except PeerEndedError as error:
@@ -342,10 +340,10 @@ class DialledClient(CallableEngine):
 
 
 class InstanceListener:
-    """Lets engines of this cluster into the `InstanceRegistry`.
+    """Admits engines of this cluster to the `InstanceRegistry`.
 
-    on_give_up: called with the name of one that is taken for dead, after its connection was ended.
-    max_unread: see `DialledClient`.
+    on_give_up: called with the name of an engine given up as dead, after its connection's end. max_unread:
+    see `DialledClient`.
     """
 
     def __init__(
@@ -365,9 +363,9 @@ class InstanceListener:
 
     @asynccontextmanager
     async def open(self, setting: str, address: Address, keys: Keys | None) -> AsyncIterator[Address]:
-        """Listen there until the context ends.  setting: names the address in errors.
+        """Listen at the address until the context ends.  setting: names the address in errors.
 
-        Raises ConfigError if the address can't be had.
+        Raises ConfigError if the address is unavailable.
         """
         async with listen(setting, address, keys, self._receive) as place:
             self._place = place
@@ -397,7 +395,7 @@ class InstanceListener:
             self._inside.discard(hello.name)
 
     def _refusal(self, hello: Hello) -> str | None:
-        """Why this engine can't take part; None: its name is taken from now on."""
+        """Reason to refuse this engine; None: admitted, and its name is in use."""
         if hello.protocol != PROTOCOL_VERSION:
             return f"protocol {hello.protocol} there and {PROTOCOL_VERSION} here; install the same version"
         first = self._info or hello.info
@@ -412,7 +410,6 @@ class InstanceListener:
         return None
 
     async def _host(self, peer: Peer, hello: Hello, host: str) -> None:
-        """Have the engine take part until its connection ends."""
         client = DialledClient(peer, hello.name, self._max_unread, hello.notes)
         client.on_move = self._instance_registry.on_move
         client.on_death = partial(self._instance_registry.suspects.note_death, hello.name)

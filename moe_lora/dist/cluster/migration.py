@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves a running request from one instance to another, without a gap in its stream.
+"""Moves a running request between instances, without a gap in the stream.
 
-The target gets the request with what its answer has so far, held: it brings the adapter, takes pages and
-computes all tokens but the last, while the source decodes on.  Then the source holds the request between two
-steps and says the tokens that came since; with these the target resumes, and its answer to that is the
-acknowledgement.  The source's stream is read to its last token, then the target's from the next one.  Before
-the acknowledgement the source owns the request and goes on with it if anything fails; after it the target
-does, and what happens then is failover (see `failover`).
-Source: dLoRA section 5.2 (migration as a transfer of tokens); the two phases are ours.
+The target gets the request and the answer so far, held: it loads the adapter, allocates pages and computes
+all tokens but the last, while the source decodes.  Then the source holds the request between two steps and
+returns the new tokens. The target resumes with these tokens; the answer to the resume is the
+acknowledgement.  The stream continues from the source's last token with the target's next.  Before the
+acknowledgement the source owns the request and resumes after any error; afterwards the target does, with
+failover as usual (see `failover`). Source: dLoRA section 5.2 (migration as a transfer of tokens); the two
+phases are ours.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 MoveKind = Literal["tokens", "kv"]
 MOVES_AT_ONCE = 4
 READY_S = 30.0
-"""A target that is not ready by then (its adapter, pages, the computing of the prompt) is given up."""
+"""Time limit for a target's adapter, pages and prompt."""
 ACK_S = 5.0
-"""As is one that does not take over by then, and a source that does not hold, or send the rest, by then."""
+"""Time limit for a source's hold and send, and for a target's resume."""
 
 
 class MoveTask:
-    """A running move.  final: the target has the order to go on."""
+    """A running move.  final: the target has the order to resume."""
 
     def __init__(self, work: Coroutine[Any, Any, None]) -> None:
         self.final = False
@@ -55,11 +55,11 @@ class MoveTask:
 
 
 class RequestMover:
-    """Carries out moves of one front end's requests.
+    """Moves requests of one front end.
 
-    num_moved: those whose target gave a token.  A pause is from the moment when the source was told to hold
-    to the target's first token.  For the rest see `MoveStats`.
-    running: by id.  next_instance: the router's choice.  continued: a request as its latest epoch gets it.
+    num_moved: moves with a token of the target.  A pause lasts from the order to hold to the target's first
+    token.  Otherwise see `MoveStats`. running: by id.  next_instance: the router's choice.  continued: the
+    request of the latest epoch.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RequestMover:
         )
 
     async def move(self, request_id: str, target: str, kind: MoveKind = "tokens") -> None:
-        """Move a request to the instance of this name.  Raises MoveError; the source then goes on."""
+        """Move a request to the instance of this name.  Raises MoveError; the source then resumes."""
         resumable = self._running.get(request_id)
         if resumable is None:
             raise MoveError(f"request {request_id!r} is not running")
@@ -229,9 +229,9 @@ class RequestMover:
         source.leave()
 
     async def _send_kv(self, source: Attempt, target: Attempt) -> KvWindow | None:
-        """Have the source put into the target's window what is computed by now; None: it takes none."""
+        """Have the source put computed KV into the target's window; None: the target has no window."""
         window: KvWindow | None = await target.call("kv_window")
-        if window is None:  # its pages went to an older request, or it has several ranks
+        if window is None:  # the pages went to an older request, or there are several ranks
             target.kind = "tokens"
         else:
             await source.call("kv_send", window.descriptor, window.layout)
@@ -269,10 +269,8 @@ class RequestMover:
         resumable.next = target
 
     def _go_on(self, source: Attempt) -> None:
-        """Have the source resume; it was told to hold before, even if it has not answered."""
-
         async def resume() -> None:
-            with suppress(MoeLoraError, ValueError):  # it ended meanwhile, or the request did
+            with suppress(MoeLoraError, ValueError):  # the source or the request has ended
                 await source.call("resume_request", (), 0, 0, False)
 
         self._in_background(resume())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several engines report, as if they were one."""
+"""Reports of several engines merged into one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_counters(parts: Iterable[EngineStats]) -> EngineStats:
 def merge_stats(
     live: Sequence[EngineStats], past: Iterable[EngineStats], instances: Iterable[InstanceStats]
 ) -> FleetStats:
-    """As `FleetStats` says.  past: counters of processes that have ended, so that no sum ever falls."""
+    """See `FleetStats`.  past: counters of ended processes, so that no sum falls."""
     names: dict[str, Any] = {
         field: tuple(sorted(set(chain.from_iterable(getattr(stats, field) for stats in live))))
         for field in NAMES
@@ -53,8 +53,8 @@ def merge_stats(
 
 
 def merge_adapters(lists: Iterable[Iterable[AdapterInfo]]) -> list[AdapterInfo]:
-    """One entry a name, in the order they first come: requests and pages as sums, the best residency, the
-    latest version and use.
+    """One entry per name, in the order of first appearance: requests and pages as sums, the best
+    residency, the latest version and use.
     """
     merged: dict[str, AdapterInfo] = {}
     for info in chain.from_iterable(lists):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several engines behind one `EngineClient`: requests are routed, and outlive the engine they run on."""
+"""Several engines behind one `EngineClient`: requests are routed, and outlive an engine."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ABORT_S = 5.0
-"""An instance that was told to abort a request may take so long to say its last of it, a step or two."""
+"""Time for an instance's last output of an aborted request, a step or two."""
 
 
 _NO_MOVES = MoveStats(num_moved={"tokens": 0, "kv": 0})
 
 
 class AdapterCalls(Protocol):
-    """What decides which adapters are served: `FleetAdapters` here, or a link to the process where it is."""
+    """Manages the served adapters: `FleetAdapters` here, or a link to another process."""
 
     ranks: dict[str, int]
 
@@ -51,12 +51,12 @@ class AdapterCalls(Protocol):
 
 
 class FleetClient:
-    """`EngineClient` over the instances of an `InstanceRegistry` (see `EngineClient` for its contract).
+    """`EngineClient` over the instances of an `InstanceRegistry` (see `EngineClient` for the contract).
 
-    When an instance ends, its unfinished requests go on at another one, from the token they had reached.
-    adapters: who loads, unloads and pins them; its ranks are filled before the first request is routed.
-    meter: counts what each request brings to its adapter; None: demand is not metered.
-    seed: of the seeds that requests without one get, so that their answers can go on elsewhere.
+    At an instance's end, unfinished requests continue at another from the last token. adapters: loads,
+    unloads and pins, with ranks known before the first request. meter: counts each request's tokens by
+    adapter; None: no count. seed: source of seeds for requests without a seed, so that answers can continue
+    elsewhere.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class FleetClient:
 
     @cached_property
     def mover(self) -> RequestMover:
-        """Made for the first move of a request."""
+        """Created for the first move of a request."""
         from .migration import RequestMover
 
         return RequestMover(
@@ -155,7 +155,7 @@ class FleetClient:
                 await self._end_move(resumable)
 
     def _add(self, request: GenerateRequest) -> ResumableRequest:
-        """Register a request.  A sampled request gets a seed, so another instance can go on."""
+        """Register a request.  A sampled request gets a seed, so another instance can continue."""
         served = self._instance_registry.served_version(request.adapter)
         if request.adapter is not None and served is None:
             self._instance_registry.candidates(None)  # raises without instances: then no version is known
@@ -173,8 +173,8 @@ class FleetClient:
         return resumable
 
     async def _lose(self, resumable: ResumableRequest, attempt: Attempt, error: EngineDeadError) -> None:
-        """The instance has died.  Raises EngineDeadError if no other instance can go on."""
-        if not isinstance(error, EngineSilentError):  # a silent instance may be back by now
+        """The instance has died.  Raises EngineDeadError if no other instance can continue."""
+        if not isinstance(error, EngineSilentError):  # a silent instance may return
             self._instance_registry.lose(attempt.instance, attempt.client)
         if resumable.move is not None:
             await resumable.move.settle()
@@ -226,9 +226,9 @@ class FleetClient:
         return await self.mover.migrate(source, target, num_requests, kind)
 
     def _leave(self, instance: Instance) -> None:
-        """Have requests of an instance that sends no beats go on elsewhere, those that can.
+        """Continue requests of an instance without beats elsewhere, if possible.
 
-        What it says of them if it wakes is of attempts that have ended: nobody takes it.
+        Late outputs belong to ended attempts and are ignored.
         """
         for resumable in self._running.values():
             attempt = resumable.attempt
@@ -241,7 +241,7 @@ class FleetClient:
                 self._instance_registry.candidates(resumable.request.adapter)
                 self._check_resend(resumable, instance, error)
             except EngineDeadError:
-                continue  # no other can go on with it; this one may
+                continue  # only this instance can continue the request
             attempt.lose(error)
 
     def _continued(self, resumable: ResumableRequest) -> GenerateRequest:
@@ -259,7 +259,7 @@ class FleetClient:
         return self._router.choose(resumable.request, candidates)
 
     def _check_resend(self, resumable: ResumableRequest, instance: Instance, error: EngineDeadError) -> None:
-        """Raises EngineDeadError if the request can't go on elsewhere."""
+        """Raises EngineDeadError if the request can't continue elsewhere."""
         where = f"instance {instance.name} ended while it computed this request"
         if resumable.num_resends > MAX_RESENDS:
             raise EngineDeadError(
@@ -267,7 +267,7 @@ class FleetClient:
             ) from error
         adapter, begun = resumable.request.adapter, resumable.adapter_version
         version = self._instance_registry.version(adapter)
-        # While a new version is being loaded some engines have it; what they began only they can go on with.
+        # During a load of a new version, only engines with the answer's version can continue the answer.
         replaced = version is not None and begun is not None and version > begun
         if adapter is not None and (version is None or (resumable.delivered and replaced)):
             raise EngineDeadError(
@@ -288,13 +288,12 @@ class FleetClient:
             await self._end_move(resumable)
 
     def _end_aborted(self, resumable: ResumableRequest, attempt: Attempt) -> None:
-        """End it here if its instance still has not."""
         is_running = self._running.get(resumable.request.request_id) is resumable
         if is_running and resumable.attempt is attempt:
             attempt.leave()
 
     async def model_info(self) -> ModelInfo:
-        """That of one instance; they are alike.  max_loras counts for each."""
+        """Of one instance, since all are alike.  max_loras counts for each."""
         if self._info is None:
             info = (await ask_live(self._instance_registry, lambda client: client.model_info()))[0][1]
             self._adapters.ranks.update({one.name: one.lora_rank for one in await self.list_adapters()})
@@ -322,7 +321,7 @@ class FleetClient:
         for name, problem in self._instance_registry.suspects.refused.items():
             if name in infos:
                 infos[name] = replace(infos[name], residency="unavailable", problem=problem)
-        # Instances of a pool got them in different orders.
+        # Instances of a pool received them in different orders.
         return [infos[name] for name in (*served, *(infos.keys() - served.keys())) if name in infos]
 
     async def stats(self) -> EngineStats:
@@ -342,7 +341,7 @@ class FleetClient:
         return bool(self._instance_registry.live)
 
     async def close(self) -> None:
-        """End all instances, those that are being restarted too."""
+        """Close all instances, including restarting ones."""
         await asyncio.gather(*(client.close() for client in self._instance_registry.close()))
 
 

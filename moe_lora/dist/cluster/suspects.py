@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that may have ended an instance: their requests go on one adapter at a time, on one instance.
+"""Adapters suspected of an instance's end: one trial request of one adapter at a time.
 
-An instance that dies leaves notes of the adapters that it was about to load or compute (`step_notes`).  Each
-of these adapters is a suspect until one of its requests, the trial, gains a token on another instance.  A
-trial that ends its instance too shows the culprit, which is refused until it is loaded again.
+An instance that dies leaves notes of the adapters under load or compute (`step_notes`).  Each noted adapter
+is a suspect until a request, the trial, gains a token on another instance.  A trial that ends another
+instance convicts the adapter: refused until the next load.
 
-The front ends of a host have one trial of an adapter at a time: the lock of the notes admits one of them, and
-the notes name the trial to those that hear of its end.
+The front ends of a host run a single trial of an adapter at a time under the lock of the notes; the notes
+name the trial for other front ends.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from moe_lora.engine.client.step_notes import ReadNotes
 logger = logging.getLogger(__name__)
 
 WAIT_S = 60.0
-"""A request of a suspect waits so long for its trial."""
+"""Longest wait of a suspect's request for its trial."""
 ALONE_S = 30.0
-"""After so long the second instance is not expected any more: a trial needs one."""
+"""Longest wait for a second live instance: a trial needs two."""
 MOST_DEATHS = 2
-"""An adapter that gained tokens before is refused after one more death: two unrelated kills may meet it."""
+"""An adapter that gained tokens before is refused after one more death: unrelated kills may hit an adapter
+twice.
+"""
 DEATHS_COUNT_S = 600.0
 """Earlier deaths are forgotten: unrelated kills of many days would add up."""
 _LOOK_S = 0.05
@@ -38,7 +40,7 @@ _PROVEN = "proven"
 
 @dataclass(eq=False)
 class Trial:
-    """One request of a suspect, and its instance.  notes: locked for the trial."""
+    """A request of a suspect, and the instance.  notes: locked for the trial."""
 
     adapter: str
     notes: Sequence[ReadNotes] = ()
@@ -46,9 +48,9 @@ class Trial:
 
 
 class Suspects:
-    """The suspects of one front end; belongs to its event loop.
+    """The suspects of one front end and event loop.
 
-    num_live, num_known: count instances that take requests, and all that this front end knows.
+    num_live, num_known: count instances that take requests, and all known instances.
     """
 
     def __init__(self, num_live: Callable[[], int], num_known: Callable[[], int]) -> None:
@@ -57,9 +59,9 @@ class Suspects:
         self._suspects: dict[str, list[str]] = {}
         """By adapter: the instances that died with the adapter in their notes."""
         self._died_s: dict[str, float] = {}
-        """By adapter: the time of the last of these deaths."""
+        """By adapter: time of the last death."""
         self._notes: dict[str, list[ReadNotes]] = {}
-        """By adapter: these notes, each once."""
+        """By adapter: the notes, each once."""
         self._refused: dict[str, str] = {}
         self.active = False
         """True while an adapter is a suspect or refused."""
@@ -72,7 +74,7 @@ class Suspects:
         return self.active
 
     def note_death(self, instance: str, adapters: frozenset[str], notes: ReadNotes | None = None) -> None:
-        """An instance died; adapters: those in its notes."""
+        """An instance died; adapters: in its notes."""
         self._forget_old()
         tried, is_proven = self._tried_at(instance, adapters)
         if tried is not None:
@@ -80,7 +82,7 @@ class Suspects:
             if num_deaths > (MOST_DEATHS if is_proven else 1):
                 self._refuse(tried, instance)
                 self.wake()
-                return  # the others ran beside it
+                return  # the others ran beside the trial
         for name in sorted(adapters - self._refused.keys()):
             self._suspects.setdefault(name, []).append(instance)
             self._died_s[name] = time.monotonic()
@@ -107,7 +109,7 @@ class Suspects:
         if trial is not None and trial.adapter in adapters and trial.instance == instance:
             self._trial = None
             for notes in trial.notes:
-                notes.unlock()  # they go on naming the trial, for other front ends
+                notes.unlock()  # the notes still name the trial for other front ends
             return trial.adapter, trial.adapter in self.proven
         for name in adapters & self._suspects.keys():
             for notes in self._notes[name]:
@@ -123,14 +125,14 @@ class Suspects:
             notes.trial = words
 
     def note_token(self, adapter: str, trial: Trial | None) -> None:
-        """A request of the adapter gained a token; trial: the one that it was."""
+        """A request of the adapter gained a token; trial: its trial, if any."""
         self.proven.add(adapter)
         if trial is not None:
             self._clear(adapter)
             self.release(trial)
 
     def forget(self, adapter: str) -> None:
-        """The adapter was loaded anew, or unloaded: nothing is known against what the name means now."""
+        """Forget a replaced or unloaded adapter: the name means another content now."""
         self.proven.discard(adapter)
         if self.active:
             self._refused.pop(adapter, None)
@@ -145,7 +147,7 @@ class Suspects:
         return instances
 
     def problem(self, adapter: str) -> str | None:
-        """Why requests of the adapter are refused; None: they are not."""
+        """Reason to refuse requests of the adapter; None: accepted."""
         return self._refused.get(adapter)
 
     @property
@@ -154,13 +156,13 @@ class Suspects:
         return dict(self._refused)
 
     async def admit(self, adapter: str, is_aborted: Callable[[], bool] = lambda: False) -> Trial | None:
-        """Return when a request of the adapter may be sent; a Trial if it is the one that shows.
+        """Return when a request of the adapter may be sent; a Trial if the request is a trial.
 
         is_aborted: ends the wait after a `wake`.
 
         An adapter without a token waits up to ALONE_S for a second live instance, if there are several: a
-        trial must not take the last one from all other requests.
-        Raises AdapterFailedError for a refused adapter, EngineDeadError if no trial is possible in time.
+        trial must not end the last instance. Raises AdapterFailedError for a refused adapter,
+        EngineDeadError if no trial is possible in time.
         """
         began_s = time.monotonic()
         with move_on_after(WAIT_S):
@@ -169,15 +171,15 @@ class Suspects:
                 if problem is not None:
                     raise AdapterFailedError(problem)
                 if adapter not in self._suspects or not self._num_live():
-                    return None  # without an instance the router says so
+                    return None  # the router raises without an instance
                 may_try = self._trial is None and self._may_try(adapter, time.monotonic() - began_s)
                 if may_try and (trial := self._locked(adapter)) is not None:
                     self._trial = trial
                     return trial
-                with move_on_after(_LOOK_S):  # instances come and go without a word here
+                with move_on_after(_LOOK_S):  # instances come and go without a wake
                     await self._changed.wait()
         if is_aborted() or adapter in self.proven:
-            return None  # other trials took the time
+            return None  # other trials used the time
         where = self._suspects[adapter][-1] if adapter in self._suspects else "an instance"
         raise EngineDeadError(
             f"adapter {adapter!r} may have ended instance {where}, and other adapters were tried before it "
@@ -190,7 +192,7 @@ class Suspects:
         return self._num_live() >= least
 
     def _locked(self, adapter: str) -> Trial | None:
-        """Return a trial of the adapter; None while another front end of this host has a trial."""
+        """A trial of the adapter; None during another front end's trial on this host."""
         trial = Trial(adapter, tuple(self._notes.get(adapter, ())))
         for number, notes in enumerate(trial.notes):
             if not notes.try_lock():
@@ -200,7 +202,7 @@ class Suspects:
         return trial
 
     def release(self, trial: Trial) -> None:
-        """The trial's request has ended, or goes on elsewhere: the next suspect has its turn."""
+        """The trial's request has ended, or continues elsewhere: the next suspect has its turn."""
         if self._trial is trial:
             self._trial = None
             for notes in trial.notes:
@@ -218,6 +220,6 @@ class Suspects:
         logger.error(self._refused[adapter])
 
     def wake(self) -> None:
-        """Have all waiting requests look again."""
+        """Wake all waiting requests for another check."""
         self._changed.set()
         self._changed = asyncio.Event()

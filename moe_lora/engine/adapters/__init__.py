@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapters the engine knows, where their bytes lie, and how they get to the device."""
+"""Adapters of an engine: versions, places of bytes, and ways to the device."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that are not in an arena: their versions, their packed bytes, and how much room they will take."""
+"""Adapters outside the arenas: versions, packed bytes, and sizes on a rank."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ if TYPE_CHECKING:
 class AdapterVersion:
     """One version of an adapter.
 
-    uid: its namespace in the cache.  num_running: requests that hold it, those that wait for its bytes
-    included.  num_waiting: requests that don't yet.  num_pages: what it takes on this device when it is
-    there.  slot: while it is ready there.  loading_slot: from when its bytes began to
-    come.  lease: while the LoRA Server holds it for this engine.  merged: the weights carry some of it, or
-    will.  leaseless: they carry all that the server would compute of it.  asker:
-    whose request held it last.
+    uid: namespace in the cache.  num_running: requests that hold the version, also during a load.
+    num_waiting: requests before their hold.  num_pages: on this device.  slot: while ready there.
+    loading_slot: since the start of the load.  lease: while the LoRA Server holds the version for this
+    engine.  merged: partly in the weights, or soon.  leaseless: the weights carry the LoRA Server's whole
+    part.  asker: tenant of the last holding request.
     """
 
     uid: int
@@ -59,24 +58,25 @@ class AdapterVersion:
 
     @property
     def is_idle(self) -> bool:
-        """No request holds it or waits for it, and the weights carry nothing of it."""
+        """True without holding or waiting requests and without merged parts."""
         return not (self.num_running or self.num_waiting or self.merged)
 
 
 class AdapterStore:
     """Packed adapters by content hash: as mapped files, or in this process's memory.
 
-    in_files: as files without a name, which this process alone has.  store: as files of this store.
-    before_removal: they go from there when nobody keeps them; called before, returns when no other process
-    will open them any more.  None: they stay.  host: workers that read them there, closed with this.
-    others_fallback_rows: see `counters`; of the engine's other ranks.
+    in_files: files without a name, private to this process.  store: files of this store. before_removal:
+    called before a file's removal, returns once no other process will open the file; None: files stay.
+    host: workers that read the store; closed with this object. others_fallback_rows: for `counters`, of the
+    engine's other ranks.
     """
 
     on_change: Callable[[], None] | None = None
-    """Called, from another thread, when a request that waits for an adapter may be able to start."""
+    """Called from another thread when a request that waits for an adapter may start."""
     on_failure: Callable[[str, Exception], None] | None = None
-    """Called, from another thread, with the content hash of a failed adapter and another process's error.
-    The adapter is served again after its next `keep`."""
+    """Called from another thread with a failed adapter's content hash and another process's error; the
+    next `keep` serves the adapter again.
+    """
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class AdapterStore:
         self._without_host: set[str] = set()
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
-        """What takes long of a `keep` that is to come; for another thread.  Raises CapacityError likewise."""
+        """The slow part of a later `keep`, for another thread.  Raises CapacityError likewise."""
         if self._store is not None:
             return _stored(packed, self._store)
         if self._in_files:
@@ -106,16 +106,15 @@ class AdapterStore:
         return packed
 
     def undo_prepare(self, packed: PackedAdapter) -> None:
-        """No `keep` will come."""
+        """Undo `prepare` without a `keep`."""
         self._prepared.pop(packed.content_hash, None)
         if packed.content_hash not in self._kept and self._store is not None and self._before_removal:
             self._store.remove(packed.content_hash)
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
-        """Take on an adapter, once for each time that `forget` will end it; returns what to keep of it.
+        """Keep an adapter until as many `forget`s; returns the adapter's kept form.
 
-        path: its PEFT directory, of use to those who read it again.  Raises CapacityError if there is no room
-        for that.
+        path: its PEFT directory, for later reads.  Raises CapacityError without room.
         """
         if self._store is not None:
             packed = _stored(packed, self._store)
@@ -128,11 +127,10 @@ class AdapterStore:
         return packed
 
     def find(self, content_hash: str) -> PackedAdapter:
-        """A kept adapter."""
         return self._kept[content_hash]
 
     def forget(self, packed: PackedAdapter) -> None:
-        """End what `keep` began."""
+        """Undo one `keep`."""
         content_hash = packed.content_hash
         self._num_kept[content_hash] -= 1
         if self._num_kept[content_hash]:
@@ -145,41 +143,37 @@ class AdapterStore:
             self._store.remove(content_hash)
 
     def place(self, content_hash: str) -> AdapterResidency:
-        """Where a kept adapter's bytes are."""
+        """Place of a kept adapter's bytes."""
         return "host" if self._store is None and not self._in_files else "disk"
 
     def host_has(self, content_hash: str) -> bool:
-        """Whether host workers can compute a kept adapter's deltas."""
+        """True if host workers can compute a kept adapter's deltas."""
         return self.host is not None and content_hash not in self._without_host
 
     def stop_host(self, content_hash: str) -> None:
-        """Keep an adapter from host workers after a failure, until the next load from a file."""
+        """Hide an adapter from host workers after a failure, until the next load from a file."""
         self._without_host.add(content_hash)
 
     def counters(self) -> dict[str, int]:
-        """Counters of `EngineStats` by their names there."""
+        """Counters by names in `EngineStats`."""
         if self.host is None:
             return {}
         return {"host_fallback_rows": self.host.backend.num_fallback_rows + self._others_fallback_rows()}
 
     def close(self) -> None:
-        """The engine ends."""
         if self.host is not None:
             self.host.close()
 
     def __len__(self) -> int:
-        """Adapters kept, each as often as it was."""
         return self._num_kept.total()
 
 
 def _nameless(packed: PackedAdapter) -> PackedAdapter:
-    """As a mapped file without a name: whatever ends this process, nothing is left behind."""
     with OwnFolder() as directory:
         return _stored(packed, HostStore(directory))
 
 
 def _stored(packed: PackedAdapter, store: HostStore) -> PackedAdapter:
-    """As a mapped file: what was read into this process's memory may go."""
     try:
         store.put(packed)
         return store.get(packed.content_hash, packed.name)
@@ -191,10 +185,10 @@ def _stored(packed: PackedAdapter, store: HostStore) -> PackedAdapter:
 
 
 class ShardSizes:
-    """Pages that the layers of adapters take on the rank that holds most of them.
+    """Pages of adapters' layers on the rank with the most.
 
-    kept: per rank the entries ([X] bool) that it keeps.  shard: of the first rank, as large as each; None:
-    matrices are whole.
+    kept: entries of each rank ([X] bool).  shard: of the first rank, of equal size on each; None: matrices
+    are whole.
     """
 
     def __init__(
@@ -222,5 +216,5 @@ class ShardSizes:
         ]
 
     def num_pages(self, num_bytes: int) -> int:
-        """Whole pages that so many bytes take."""
+        """Bytes in whole pages, rounded up."""
         return -(-num_bytes // self.page_bytes)

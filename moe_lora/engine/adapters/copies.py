@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank copies between its two arenas, and from adapters' files to the device.
+"""One rank's copies between both arenas, and from adapter files to the device.
 
-Orders name pages, slots and content hashes only, so that they mean the same on every rank of an instance.
+Orders name pages, slots and content hashes only: valid on every rank of an instance.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BringAdapter:
-    """Have an adapter on the device and make `slot` mean it.
+    """Load an adapter to the device and set `slot`.
 
-    layer_first_pages: where each layer's bytes begin, -1 for a layer without any.  pages: where they come
-    from on the host; None = from the adapter's file.  first_group: each layer serves as soon as it is there,
-    and so many first ones come last (`policies.admission.host_start.load_order`); None: all serve at the end.
+    layer_first_pages: first page of each layer, -1 for an empty layer.  pages: on the host; None = from the
+    adapter's file.  first_group: number of first layers loaded last; each layer serves at once
+    (`policies.admission.host_start.load_order`); None: all serve at the end.
     """
 
     slot: int
@@ -45,7 +45,7 @@ class BringAdapter:
 
 @dataclass(frozen=True)
 class ClearSlot:
-    """Make `slot` mean "no delta anywhere"."""
+    """Make `slot` empty: no deltas."""
 
     slot: int
 
@@ -53,16 +53,15 @@ class ClearSlot:
 RankOrder = Copy | BringAdapter | ClearSlot
 
 Steps: TypeAlias = Iterator[int]
-"""Carries out an order piece by piece: the bytes of each, which are there when the next is asked for."""
+"""Executes an order piece by piece: yields bytes of a piece, complete at the next step."""
 
 
 class RankCopier:
-    """Carries out orders in one rank's memory.
+    """Executes orders in one rank's memory.
 
     device, host: 1-D uint8, page after page; host None: there is no host arena.  kept: [X] bool, entries of
-    adapters that this rank computes.  find: content hash -> the packed adapter, mapped or in memory.  pool:
-    has adapters that must be fetched; None: all are here.  shard: of whose sites matrices are; None: they
-    are whole.
+    adapters on this rank.  find: content hash -> the packed adapter, mapped or in memory.  pool: adapters
+    to fetch; None: all are local.  shard: of sharded matrices; None: matrices are whole.
     """
 
     def __init__(
@@ -90,13 +89,13 @@ class RankCopier:
         assert pool is None or self._kept is None, "adapters are fetched whole"
 
     def fetches(self, order: RankOrder) -> bool:
-        """Whether the order waits for another process, or a disk."""
+        """True if the order waits for another process, or a disk."""
         if self._pool is None or not isinstance(order, BringAdapter) or order.pages is not None:
             return False
         return not self._pool.holds(order.content_hash)
 
     def begin(self, order: RankOrder) -> Steps:
-        """What carries the order out, on CUDA on the current stream.  The adapter may be forgotten since."""
+        """Steps of the order, on CUDA on the current stream.  The adapter may be forgotten meanwhile."""
         if isinstance(order, Copy):
             return self._copy(order)
         if isinstance(order, ClearSlot):
@@ -118,12 +117,12 @@ class RankCopier:
         return self._fetch(order, reader)
 
     def ended(self, content_hash: str) -> None:
-        """No order brings this adapter any more, done or not."""
+        """Orders for this adapter are over, done or not."""
         if self._pool is not None:
             self._pool.take_from_host(content_hash)
 
     def carry_out(self, order: RankOrder) -> None:
-        """All of it, now."""
+        """Execute the whole order now."""
         for _ in self.begin(order):
             continue
 
@@ -143,7 +142,6 @@ class RankCopier:
             _copy(kept, pages) if order.to_device else _copy(pages, kept)
 
     def _fetch(self, order: BringAdapter, reader: LayerReader) -> Steps:
-        """Each layer to its place as it comes."""
         from .pool_fetch import fetch_layers
 
         arena, sizes = self._device.view(-1), reader.layer_bytes
@@ -156,14 +154,13 @@ class RankCopier:
         point_slot(self._slots, order.slot, packed, offsets)
 
     def _bring_through_host(self, order: BringAdapter, get: Callable[[], PackedAdapter]) -> Steps:
-        """First to where host workers read it, then layer by layer."""
         assert self._pool is not None
         packed = self._pool.give_to_host(get())
         yield 0
         yield from self._bring(order, packed)
 
     def _bring(self, order: BringAdapter, packed: PackedAdapter) -> Steps:
-        """Layer by layer; nothing leads to bytes that are not there."""
+        """Layer by layer; the table never points to absent bytes."""
         parts: Sequence[LayerPart] = packed.layers
         if self._kept is not None:
             parts = [shard_layer(layer, self._shape, self._kept, self._shard) for layer in packed.layers]
@@ -195,7 +192,6 @@ class RankCopier:
 
 
 def _pages_of_layer(first_pages: Sequence[int], number: int, copy: Copy) -> slice:
-    """Of an adapter's pages in layer order, those of a layer."""
     if first_pages[number] < 0:
         return slice(0, 0)
     after = next((page for page in first_pages[number + 1 :] if page >= 0), None)
@@ -204,7 +200,7 @@ def _pages_of_layer(first_pages: Sequence[int], number: int, copy: Copy) -> slic
 
 
 def _runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(page, page, number) of neighbours in both sequences."""
+    """(page, page, number) of runs contiguous in both sequences."""
     start = 0
     for end in range(1, len(first) + 1):
         if end == len(first) or first[end] != first[end - 1] + 1 or second[end] != second[end - 1] + 1:
@@ -214,7 +210,7 @@ def _runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, in
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     if source.is_cpu and target.is_cpu:
-        # numpy copies on this thread alone and lets others run Python; torch would start threads of its own.
+        # numpy copies on this thread and releases Python's lock; torch would start threads.
         np.copyto(target.numpy(), source.numpy())
     else:
         target.copy_(source, non_blocking=True)

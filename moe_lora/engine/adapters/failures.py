@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that an engine can't serve now: the reasons, and the time of the next try."""
+"""Failed adapters: the reasons, and the time of the next try."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MAX_LOADS = 3
 """Failed loads in a row before the requests of the adapter end."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 PASSING = (OSError, StorageError, AdapterError, PeerGoneError, PeerUnreachableError, SignalTimeoutError)
-"""Causes that may pass: of a disk, its files, a peer, a network."""
+"""Maybe temporary causes: of a disk, its files, a peer, a network."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """retry_s: the engine's time from which a request starts another load; None: a new load is needed."""
+    """retry_s: the engine's time of the next allowed load by a request; None: needs a new load call."""
 
     reason: str
     retry_s: float | None = None
@@ -39,7 +39,7 @@ class Failure:
 class AdapterFailures:
     """Failures by adapter version, until a load of the adapter succeeds.
 
-    The engine's thread uses everything but `report`, which any thread may call.  reports: not read yet.
+    Belongs to the engine's thread; any thread may call `report`.  reports: unread ones.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -49,7 +49,7 @@ class AdapterFailures:
         self.reports: queue.SimpleQueue[tuple[str, Exception]] = queue.SimpleQueue()
 
     def report(self, content_hash: str, error: Exception) -> None:
-        """Note a failure that another process found; `reported` returns it to the engine's thread."""
+        """Record another process's failure, for `reported` in the engine's thread."""
         self.reports.put((content_hash, error))
 
     def reported(self) -> list[tuple[str, Exception]]:
@@ -60,9 +60,9 @@ class AdapterFailures:
         return found
 
     def load_failed(self, adapter: AdapterVersion, error: Exception, *, may_repeat: bool = True) -> bool:
-        """Note a failed load; True if the requests of the adapter must end, False for another try at once.
+        """Record a failed load; True if the adapter's requests must end, False for another try at once.
 
-        may_repeat: False if whoever loads has tried again already.
+        may_repeat: False if the loader has retried already.
         """
         number = self._num_loads[adapter.uid] = self._num_loads.get(adapter.uid, 0) + 1
         passing = isinstance(error, PASSING)
@@ -76,9 +76,9 @@ class AdapterFailures:
         return True
 
     def compute_failed(self, adapter: AdapterVersion, error: Exception, *, may_pass: bool = False) -> None:
-        """Note an error of a step that computed this adapter alone.
+        """Record an error of a step that computed this adapter alone.
 
-        may_pass: other adapters of the step failed alike, so the cause may lie elsewhere.
+        may_pass: other adapters of the step failed too, so the cause may lie elsewhere.
         """
         may_pass = may_pass or isinstance(error, (MemoryError, *PASSING))
         self._note(
@@ -86,7 +86,7 @@ class AdapterFailures:
         )
 
     def loaded(self, adapter: AdapterVersion) -> None:
-        """A load to the device succeeded: this ends a failure with a pause, no other."""
+        """A load to the device succeeded: ends a failure with a pause only."""
         self._num_loads.pop(adapter.uid, None)
         failure = self.by_version.get(adapter.uid)
         if failure is not None and failure.retry_s is not None:
@@ -97,12 +97,12 @@ class AdapterFailures:
         self.by_version.pop(uid, None)
 
     def problem(self, adapter: AdapterVersion) -> str | None:
-        """Why the adapter is unavailable; None: it is not."""
+        """Reason why the adapter is unavailable; None: available."""
         failure = self.by_version.get(adapter.uid)
         return None if failure is None else failure.reason
 
     def check(self, adapter: AdapterVersion) -> None:
-        """Raises AdapterFailedError while the adapter is unavailable; a failure whose pause is over ends."""
+        """Raises AdapterFailedError while the adapter is unavailable; a failure ends with its pause."""
         failure = self.by_version.get(adapter.uid)
         if failure is None:
             return
@@ -111,7 +111,7 @@ class AdapterFailures:
         del self.by_version[adapter.uid]
 
     def message(self, adapter: AdapterVersion) -> str:
-        """What clients are told; the adapter has failed."""
+        """Text for clients about a failed adapter."""
         failure = self.by_version[adapter.uid]
         way_out = "load it again once that is mended"
         if failure.retry_s is not None:
@@ -126,7 +126,6 @@ class AdapterFailures:
 
 
 def _said(error: Exception) -> str:
-    """The error in words, without a class name where the project wrote the words."""
     text = str(error)
     if text and type(error).__module__.startswith("moe_lora."):
         return text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that the LoRA Server computes: kept in its host store, ready when they are leased."""
+"""Adapters computed by the LoRA Server: kept in its host store, ready once leased."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class LeasedAdapters(AdapterStore):
-    """`AdapterStore` whose adapters are registered with the LoRA Server, which leases them to all instances.
+    """`AdapterStore` with adapters registered at the LoRA Server, which leases them to instances.
 
-    A request whose adapter finds no room there waits; while the server is away requests start all the same,
-    and their deltas are computed here.  Other arguments: those of `AdapterStore`, which has what of them is
-    needed here.
+    Requests wait for a lease; without a connection to the server requests start, with deltas computed here.
+    Other arguments: as in `AdapterStore`, for the local part.
     """
 
     def __init__(
@@ -45,21 +44,21 @@ class LeasedAdapters(AdapterStore):
         self._lock = threading.Lock()
         self._held: dict[int, AdapterVersion] = {}
         self._mapped: dict[str, PackedAdapter] = {}
-        """By content hash, so that the server's host store can be given again what it has lost."""
+        """By content hash, to restore the server's host store after a loss."""
         self._leases = server.leases(self._take, self._fail)
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
-        """Put the adapter into the server's host store, from whichever thread."""
+        """Put the adapter into the server's host store, from any thread."""
         self._server.store.put(packed)
         return packed
 
     def undo_prepare(self, packed: PackedAdapter) -> None:
-        """Nothing to do: the server's host store is for all instances, and keeps what it has."""
+        """No effect: the server's host store serves all instances, and keeps contents."""
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
-        """Mapped from the server's host store: what was read into this process's memory may go.
+        """Mapped from the server's host store, instead of this process's memory.
 
-        Raises CapacityError if the server could never hold it.
+        Raises CapacityError for an adapter beyond the server's capacity.
         """
         content_hash, store = packed.content_hash, self._server.store
         store.put(packed)
@@ -88,7 +87,7 @@ class LeasedAdapters(AdapterStore):
             self._leases.unregister(content_hash)
 
     def acquire(self, adapter: AdapterVersion) -> bool:
-        """Whether there is a lease, or none can come; if not, it is asked for, and may come later."""
+        """True with a lease, or if no lease can come; else a lease is requested."""
         if adapter.uid in self._held:
             return True
         adapter_id = adapter.packed.content_hash
@@ -107,7 +106,7 @@ class LeasedAdapters(AdapterStore):
         return True
 
     def is_unused(self, adapter: AdapterVersion) -> bool:
-        """Whether there is a lease and no request of any version of this content holds it."""
+        """True for a lease without requests of any version of this content."""
         adapter_id = adapter.packed.content_hash
         if self._leases.lease(adapter_id) is None:
             return False
@@ -115,7 +114,7 @@ class LeasedAdapters(AdapterStore):
         return not any(other.num_running for other in users)
 
     def release(self, adapter: AdapterVersion) -> None:
-        """Give the lease back, or stop asking for it."""
+        """Return the lease, or cancel the request for one."""
         adapter_id = adapter.packed.content_hash
         with self._lock:
             self._held.pop(adapter.uid, None)
@@ -124,7 +123,7 @@ class LeasedAdapters(AdapterStore):
                 self._leases.release(adapter_id)
 
     def resident(self) -> Iterator[AdapterVersion]:
-        """Adapters that requests can use now."""
+        """Adapters usable by requests now."""
         return iter(list(self._held.values()))
 
     def counters(self) -> dict[str, int]:
@@ -144,7 +143,6 @@ class LeasedAdapters(AdapterStore):
         self._server.close()
 
     def _fail(self, content_hash: str, error: Exception) -> None:
-        """The LoRA Server gave the adapter up: its lease ends."""
         with self._lock:
             for adapter in self._held.values():
                 if adapter.packed.content_hash == content_hash:
@@ -154,7 +152,6 @@ class LeasedAdapters(AdapterStore):
             self.on_failure(content_hash, error)
 
     def _take(self) -> None:
-        """Leases came or went."""
         with self._lock:
             for adapter in self._held.values():
                 adapter.lease = self._leases.lease(adapter.packed.content_hash)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapters the engine knows, their versions, which of them requests hold, and which are pinned."""
+"""The engine's adapters: versions, holds by requests, pins."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 class AdapterManager:
     """Names, versions, users and pins of adapters (the scheduler's `Adapters`).
 
-    The cache says which are on this device; store: has the bytes of all.  leases: those of the LoRA Server,
-    which computes some sites or all; an adapter is ready when it is leased and what belongs here is here.
-    num_slots: adapters on the device at once.  num_pages: what they may take there, beside one request's KV.
-    host_loads: decides when prompts begin on host workers; None: whenever they can.
-    versions: by uid, replaced ones that requests still hold included.
+    The cache knows adapters on this device; store: has all bytes.  leases: of the LoRA Server, which
+    computes some or all sites; an adapter is ready when leased and the local part is loaded. num_slots:
+    most adapters on the device.  num_pages: limit of adapters' pages, beside one request's KV. host_loads:
+    decides when prompts begin on host workers; None: whenever possible. versions: by uid, with replaced
+    versions still in use.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class AdapterManager:
         self.leases = leases
         self.versions: dict[Namespace, AdapterVersion] = {}
         self.waits_for_others = leases is not None
-        """Whether it may depend on another process that an adapter becomes ready."""
+        """True if an adapter's readiness may depend on another process."""
         self.page_bytes = sizes.page_bytes
         self._cache = cache
         self._sizes = sizes
@@ -70,7 +70,7 @@ class AdapterManager:
         self._pinned: set[AdapterVersion] = set()
         self.to_bring: list[AdapterVersion] = []
         self.on_drop: Callable[[Namespace], None] | None = None
-        """Called with a version's uid when nothing is left of it."""
+        """Called with a version's uid after its last trace is gone."""
         self._refused_pages = sys.maxsize
         self.num_preloaded = 0
         if host_loads is not None:
@@ -79,11 +79,11 @@ class AdapterManager:
     def add(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
     ) -> AdapterVersion:
-        """Serve `packed` under its name from now on; a new version is pinned as the one before it was.
+        """Serve `packed` under the adapter's name from now on; a new version keeps the pin.
 
-        version: its number, which whoever serves it on several engines gives; None: one more than the last.
-        Raises AdapterExistsError if the name is taken and not to be replaced, CapacityError if there could
-        never be room for it.  An adapter that failed may always be replaced.
+        version: number, equal on several engines; None: last number and one. Raises AdapterExistsError for
+        a taken name without `replace`, CapacityError if the adapter can never fit.  A failed adapter may
+        always be replaced.
         """
         name, previous = packed.name, self._current.get(packed.name)
         try:
@@ -107,7 +107,7 @@ class AdapterManager:
         return adapter
 
     def current(self, name: str) -> AdapterVersion:
-        """The version that new requests for `name` use.  Raises AdapterNotFoundError."""
+        """The version for new requests of `name`.  Raises AdapterNotFoundError."""
         if name not in self._current:
             raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
         return self._current[name]
@@ -120,7 +120,7 @@ class AdapterManager:
         return adapter
 
     def remove(self, name: str) -> None:
-        """Refuse new requests for `name`; its memory is freed once the last request is done."""
+        """Refuse new requests for `name`; its memory is freed after the last request."""
         adapter = self.current(name)
         del self._current[name]
         self._retire(adapter)
@@ -129,14 +129,13 @@ class AdapterManager:
         return list(self._current.values())
 
     def resident(self) -> Iterator[AdapterVersion]:
-        """Adapters that are ready now."""
+        """Adapters ready now."""
         if self.leases is not None:
             leaseless = (adapter for adapter in self.versions.values() if adapter.leaseless)
             return chain(self.leases.resident(), leaseless)
         return (adapter for adapter in self.versions.values() if adapter.slot is not None)
 
     def info(self, adapter: AdapterVersion) -> AdapterInfo:
-        """What clients are told of an adapter."""
         residency, num_pages = self._where(adapter)
         problem = self.failures.problem(adapter)
         last_used_s = adapter.last_used_s
@@ -159,27 +158,27 @@ class AdapterManager:
         )
 
     def enqueue(self, adapter: AdapterVersion) -> None:
-        """One more request of the adapter waits, holding nothing."""
+        """Count a waiting request of the adapter, without a hold."""
         adapter.num_waiting += 1
 
     def dequeue(self, adapter: AdapterVersion) -> None:
-        """One of those holds the adapter now, or has left."""
+        """A waiting request holds the adapter now, or has left."""
         adapter.num_waiting -= 1
         if adapter.retired or self.leases is not None:
             self._settle(adapter)
 
     def begin_round(self) -> None:
-        """Requests are about to be admitted, one `acquire` after the other."""
+        """Start of a round of `acquire` calls."""
         self._refused_pages = sys.maxsize
 
     def acquire(self, adapter: AdapterVersion, *, again: bool = False, num_tokens: int = 1) -> Readiness:
-        """Hold the adapter for one request, its bytes on their way if they are not there.
+        """Hold the adapter for one request, and start its load if absent.
 
-        NO_ROOM: it is not held, there is no place now; a lease that came meanwhile is kept, unused.
-        again: this request held it before.  num_tokens: of the request.
+        NO_ROOM: not held for lack of room; a lease that came meanwhile is kept, unused. again: the request
+        held the adapter before.  num_tokens: of the request.
         """
         adapter.asker = self._cache.asker
-        if self.leases is not None and not adapter.leaseless:  # asked for first: it takes longer
+        if self.leases is not None and not adapter.leaseless:  # lease first: the slower part
             leased = self.leases.acquire(adapter)
             if not adapter.num_pages:
                 self._cache.note_remote(adapter.uid, leased)
@@ -192,18 +191,18 @@ class AdapterManager:
         return readiness
 
     def has_unused_lease(self, adapter: AdapterVersion) -> bool:
-        """Whether others wait for its place, which is kept for this engine, though no request uses it."""
+        """True if other engines wait for a slot kept for this engine without a request."""
         return self.leases is not None and self.leases.is_unused(adapter)
 
     def readiness(self, adapter: AdapterVersion) -> Readiness:
-        """Of an adapter that was acquired: whether its bytes are there."""
+        """Readiness of an acquired adapter."""
         readiness = self._cache.readiness(adapter.uid)
         if readiness is Readiness.LOADING and self.store.host_has(adapter.packed.content_hash):
             return Readiness.HOST_COMPUTABLE
         return readiness
 
     def stop_host(self, failed: Mapping[int, Exception]) -> set[AdapterVersion]:
-        """Have requests of failed adapters wait for the device.
+        """Make requests of failed adapters wait for the device.
 
         failed: errors of host workers by content number.  Returns the versions of these adapters.
         """
@@ -223,12 +222,12 @@ class AdapterManager:
         return found
 
     def pays_on_host(self, adapter: AdapterVersion, num_tokens: int, on_host: int) -> bool:
-        """Whether host workers are to compute so many prompt tokens, rather than the device later."""
+        """True if host workers compute these prompt tokens sooner than the device would."""
         now_s = self._clock.now_s()
         return self.host_loads is None or self.host_loads.pays(adapter.uid, num_tokens, on_host, now_s)
 
     def release(self, adapter: AdapterVersion) -> None:
-        """One request of the adapter does not hold it any more; it stays while nobody else needs the room."""
+        """Release the adapter for one request; evictable without users."""
         adapter.num_running -= 1
         adapter.last_used_s = self._clock.now_s()
         if self.leases is not None and not adapter.num_running:
@@ -238,13 +237,13 @@ class AdapterManager:
             self._settle(adapter)
 
     def is_ready(self, adapter: AdapterVersion) -> bool:
-        """Whether what belongs on this device is there."""
+        """True if the local part is on the device."""
         return self._cache.readiness(adapter.uid) is Readiness.READY and (
             adapter.slot is not None or not adapter.num_pages
         )
 
     def hold_merged(self, adapter: AdapterVersion) -> bool:
-        """Keep a ready adapter on the device, for the weights carry some of it; whether it is ready."""
+        """Keep a ready adapter on the device for a merge; False if not ready."""
         if not self.is_ready(adapter):
             return False
         self._cache.hold(adapter.uid, self._clock.now_s(), again=True)
@@ -252,28 +251,29 @@ class AdapterManager:
         return True
 
     def release_merged(self, adapter: AdapterVersion) -> None:
-        """Undo `hold_merged`; an adapter that was unloaded meanwhile is freed with its last request."""
+        """Undo `hold_merged`; an adapter unloaded meanwhile is freed with its last request."""
         adapter.merged = adapter.leaseless = False
         self._cache.let_go(adapter.uid, self._clock.now_s())
         self._settle(adapter)
 
     def give_lease_back(self, adapter: AdapterVersion) -> None:
-        """The weights carry all that the LoRA Server would compute of it: it takes no place there."""
+        """Release the lease: the weights carry the LoRA Server's whole part."""
         if self.leases is not None:
             adapter.leaseless = True
             self.leases.release(adapter)
 
     def take_lease_again(self, adapter: AdapterVersion) -> bool:
-        """Before the weights carry less of it; False: its requests need a lease, which is asked for and has
-        not come, so that all of it has to stay in them.
+        """Acquire the lease before an unmerge.
+
+        False: requests need a lease and none has come, so the adapter must stay merged.
         """
         if adapter.leaseless and self.leases is not None:
             adapter.leaseless = bool(adapter.num_running) and not self.leases.acquire(adapter)
         return not adapter.leaseless
 
     def pin(self, adapter: AdapterVersion) -> None:
-        """Bring the adapter in and keep it; of a LoRA Server's the part on this device, since that one
-        decides for itself.  Raises CapacityError if that left no room for a request.
+        """Load the adapter and keep it; with a LoRA Server, only the local part.  Raises CapacityError if
+        no room is left for a request.
         """
         if adapter.pinned:
             return
@@ -285,7 +285,7 @@ class AdapterManager:
         self.bring_pinned()
 
     def bring_pinned(self) -> None:
-        """Bring in what was pinned when there was no room; to be called again and again."""
+        """Load pinned adapters that had no room before; call repeatedly."""
         for adapter in list(self.to_bring):
             self.begin_round()
             if self._hold(adapter, again=True) is not Readiness.NO_ROOM:
@@ -302,12 +302,11 @@ class AdapterManager:
             self._cache.unpin(adapter.uid)
 
     def preload(self, names: Iterable[str]) -> int:
-        """Bring in adapters before anybody asks for them, the first ones where there is no room for all, and
-        let them be; how many are on the device now, or on their way.
+        """Load adapters ahead of requests, the first ones if room is short; returns the number loaded or
+        loading.
 
-        Room is made as for a request's adapter: what requests use stays, and none of these gives way to
-        another one.  Unknown names are passed over, as are adapters of which nothing belongs on this device.
-        Source: dLoRA, section 5.1.
+        Room is made as for a request's adapter: adapters in use stay, and no preload evicts another
+        preload.  Unknown names and adapters without a local part are skipped. Source: dLoRA, section 5.1.
         """
         found = [self._current[name] for name in names if name in self._current]
         found = [adapter for adapter in found if adapter.num_pages]
@@ -325,7 +324,7 @@ class AdapterManager:
         return sum(self._cache.readiness(adapter.uid) is not Readiness.NO_ROOM for adapter in found)
 
     def _admit(self, adapter: AdapterVersion) -> None:
-        """Take on an adapter; `adapter.packed` becomes what to keep of it.  Raises CapacityError."""
+        """Admit an adapter; `adapter.packed` becomes the kept form.  Raises CapacityError."""
         with ExitStack() as undo:
             layer_pages = self._sizes.layer_pages(adapter.packed)
             adapter.num_pages = sum(layer_pages)
@@ -339,7 +338,6 @@ class AdapterManager:
             undo.pop_all()
 
     def _drop(self, adapter: AdapterVersion) -> None:
-        """Undo `_admit`."""
         self.unpin(adapter)
         self._cache.forget(adapter.uid)
         self.store.forget(adapter.packed)
@@ -349,7 +347,6 @@ class AdapterManager:
             self.on_drop(adapter.uid)
 
     def _hand_pin_over(self, previous: AdapterVersion, adapter: AdapterVersion) -> None:
-        """Admit a version that takes the pin of the one before it, and with that its room."""
         self.unpin(previous)
         with ExitStack() as undo:
             undo.callback(self.pin, previous)
@@ -364,7 +361,6 @@ class AdapterManager:
         self._settle(adapter)
 
     def _settle(self, adapter: AdapterVersion) -> None:
-        """If nobody holds the adapter any more, or waits for it: let it go; a retired one is freed."""
         if adapter.is_idle:
             if self.leases is not None:
                 self.leases.release(adapter)
@@ -372,7 +368,7 @@ class AdapterManager:
                 self._drop(adapter)
 
     def _hold(self, adapter: AdapterVersion, *, again: bool, num_tokens: int = 1) -> Readiness:
-        """Within a round, what found no room for few pages is not searched for more."""
+        """Within a round, a failed search for few pages is not repeated for more."""
         if adapter.num_pages >= self._refused_pages and self.readiness(adapter) is Readiness.NO_ROOM:
             return Readiness.NO_ROOM
         now_s, before = self._clock.now_s(), self._cache.readiness(adapter.uid)
@@ -389,7 +385,6 @@ class AdapterManager:
         return readiness
 
     def _where(self, adapter: AdapterVersion) -> tuple[AdapterResidency, int]:
-        """Where its bytes are, and how many pages of the device's arena they take there."""
         place: AdapterResidency = self._cache.place(adapter.uid)
         num_pages = adapter.num_pages if place == "device" else 0
         if self.leases is not None:
@@ -400,7 +395,7 @@ class AdapterManager:
         return place, num_pages
 
     def _check_fits(self, adapter: AdapterVersion) -> None:
-        """Raises CapacityError if an adapter of so many pages could never be on the device."""
+        """Raises CapacityError if an adapter of this size can never be on the device."""
         if not adapter.num_pages:
             return
         if len(self._pinned) >= self._num_slots:
@@ -417,7 +412,7 @@ class AdapterManager:
             )
 
     def _check_pin(self, adapter: AdapterVersion) -> None:
-        """Raises CapacityError if one more pin left no slot or no room for a request of another adapter."""
+        """Raises CapacityError if one more pin leaves no slot or no room for another adapter's request."""
         name = adapter.name
         if self.leases is not None and not adapter.num_pages:
             raise CapacityError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter that is held elsewhere, read layer by layer: from a peer's memory, else from its directory."""
+"""Layer-by-layer reads of an adapter: from a peer's memory, else from its directory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 
 
 class Peers:
-    """Peers of a pool as one instance sees them: their windows while it reads them, and how that went.
+    """Open windows of pool peers, and counters, of one instance.
 
-    Over shared memory a peer's memory is free only when nobody maps it; over a network the last window of a
-    peer stays attached, because the connection goes with it.
-    counts: since the start.  peer_fetches, disk_fetches: adapters whose last layer came from there.
-    failed_sources: peers and directories that did not give what they should.
+    A shared-memory window is detached after use, so that the peer can free the memory; a network peer's
+    last window stays attached with the connection. counts: since the start.  peer_fetches, disk_fetches:
+    adapters by the source of the last layer. failed_sources: failed peers and directories.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -35,7 +34,7 @@ class Peers:
         self._lock = threading.Lock()
 
     def release(self, window: RemoteWindow) -> None:
-        """It is not read any more."""
+        """Detach the window."""
         before: RemoteWindow | None = window
         if self.transport.kind != "shm" and window.alive():
             with self._lock:
@@ -54,12 +53,11 @@ logger = logging.getLogger(__name__)
 
 
 class LayerReader:
-    """The layers of one adapter, from the first of its sources that gives them.
+    """The layers of one adapter, from the first working source.
 
-    sources: descriptors of the windows in which peers hold it, in the order in which to try them; asked when
-    reading begins.  read_again: reads it from its directory, into this process's memory.  A source that
-    fails is left for the next one, in the middle too: what was read is right, since sources hold the same
-    bytes.  For one thread.
+    sources: descriptors of peers' windows in order of preference, read at the start.  read_again: reads the
+    PEFT directory into this process's memory.  A failed source is replaced by the next, even in the middle:
+    all sources hold equal bytes.  For one thread.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class LayerReader:
         return [length for _, length in self._layout.data]
 
     def read_head(self, out: torch.Tensor | None = None) -> PackedAdapter:
-        """The adapter with its tables and scales, which lie in `out` (uint8 [head_bytes]), but no data.
+        """The adapter with its tables and scales in `out` (uint8 [head_bytes]), without data.
 
         Raises AdapterError if no source is left.
         """
@@ -101,7 +99,7 @@ class LayerReader:
                 self._peers.count("fetched_bytes", length)
 
     def read_whole(self, memory: torch.Tensor) -> PackedAdapter:
-        """The adapter in `memory` (uint8 [layout.num_bytes]), its content checked.
+        """The adapter in `memory` (uint8 [layout.num_bytes]), with checked content.
 
         Raises AdapterError if no source has that content.
         """
@@ -116,13 +114,13 @@ class LayerReader:
             self._give_up("what it holds is not the adapter that was asked for")
 
     def close(self, *, done: bool) -> None:
-        """Let go of the source.  done: all layers were read."""
+        """Close the source.  done: all layers were read."""
         if done:
             self._peers.count("peer_fetches" if self._from_disk is None else "disk_fetches")
         self._leave()
 
     def _get(self, start: int, out: torch.Tensor) -> None:
-        """out = the bytes from there on, from this source or the next ones: peers, at last the directory."""
+        """out = the bytes from `start` on, from this or later sources; the directory is last."""
         if self._left is None:
             self._left = list(self._list_sources())
         while self._left:
@@ -136,7 +134,6 @@ class LayerReader:
         out.copy_(self._from_disk[start : start + len(out)])
 
     def _read_directory(self) -> torch.Tensor:
-        """The adapter as it lies in windows."""
         name = self.facts.name
         logger.info("adapter %s: no instance that holds it answers; read from disk", name)
         try:
@@ -163,7 +160,6 @@ class LayerReader:
         return self._window
 
     def _give_up(self, reason: str) -> None:
-        """Leave this source for the next one."""
         logger.warning("adapter %s: a source failed: %s", self.facts.name, reason)
         self._peers.count("failed_sources")
         self._leave()
@@ -177,10 +173,10 @@ class LayerReader:
 
 
 def fetch_layers(reader: LayerReader, targets: Sequence[torch.Tensor]) -> PackedAdapter:
-    """Each layer's data into its target, uint8 of its size; returns the adapter without data.
+    """Copy each layer's data to a target, uint8 of the layer's size; returns the adapter without data.
 
-    To a GPU through two page-locked buffers, so that one layer is read while the one before it is copied;
-    elsewhere a layer is read straight to its place.  Raises AdapterError.
+    For a GPU through two page-locked buffers, so that a read overlaps a copy; else directly.  Raises
+    AdapterError.
     """
     done = False
     try:
@@ -197,7 +193,7 @@ def fetch_layers(reader: LayerReader, targets: Sequence[torch.Tensor]) -> Packed
 
 
 def fetch_whole(reader: LayerReader) -> PackedAdapter:
-    """The adapter in this process's memory, its content checked.  Raises AdapterError."""
+    """The adapter in this process's memory, with checked content.  Raises AdapterError."""
     done = False
     try:
         packed = reader.read_whole(torch.empty(layout_of(reader.facts).num_bytes, dtype=torch.uint8))

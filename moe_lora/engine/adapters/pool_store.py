@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters that an instance of a pool knows: some of them held in windows that its peers read."""
+"""Adapters of a pool's instance: some held in windows for peers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SPARE_FILES = 48
-"""That windows leave to all else: adapters that are read and fetched, connections."""
+"""File descriptors left for other uses: adapter reads, fetches, connections."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,16 +50,14 @@ class Held:
 
 
 class PoolAdapters(AdapterStore):
-    """`AdapterStore` of which only some have their bytes here.
+    """`AdapterStore` with local bytes for some adapters only.
 
-    What is given to `keep` with its bytes is held: it lies in a window.  Of what is given without
-    (`adapter_without_data`) only the facts are kept, and its bytes are fetched each time they are needed.
-    `fetch_held` and `hold` turn the second into the first, `drop` the first into the second.  Tables and
-    scales stay here from the first fetch on; they are small.
-    host: workers that compute for adapters that are on their way to the device: while they are, they lie in
-    the workers' store, too.
-    read: (path, name, content hash) -> the adapter in a PEFT directory.  Called by the engine's thread, but
-    for `prepare`, `undo_prepare`, `fetch_held`, `give_to_host` and what `reader` returned.
+    An adapter given to `keep` with bytes is held, in a window.  Without bytes (`adapter_without_data`) only
+    the facts are kept; each use fetches the bytes. `fetch_held` and `hold` turn the second state into the
+    first, `drop` the first into the second.  Tables and scales, which are small, stay from the first fetch
+    on. host: workers for loading adapters, with the bytes in the workers' store meanwhile. read: (path,
+    name, content hash) -> the adapter in a PEFT directory.  The engine's thread calls all but `prepare`,
+    `undo_prepare`, `fetch_held`, `give_to_host` and readers from `reader`.
     """
 
     def __init__(
@@ -79,11 +77,11 @@ class PoolAdapters(AdapterStore):
         self._paths: dict[str, str] = {}
         self._on_host: set[str] = set()
         self._lock = threading.Lock()
-        """Around what other threads see: _waiting, and the tables in _kept."""
-        self._max_files = allow_many_files()  # each window in shared memory is two open files
+        """Guards state shared with other threads: _waiting, and the tables in _kept."""
+        self._max_files = allow_many_files()  # each shared-memory window takes two open files
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
-        """Lay it into a window."""
+        """Copy the adapter into a window."""
         held = self._place(packed)
         with self._lock:
             before = self._waiting.pop(packed.content_hash, None)
@@ -100,7 +98,7 @@ class PoolAdapters(AdapterStore):
                 held.window.free()
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
-        """Returns the adapter without its bytes, whoever has them."""
+        """Returns the adapter without bytes, held or not."""
         content_hash = packed.content_hash
         if has_data(packed):
             with self._lock:
@@ -113,12 +111,12 @@ class PoolAdapters(AdapterStore):
         return super().keep(packed)
 
     def find(self, content_hash: str) -> PackedAdapter:
-        """A kept adapter, with its bytes if it is held."""
+        """A kept adapter, with bytes if held."""
         held = self._held.get(content_hash)
         return super().find(content_hash) if held is None else held.packed
 
     def forget(self, packed: PackedAdapter) -> None:
-        """What is held stays, an orphan: other instances may still compute requests of that version."""
+        """A held adapter stays as an orphan: other instances may still compute requests of that version."""
         with self._lock:
             super().forget(packed)
         content_hash = packed.content_hash
@@ -127,11 +125,11 @@ class PoolAdapters(AdapterStore):
             self._paths.pop(content_hash, None)
 
     def orphans(self) -> list[str]:
-        """Content hashes of what is held and not kept any more."""
+        """Content hashes of orphans: held, no longer kept."""
         return [content_hash for content_hash in self._held if content_hash not in self._kept]
 
     def free_orphan(self, content_hash: str) -> None:
-        """Free it, unless it is kept again."""
+        """Free an orphan, unless kept again."""
         if content_hash in self._held and content_hash not in self._kept:
             self._held.pop(content_hash).window.free()
 
@@ -139,21 +137,21 @@ class PoolAdapters(AdapterStore):
         return content_hash in self._kept
 
     def stand_in(self, facts: AdapterFacts) -> PackedAdapter:
-        """An adapter for `keep`, with its bytes elsewhere."""
+        """An adapter for `keep`, with bytes elsewhere."""
         return adapter_without_data(facts)
 
     def entry(self, info: AdapterInfo, packed: PackedAdapter) -> PoolEntry:
-        """An adapter as the keeper of the directory knows it."""
+        """An adapter for the pool's directory."""
         return PoolEntry(info=info, facts=facts_of(packed), source=self.source(packed.content_hash))
 
     def hold(self, held: Held) -> None:
-        """Hold from now on what `prepare` or `fetch_held` made, unless it is held already."""
+        """Hold the result of `prepare` or `fetch_held`, unless already held."""
         content_hash = held.packed.content_hash
         if self._held.setdefault(content_hash, held) is not held:
             held.window.free()
 
     def drop(self, content_hash: str) -> None:
-        """Let the bytes go; the adapter stays known.  Copies under way end with the bytes they began with."""
+        """Drop the bytes; the adapter stays known.  Running copies end with their first bytes."""
         held = self._held.pop(content_hash, None)
         if held is not None:
             if self.knows(content_hash):
@@ -161,10 +159,10 @@ class PoolAdapters(AdapterStore):
             held.window.free()
 
     def fetch_held(self, content_hash: str, sources: Sequence[bytes]) -> Held:
-        """An adapter that is known, brought into a window, for `hold`; for another thread.
+        """Fetch a known adapter into a window, for `hold`; for another thread.
 
-        sources: as in `set_sources`.  Raises AdapterError if none has it, nor its directory, StorageError if
-        there is no memory for it.
+        sources: as in `set_sources`.  Raises AdapterError if no source has the adapter, StorageError
+        without memory.
         """
         reader = self.reader(content_hash, sources)
         window = self._window(reader.facts)
@@ -179,20 +177,20 @@ class PoolAdapters(AdapterStore):
                 window.free()
 
     def source(self, content_hash: str) -> bytes | None:
-        """The descriptor by which peers read what is held here."""
+        """The descriptor of a held adapter for peers."""
         held = self._held.get(content_hash)
         return None if held is None else held.window.descriptor()
 
     def set_sources(self, content_hash: str, sources: Sequence[bytes]) -> None:
-        """Where to read an adapter from, in this order."""
+        """Set the sources of an adapter, in order of preference."""
         self._sources[content_hash] = tuple(sources)
 
     def holds(self, content_hash: str) -> bool:
-        """Whether its bytes are here."""
+        """True if the bytes are held here."""
         return content_hash in self._held
 
     def reader(self, content_hash: str, sources: Sequence[bytes] | None = None) -> LayerReader:
-        """What reads an adapter that is not held here.  sources: None: those that are set when it begins."""
+        """A reader for an adapter that is not held.  sources: None: the current ones at the start."""
         facts, path = facts_of(super().find(content_hash)), self._paths.get(content_hash)
 
         def read_again() -> PackedAdapter:
@@ -206,13 +204,15 @@ class PoolAdapters(AdapterStore):
         return LayerReader(facts, list_sources, self._peers, read_again)
 
     def learn_tables(self, packed: PackedAdapter) -> None:
-        """Keep an adapter's tables and scales, fetched without its data; from any thread."""
+        """Keep an adapter's fetched tables and scales; from any thread."""
         with self._lock:
             if packed.content_hash in self._kept:
                 self._kept[packed.content_hash] = packed
 
     def give_to_host(self, packed: PackedAdapter) -> PackedAdapter:
-        """Lay an adapter where host workers read it; returns it from there, or itself if there is no room."""
+        """Copy an adapter to the host workers' store; returns the copy, or the adapter itself without
+        room.
+        """
         assert self.host is not None
         self.learn_tables(without_data(packed))
         try:
@@ -227,7 +227,7 @@ class PoolAdapters(AdapterStore):
         return packed
 
     def take_from_host(self, content_hash: str) -> None:
-        """Undo `give_to_host`, if it was done."""
+        """Undo `give_to_host`, if any."""
         if content_hash in self._on_host:
             assert self.host is not None
             self._on_host.discard(content_hash)

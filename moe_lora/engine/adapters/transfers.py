@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache's orders on their way: sent to all ranks between steps, confirmed when they are done."""
+"""The cache's orders on their way: sent to all ranks between steps, confirmed when done."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ LOOK_S = 0.0002
 
 
 class Mover(threading.Thread):
-    """Carries out what is submitted, first come first served, while the engine's thread computes.
+    """Executes submitted orders in sequence, beside the engine's thread.
 
-    device: that of the arena.  on_done: called from this thread after each copy.  bytes_per_s: upper bound on
-    the rate; None = none.
+    device: of the arena.  on_done: called from this thread after each copy.  bytes_per_s: limit of the
+    rate; None: unlimited.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Mover(threading.Thread):
         self.start()
 
     def submit(self, number: int, steps: Steps) -> None:
-        """Carry the steps out; `finished` tells when what they copied is there.
+        """Queue the steps; `finished` reports their end.
 
-        On CUDA it comes after everything that the calling thread has launched so far: pages that a step reads
-        or writes are not touched before that step is over.
+        On CUDA the copy runs after all launches of the calling thread so far: pages of a running step are
+        not touched.
         """
         launched = None
         if self._stream is not None:
@@ -60,14 +60,14 @@ class Mover(threading.Thread):
         self._orders.put((number, steps, launched))
 
     def finished(self) -> list[tuple[int, Exception | None]]:
-        """Numbers of the copies that ended since the last call, each with what kept it from its work."""
+        """Numbers of copies ended since the last call, each with the error or None."""
         ended = []
         while not self._done.empty():
             ended.append(self._done.get())
         return ended
 
     def close(self) -> None:
-        """End after the copy under way; may be called again."""
+        """End after the running copy.  Idempotent."""
         self._closing.set()
         self._orders.put(None)
         if self is not threading.current_thread():
@@ -78,9 +78,9 @@ class Mover(threading.Thread):
             continue
 
     def _take_one(self) -> bool:
-        """Wait for an order and carry it out; False at the end.
+        """Execute the next order; False at the end.
 
-        A method of its own, so that nothing holds what was copied, an adapter's memory, while it waits.
+        A separate method: a waiting thread must keep no reference to an adapter's memory.
         """
         order = self._orders.get()
         if order is None or self._closing.is_set():
@@ -116,20 +116,20 @@ _Order = tuple[int, Steps, "torch.cuda.Event | None"]
 
 
 class Transfers:
-    """Takes orders of the cache, has them carried out on all ranks beside the steps, confirms them.
+    """Sends the cache's orders to all ranks beside the steps, and confirms them.
 
-    adapters: the versions by uid; one that is on the device has a slot there, of num_slots. copier: of this
-    rank. make_mover: given what to call after each copy. interval_s: time between two looks of the cache at
-    what to move ahead of need. first_group: of an adapter by its uid (`BringAdapter`). blocking: no step
-    begins while an adapter is on its way (an emulation of S-LoRA). Adapters that a pool has elsewhere are
-    brought by a second mover, so that they hold no other copy up. Called by the engine's own thread.
+    adapters: the versions by uid; each on the device has one of num_slots slots. copier: of this rank.
+    make_mover: takes a callback for ended copies. interval_s: between the cache's checks for moves ahead of
+    need. first_group: of an adapter by uid (`BringAdapter`). blocking: no step starts during an adapter's
+    load (an emulation of S-LoRA). A second mover loads adapters from a pool, so that slow peers delay no
+    other copy. Called by the engine's own thread.
 
-    Followers copy beside their steps too, and one may be behind: before rank 0 announces a step that needs a
-    copy, or gives its pages to others, it tells them that its own is done, and they wait for theirs.
+    Followers also copy beside steps, and may be slower. Before a step that needs a copy or reuses pages,
+    rank 0 announces the end of the copy, and followers wait for their copies.
     """
 
     on_change: Callable[[], None] | None = None
-    """Called from another thread when a copy is done."""
+    """Called from another thread after a copy."""
 
     def __init__(
         self,
@@ -147,9 +147,9 @@ class Transfers:
     ) -> None:
         self.blocking = blocking
         self.on_bring: Callable[[AdapterVersion], None] = lambda adapter: None
-        """Called with each adapter before its load starts."""
+        """Called with each adapter at the start of a load."""
         self.on_load: Callable[[AdapterVersion, Exception | None], None] = lambda adapter, error: None
-        """Called with each adapter whose load ended, and the error of a failed one."""
+        """Called with each adapter at the end of a load, and the error of a failed load."""
         self._cache = cache
         self._first_group = first_group
         self._adapters = adapters
@@ -163,18 +163,18 @@ class Transfers:
         self._balanced = False
         self._next_tick_s = clock.now_s()
         self._under_way: dict[int, AdapterVersion | None] = {}
-        """By the order's number the adapter that it brings, if any."""
+        """Order number -> loading adapter, if any."""
         self._slots: dict[Namespace, int] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
         cache.watch(self._clear_slot)
 
     @property
     def busy(self) -> bool:
-        """Whether copies are under way."""
+        """True while copies run."""
         return bool(self._under_way)
 
     def settle(self) -> None:
-        """Confirm what is done, and what can't be done: the cache goes on without it."""
+        """Confirm done and failed copies; the cache continues without the failed ones."""
         if not self._under_way:
             return
         finished = self._mover.finished() + (self._fetcher.finished() if self._fetcher is not None else [])
@@ -194,10 +194,10 @@ class Transfers:
                 self.on_load(adapter, error)
 
     def tick(self, batch_size: int) -> float | None:
-        """Send what was ordered meanwhile; let the cache move pages ahead of need, if it is time.
+        """Send new orders; let the cache move pages ahead of need, at intervals.
 
-        batch_size: requests running.  Returns in how many seconds it is time again; None if that can wait
-        until something happens: an idle engine goes on until nothing is left to move, then sleeps.
+        batch_size: running requests.  Returns the seconds until the next call; None: at the next event. An
+        idle engine continues until no move is left, then sleeps.
         """
         if self._send():
             self._balanced = False
@@ -209,12 +209,12 @@ class Transfers:
         return None if self._balanced else self._next_tick_s - now_s
 
     def send(self) -> None:
-        """Have what the cache ordered carried out."""
+        """Send the cache's orders."""
         self._balanced = False
         self._send()
 
     def wait_for_adapters(self) -> bool:
-        """Wait until no adapter is on its way; whether one was."""
+        """Wait for all loads; True if an adapter was loading."""
         waited = False
         while any(self._under_way.values()):
             time.sleep(LOOK_S)
@@ -223,7 +223,7 @@ class Transfers:
         return waited
 
     def figures(self, page_bytes: int, max_kv_pages: int) -> dict[str, Any]:
-        """Fields of `EngineStats`: bytes that the cache holds, and orders so far.
+        """Fields of `EngineStats`: bytes in the cache, and orders so far.
 
         max_kv_pages: limit of pages with KV.
         """
@@ -267,7 +267,7 @@ class Transfers:
             rank_order: RankOrder = order
         else:
             adapter = self._adapters.get(order.namespace)
-            if adapter is None:  # it was dropped since
+            if adapter is None:  # dropped meanwhile
                 self._cache.failed(order.copy_id)
                 return
             slot = self._slots[adapter.uid] = adapter.loading_slot = self._free_slots.pop()
@@ -289,7 +289,6 @@ class Transfers:
             self._copier.ended(content_hash)
 
     def _clear_slot(self, namespace: Namespace) -> None:
-        """An adapter's pages are another's from now on."""
         slot = self._slots.pop(namespace, None)
         if slot is None:
             return

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the rest of the system reaches an engine: one interface, wherever it runs."""
+"""Clients of an engine: one interface, wherever the engine runs."""

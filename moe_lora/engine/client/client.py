@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one interface between a front end and an engine, wherever that engine runs."""
+"""The interface between a front end and an engine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, Mod
 
 
 class EngineClient(Protocol):
-    """An engine as its front ends see it: in this process, in another one, or several behind a router.
+    """An engine for its front ends: in this process, in another, or several behind a router.
 
-    All methods may be called from one asyncio event loop, concurrently.  Errors: `AdapterNotFoundError`
-    for an unknown adapter, `AdapterExistsError` for a name in use, `AdapterError` for files that can't be
-    served, `ValueError` for a request that can't run (prompt too long, token id outside the vocabulary),
+    All methods may be called from one asyncio event loop, concurrently.  Errors: `AdapterNotFoundError` for
+    an unknown adapter, `AdapterExistsError` for a name in use, `AdapterError` for unusable files,
+    `ValueError` for a request that can't run (prompt too long, token id outside the vocabulary),
     `EngineDeadError` once the engine is gone.
     """
 
@@ -48,7 +48,7 @@ class EngineClient(Protocol):
 
 
 class CallableEngine:
-    """An engine that answers all verbs of `engine.verbs`.  ended: set once the engine is gone."""
+    """An engine with all verbs of `engine.verbs`.  ended: set once the engine is gone."""
 
     ended: threading.Event | asyncio.Event
 
@@ -57,12 +57,13 @@ class CallableEngine:
         raise NotImplementedError
 
     def leave(self, request_id: str) -> None:
-        """End a request's stream now, with finish_reason "abort" after what came of it, and the request."""
+        """End a request, and its stream with finish_reason "abort" after the received outputs."""
         raise NotImplementedError
 
     def fail_request(self, request_id: str, error: EngineDeadError) -> None:
-        """End a request's stream with an error after what came of it, and the request, whatever it still
-        says."""
+        """End a request, and its stream with an error after the received outputs; later outputs are
+        dropped.
+        """
         raise NotImplementedError
 
     async def model_info(self) -> ModelInfo:

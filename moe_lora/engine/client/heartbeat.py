@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beats: how an engine shows that it goes on, and when its front end takes it for silent."""
+"""Beats: an engine's proof of progress, and a front end's measure of silence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEATS_PER_TIMEOUT = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """When an engine counts as silent, and when as dead, in seconds since it last got on."""
+    """Seconds without progress until an engine counts as silent, and as dead."""
 
     timeout_s: float = RoutingConfig.heartbeat_timeout_s
     dead_s: float = RoutingConfig.heartbeat_dead_s
@@ -26,12 +26,14 @@ class Heartbeat:
 
     @property
     def interval_s(self) -> float:
-        """From one beat of an engine to the next."""
+        """Interval of an engine's beats."""
         return self.timeout_s / BEATS_PER_TIMEOUT
 
 
 class Pulse:
-    """How long a thread has been at one piece of work; it tells, others ask.  held_back: see `Beat`."""
+    """Time that a thread spends on one piece of work; set by the thread, read by others.  held_back: see
+    `Beat`.
+    """
 
     held_back = False
 
@@ -40,11 +42,11 @@ class Pulse:
         self._since_s: float | None = None
 
     def work(self) -> None:
-        """The thread begins something that it should soon be done with."""
+        """The thread starts a short piece of work."""
         self._since_s = self._clock.now_s()
 
     def rest(self) -> None:
-        """It waits until there is something to do."""
+        """The thread waits for work."""
         self._since_s = None
 
     def stuck_s(self) -> float:
@@ -53,7 +55,7 @@ class Pulse:
 
 
 class Hearing:
-    """When an engine last got on, and when it was last heard of, as far as its beats tell."""
+    """Times of an engine's last progress and last beat."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or WallClock()
@@ -64,13 +66,13 @@ class Hearing:
         self._heard_s = max(self._heard_s, self._beat_s - beat.stuck_s)
 
     def restart_clock(self) -> None:
-        """Nothing could be heard until now."""
+        """Restart both times after a gap in this process."""
         self._heard_s = self._beat_s = self._clock.now_s()
 
     def unheard_s(self) -> float:
-        """Seconds since a beat came: more than a few intervals if its process is stopped, or cut off."""
+        """Seconds since the last beat: several intervals if the engine's process is stopped or cut off."""
         return self._clock.now_s() - self._beat_s
 
     def silent_s(self) -> float:
-        """Seconds since the engine got on."""
+        """Seconds since the engine's last progress."""
         return self._clock.now_s() - self._heard_s

@@ -18,12 +18,12 @@ from .client import CallableEngine, EngineClient
 from .messages import Abort, Call, Command, Dead, Event, Generate, Outputs, Rejected, Reply
 
 Sink = Callable[[TokenOutput | Exception], None]
-"""Gets a request's outputs; called from the thread that delivers events."""
+"""Receives a request's outputs, in the thread that delivers events."""
 
 
 class LoopClient(CallableEngine):
-    """Sends commands and hands events to those who wait for them, in any thread.  See `EngineClient` for the
-    contract.  send: takes a command to the loop.
+    """Sends commands and distributes events, in any thread.  See `EngineClient` for the contract.  send:
+    passes a command to the loop.
     """
 
     def __init__(self, send: Callable[[Command], None]) -> None:
@@ -36,7 +36,7 @@ class LoopClient(CallableEngine):
         self.ended = threading.Event()
 
     def deliver(self, event: Event) -> None:
-        """Hand an event on; called from the loop's or the reader's thread."""
+        """Distribute an event; called from the loop's or the reader's thread."""
         if isinstance(event, Outputs):
             for output in event.outputs:
                 ended = output.finish_reason is not None
@@ -62,7 +62,7 @@ class LoopClient(CallableEngine):
             self.fail(event.error)
 
     def fail(self, error: Exception) -> None:
-        """The loop is gone: end everything that waits for it."""
+        """The loop is gone: end all waits."""
         with self._lock:
             self._dead = self._dead or error
             sinks, self._sinks = self._sinks, {}
@@ -74,7 +74,7 @@ class LoopClient(CallableEngine):
             future.set_exception(error)
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Queue a request; `sink` gets its outputs, or the error that refused it."""
+        """Queue a request; `sink` gets its outputs, or the error of a refusal."""
         with self._lock:
             if self._dead is not None:
                 raise self._dead
@@ -84,7 +84,7 @@ class LoopClient(CallableEngine):
         self._send(Generate(request))
 
     def start_call(self, verb: str, *args: Any, **words: Any) -> Future[Any]:
-        """Have the loop run a verb.  Raises TypeError for wrong arguments."""
+        """Start a verb in the loop.  Raises TypeError for wrong arguments."""
         if verb in ENGINE_INTERFACE:
             args = ENGINE_INTERFACE.bind(verb, args, words)
         future = _asked()
@@ -121,7 +121,7 @@ class LoopClient(CallableEngine):
                 self.abort_now(request.request_id)
 
     def abort_now(self, request_id: str) -> None:
-        """As `abort`, from any thread; the request's outputs are no longer handed on."""
+        """As `abort`, from any thread; further outputs of the request are dropped."""
         self._sinks.pop(request_id, None)
         self._send_abort(request_id)
 
@@ -140,17 +140,14 @@ class LoopClient(CallableEngine):
 
 
 def _asked() -> Future[Any]:
-    """Running from the start: a caller that gives up must not cancel what the loop will answer."""
+    """A running future: a cancelled caller must not cancel the loop's answer."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
-# An engine client for callers of any thread and event loop; the client itself stays in its own.
-
-
 class ThreadedClient:
-    """`EngineClient` whose calls are carried to the event loop of `thread`, where `client` belongs."""
+    """`EngineClient` whose calls run in the event loop of `thread`, where `client` belongs."""
 
     def __init__(self, client: EngineClient, thread: LoopThread) -> None:
         self._client = client

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between an engine loop and its clients, in one process or over a link (`dist.net`)."""
+"""Messages between an engine loop and its clients, in one process or over a link (`dist.net`)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ from moe_lora.core.request import (
 )
 from moe_lora.dist.net.codec import Decoder, Message, encode
 
-# What instances of an adapter pool tell who keeps its directory.  Imports no torch.
-
 
 @dataclass(frozen=True, kw_only=True)
 class PoolEntry:
-    """An adapter that an instance knows.
+    """An adapter of an instance, for the pool's directory.
 
-    source: the descriptor of the window in which the instance holds it, for its peers; None: it does not.
+    source: descriptor of the instance's window for peers; None: not held.
     """
 
     info: AdapterInfo
@@ -36,16 +34,12 @@ class PoolEntry:
     source: bytes | None
 
 
-# Of a request that moves from one instance to another.
-
-
 @dataclass(frozen=True, kw_only=True)
 class HeldRequest:
     """A request that gains no tokens for now.
 
-    tokens: of its answer, from the one on that was asked for.  adapter_version: which computes it.  timing:
-    as if it ended now.  unshared: its KV is not for the prefix cache, since weights carried another's
-    adapter.
+    tokens: of the answer, from the requested position on.  adapter_version: in use.  timing: as if ended
+    now.  unshared: the KV is not for the prefix cache, since weights carried another adapter.
     """
 
     tokens: tuple[int, ...]
@@ -56,7 +50,7 @@ class HeldRequest:
 
 @dataclass(frozen=True)
 class KvWindow:
-    """Where the KV of a request that comes is to be put, and how pages lie there."""
+    """Window for the KV of an arriving request, and the layout of its pages."""
 
     descriptor: bytes
     layout: str
@@ -64,8 +58,9 @@ class KvWindow:
 
 @dataclass(frozen=True)
 class KvSent:
-    """KV that lies in the target's window, of so many tokens of prompt and answer; pages from first_page on
-    were put last."""
+    """KV in the target's window, of num_tokens of prompt and answer; pages from first_page on were put
+    last.
+    """
 
     num_tokens: int
     first_page: int
@@ -73,11 +68,11 @@ class KvSent:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLoad:
-    """A request that an engine has.
+    """A request of an engine.
 
-    name: the engine's for it.  num_left: tokens that its answer may still gain.  num_bytes: of the KV of its
-    num_tokens.  waited_s: since it came, of one that has computed nothing; None: it has.  held: it is being
-    moved, to here or away.
+    name: the engine's.  num_left: tokens that the answer may still gain.  num_bytes: of the KV of
+    num_tokens.  waited_s: since arrival, without a first step; None: computing.  held: under a move, from
+    or to this engine.
     """
 
     name: str
@@ -92,7 +87,7 @@ class RequestLoad:
 
 @dataclass(frozen=True)
 class MoveOrder:
-    """That a request is to be moved.  name: the engine's for it; target: an instance's name."""
+    """Order to move a request.  name: the engine's for the request; target: an instance's name."""
 
     name: str
     target: str
@@ -100,7 +95,7 @@ class MoveOrder:
 
 
 class Move(Message, frozen=True):
-    """An engine passes an order on to the front end that has the request, by the id it has there."""
+    """An order passed on to the request's front end, with the front end's id."""
 
     request_id: str
     target: str
@@ -108,16 +103,16 @@ class Move(Message, frozen=True):
 
 
 REQUEST_METHODS = frozenset({"hold_request", "resume_request", "kv_window", "kv_send"})
-"""Methods whose first argument is the id of a request of who calls."""
+"""Methods whose first argument is the id of the caller's request."""
 
 PROTOCOL_VERSION = 14
 
 
 @dataclass(frozen=True)
 class DrainOrder:
-    """An operator's last word on an instance: whether it is drained.
+    """An operator's last order for an instance: drained or not.
 
-    number: counts up over the orders to all instances, so the higher one is the later; 0: there was none.
+    number: counts up over all instances' orders: the higher is later; 0: no order.
     """
 
     drained: bool = False
@@ -125,10 +120,9 @@ class DrainOrder:
 
 
 class Hello(Message, frozen=True):
-    """An engine's first message.  incarnation: the same as long as its process lives.
+    """An engine's first message.  incarnation: constant in the process's lifetime.
 
-    notes: where its notes are (see `step_notes`).
-    drain: the last that its process was told, for a controller that was started since.
+    notes: place (see `step_notes`). drain: the process's last order, for a restarted controller.
     """
 
     name: str
@@ -140,8 +134,8 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The front end's answer.  refusal: why the engine can't take part; None: it does, and sends a beat
-    every heartbeat_s.
+    """The front end's answer.  refusal: reason of a refusal; None: admitted, with a beat every
+    heartbeat_s.
     """
 
     refusal: str | None = None
@@ -153,7 +147,7 @@ class Generate(Message, frozen=True):
 
 
 class Request(Message, frozen=True):
-    """A `Generate` over a link.  request: encoded, so that one that is not right is refused alone."""
+    """A `Generate` over a link.  request: encoded, so that a malformed request is refused alone."""
 
     request_id: str
     request: Raw
@@ -190,18 +184,17 @@ class Rejected(Message, frozen=True):
 
 
 class Dead(Message, frozen=True):
-    """The last event of a loop that failed."""
+    """The last event of a failed loop."""
 
     error: Exception
 
 
 class Beat(Message, frozen=True):
-    """That an engine is there, said again and again.
+    """A periodic sign of life from an engine.
 
-    stuck_s: how long its loop has been at one step or command, in seconds; 0: it waits for something to do.
-    The others: of the requests that came over other connections than the one that this goes to, those that
-    decode, those without a token yet, and the tokens that they may still need.
-    held_back: a request waits because its adapter finds no place.
+    stuck_s: seconds that the loop has spent on one step or command; 0: idle. The others count requests of
+    other connections than the receiver's: decoding, without a token yet, and tokens still needed.
+    held_back: a request waits for an adapter's slot.
     """
 
     stuck_s: float = 0.0
@@ -229,23 +222,20 @@ class Reply:
 
 @dataclass(frozen=True)
 class Stop:
-    """End the loop; running requests are dropped.  Never over a link."""
+    """End the loop and drop running requests.  Never over a link."""
 
 
 Command = Generate | Abort | Call | Stop
 Event = Outputs | Rejected | Reply | Beat | Dead
 
 
-# What an engine loop is told, and when: a command may lie here for as long as a step takes.
-
-
 Entry = Command | Callable[[], None]
 
 
 class Inbox:
-    """A queue of commands, and of calls to be made by the loop's thread.
+    """A queue of commands and calls for the loop's thread.
 
-    clock: of the engine; stamps entries as they are put, in the thread that brings them.
+    clock: of the engine; stamps entries as they are put, in the caller's thread.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -256,7 +246,7 @@ class Inbox:
         self._entries.put((entry, self.clock.now_s()))
 
     def get(self, timeout_s: float | None = None) -> tuple[Entry, float]:
-        """The next entry and when it came, in seconds.  Raises queue.Empty if none comes in time."""
+        """The next entry and its time of arrival, in seconds.  Raises queue.Empty after the timeout."""
         return self._entries.get(timeout=timeout_s)
 
     def empty(self) -> bool:

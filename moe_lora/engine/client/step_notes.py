@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine was about to do, readable after its death by front ends of the same host.
+"""Notes of an engine's current work, readable after the engine's death by front ends of the same host.
 
-An engine notes the adapters of its next step, and of loads under way, in memory that outlives the process as
-long as a reader has the memory open.  A front end opens it when the engine dials in.  After the death the
-front ends of the host share the memory.  Its lock admits one trial of a noted adapter at a time, and the
-memory names the trial (`dist.cluster.suspects`).
+An engine notes the adapters of the next step, and of running loads, in shared memory that outlives the
+process while a reader has the memory open.  A front end opens the memory when the engine dials in.  After
+the death the front ends of the host share the memory.  A lock admits one trial of a noted adapter at a
+time, and the memory names the trial (`dist.cluster.suspects`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "moe-lora-notes"
 NUM_BYTES = 1 << 16
-"""Of each of two areas; names beyond them are left out."""
+"""Bytes of each of two areas; further names are left out."""
 TRIAL_BYTES = 1 << 12
 _HEAD = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
@@ -47,7 +47,7 @@ class StepNotes:
 
     @property
     def place(self) -> str:
-        """Where processes of this host find the notes, as `ReadNotes` takes it."""
+        """Place of the notes for processes of this host, as in `ReadNotes`."""
         return f"{host_of_processes()} {os.getpid()} {self._file}"
 
     def step(self, adapters: Collection[str]) -> None:
@@ -78,13 +78,13 @@ class StepNotes:
             self._write()
 
     def close(self) -> None:
-        """The engine ends in good order: nothing is under way."""
+        """Clear the notes at an orderly end."""
         with self._lock:
             self._step, self._loads = set(), Counter()
             self._write()
 
     def _write(self) -> None:
-        """Fill the other area, then name it, so that a reader finds whole notes whenever the process ends."""
+        """Fill the other area, then switch to it, so that a reader finds whole notes at any time."""
         text = b""
         for name in sorted({*self._step, *self._loads}):
             one = name.encode() + b"\n"
@@ -100,7 +100,7 @@ class StepNotes:
 class ReadNotes:
     """The reading side.  place: an engine's `StepNotes.place`.
 
-    Reads nothing where the place is on another host, or is no engine's notes.
+    Empty for a place on another host, or without an engine's notes.
     """
 
     def __init__(self, place: str) -> None:

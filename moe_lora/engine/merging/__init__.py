@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One adapter in the weights: who decides, and how weights change."""
+"""One adapter merged into the weights: decisions and changes of weights."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the weights of one rank carry, and what a step's rows need because of it."""
+"""Merged state of one rank's weights, and the routing of rows on merged weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ Piece = tuple[int, int]
 
 @dataclass(frozen=True)
 class MergedAdapter:
-    """An adapter as all ranks know it.  slot: on the device, -1 where the LoRA Server computes all of it."""
+    """An adapter as all ranks know it.  slot: on the device, -1 if the LoRA Server computes the whole
+    adapter.
+    """
 
     uid: int
     slot: int
@@ -33,9 +35,10 @@ class MergedAdapter:
 
 @dataclass(frozen=True)
 class MergeOrder:
-    """Have the weights carry these pieces of the adapter, or no longer.  last: then all is in, or none.
+    """Merge or unmerge these pieces of the adapter.  last: afterwards the adapter is fully merged or
+    unmerged.
 
-    Without pieces: all weights become the original weights, after an error too.
+    Without pieces: restore all original weights, also after an error.
     """
 
     adapter: MergedAdapter
@@ -45,11 +48,11 @@ class MergeOrder:
 
 
 class MergedWeights:
-    """One rank's weights, and what they carry.
+    """One rank's weights and their merge state.
 
-    leased: sites whose deltas the LoRA Server computes; A and B of the merged adapter are held beside the
-    arena there.  kept: [X] bool, entries of these sites that this rank has.  find: content hash -> the packed
-    adapter.  verify: compare the weights' checksum with the first one each time an adapter was taken out.
+    leased: sites of the LoRA Server; the merged adapter's A and B for these sites are beside the arena.
+    kept: [X] bool, entries of these sites on this rank.  find: content hash -> the packed adapter.  verify:
+    compare the weights' checksum with the first after each unmerge.
     """
 
     def __init__(
@@ -68,9 +71,9 @@ class MergedWeights:
         self.weights = weights
         self.adapter: MergedAdapter | None = None
         self.is_whole = False
-        """All that can be merged of it is."""
+        """All mergeable pieces are merged."""
         self.needs_no_server = False
-        """And the LoRA Server would compute nothing else of it."""
+        """The LoRA Server has no other part to compute."""
         self._backend = backend
         self._arena, self._slots = arena, slots
         self._leased = leased
@@ -80,7 +83,7 @@ class MergedWeights:
         self._checksum = weights.checksum() if verify else None
         self._held: HeldAdapter | None = None
         self._copied: tuple[str, HeldAdapter] | None = None
-        """The last adapter that was copied beside the arena, by content hash."""
+        """The last adapter copied beside the arena, by content hash."""
         shape = weights.shape
         self._local = frozenset(range(len(shape.sites))) - leased
         backend.backends[-Source.LOCAL] = LocalBackend(
@@ -89,20 +92,20 @@ class MergedWeights:
 
     @property
     def any_merged(self) -> bool:
-        """Whether a step must know of it."""
+        """True if steps must take merged weights into account."""
         return self.adapter is not None and bool(self.weights.merged.any())
 
     def pieces(self, adapter: MergedAdapter) -> list[Piece]:
-        """All that the adapter changes, in the order of a step."""
+        """All pieces that the adapter changes, in a step's order."""
         places = self._places(adapter)
         return sorted(piece for held, sites in places for piece in self.weights.pieces(held, sites))
 
     def rounding(self, adapter: MergedAdapter, piece: Piece) -> Iterator[tuple[int, float, float]]:
-        """See `WeightMerge.rounding`; of an adapter that is on the device, whatever is merged."""
+        """See `WeightMerge.rounding`; for an adapter on the device, merged or not."""
         return self.weights.rounding(piece, self._place_of(piece, self._places(adapter)))
 
     def carry_out(self, order: MergeOrder) -> None:
-        """In this rank's weights; raises EngineDeadError if verified weights are not what they were."""
+        """Change this rank's weights; raises EngineDeadError if verified weights differ from the original."""
         if not order.pieces:
             self.weights.restore()
             self._end_carrying(order.adapter)
@@ -131,8 +134,7 @@ class MergedWeights:
             )
 
     def corrected(self, routing: RowRouting, sources: list[Source], route: int, num_live: int) -> RowRouting:
-        """`routing` on these weights.  sources: of each of its groups.  route, num_live: see
-        `on_merged_weights`."""
+        """`routing` on these weights.  sources: of each group.  route, num_live: see `on_merged_weights`."""
         assert self.adapter is not None
         subtracted = np.zeros(len(sources), TERM)
         subtracted["adapter"] = -1
@@ -141,19 +143,19 @@ class MergedWeights:
         subtracted["slot"] = np.where(local, self.adapter.slot, 0)
         groups = np.array(routing.groups) + len(sources) * self.weights.merged
         corrected = on_merged_weights(routing, groups.tolist(), route, subtracted, num_live)
-        if self.needs_no_server and route >= 0:  # sites where the adapter has nothing would ask all the same
+        if (
+            self.needs_no_server and route >= 0
+        ):  # otherwise sites without the adapter would still call the server
             of_route = corrected.terms[route]
             of_route[of_route["source"] == Source.LEASED] = NO_TERM
         return corrected
 
     def _keeps_to_server(self, adapter: MergedAdapter) -> bool:
-        """Whether the LoRA Server computes something of it that is never merged."""
         sites = [self.weights.shape.sites[number] for number in self._leased]
         modules = {module for site in sites if site.name in NEVER_MERGED for module in site.modules}
         return bool(modules) and not modules.isdisjoint(self._find(adapter.content_hash).targets)
 
     def _places(self, adapter: MergedAdapter) -> list[tuple[HeldAdapter, frozenset[int]]]:
-        """Where its matrices are, and of which sites."""
         places = []
         if adapter.slot >= 0:
             places.append((HeldAdapter(self._arena, self._slots, adapter.slot), self._local))
@@ -165,14 +167,16 @@ class MergedWeights:
         return next(held for held, sites in places if piece[1] in sites)
 
     def _beside_arena(self, adapter: MergedAdapter) -> HeldAdapter | None:
-        """A and B of the sites of the LoRA Server, if there is one, copied to this device: those of the
-        adapter that is merged, and of one more that may be."""
+        """A and B of the LoRA Server's sites, copied to this device; None without a server.
+
+        Keeps two adapters: the merged one and a candidate.
+        """
         if not self._leased:
             return None
         if self._held is not None and self.adapter == adapter:
             return self._held
         if self._copied is None or self._copied[0] != adapter.content_hash:
-            self._copied = None  # first: two at once are enough
+            self._copied = None  # first: two at once suffice
             self._copied = adapter.content_hash, self._copy(adapter)
         return self._copied[1]
 
@@ -187,7 +191,6 @@ class MergedWeights:
         return HeldAdapter(arena, slots, 0)
 
     def _subtract_held(self) -> None:
-        """Terms of source HELD are what is held now."""
         if self._held is None:
             self._backend.backends.pop(-Source.HELD, None)
             return
@@ -197,30 +200,30 @@ class MergedWeights:
 
 
 ROUNDED_PIECES = 2
-"""Whose rounding is measured between two steps: a few rows of each, so it costs little."""
+"""Pieces measured between two steps: a few rows of each, at little cost."""
 
 
 class RoundingErrors:
-    """How much merging changes adapters, measured a little before each step (see `WeightMerge.rounding`)."""
+    """Rounding errors of merged adapters, measured in parts before each step (see `WeightMerge.rounding`)."""
 
     def __init__(self, weights: MergedWeights) -> None:
         self._weights = weights
         self._known: dict[str, float] = {}
         self._under_way: dict[str, tuple[list[Piece], dict[tuple[int, int], np.ndarray]]] = {}
-        """By content hash: what is left, and the squares so far by site and module."""
+        """By content hash: remaining pieces, and squares so far by site and module."""
         self._num_left = 0
 
     def begin_step(self) -> None:
         self._num_left = ROUNDED_PIECES
 
     def abandon(self, content_hash: str) -> None:
-        """Forget a measurement that raised half-way."""
+        """Forget a failed measurement."""
         self._under_way.pop(content_hash, None)
 
     def of(self, adapter: MergedAdapter) -> float | None:
-        """|W_a - W - delta| / |delta|, the largest over modules; None: not known yet.
+        """|W_a - W - delta| / |delta|, the largest over modules; None: not measured yet.
 
-        adapter: on the device.  0 for one without deltas that could be merged.
+        adapter: on the device.  0 without mergeable deltas.
         """
         content_hash = adapter.content_hash
         if content_hash in self._known or not self._num_left:

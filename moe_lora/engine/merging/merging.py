@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One adapter merged into the weights between steps: who decides.
+"""Decisions on a merged adapter between steps.
 
-`Merging`, on rank 0, asks the policy before each step and has the weights of all ranks follow
-(`MergedWeights`).  An error of one adapter on rank 0 restores the weights, and keeps this adapter unmerged
-until its next load.  An error of the policy ends merging.  No request fails.  An error of another rank ends
-the engine.
+`Merging`, on rank 0, calls the policy before each step; the weights of all ranks follow (`MergedWeights`).
+An error of an adapter on rank 0 restores the weights, and keeps the adapter unmerged until the next load.
+An error of the policy ends merging.  No request fails.  An error of another rank ends the engine.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Merges(Protocol):
-    """What has orders carried out on all ranks (`ModelRunner`)."""
+    """Executes orders on all ranks (`ModelRunner`)."""
 
     merged: MergedWeights | None
 
@@ -44,11 +43,11 @@ class Merges(Protocol):
 
 
 class Merging:
-    """Asks the policy before each step which adapter the weights are to carry and who computes, and has them
-    follow: whole at once, or at most step_bytes of weights a step (and at least one site of one layer).
+    """Calls the policy before each step for the merged adapter and the computing requests.
 
-    max_error: rounding error above which an adapter is not merged (enforced), or the log says so.  host_free:
-    bytes that original weights may take.
+    The weights follow: at once, or at most step_bytes of weights a step (and at least one site of one
+    layer). max_error: limit of an adapter's rounding error (enforced), or for a log line.  host_free: bytes
+    for original weights.
     """
 
     def __init__(
@@ -78,17 +77,17 @@ class Merging:
         self._enforced = enforced
         self._host_free = host_free
         self._changed: set[str] = set()
-        """Modules whose original weights are kept, or will be."""
+        """Modules with kept or promised original weights."""
         self._mergeable: dict[tuple[str, ...], bool] = {}
         self._is_off = False
         """The policy failed."""
         self._refused: set[Uid] = set()
-        """Adapters that failed while they were merged or measured."""
+        """Adapters with a failed merge or measurement."""
         adapters.on_drop = self._forget
         self._errors = RoundingErrors(runner.merged)
         self._logged: set[str] = set()
         self._carried: AdapterVersion | None = None
-        """Held, its pieces partly or wholly in the weights."""
+        """Held, partly or fully merged."""
         self._pieces: list[Piece] = []
         self._num_in = 0
         self._batching = Batching()
@@ -100,11 +99,11 @@ class Merging:
         return self._carried is not None and self._num_in == len(self._pieces)
 
     def decide(self, requests: list[Sequence], *, held_back: bool) -> frozenset[Uid] | None:
-        """Ask the policy what the next step is to be, and have the weights follow; whose requests compute in
-        it, None: everybody's.
+        """Decide the next step by the policy and change the weights; returns the computing adapters, None
+        for all.
 
-        requests: in FCFS order.  held_back: some wait for an adapter's place.  An adapter without a request
-        then leaves the weights, since it keeps its own for as long as it is in them.
+        requests: in FCFS order.  held_back: some wait for an adapter's slot: a merged adapter without a
+        request is then unmerged.
         """
         self._start_s, self._swap_s = self._clock.now_s(), 0.0
         self._errors.begin_step()
@@ -130,14 +129,15 @@ class Merging:
         return self._batching.only
 
     def tend(self) -> None:
-        """Without requests: an adapter that was unloaded leaves the weights."""
+        """Without requests: unmerge an unloaded adapter."""
         carried = self._carried
         if carried is not None and (carried.retired or self._is_off) and not carried.num_running:
             self._move(None, at_once=True)
 
     def took(self, plan: Iterable[Scheduled[Sequence]]) -> None:
-        """The step is computed: count it, tell the policy, and keep what others computed on these weights out
-        of the prefix cache."""
+        """After a step: count, inform the policy, and exclude other requests' KV on these weights from the
+        prefix cache.
+        """
         items = list(plan)
         mode: Mode = "unmerged"
         if self._carried is not None and self._num_in:
@@ -159,7 +159,6 @@ class Merging:
         return {**self._counters, **self._seconds, "merge_kept_bytes": kept}
 
     def _is_eligible(self, uid: Uid) -> bool:
-        """Whether the adapter is on the device, stays, and is one that merging leaves what it is."""
         adapter = self._adapters.versions.get(uid)
         if adapter is None or adapter.retired or uid in self._refused or not self._adapters.is_ready(adapter):
             return False
@@ -174,7 +173,6 @@ class Merging:
 
     @contextmanager
     def _ending_at_errors(self) -> Iterator[None]:
-        """Switch merging off where the policy raises."""
         try:
             yield
         except Exception as error:
@@ -196,7 +194,7 @@ class Merging:
         )
 
     def _restore(self, adapter: AdapterVersion, error: Exception) -> None:
-        """Have all ranks restore the original weights, after an error of this adapter.
+        """Restore the original weights of all ranks, after an error of this adapter.
 
         Raises `error` if the weights can't be restored.
         """
@@ -211,13 +209,14 @@ class Merging:
             self._adapters.release_merged(carried)
 
     def _can_be_merged(self, adapter: AdapterVersion) -> bool:
-        """Whether it changes something that is merged at all, and the host has memory for what that was;
-        found out once for each set of target modules."""
+        """True if the adapter has mergeable parts, and the host has memory for the originals; found once
+        per set of target modules.
+        """
         targets, weights = adapter.packed.targets, self._weights.weights
         if targets not in self._mergeable:
             total = weights.bytes_of(self._changed.union(targets))
             more = total - weights.bytes_of(self._changed)
-            # What others were promised and have not taken yet is not free either.
+            # Memory promised to others but not yet allocated is not free.
             promised = total - more - weights.kept_bytes()
             free = max(0, self._host_free() - promised) if more else 0
             fits = self._mergeable[targets] = more <= free and weights.bytes_of(targets) > 0
@@ -265,7 +264,7 @@ class Merging:
         self._swap_s += self._clock.now_s() - start_s
 
     def _advance(self, target: AdapterVersion | None, budget: float) -> float | None:
-        """Make one change towards the target; returns its bytes, None without a change to make."""
+        """Make a change towards the target; returns the bytes, None without a change to make."""
         if self._carried is not None and self._carried is not target:
             return self._take_out(budget) if self._adapters.take_lease_again(self._carried) else None
         if self._carried is None and target is not None:
@@ -273,7 +272,7 @@ class Merging:
         return None if self._is_whole or target is None else self._fold_in(budget)
 
     def _begin(self, adapter: AdapterVersion) -> bool:
-        """Hold the adapter; False if it has nothing that can be merged, or is not there any more."""
+        """Hold the adapter; False without mergeable parts, or after its removal."""
         self._pieces = self._weights.pieces(_known(adapter))
         if not self._pieces or not self._adapters.hold_merged(adapter):
             return False
@@ -281,7 +280,6 @@ class Merging:
         return True
 
     def _fold_in(self, budget: float) -> float:
-        """The next pieces that fit the budget; their bytes."""
         assert self._carried is not None
         start_s = self._clock.now_s()
         pieces, num_bytes = self._some(self._pieces[self._num_in :], budget)
@@ -305,7 +303,6 @@ class Merging:
         return num_bytes
 
     def _some(self, pieces: list[Piece], budget: float) -> tuple[tuple[Piece, ...], float]:
-        """The first ones within the budget, at least one."""
         some: list[Piece] = []
         num_bytes = 0
         for piece in pieces:
@@ -339,7 +336,7 @@ def make_merging(
         per_rank = sum(bytes_per_rank(rank.shape, itemsize))
 
         def lora_rank(uid: Uid) -> int:
-            """As if it were on all usual sites: what counts is its bytes."""
+            """Assumes the adapter is on all usual sites: only the bytes count."""
             return max(1, round(versions[uid].packed.nbytes / per_rank)) if uid in versions else 0
 
         def num_bytes(uid: Uid) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long steps and changes of the weights should take, before any was measured: bytes by bandwidth.
+"""Estimated times of steps and weight changes before any measurement: bytes by bandwidth.
 
-Policies that weigh modes against each other begin with these times and multiply them by what measured steps
-took of them (`policies.merging.merging_costs`), so only their ratios matter.
+Policies that compare modes start with these times, scaled by measured steps
+(`policies.merging.merging_costs`), so only ratios matter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_lora.timing.step_model import StepModel, feature_names
 _COPY_BYTES = 64 << 20
 _NUM_COPIES = 3
 FOLD_PASSES, TAKE_OUT_PASSES = 3, 2
-"""Times the changed weights are read or written: W and W_a, and the products; the originals, and W."""
+"""Reads and writes of the changed weights: W and W_a, and the products; the originals, and W."""
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -37,7 +37,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def bytes_per_rank(shape: ModelShape, itemsize: int) -> tuple[int, int]:
-    """Of an adapter on all usual sites: dense ones, experts (all of them), over all layers."""
+    """Bytes of an adapter on all usual sites over all layers: dense sites, experts (all)."""
     parts = [0, 0]
     for site in map(shape.site, DEFAULT_TARGETS):
         features = sum(site.in_features + out for out in site.out_features)
@@ -48,7 +48,7 @@ def bytes_per_rank(shape: ModelShape, itemsize: int) -> tuple[int, int]:
 def expected_step_times(
     shape: ModelShape, itemsize: int, kernel: str, bytes_per_s: float, expert_parallel: int = 1
 ) -> StepModel:
-    """A step reads its weights and the matrices of its adapters once each."""
+    """A step reads the weights and the adapters' matrices once."""
     dense_rank, expert_rank = bytes_per_rank(shape, itemsize)
     weights = [shape.vocab_size * shape.hidden_size * itemsize, 0]
     for site in shape.sites:

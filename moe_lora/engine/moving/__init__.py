@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that move between instances, with their KV."""
+"""Requests, with KV, that move between instances."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV of requests on its way between instances: put into a window of the target, page by page.
+"""Transfer of requests' KV between instances: put into a window of the target, page by page.
 
-The target takes pages of its arena and a window of host memory.  The source puts full blocks while it decodes
-on, and the rest when the request is held; the target copies what has come into its pages between steps.
+The target allocates arena pages and a window of host memory.  The source puts full blocks while decoding,
+and the rest under the hold; the target copies received KV into the pages between steps.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from moe_lora.engine.sequence import Sequence
 from moe_lora.kernels.operands import KvLayout
 
 SLACK_TOKENS = 256
-"""Room of a window for tokens that come while blocks are copied."""
+"""Room of a window for tokens generated during the copies."""
 STEP_BYTES = 16 << 20
-"""Of what a target copies between two steps."""
+"""Bytes that a target copies between two steps."""
 NUM_THREADS = 4
-"""That put KV: a target that stands still keeps one until the transport gives it up."""
+"""Threads that put KV: a stopped target blocks a thread until the transport's timeout."""
 
 
 @dataclass(eq=False)
 class Incoming:
-    """KV that comes into `window`; the first num_taken pages of the sequence's table have it."""
+    """KV that arrives in `window`; the first num_taken pages of the sequence's table have it."""
 
     sequence: Sequence
     table: BlockTable
@@ -42,8 +42,9 @@ class Incoming:
 
 @dataclass(eq=False)
 class Outgoing:
-    """KV that was put into a peer's window: num_tokens of them, that of these pages, in order, of that table;
-    pages from first_page on were put last."""
+    """KV put into a peer's window: num_tokens in these pages of that table; pages from first_page on were
+    put last.
+    """
 
     descriptor: bytes
     window: RemoteWindow
@@ -56,10 +57,10 @@ class Outgoing:
 class KvTransfer:
     """Both ends, for one engine.
 
-    arena: uint8, of this rank.  open_transport: called at the first use, in the thread of that; None: KV is
-    neither sent nor taken.  What a peer may keep waiting is done in `threads`, so that steps go on: `send`,
-    and letting a peer's window go.  All else belongs to the engine's thread; what `send` read meanwhile is
-    compared with the sequence's pages after it (`sent`).
+    arena: uint8, of this rank.  open_transport: called at the first use, in the thread of that use; None:
+    no KV moves.  Calls that a peer may block run in `threads`: `send`, and the release of a peer's window.
+    The rest belongs to the engine's thread, which compares `send`'s reads with the sequence's pages
+    afterwards (`sent`).
     """
 
     def __init__(
@@ -88,22 +89,20 @@ class KvTransfer:
                 self._made = self._open_transport()
             return self._made
 
-    # -- the target's end
-
     def expect(self, sequence: Sequence) -> None:
-        """Make a window for the KV of a sequence whose pages were taken."""
+        """Create a window for a sequence with allocated pages."""
         room = min(sequence.limit_tokens, len(sequence.tokens) + SLACK_TOKENS)
         num_bytes = -(-room // self.block_size) * self._layout.page_bytes
         window = self._transport.alloc(f"kv-{next(self._labels)}", num_bytes, 1)
         self._incoming[sequence.request.request_id] = Incoming(sequence, sequence.table, window)
 
     def window(self, request_id: str) -> KvWindow | None:
-        """How the source finds the window; None: the request takes its KV from nobody."""
+        """The window for the source; None: no KV is expected."""
         incoming = self._incoming.get(request_id)
         return None if incoming is None else KvWindow(incoming.window.descriptor(), repr(self._layout))
 
     def take_in(self) -> None:
-        """Copy what has come, a little; give up windows whose request has ended or lost its pages."""
+        """Copy some received KV; drop windows of requests that have ended or lost their pages."""
         for request_id, incoming in list(self._incoming.items()):
             sequence = incoming.sequence
             if not (sequence.awaits_kv and sequence.table is incoming.table and incoming.table.pages):
@@ -114,7 +113,7 @@ class KvTransfer:
             self._copy_in(incoming, min(num_there, incoming.num_taken + most))
 
     def finish_taking(self, request_id: str, num_tokens: int, first_page: int) -> bool:
-        """All KV has come, of so many tokens, pages from first_page on anew; whether the sequence has it."""
+        """All KV has arrived, of num_tokens, pages from first_page on anew; True if the sequence has it."""
         incoming = self._incoming.get(request_id)
         if incoming is None or incoming.sequence.table is not incoming.table or not num_tokens:
             self.forget(request_id)
@@ -136,27 +135,25 @@ class KvTransfer:
             page.copy_(incoming.window.bytes[number * page_bytes : (number + 1) * page_bytes])
         incoming.num_taken = max(incoming.num_taken, num_pages)
 
-    # -- the source's end
-
     def send(self, sequence: Sequence, descriptor: bytes, layout: str) -> Outgoing:
-        """Put what is computed into the window, but for what lies there: full blocks, and of a sequence that
-        is held the last one too.  In one of `threads`.
+        """Put new computed KV into the window: full blocks, and for a held sequence the last block too.
 
-        Raises MoveError if the target's pages are of another kind, PeerGoneError, PeerUnreachableError.
+        Runs in one of `threads`. Raises MoveError if the target's pages differ in layout, PeerGoneError,
+        PeerUnreachableError.
         """
         if not self.enabled:
             raise MoveError("an instance of several ranks sends no KV; move the request by its tokens")
         if layout != repr(self._layout):
             raise MoveError(f"KV lies as {self._layout} here and as {layout} there; move it by tokens")
         outgoing = self._outgoing.pop(sequence.request.request_id, None)
-        if outgoing is not None and outgoing.descriptor != descriptor:  # of a move that was given up
+        if outgoing is not None and outgoing.descriptor != descriptor:  # left from an abandoned move
             self._transport.detach(outgoing.window)
             outgoing = None
         if outgoing is None:
             outgoing = Outgoing(descriptor, self._transport.attach(descriptor))
         try:
             self._put(outgoing, sequence)
-        except BaseException:  # a window that is gone is not to fail later moves too
+        except BaseException:  # a lost window must not fail later moves
             self._transport.detach(outgoing.window)
             raise
         return outgoing
@@ -172,7 +169,7 @@ class KvTransfer:
         if table is outgoing.table:
             same = (before == now for before, now in zip(outgoing.pages, pages, strict=False))
             first = sum(itertools.takewhile(bool, same))
-            # A last block that was put before may have more tokens by now.
+            # A last block put before may have more tokens by now.
             first = min(first, outgoing.num_tokens // size)
         for number in range(first, len(pages)):
             data = self._arena[pages[number]].cpu()
@@ -182,7 +179,7 @@ class KvTransfer:
         outgoing.num_tokens = min(num_tokens, len(pages) * size)
 
     def sent(self, outgoing: Outgoing, sequence: Sequence) -> KvSent:
-        """What `send` put, as long as it is the sequence's KV: nothing if its pages went meanwhile."""
+        """The KV put by `send` and still the sequence's: empty if its pages were freed meanwhile."""
         request_id, pages = sequence.request.request_id, outgoing.pages
         self.drop(request_id)
         self._outgoing[request_id] = outgoing
@@ -199,8 +196,8 @@ class KvTransfer:
         self.threads.submit(self._transport.detach, outgoing.window)
 
     def drop_all_but(self, request_ids: Container[str]) -> None:
-        """Let go of the windows of requests that have ended."""
-        for request_id in list(self._outgoing):  # of which `send` may take some out meanwhile
+        """Close the windows of requests that have ended."""
+        for request_id in list(self._outgoing):  # `send` may remove entries meanwhile
             if request_id not in request_ids:
                 self.drop(request_id)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's part in moving a request to another instance: held where it leaves, ready where it comes."""
+"""An engine's part in a move of a request: held at the source, ready at the target."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .kv_transfer import KvTransfer, Outgoing
 
 
 class RequestMoves:
-    """Requests that are held: they keep their pages and their adapter, and gain no tokens.
+    """Held requests: pages and adapter stay, and no tokens are gained.
 
-    One that leaves is held between two steps until it is resumed or aborted.  One that comes has computed all
-    that it knows but the last token when it is announced; the tokens that it is resumed with are computed in
-    one step.  One that awaits KV is announced when it has pages for it, and computes nothing but what it is
-    resumed with.  sequences: those of the engine, by request id.  threads: where `kv_send` is called; all
-    else is by the engine's own thread.
+    A leaving request is held between two steps until a resume or abort.  An arriving request is announced
+    once all known tokens but the last are computed; a step computes the tokens of the resume.  A request
+    that awaits KV is announced once pages are allocated, and computes only the tokens of the resume.
+    sequences: of the engine, by request id.  threads: for `kv_send`; the engine's own thread calls the
+    rest.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class RequestMoves:
         self._coming: list[Sequence] = []
 
     def watch(self, sequence: Sequence) -> None:
-        """A request was queued; one that is held is announced when it is ready."""
+        """Watch a queued request; a held request is announced when ready."""
         if sequence.held:
             self._coming.append(sequence)
         if not self._kv.enabled:
             sequence.awaits_kv = False
 
     def tend(self) -> None:
-        """Copy KV that has come; let windows go whose request has ended."""
+        """Copy received KV; close windows of ended requests."""
         self._kv.take_in()
         self._kv.drop_all_but(self._sequences)
 
     def announce(self) -> list[TokenOutput]:
-        """An output without tokens for each request that has become ready."""
+        """An output without tokens for each newly ready request."""
         if not self._coming:
             return []
         live = [one for one in self._coming if self._sequences.get(one.request.request_id) is one]
@@ -71,16 +71,17 @@ class RequestMoves:
         return True
 
     def kv_window(self, request_id: str) -> KvWindow | None:
-        """Where the KV of a request that was announced is to be put; None: it computes its own."""
+        """Window for the KV of an announced request; None: the request computes the KV."""
         return self._kv.window(request_id)
 
     def kv_send(self, request_id: str, descriptor: bytes, layout: str) -> Outgoing:
-        """Put the KV of a request into its target's window: full blocks while it goes on, and what is left
-        once it is held (see `KvTransfer.send`)."""
+        """Put a request's KV into its target's window: full blocks while running, the rest once held (see
+        `KvTransfer.send`).
+        """
         return self._kv.send(self._find(request_id), descriptor, layout)
 
     def kv_sent(self, outgoing: Outgoing, request_id: str) -> KvSent:
-        """What `kv_send` put."""
+        """The KV put by `kv_send`."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             self._kv.let_go(outgoing)
@@ -88,9 +89,9 @@ class RequestMoves:
         return self._kv.sent(outgoing, sequence)
 
     def hold(self, request_id: str, since: int) -> HeldRequest:
-        """Let a request gain no tokens from now on; those of its answer from number `since` on.
+        """Hold the request; returns the answer's tokens from number `since` on.
 
-        Outputs with all tokens were emitted before.  Raises ValueError if it is not running (any more).
+        Outputs with all tokens were emitted before.  Raises ValueError if the request is not running.
         """
         sequence = self._find(request_id)
         sequence.held = True
@@ -106,9 +107,9 @@ class RequestMoves:
     def resume(
         self, request_id: str, tokens: Seq[int], kv_tokens: int, first_page: int, unshared: bool
     ) -> None:
-        """Let a request go on, with these further tokens of its answer, and KV as `KvSent` says.
+        """Resume a request with further tokens of the answer, and KV as in `KvSent`.
 
-        KV for which there is no room is computed instead.  Raises ValueError likewise.
+        KV without room is computed instead.  Raises ValueError likewise.
         """
         sequence = self._find(request_id)
         sequence.tokens += tokens
@@ -123,7 +124,7 @@ class RequestMoves:
         self._kv.close()
 
     def loads(self) -> list[RequestLoad]:
-        """What each request takes now, and for how long those without a step have waited."""
+        """Load of each request, and the waits of requests without a step."""
         now_s = self._clock.now_s()
         return [self._load(sequence, now_s) for sequence in self._sequences.values()]
 

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of an instance tell each other within a step: rows of experts, summands, logits.
+"""Exchanges of an instance's ranks within a step: rows of experts, summands, logits.
 
-Outputs of experts travel between the ranks that hold them, so that every rank has all rows.
+Ranks send expert outputs to each other, so that every rank has all rows.
 
 Legend: T token rows, K experts per token, N output width, P ranks.
 
-Rows are moved, never added up, so each rank then sums the same bits in the same order as one that holds all
-experts.  Two ways:
+Rows are moved, never added up: each rank sums the same bits in the same order as a rank with all experts.
+Two ways:
 
-- `RowExchange` sends each rank's own rows to each other rank, T*K*(P-1)/P rows in and as many out with even
-  routing, one message per pair.  All ranks know all ids, so counts need no message.  The way on CPU.
-- `ReduceExchange` adds up all T*K rows as integers, of which all but one summand are zero: exact, sign of
-  zero included, at twice the bytes.  Its sizes don't depend on the ids, so nothing waits for a device to tell
-  them, and a CUDA graph can hold it.  The way on CUDA.
+- `RowExchange` sends a rank's rows to every rank: T*K*(P-1)/P rows in and as many out with even routing,
+one message per pair.  All ranks know all ids: counts need no message.  Used on CPU.
 
-`RankSums` is for what tensor parallelism divides: each rank has a summand of all rows.  Summands are moved as
-they are and each rank adds them in rank order, so that the sum depends on no order of arrival or topology, as
-that of an all-reduce does.  Of S bytes a summand, each rank sends (P-1) S in one round, or from
-`TWO_ROUNDS_BYTES` on 2 (P-1)/P S in two, what a ring's all-reduce sends: each rank adds up its part of the
-elements, then sends that to all.
+- `ReduceExchange` sums all T*K rows as integers, with one nonzero summand each: exact, sign of zero
+included, at twice the bytes.  Sizes don't depend on the ids: no rank waits for a device, and a CUDA graph
+can hold the exchange.  Used on CUDA.
+
+`RankSums` serves tensor parallelism: each rank has a summand of all rows.  Ranks exchange summands and add
+in rank order: the sum depends on no order of arrival or topology, unlike an all-reduce.  Of S bytes a
+summand, each rank sends (P-1) S in one round, or from `TWO_ROUNDS_BYTES` on 2 (P-1)/P S in two, as a ring
+all-reduce: each rank adds up a part of the elements, then sends the sum to all.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ import torch.distributed as dist
 from moe_lora.core.errors import EngineDeadError
 
 Backend: TypeAlias = Any
-"""`ProcessGroupGloo` or `ProcessGroupNCCL`, whose methods torch's type stubs do not know."""
+"""`ProcessGroupGloo` or `ProcessGroupNCCL`; torch's type stubs lack their methods."""
 
 TIMEOUT_S = 300.0
-"""How long a rank waits for another: as far apart as two ranks may be with compiling the same layer."""
+"""Longest wait of a rank for another: a bound on differences of compile times."""
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS = "rendezvous"
 
@@ -54,10 +54,10 @@ class RowExchange:
         self.num_messages = self.sent_bytes = 0
 
     def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
-        """Write every row that another rank computed.  Called by all ranks, in the same order.
+        """Write every row computed by another rank.  Called by all ranks, in the same order.
 
-        y: [T*K, N]; this rank's rows hold their values, all others are zero.  ids: [T, K] int32, expert of
-        each row, -1 for padding; equal on all ranks.  Raises EngineDeadError if a rank does not answer.
+        y: [T*K, N]; this rank's rows are set, other rows are zero.  ids: [T, K] int32, expert of each row,
+        -1 for padding; equal on all ranks.  Raises EngineDeadError if a rank does not answer.
         """
         holder = ids.reshape(-1).div(self._experts_per_rank, rounding_mode="floor")
         rows = [(holder == peer).nonzero(as_tuple=True)[0] for peer in range(self._size)]
@@ -93,7 +93,7 @@ class ReduceExchange:
 
 
 class ExpertExchange(Protocol):
-    """Fills in what other ranks computed."""
+    """Fills in the rows of other ranks."""
 
     def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
         """See `RowExchange.fill`."""
@@ -101,7 +101,7 @@ class ExpertExchange(Protocol):
 
 
 class Sums(Protocol):
-    """Adds up what each rank has a part of."""
+    """Sums the ranks' partial results."""
 
     def add_up(self, y: torch.Tensor) -> None:
         """See `RankSums.add_up`."""
@@ -113,11 +113,11 @@ class Sums(Protocol):
 
 
 TWO_ROUNDS_BYTES = 1 << 18
-"""Of a summand: from there on, with 3 ranks or more, bytes count and not messages."""
+"""Size of a summand from which, with 3 ranks or more, bytes matter more than messages."""
 
 
 class RankSums:
-    """Summands of all ranks, added in rank order; and logits, of which each has some columns.
+    """Sums of all ranks' summands in rank order, and logits gathered by columns.
 
     num_messages, sent_bytes: since the start, of this rank.
     """
@@ -145,10 +145,11 @@ class RankSums:
             flat.copy_(_in_order(parts))
 
     def gather(self, logits: torch.Tensor, vocab_size: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """At rank 0 [rows, vocab_size]: the columns of all ranks side by side; elsewhere nobody writes there.
+        """At rank 0 [rows, vocab_size]: the columns of all ranks side by side; other ranks' memory is
+        unchanged.
 
-        logits: [rows, columns of this rank], the first ranks having ceil(vocab_size / P) each.  out: where
-        to, and returned; new memory if None.
+        logits: [rows, columns of this rank], the first ranks having ceil(vocab_size / P) each.  out: the
+        result's memory; None: allocated.
         """
         num_rows, share = len(logits), -(-vocab_size // self._size)
         if out is None:
@@ -162,7 +163,7 @@ class RankSums:
         for peer in range(1, self._size):
             self._wait(partial(self._group.recv, [_bytes(parts[peer])], peer, 0))
         for columns, part in zip(out.split(share, dim=1), [logits, *parts[1:]], strict=False):
-            columns.copy_(part[:, : columns.shape[1]])  # the last ranks' columns may be none
+            columns.copy_(part[:, : columns.shape[1]])  # the last ranks may have no columns
         return out
 
     def _send_to_first(self, sent: torch.Tensor) -> None:
@@ -175,7 +176,6 @@ class RankSums:
         self._wait(lambda: self._group._allgather_base(_bytes(out), _bytes(own)))
 
     def _count(self, num_bytes: int) -> None:
-        """So many to each other rank."""
         self.num_messages += self._size - 1
         self.sent_bytes += (self._size - 1) * num_bytes
 
@@ -188,8 +188,8 @@ class RankSums:
 
 @dataclass(frozen=True)
 class Exchanges:
-    """How a rank gets outputs of experts that others of its instance hold, and adds up what each has a part
-    of.  None: it has all experts, or nothing is divided.
+    """A rank's exchanges: expert outputs of other ranks, and sums.  None: the rank has all experts, or
+    whole sums.
     """
 
     experts: ExpertExchange | None = None
@@ -197,16 +197,16 @@ class Exchanges:
 
 
 ALONE = Exchanges()
-"""Of a rank without others."""
+"""For a rank without others."""
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Not every backend knows every dtype."""
+    """View as bytes: some backends lack dtypes."""
     return x.view(-1).view(torch.uint8)
 
 
 def _in_order(parts: torch.Tensor) -> torch.Tensor:
-    """Sum over the first dim, one after the other in fp32, rounded once."""
+    """Sum over the first dim in order, in fp32, rounded once."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part
@@ -221,9 +221,9 @@ def _lost(error: RuntimeError) -> EngineDeadError:
 
 
 def open_group(rendezvous: Path, dist_rank: int, size: int, device: torch.device) -> Backend:
-    """The ranks of one instance on one host, apart from any default group of the process.
+    """A group of an instance's ranks on one host, apart from the process's default group.
 
-    rendezvous: a file that all ranks name and nobody else does.
+    rendezvous: a file path unique to the instance.
     """
     store = dist.FileStore(str(rendezvous), size)
     timeout = timedelta(seconds=TIMEOUT_S)

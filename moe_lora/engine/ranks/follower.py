@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of an instance that computes what rank 0 schedules.
+"""A rank of an instance that computes rank 0's schedule.
 
 Run as `python -m moe_lora.engine.ranks.follower FD`.
 """
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 def follow(connection: Connection) -> None:
-    """Carry out what rank 0 says; the process ends at once when rank 0 is gone or hangs up."""
+    """Follow rank 0; the process ends at once when rank 0 ends or hangs up."""
     try:
         setup: SetUp = _receive(connection)
         watch = (connection.fileno(), setup.directory)
@@ -72,7 +72,7 @@ def follow(connection: Connection) -> None:
 
 
 def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner, HostWorkers | None]:
-    """Load, allocate, meet the others; rank 0 hears after each, so it never waits for one that failed."""
+    """Load, allocate, join; reports to rank 0 after each, so rank 0 never waits for a failed rank."""
     rank = Rank(setup.config, setup.dist_rank)
     _send(connection, Done())
     size: Allocate = _receive(connection)
@@ -92,7 +92,6 @@ def _find(store: HostStore, content_hash: str) -> PackedAdapter:
 def _obey(
     connection: Connection, rank: Rank, runner: ModelRunner, host: HostWorkers | None, directory: Path
 ) -> NoReturn:
-    """The follower's loop: steps, and copies beside them, in the order they come."""
     store = HostStore(directory / HOST_STORE)
     copier = rank.copier(partial(_find, store))
     copies = FollowerCopies(rank.mover(lambda: None), rank.slots.present)
@@ -121,7 +120,7 @@ def _obey(
 
 
 class FollowerCopies:
-    """Copies of this rank under way beside its steps.  present: [slots, layers] bool, what has come."""
+    """Running copies of this rank beside its steps.  present: [slots, layers] bool, loaded layers."""
 
     def __init__(self, mover: Mover, present: np.ndarray) -> None:
         self._mover = mover
@@ -134,7 +133,7 @@ class FollowerCopies:
         self._mover.submit(number, steps)
 
     def wait_for(self, done: OrdersDone) -> None:
-        """Return when these have ended.  Raises what kept one from its work that rank 0 has done."""
+        """Return after the end of these copies.  Raises the error of a copy that succeeded on rank 0."""
         while not self._under_way.isdisjoint(done.numbers):
             self._settle()
         for number in done.numbers:
@@ -143,10 +142,10 @@ class FollowerCopies:
                 raise error
 
     def wait_for_layers(self, routing: RowRouting) -> None:
-        """Return when all layers are here that rank 0 has the step compute on the device.
+        """Return once all layers for the step's device part are loaded.
 
-        Raises what kept this rank from copying them, once no copy is under way: what failed before may be
-        another adapter's, and have failed at rank 0 too.
+        Raises a copy's error, once no copy runs: an earlier error may be another adapter's, also failed at
+        rank 0.
         """
         if routing.here is None:
             return
@@ -175,23 +174,18 @@ def _send(connection: Connection, message: Done) -> None:
 
 
 def _end_with_leader(fd: int, directory: Path) -> None:
-    """Nothing that the main thread waits for may keep this process alive without rank 0."""
+    """End this process with rank 0, whatever the main thread waits for."""
     wait_for_hang_up(fd)
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 
 
 def main() -> None:
-    # Rank 0 decides when its followers end; a Ctrl-C in its terminal must not end them first.
+    # Rank 0 ends the followers; a Ctrl-C in the terminal must not end them first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     quick_teardown()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     follow(Connection(int(sys.argv[1])))
-
-
-# An instance whose processes torchrun started: `torchrun --nproc-per-node P …`, all on one host.
-#
-# Rank 0 builds its engine with `gather_followers`, the others run `follow_rank_0`.
 
 
 _DIRECTORY_KEY = "moe_lora/instance_directory"
@@ -199,9 +193,9 @@ _SOCKET = "control"
 
 
 def gather_followers(config: EngineConfig) -> Followers:
-    """The other ranks of this torchrun job, for `build_engine`.
+    """The other ranks of this torchrun job (all on one host), for `build_engine`.
 
-    Raises ConfigError if the job has another size than the settings ask for.
+    Raises ConfigError if the job's size differs from the settings.
     """
     store, _, size = _rendezvous()
     if size != config.num_ranks:
@@ -220,7 +214,7 @@ def gather_followers(config: EngineConfig) -> Followers:
 
 
 def follow_rank_0() -> None:
-    """Compute what rank 0 of this torchrun job schedules, until it ends."""
+    """On a rank other than 0: compute the schedule of this torchrun job's rank 0, until the end."""
     store, dist_rank, _ = _rendezvous()
     directory = store.get(_DIRECTORY_KEY).decode()
     connection = Client(os.path.join(directory, _SOCKET), "AF_UNIX")
@@ -229,7 +223,6 @@ def follow_rank_0() -> None:
 
 
 def _rendezvous() -> tuple[dist.Store, int, int]:
-    """The job's store, this rank and the number of ranks."""
     return next(dist.rendezvous("env://"))
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other ranks of an instance, as rank 0 sees them: processes of this host behind one connection each.
+"""Rank 0's view of the other ranks: processes of this host, a connection each.
 
-Rank 0 schedules.  What it tells its followers (`engine.ranks.follower`) arrives in order: what they need to
-set up, then steps and slots to fill.  Hanging up ends them; either side notices at once when the other is
-gone.
+Rank 0 schedules.  Messages to followers (`engine.ranks.follower`) arrive in order: set-up, then steps and
+slots to fill.  A hang-up ends followers; each side detects the other's end at once.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ HOST_STORE = "adapters"
 
 @dataclass(frozen=True)
 class SetUp:
-    """A follower's first message.  directory: of this instance, on this host, deleted with it."""
+    """A follower's first message.  directory: of this instance, on this host, deleted with the instance."""
 
     config: EngineConfig
     dist_rank: int
@@ -41,7 +40,7 @@ class SetUp:
 
 @dataclass(frozen=True)
 class Allocate:
-    """Take arenas of this size, join the others."""
+    """Allocate arenas of this size, and join the other ranks."""
 
     num_pages: int
     num_host_pages: int
@@ -49,7 +48,7 @@ class Allocate:
 
 @dataclass(frozen=True)
 class BeginOrder:
-    """Carry a `RankOrder` out beside the steps that follow."""
+    """Execute a `RankOrder` beside later steps."""
 
     number: int
     order: Any
@@ -57,7 +56,7 @@ class BeginOrder:
 
 @dataclass(frozen=True)
 class OrdersDone:
-    """These have ended at rank 0, and what follows relies on it.  failed: those that were not carried out."""
+    """These orders have ended at rank 0, and later messages rely on them.  failed: orders that failed."""
 
     numbers: tuple[int, ...]
     failed: tuple[int, ...] = ()
@@ -65,12 +64,12 @@ class OrdersDone:
 
 @dataclass(frozen=True)
 class RankReport:
-    """Answer once everything before this is done."""
+    """Answer after all earlier messages are done."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """A follower's answer.  error: why it could not."""
+    """A follower's answer.  error: of a failure."""
 
     error: Exception | None = None
 
@@ -78,9 +77,9 @@ class Done:
 class Followers:
     """Ranks 1 .. P-1.
 
-    connections: one each, in rank order; none where rank 0 is alone.  folder: see `SetUp.directory`; it
-    stands in for passwords between the ranks; None where rank 0 is alone.  processes: the followers, if this
-    process started them.
+    connections: in rank order; empty for a single rank.  folder: see `SetUp.directory`; file permissions
+    replace passwords between the ranks; None for a single rank.  processes: followers started by this
+    process.
     """
 
     def __init__(
@@ -97,12 +96,12 @@ class Followers:
 
     @property
     def directory(self) -> Path:
-        """Of this instance, where there are followers."""
+        """Directory of an instance with followers."""
         assert self._folder is not None
         return self._folder.path
 
     def set_up(self, config: EngineConfig) -> None:
-        """Have all load their part of the model; `settle` waits for it."""
+        """Start the load of each follower's part of the model; `settle` waits for the end."""
         for dist_rank in range(1, len(self._connections) + 1):
             self._send(dist_rank, packed_message(SetUp(config, dist_rank, self.directory)))
 
@@ -121,8 +120,8 @@ class Followers:
     def settle(self, within_s: float | None = None) -> None:
         """Wait until all have answered.
 
-        Raises what kept one from doing what it was told, EngineDeadError if one is gone or does not answer
-        within this time (None: however long it takes).
+        Raises a follower's error. Raises EngineDeadError if one is gone or exceeds the time (None:
+        unlimited).
         """
         for dist_rank, connection in enumerate(self._connections, start=1):
             try:
@@ -138,7 +137,7 @@ class Followers:
                 raise done.error
 
     def watch(self, on_loss: Callable[[EngineDeadError], None]) -> None:
-        """Call `on_loss`, from another thread, when a follower ends unasked."""
+        """Set `on_loss`, called from another thread at a follower's unexpected end."""
         for dist_rank, process in enumerate(self._processes, start=1):
             watcher = threading.Thread(
                 target=self._await_end, args=(dist_rank, process, on_loss), name="follower-watch", daemon=True
@@ -163,16 +162,16 @@ class Followers:
         return EngineDeadError(f"rank {dist_rank} of this instance {how}; restart the instance")
 
     def host_fallback_rows(self) -> int:
-        """Rows that followers computed since their host workers did not."""
+        """Rows that followers computed instead of host workers."""
         if not self._host_counts:
             ranks = range(1, len(self._connections) + 1)
             self._host_counts = [host_counts(self.directory, dist_rank) for dist_rank in ranks]
         return sum(int(counts[0]) for counts in self._host_counts)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End all followers, and what the instance left on disk; may be called again.
+        """End all followers, and delete the instance's files.  Idempotent.
 
-        at_once: don't wait for them to end on their own; one may hang.
+        at_once: don't wait for an orderly end; a follower may hang.
         """
         if self._ending.is_set():
             return
@@ -203,6 +202,6 @@ def start_followers(config: EngineConfig) -> Followers:
 
 
 def host_counts(directory: Path, dist_rank: int) -> np.ndarray:
-    """[1] int64 that other ranks see: rows that this rank computed since its host workers did not."""
+    """[1] int64, shared with other ranks: rows that this rank computed instead of host workers."""
     path = directory / f"host-counts-{dist_rank}"
     return np.memmap(path, np.int64, "r+" if path.exists() else "w+", shape=(1,))

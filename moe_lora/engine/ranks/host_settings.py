@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host workers as this machine and its profile have them: how many, c, and when their use pays."""
+"""Host workers of this machine by its profile: number, c, and rule of use."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ _SHAPE = ("num_layers", "hidden_size", "intermediate_size", "num_experts", "num_
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
-    """What a profile's times depend on: the names of processor and device."""
+    """Names of processor and device, on which a profile's times depend."""
     named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"cpu": cpu_model() or "unknown", "device": named}
 
 
 def model_of(shape: ModelShape, dtype: torch.dtype, weights: str = "none") -> dict[str, int | str]:
-    """The sizes of a model that times depend on.  weights: name of the format that holds them."""
+    """Sizes of a model on which times depend.  weights: name of the weight format."""
     sizes: dict[str, int | str] = {name: getattr(shape, name) for name in _SHAPE}
     return sizes | {"dtype": str(dtype).removeprefix("torch."), "weights": weights}
 
 
 @dataclass(frozen=True)
 class HostSettings:
-    """num_workers: none if 0.  tokens_per_worker: c.  tokens_per_step: see `HostStart`.  cores: one for each;
-    empty: any.  rule: when a prompt begins on them; None: whenever its adapter is loading."""
+    """num_workers: 0 for none.  tokens_per_worker: c.  tokens_per_step: see `HostStart`.  cores: one per
+    worker; empty: any.  rule: decides when a prompt begins on workers; None: during the adapter's load.
+    """
 
     num_workers: int = 0
     tokens_per_worker: int = TOKENS_PER_WORKER
@@ -53,12 +54,12 @@ def host_settings(
     local_sites: Collection[str],
     dist_rank: int = 0,
 ) -> HostSettings:
-    """What the settings ask for of a rank, "auto" and c chosen by the profile that they name; c is that of
-    the largest LoRA rank measured.  local_sites: those that the rank computes itself.
+    """A rank's host workers by the settings; the profile resolves "auto", and gives c of the largest
+    measured LoRA rank.
 
-    Raises ConfigError for more workers than cores or cores that this host has not, for a profile that is
-    another machine's or model's, for "auto" or host_tpot_budget_ms without one, and for a budget that no
-    row fits into.
+    local_sites: computed by the rank itself. Raises ConfigError for more workers than cores, for cores that
+    this host lacks, for a profile of another machine or model, for "auto" or host_tpot_budget_ms without a
+    profile, and for a budget below one row.
     """
     if not config.host_workers:
         return HostSettings()
@@ -98,7 +99,7 @@ def host_settings(
 
 
 def _own_cores(config: EngineConfig, num_workers: int, dist_rank: int) -> tuple[int, ...]:
-    """Of host_cores those of this rank's workers; the number at the end of its name tells the instance."""
+    """This rank's workers' part of host_cores; the number at the end of the instance's name counts."""
     from moe_lora.dist.host_workers.workers import check_cores
 
     num_instances, ranks = config.num_instances, config.num_ranks

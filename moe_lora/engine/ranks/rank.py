@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every process of an engine holds: its part of the weights, an arena, a runner."""
+"""Parts of every process of an engine: its share of the weights, an arena, a runner."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Rank:
-    """One of the `num_ranks` processes of an engine, its part of the model loaded.
+    """One of the `num_ranks` processes of an engine, with a loaded part of the model.
 
-    `allocate` comes next, then `join` where there are others, then `runner`.  shape: of the whole model.
-    shard: what of it is held here.  host_arena: page-locked where the device copies from it.  local_sites:
-    those whose deltas this engine computes itself.
+    Call `allocate` next, then `join` with several ranks, then `runner`.  shape: of the whole model. shard:
+    this rank's part.  host_arena: page-locked if the device copies from it.  local_sites: sites with deltas
+    computed by this engine.
     """
 
     arena: torch.Tensor
@@ -94,7 +94,7 @@ class Rank:
         self.shape = shape_of(hf_config)
         self.shard = self.shard_of(dist_rank)
         quantisation = quantisation_of(config.quantize, config.quantize_group_size, config.quantize_head)
-        only = config.instance == EngineConfig.instance  # others would draw over each other
+        only = config.instance == EngineConfig.instance  # several bars would overwrite each other
         held = (self.dtype, self.device, self.shard, quantisation)
         with progress(logger.info, bar=only) if dist_rank == 0 else nullcontext(silent) as show:
             if config.load_format == "dummy":
@@ -126,12 +126,12 @@ class Rank:
         )
 
     def free_bytes(self) -> int:
-        """Memory that this rank may count as free; on CPU the ranks share what there is."""
+        """Free memory for this rank; on CPU the ranks share the free memory."""
         free = free_bytes(self.device, most_sharers(self.config))
         return free // self.config.num_ranks if self.device.type == "cpu" else free
 
     def allocate(self, num_pages: int, num_host_pages: int) -> None:
-        """Take the arenas and the slot table.  Raises ConfigError if the memory for them can't be had."""
+        """Allocate the arenas and the slot table.  Raises ConfigError without enough memory."""
         config, page_bytes = self.config, self.layout.page_bytes
         arena_bytes, host_bytes = num_pages * page_bytes, num_host_pages * page_bytes
         try:
@@ -163,7 +163,7 @@ class Rank:
             ) from error
 
     def join(self, directory: Path) -> Exchanges:
-        """Meet the other ranks; returns once all are there."""
+        """Connect the ranks; returns once all have joined."""
         group = open_group(directory / RENDEZVOUS, self.dist_rank, self.config.num_ranks, self.device)
         experts: ExpertExchange | None = None
         if self.config.expert_parallel > 1:
@@ -172,13 +172,13 @@ class Rank:
         return Exchanges(experts, RankSums(group) if self.config.tensor_parallel > 1 else None)
 
     def shard_of(self, dist_rank: int) -> ModelShard:
-        """What a rank of this engine holds of the model."""
+        """A rank's part of the model."""
         config = self.config
         return ModelShard(self.shape, config.tensor_parallel, config.expert_parallel, dist_rank)
 
     @property
     def device_names(self) -> tuple[str, ...]:
-        """The device of each rank of this engine, as the process keeper numbers devices."""
+        """The device of each rank, in the numbering of the process keeper."""
         config = self.config
         if self.device.type != "cuda":
             return (self.device.type,) * config.num_ranks
@@ -187,11 +187,11 @@ class Rank:
 
     @property
     def divides_adapters(self) -> ModelShard | None:
-        """Of whose sites an adapter's matrices are here; None: they are whole."""
+        """The shard of adapter matrices; None: matrices are whole."""
         return self.shard if self.shard.tensor_parallel > 1 else None
 
     def kept_entries(self, dist_rank: int) -> np.ndarray:
-        """[X] bool: the entries of adapters that a rank of this engine computes itself."""
+        """[X] bool: the entries of adapters that a rank computes."""
         kept = entries_of_experts(self.shape, self.shard_of(dist_rank).experts)
         for site in self.shape.sites:
             if site.name not in self.local_sites:
@@ -199,7 +199,7 @@ class Rank:
         return kept
 
     def copier(self, find: Callable[[str], PackedAdapter], pool: PoolAdapters | None = None) -> RankCopier:
-        """What copies in this rank's memory; `find` and `pool` give adapters by content hash."""
+        """Copies in this rank's memory; `find` and `pool` give adapters by content hash."""
         return RankCopier(
             self.arena,
             self.host_arena,
@@ -213,15 +213,15 @@ class Rank:
         )
 
     def mover(self, on_done: Callable[[], None]) -> Mover:
-        """What copies beside steps, at the emulated rate if there is one."""
+        """Copies beside steps, at the emulated rate if set."""
         rate = self.config.emulation.load_gb_per_s
         return Mover(self.device, on_done, None if rate is None else rate * 1e9)
 
     def host_workers(self, store: HostStore | None) -> HostWorkers | None:
-        """This rank's own host workers, if the settings ask for some; store: see `HostWorkers`.
+        """This rank's own host workers by the settings; store: see `HostWorkers`.
 
-        Raises ConfigError (see `host_settings`), also where the LoRA Server computes all sites,
-        EngineDeadError if one does not start.
+        Raises ConfigError (see `host_settings`), also if the LoRA Server computes all sites,
+        EngineDeadError if a worker does not start.
         """
         host = self.host
         if not host.num_workers:
@@ -249,7 +249,7 @@ class Rank:
         )
 
     def host_stream(self) -> Stream | None:
-        """By which this rank's device asks host workers; None where the engine's thread does."""
+        """The stream on which this rank's device calls host workers; None if the engine's thread does."""
         if self.device.type != "cuda":
             return None
         from moe_lora.dist.deltas.cuda_stream import CudaStream
@@ -258,7 +258,7 @@ class Rank:
 
     @cached_property
     def host(self) -> HostSettings:
-        """What the settings say of this rank's host workers.  Raises ConfigError."""
+        """The settings of this rank's host workers.  Raises ConfigError."""
         return host_settings(
             self.config,
             shape=self.shape,
@@ -276,9 +276,9 @@ class Rank:
         *,
         find: Callable[[str], PackedAdapter],
     ) -> ModelRunner:
-        """What computes this rank's part of steps (see `ModelRunner` for `announce`).
+        """The runner of this rank's part of steps (see `ModelRunner` for `announce`).
 
-        host: computes for adapters that are on their way.  find: see `copier`.
+        host: computes for loading adapters.  find: see `copier`.
         """
         backends: dict[int, LoraBackend] = {}
         pushed = None
@@ -322,15 +322,16 @@ class Rank:
 
     @cached_property
     def _capture(self) -> StepCapture | None:
-        """What notes steps; None where there are no CUDA graphs."""
+        """Records steps; None without CUDA graphs."""
         config = self.config
         if self.device.type != "cuda" or config.eager or config.emulation.step_profile is not None:
             return None
         return StepCapture(CudaRecorder())
 
     def _graphs(self, backends: Mapping[int, LoraBackend], sources: Sequence[Source]) -> StepGraphs | None:
-        """Of decode steps.  sources: of each site.  A runner numbers groups of sites by their sources; it
-        has host workers compute prompts only."""
+        """Graphs of decode steps.  sources: of each site.  A runner numbers groups of sites by source;
+        host workers compute prompts only.
+        """
         config, capture = self.config, self._capture
         if capture is None:
             return None
@@ -352,7 +353,7 @@ class Rank:
 
     @cached_property
     def merges(self) -> bool:
-        """Whether weights may carry an adapter.  Raises ConfigError where they have to and can't."""
+        """True if weights may carry an adapter.  Raises ConfigError if required but impossible."""
         batching = self.config.batching
         if batching == "unmerged":
             return False
@@ -372,7 +373,7 @@ class Rank:
 
     @cached_property
     def weight_merge(self) -> WeightMerge:
-        """Only where `merges`."""
+        """Only if `merges`."""
         from moe_lora.models.weight_merge import WeightMerge
 
         return WeightMerge(self.model)
@@ -395,7 +396,7 @@ class Rank:
 
 
 def kv_layout(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> KvLayout:
-    """How this model's KV lies in pages."""
+    """Layout of this model's KV in pages."""
     return KvLayout(
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
@@ -406,11 +407,11 @@ def kv_layout(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> Kv
 
 
 def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
-    """The settings with dtype, device and decode_buckets as this model and machine have them.
+    """The settings with dtype, device and decode_buckets resolved for this model and machine.
 
-    dtype "auto" is the checkpoint's (bfloat16 for float16), device "auto" CUDA if there is any.
-    decode_buckets None: powers of two on CUDA; on CPU it stays None, and one graph serves any size.
-    Raises ConfigError if CUDA is asked for and absent.
+    dtype "auto" is the checkpoint's (bfloat16 for float16), device "auto" CUDA if present. decode_buckets
+    None: powers of two on CUDA; on CPU None stays, and one graph serves any size. Raises ConfigError if
+    CUDA is requested but absent.
     """
     device, dtype, buckets = config.device, config.dtype, config.decode_buckets
     if device == "cuda" and not torch.cuda.is_available():
@@ -429,13 +430,12 @@ def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
 
 
 def _stored_dtype(hf_config: dict) -> str:
-    """Name of the checkpoint's dtype."""
     stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
     return stored.removeprefix("torch.")
 
 
 def rank_device(device: torch.device, num_ranks: int, dist_rank: int) -> torch.device:
-    """Rank r has the r-th device that the processes of this instance see (`dist.launch.devices`).
+    """Rank r has the r-th device visible to this instance's processes (`dist.launch.devices`).
 
     Raises ConfigError for too few.
     """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step: its batch, its launch, its tokens."""
+"""A step: batch, launch, tokens."""

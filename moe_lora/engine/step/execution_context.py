@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands behind an engine's channels: the arena, the current step, and the LoRA backend."""
+"""State behind an engine's channels: the arena, the current step, and the LoRA backend."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from moe_lora.models.causal_lm import numbered_from
 
 
 class ExecutionContext:
-    """Answers the channel operations of one model instance (see `kernels.ops`).
+    """Implements the channel operations of one model instance (see `kernels.ops`).
 
-    `channels[l]` is what layer l passes to its operations.  exchanges: of this rank with its instance's
-    others.
+    Layer l passes `channels[l]` to each operation.  exchanges: of this rank with other ranks of the
+    instance.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ExecutionContext:
         self.channels = ops.open_channels(self, layout.num_layers, self._calls)
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
-        """Make `step` the batch that the operations work on."""
+        """Make `step` the batch of the operations."""
         assert not self._begun, "a site of the last step was begun, and its deltas were never added"
         self._step = step
         if self._arena.is_cpu:
@@ -64,7 +64,7 @@ class ExecutionContext:
             self._calls.begin_step(rows, self._attention)
 
     def abandon_step(self) -> None:
-        """Forget a step that raised; the next step starts anew."""
+        """Drop a step that raised; the next step starts anew."""
         self._begun.clear()
         self.backend.abandon_step()
 
@@ -78,7 +78,7 @@ class ExecutionContext:
             self._begun.pop((layer, site))(y)
 
     def deltas_before(self, layer: int, site: int) -> Deltas | None:
-        """A begun site's deltas for a base layer that adds them itself; None: `lora_add_to` adds them."""
+        """A begun site's deltas for a base layer that adds them; None: `lora_add_to` adds them."""
         begun = self._begun.get((layer, site))
         deltas = begun.alone() if isinstance(begun, LocalDeltas) else None
         if deltas is not None:
@@ -96,9 +96,9 @@ class ExecutionContext:
         first_expert: int,
         num_out: int,
     ) -> torch.Tensor:
-        """Base layer and deltas of a site: one call of the CPU library where the deltas are computed here.
+        """Base layer and deltas of a site: one call of the CPU library for local deltas.
 
-        ids: numbered in the whole model.  first_expert: number there of the weight's first one.  Scales and
+        ids: numbered in the whole model.  first_expert: number of the weight's first expert.  Scales and
         bias stay with the weight.
         """
         rows, known = self.backend.rows_here(layer, site), self._linears.get((layer, site))
@@ -127,7 +127,7 @@ class ExecutionContext:
         return self.backend.rows_to_sort(layer, site, x, ids)
 
     def has_deltas(self, layer: int, site: int) -> bool:
-        """Whether `lora_add_to` would do anything."""
+        """True if `lora_add_to` has an effect."""
         return (layer, site) in self._begun
 
     def paged_attention(self, layer: int, *operands: Any) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a scheduled step into tensors and runs the model on them.
+"""Turns a scheduled step into tensors and runs the model.
 
 Legend: T token rows, S sequences, B blocks of the longest sequence.
 """
@@ -45,27 +45,27 @@ _COUNTED = (Source.LOCAL, Source.LEASED, Source.HOST)
 
 
 class PushedSteps(Protocol):
-    """What a backend of source PUSHED says of steps."""
+    """Steps of a backend of source PUSHED."""
 
     def takes(self, routing: RowRouting, num_rows: int, *, decode: bool) -> bool:
-        """Whether what is leased in a step can be asked for by it."""
+        """True if the backend can serve the step's leased rows."""
         ...
 
     def settled(self) -> bool:
-        """Whether all of the step just launched was answered; waits for it.  If not, it has to be computed
-        again without it."""
+        """Wait for the step's answers; False if some are missing: compute the step again without the
+        backend.
+        """
         ...
 
 
 class ModelRunner:
     """Runs steps of one model.
 
-    decode_buckets: batch sizes that decode steps are padded to; empty = none.  announce: told of each batch
-    before it is computed, for the ranks that compute it too.  site_sources: who computes the deltas of each
-    site, in all layers.  What is LOCAL there is HOST for adapters that are on their way; num_taken_over: see
-    `RoutedBackend`.  present: [slots, layers] bool, what is on the device; given where other ranks follow,
-    which compute each layer of an adapter where this one found it when the batch was made.  pushed: asks
-    for what is leased in the steps that it takes.  graphs: compute the steps that they can, whole.
+    decode_buckets: padded batch sizes of decode steps; empty = no padding.  announce: called with each
+    batch before the compute, for other ranks.  site_sources: source of the deltas of each site, in all
+    layers. LOCAL becomes HOST for loading adapters; num_taken_over: see `RoutedBackend`.  present: [slots,
+    layers] bool, loaded layers; given with other ranks, which compute each layer at the source chosen here.
+    pushed: serves leased rows of some steps.  graphs: compute possible steps whole.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class ModelRunner:
         return {f"lora_rows_{s.name.lower()}": int(self._lora_rows[s] + moved[s]) for s in _COUNTED}
 
     def warm_up(self, site_ranks: Seq[int] = (), max_tokens: int = 1) -> None:
-        """Compile all code, and capture every graph, that decode steps will need, before the first request;
-        on CUDA run prompts too, of up to max_tokens, so that their kernels are compiled.
+        """Compile all code and capture every graph of decode steps before the first request; on CUDA also
+        compile kernels of prompts of up to max_tokens.
 
-        Left for the first step that meets it: ranks above 64 and sites that no adapter has yet, deltas that
-        come from elsewhere than this device, sampling, and decode steps of an eager engine.  With decode
-        buckets prompts are not the compiler's: their norms, rotations and sums are launches of their own.
-        site_ranks: the largest rank at each site of adapters to come.
+        Compiled later at first use: ranks above 64, sites without an adapter so far, deltas from other
+        sources, sampling, and decode steps of an eager engine.  With decode buckets prompts are not
+        compiled: norms, rotations and sums are separate launches. site_ranks: the largest rank at each site
+        of adapters to come.
         """
         if self._graphs is not None:
             order = CaptureSteps(tuple(site_ranks))
@@ -140,9 +140,9 @@ class ModelRunner:
             self._run(self._batch([], size, any_rows=not self._buckets and size > 1))
 
     def _run_prompts(self, site_ranks: Seq[int], max_tokens: int) -> None:
-        """Prompts of padding: of each power of two rows, since kernels have tiles for each factor of two."""
+        """Prompts of padding, for each power of two of rows: kernels have tiles for each factor of two."""
         sizes = [*(2**n for n in range(1, max_tokens.bit_length()) if 2**n < max_tokens), max_tokens]
-        # Launches for ranks above RANK_STEP are other code.
+        # Launches for ranks above RANK_STEP use other code.
         small = tuple(min(one, RANK_STEP) for one in site_ranks)
         kinds = sorted({(0,) * len(site_ranks), small, tuple(site_ranks)})
         logger.info("running prompts of %s rows", sizes)
@@ -152,14 +152,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, order: CaptureSteps) -> None:
-        """Capture every graph; all ranks do so together."""
+        """Capture every graph, on all ranks together."""
         assert self._graphs is not None, "ranks have the same settings"
         self._graphs.warm_up(lambda rows: self._batch([], rows), self._compute, order.ranks)
 
     def run(self, plan: Seq[Scheduled[Sequence]], drawn: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the planned tokens; logits [number of sampling sequences, vocab] fp32 in plan order.
 
-        drawn: [S] int64, for sequences whose last token is expected (`Sequence.expect`).
+        drawn: [S] int64, for sequences with an expected last token (`Sequence.expect`).
         """
         num_rows = sum(item.num_tokens for item in plan)
         if num_rows == len(plan):  # all decode
@@ -168,11 +168,11 @@ class ModelRunner:
 
     @property
     def can_repeat(self) -> bool:
-        """True if a step that raised may run again: on a CPU, while no other rank has a part of the step."""
+        """True if a step that raised may run again: on a CPU, unless other ranks share the step."""
         return self._device.type == "cpu" and not self._is_with_others
 
     def abandon(self) -> None:
-        """Forget a step that raised."""
+        """Drop a step that raised."""
         self._context.abandon_step()
 
     def probe(self) -> None:
@@ -182,8 +182,8 @@ class ModelRunner:
     def _run(self, batch: StepBatch) -> torch.Tensor:
         if self._announce is None:
             return self.execute(batch)
-        self._is_with_others = True  # ranks that stop at different places of a step can't go on together
-        # Other ranks compute logits only where each has a part of the vocabulary.
+        self._is_with_others = True  # ranks stopped at different places of a step can't continue together
+        # Other ranks compute logits only with a divided vocabulary head.
         whole_head = self._model.shard.tensor_parallel == 1
         self._announce(replace(batch, logit_rows=batch.logit_rows[:0]) if whole_head else batch)
         logits = self.execute(batch)
@@ -191,7 +191,7 @@ class ModelRunner:
         return logits
 
     def swap(self, order: MergeOrder) -> None:
-        """Have the weights of all ranks carry more of an adapter, or less, before the next step."""
+        """Merge or unmerge pieces on all ranks before the next step."""
         assert self.merged is not None
         if self._announce is not None:
             self._announce(order)
@@ -217,7 +217,6 @@ class ModelRunner:
         return self._compute(batch)
 
     def _compute(self, batch: StepBatch) -> torch.Tensor:
-        """The same of a batch on the device."""
         self._context.begin_step(batch.tables, batch.routing)
         layer_forward = DecoderLayer.__call__
         if batch.compiled:
@@ -228,7 +227,7 @@ class ModelRunner:
         return self._model(*rows, self._context.channels, layer_forward)
 
     def _batch(self, plan: Seq[Scheduled[Sequence]], num_rows: int, *, any_rows: bool = False) -> StepBatch:
-        """The plan's rows, then padding, each row of which is a sequence of its own (seq_lens 0)."""
+        """The plan's rows, then padding; each padding row is a sequence (seq_lens 0)."""
         num_live = sum(item.num_tokens for item in plan)
         counts = [item.num_tokens for item in plan] + [1] * (num_rows - num_live)
         decode = num_live == len(plan)
@@ -249,8 +248,8 @@ class ModelRunner:
             if item.samples:
                 logit_rows.append(row - 1)
         routing = self._routing(plan, counts)
-        # Without buckets a graph runs any step, with buckets a decode step of a bucket.  Such a one waits for
-        # no host: what looks like one may be the last token of a loading adapter's prompt.
+        # Without buckets a graph runs any step, with buckets a decode step of a bucket. Such a step waits
+        # for no host: rows may include the last prompt token of a loading adapter.
         in_bucket = decode and num_rows in self._buckets and not routing.loading.any()
         return StepBatch(
             tokens=torch.from_numpy(tokens),
@@ -269,7 +268,6 @@ class ModelRunner:
         )
 
     def _padding_prompt(self, num_rows: int, site_ranks: Seq[int]) -> StepBatch:
-        """One sequence of so many rows and no tokens; launches are made as for adapters of these ranks."""
         batch = self._batch([], num_rows)
         routing = batch.routing
         if any(site_ranks) and Source.LOCAL in self._sources:
@@ -288,9 +286,9 @@ class ModelRunner:
         )
 
     def _routing(self, plan: Seq[Scheduled[Sequence]], counts: Seq[int]) -> RowRouting:
-        """Rows of an adapter take its slot or its lease, whichever each group of sites is computed from.
+        """Each row gets the adapter's slot or lease, by the source of each group of sites.
 
-        counts: rows of each sequence, padding ones included.
+        counts: rows of each sequence, with padding.
         """
         routes: dict[AdapterVersion, int] = {}
         of_items = [
@@ -318,7 +316,7 @@ class ModelRunner:
                 term["slot"] = [lease.slot for lease in leases]
                 term["generation"] = [lease.generation for lease in leases]
                 term["adapter"] = range(len(routes))
-                # A step whose adapters have nothing there needs no call of the host.
+                # No call of the host for adapters without a part there.
                 term[[self._modules[source].isdisjoint(a.packed.targets) for a in routes]] = NO_TERM
                 adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
             self._lora_rows[source] += np.count_nonzero(beside_weights) * len(self._groups)
@@ -335,14 +333,13 @@ class ModelRunner:
         return self.merged.corrected(routing, self._sources, merged, sum(counts[: len(plan)]))
 
     def _merged_route(self, routes: Mapping[AdapterVersion, int]) -> int:
-        """That of the adapter which the weights carry some of; -1 if it has none."""
+        """Route of the merged adapter; -1 without rows."""
         carried = None if self.merged is None else self.merged.adapter
         if carried is None:
             return -1
         return next((number for adapter, number in routes.items() if adapter.uid == carried.uid), -1)
 
     def _count_cold(self, row_route: np.ndarray, cold: Seq[int]) -> None:
-        """Rows of these routes are the host's, not the device's."""
         num_rows = np.count_nonzero(np.isin(row_route, cold)) * len(self._groups)
         self._lora_rows[Source.LOCAL] -= num_rows
         self._lora_rows[Source.HOST] += num_rows
@@ -350,7 +347,6 @@ class ModelRunner:
     def _route_to_host(
         self, term: np.ndarray, adapters: Seq[AdapterVersion], cold: Seq[int]
     ) -> list[RoutedAdapter]:
-        """Have host workers compute what is not on the device; the adapters as they know them."""
         for route in cold:
             adapter = adapters[route]
             number = content_number(adapter.packed.content_hash)
@@ -359,8 +355,6 @@ class ModelRunner:
 
 
 def _marking_rows_dynamic(layer_forward: LayerForward) -> LayerForward:
-    """Run a layer so that its graph is compiled for any number of rows above one."""
-
     def run(layer: DecoderLayer, x: torch.Tensor, channel: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
         for tensor in (x, *rows):
             torch._dynamo.mark_dynamic(tensor, 0)

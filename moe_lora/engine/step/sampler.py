@@ -19,7 +19,7 @@ from moe_lora.engine.sequence import Sequence
 
 
 class HostCopy:
-    """Values of a tensor on their way to the host: reading them waits for nothing that was launched since."""
+    """Copy of a tensor's values to the host; a read does not wait for later launches."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values, self._copied = tensor, None
@@ -37,8 +37,9 @@ class HostCopy:
 
 
 class Drawn:
-    """What `sample` found.  tokens: [S] int64, where the logits are.  num_top: of each sequence how many
-    likeliest tokens its report has; None: it has no report."""
+    """Result of `sample`.  tokens: [S] int64, on the logits' device.  num_top: reported likeliest tokens
+    per sequence; None: no report.
+    """
 
     def __init__(
         self, tokens: torch.Tensor, logprobs_RV: torch.Tensor | None, num_top: Seq[int | None]
@@ -53,7 +54,7 @@ class Drawn:
             self._report = _Report(logprobs_RV, chosen, [num for num in num_top if num is not None])
 
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """The tokens, and the reports; waits for the device."""
+        """The tokens and the reports; waits for the device."""
         found = iter([] if self._report is None else self._report.read())
         return self._host_tokens.tolist(), [None if num is None else next(found) for num in self._num_top]
 
@@ -61,7 +62,7 @@ class Drawn:
 class Sampler:
     """Draws the tokens of one engine.
 
-    seed: of the seeds for requests without a seed.  ahead: the engine launches a step before it reads the
+    seed: source of seeds for requests without a seed.  ahead: the engine launches a step before reading the
     tokens of the step before.
     """
 
@@ -71,7 +72,6 @@ class Sampler:
         self._seeds = torch.Generator().manual_seed(seed)
 
     def draw(self, logits_SV: torch.Tensor, sequences: Seq[Sequence]) -> Drawn:
-        """As `sample`."""
         return sample(logits_SV, sequences, self._eos_token_ids)
 
     def seed_of(self, sampling: SamplingParams) -> int | None:
@@ -85,11 +85,11 @@ class Sampler:
 
 @torch.inference_mode()
 def sample(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> Drawn:
-    """The next token of each sequence, and its log probabilities where asked for.
+    """The next token of each sequence, and log probabilities on request.
 
-    logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax; the others race with the noise of their
-    seed and position, so that a seed gives the same tokens in any batch, and in an answer that goes on in
-    another process.  Waits for no device.
+    logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax; other rows race with noise of seed
+    and position, so a seed gives equal tokens in any batch, and after a move to another process. Waits for
+    no device.
     """
     reported = [row for row, one in enumerate(sequences) if one.request.sampling.logprobs is not None]
     logprobs = None
@@ -105,12 +105,11 @@ def sample(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tup
 
 
 def _sent(values: Any, like: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """The values beside `like`; on CUDA from page-locked memory, which nothing waits for."""
+    """The values beside `like`; on CUDA from page-locked memory, without a wait."""
     return torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda).to(like.device, non_blocking=True)
 
 
 def _forbid_ends(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> None:
-    """No end before min_tokens."""
     vocab = logits_SV.shape[1]
     forbidden = [
         row * vocab + token
@@ -130,7 +129,7 @@ def _on_device(logits_SV: torch.Tensor) -> bool:
 def _draw_on_device(
     logits_SV: torch.Tensor, sequences: Seq[Sequence], greedy_S: torch.Tensor
 ) -> torch.Tensor:
-    """As `_draw_on_host`, by kernels: equal but where two scores are within rounding of each other."""
+    """As `_draw_on_host`, by kernels: equal unless two scores are within rounding of each other."""
     from moe_lora.kernels.triton.sampling import draw
 
     sampling = [sequence.request.sampling for sequence in sequences]
@@ -146,7 +145,6 @@ def _draw_on_device(
 
 
 def _draw_on_host(logits_SV: torch.Tensor, sequences: Seq[Sequence], greedy_S: torch.Tensor) -> torch.Tensor:
-    """The tokens of greedy rows, and what the others draw."""
     drawn = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.greedy]
     greedy_S[drawn] = _draw(logits_SV[drawn], [sequences[row] for row in drawn])
     return greedy_S
@@ -164,11 +162,12 @@ def _draw(logits_SV: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
 
 
 def exponential_noise(seed: int, position: int, num: int) -> np.ndarray:
-    """Draws [num] fp64 > 0 of the exponential distribution: a function of the seed and the draw's position.
+    """Draws [num] fp64 > 0 of the exponential distribution: a function of the seed and the draw's
+    position.
 
-    Philox4x64-10 (Salmon et al., SC 2011) in numpy, keyed by the seed, the position in its counter's highest
-    word; -log of (x + 1/2) / 2^32 for its 32-bit halves x.
-    `kernels.triton.sampling` makes the same on CUDA.
+    Philox4x64-10 (Salmon et al., SC 2011) in numpy, keyed by the seed, the position in the counter's
+    highest word; -log of (x + 1/2) / 2^32 for 32-bit halves x. `kernels.triton.sampling` is the CUDA
+    version.
     """
     philox = np.random.Philox(key=seed % 2**64, counter=position << 192)
     halves = philox.random_raw(-(-num // 2)).astype("<u8", copy=False).view("<u4")[:num]
@@ -191,7 +190,7 @@ def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]
     keep = place < column([min(p.top_k or ordered.shape[-1], ordered.shape[-1]) for p in params])
     kept = torch.where(keep, ordered, 0.0)
     kept = kept / kept.sum(dim=-1, keepdim=True)
-    # 1 keeps all, whatever the sum is rounded to: a row's tokens must not depend on its neighbours' settings.
+    # 1 keeps all, whatever the rounded sum: a row's tokens must not depend on other rows' settings.
     keep &= kept.cumsum(dim=-1) - kept < column([math.inf if p.top_p == 1.0 else p.top_p for p in params])
     keep &= ordered >= ordered[:, :1] * column([p.min_p for p in params])
     keep[:, 0] = True
@@ -199,16 +198,16 @@ def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]
 
 
 class _Report:
-    """Of each row the chosen token's log probability and position, and the likeliest tokens'."""
+    """Log probability and position of each row's chosen token, and the likeliest tokens."""
 
     def __init__(self, logprobs_RV: torch.Tensor, chosen_R: torch.Tensor, num_top: Seq[int]) -> None:
         self._num_top = [min(num, logprobs_RV.shape[1]) for num in num_top]
         chosen = logprobs_RV.gather(1, chosen_R[:, None])
         position = (logprobs_RV > chosen).sum(1, keepdim=True) + 1
-        # Which of equal tokens are the likeliest depends on how many are asked for: never on a neighbour's.
+        # The order of equal tokens depends on the requested number: never use a neighbour's.
         tops = [logprobs_RV.topk(num) for num in sorted(set(self._num_top))]
         self._place = {top.values.shape[1]: i for i, top in enumerate(tops)}
-        # All in one copy from the device; fp64 holds fp32 and token ids exactly.
+        # One copy from the device; fp64 holds fp32 and token ids exactly.
         parts = [chosen, position, *(part for top in tops for part in top)]
         self._columns = list(accumulate((part.shape[1] for part in parts), initial=0))
         self._found = HostCopy(torch.cat([part.double() for part in parts], dim=1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step's input, as the ranks of an instance pass it on.
+"""One step's input for all ranks of an instance.
 
 Legend: T token rows, S sequences, B blocks of the longest sequence.
 """
@@ -21,12 +21,11 @@ from .step_buffer import StepBuffer
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """Tensors on the host until they went `through` a buffer.
+    """Tensors on the host until `through`.
 
-    tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: int64, rows whose logits
-    are wanted.  routing: where the rows' deltas are computed.  compiled: whether compiled code runs the
-    layers.  any_rows: mark that code as good for any number of rows.  drawn: tokens of the step before, on
-    the device: token -1 - i is number i of them.
+    tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: int64, rows with logits.
+    routing: sources of the rows' deltas.  compiled: compiled code runs the layers.  any_rows: compile for
+    any number of rows.  drawn: tokens of the step before, on the device: token -1 - i is number i of them.
     """
 
     tokens: torch.Tensor
@@ -40,16 +39,16 @@ class StepBatch:
     drawn: torch.Tensor | None = None
 
     def with_drawn(self) -> StepBatch:
-        """The same, its tokens taken from `drawn` where they come from there."""
-        if self.drawn is not None and len(self.drawn):  # a step that samples nothing draws nothing
+        """The batch with tokens from `drawn` in place."""
+        if self.drawn is not None and len(self.drawn):  # a step without samples has no draws
             number = (-1 - self.tokens).clamp(min=0)
             self.tokens.copy_(torch.where(self.tokens < 0, self.drawn.index_select(0, number), self.tokens))
         return self
 
     def through(self, buffer: StepBuffer, bounds: StepBounds | None = None) -> StepBatch:
-        """The same on the buffer's device, and there too the slots of the rows that it computes.
+        """The batch on the buffer's device, with the slots of its rows.
 
-        bounds: what launches are made for; None: the step's own lengths.
+        bounds: of launches; None: the step's own lengths.
         """
         tables, slots = self.tables, self.routing.slots_here() | self.routing.frames_pushed()
         lengths = (tables.query_start, tables.seq_lens)
@@ -75,7 +74,7 @@ class StepBatch:
 
 
 class _Pickler(pickle.Pickler):
-    """Host tensors travel as numpy arrays: torch's own way costs a storage object for each."""
+    """Host tensors travel as numpy arrays: torch's way needs a storage object each."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
@@ -84,7 +83,7 @@ class _Pickler(pickle.Pickler):
 
 
 def packed_message(message: Any) -> bytes:
-    """The message, host tensors anywhere in it included, as one buffer that `pickle.loads` reads."""
+    """The message, with host tensors at any depth, as one buffer for `pickle.loads`."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(message)
     return buffer.getvalue()

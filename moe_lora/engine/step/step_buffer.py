@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step's input gets to its device: in one copy that nobody waits for."""
+"""A single copy, without a wait, of a step's input to the device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ALIGN_BYTES = 64
 
 
 class StepBuffer:
-    """Device memory for what a step needs, filled from page-locked memory.
+    """Device memory for a step's input, filled from page-locked memory.
 
-    `memory` stays the same tensor as long as it suffices.  A step's copy comes after the kernels of the step
-    before on the device's stream, so they read what was theirs.
+    `memory` stays the same tensor while large enough.  A step's copy follows the earlier step's kernels on
+    the device's stream: each reads the right input.
     """
 
     def __init__(self, device: torch.device) -> None:

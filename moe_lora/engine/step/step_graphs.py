@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps as CUDA graphs: captured once for each shape, replayed as one launch, or in pieces.
+"""Decode steps as CUDA graphs: captured once per shape, replayed as one launch, or in pieces.
 
 Legend: T token rows, S sequences, B blocks of the longest sequence.
 """
@@ -25,15 +25,16 @@ from .step_pieces import Piece, StepCapture
 logger = logging.getLogger(__name__)
 
 FIRST_CONTEXT, CONTEXT_FACTOR = 1024, 4
-"""Bounds of the longest sequence's tokens: attention's programs beyond a step's own lengths end at once."""
+"""Bounds of the longest sequence's tokens: attention programs beyond a step's own lengths end at once."""
 RANK_STEP = 64
-"""Bounds of ranks are multiples of it, as workspaces are."""
+"""Bounds of ranks are multiples of this, like workspaces."""
 
 
 @dataclass(frozen=True)
 class CaptureSteps:
-    """Have all ranks capture all shapes, each in the same order.  ranks: the largest at each site of adapters
-    to come."""
+    """Have all ranks capture all shapes in the same order.  ranks: the largest at each site of adapters to
+    come.
+    """
 
     ranks: tuple[int, ...]
 
@@ -44,8 +45,9 @@ Compute: TypeAlias = Callable[[StepBatch], torch.Tensor]
 
 
 class GraphShape(NamedTuple):
-    """What a graph is captured for.  rows: T = S, a decode bucket.  context: bound of tokens of a sequence.
-    tokens: bound of those of all.  places: where its rows' deltas come from; none where they have none."""
+    """Key of a graph.  rows: T = S, a decode bucket.  context: bound of a sequence's tokens. tokens: bound
+    of all sequences' tokens.  places: sources of the rows' deltas; empty without deltas.
+    """
 
     rows: int
     context: int
@@ -54,7 +56,7 @@ class GraphShape(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    """pieces: graphs and calls of the host, in order.  memory: that of the buffer which they read."""
+    """pieces: graphs and calls of the host, in order.  memory: of the input buffer."""
 
     pieces: list[Piece]
     logits: torch.Tensor
@@ -62,22 +64,18 @@ class _Captured(NamedTuple):
 
 
 class StepGraphs:
-    """Computes decode steps whose deltas, if any, come from this device or from `hosts`; others are left to
-    the caller.
+    """Computes decode steps without deltas, or with deltas from this device or `hosts`.
 
-    rows: decode buckets.  places: of all deltas that an adapter may have.  site_ranks: largest rank of these
-    slots at each site.  A step is padded to its shape and copied to where the graph reads it; what a launch
-    depends on besides is bounded: lengths by the context, ranks by those of adapters seen so far.  An adapter
-    beyond them has the graphs with deltas captured anew, each when it is next needed.  Arena and slot tables
-    never move.
-    kv_tokens: that the arena holds.  Sequences that share pages may have more in all; such steps have graphs
-    of their own, captured when they are first needed.
-    Several ranks of an instance capture the same shapes at the same steps, since what decides it, the step
-    and its adapters' ranks, is the same for all: what one exchanges while it captures, the others do too.
-    hosts: by source the backends that cut a captured step (`HostCalled`).  Steps in which they have rows are
-    replayed in pieces, all others as one graph.  A row of host workers stays theirs in such a step, whatever
-    of its adapter has come meanwhile.  The first step of a shape that was not captured ahead is computed
-    twice, its requests included.
+    rows: decode buckets.  places: of all deltas that an adapter may have.  site_ranks: largest rank of
+    these slots at each site.  A step is padded to its shape and copied to the graph's input; other inputs
+    of a launch are bounded: lengths by the context, ranks by the adapters seen so far.  A larger rank makes
+    graphs with deltas invalid, for a new capture at the next use.  Arena and slot tables never move.
+    kv_tokens: capacity of the arena.  Sequences with shared pages may exceed the bound; such steps have
+    separate graphs, captured at first use. Captures depend only on the step and the adapters' ranks: all
+    ranks of an instance capture the same shapes at the same steps, with matching exchanges. hosts: by
+    source, the backends that cut a captured step (`HostCalled`).  Steps with rows there are replayed in
+    pieces, others as one graph.  Rows of host workers stay there for the step, even if the adapter arrives.
+    The first step of an uncaptured shape is computed twice, with the step's requests.
     """
 
     def __init__(
@@ -110,7 +108,7 @@ class StepGraphs:
         self._graphs: dict[GraphShape, _Captured] = {}
 
     def shape_of(self, batch: StepBatch) -> GraphShape | None:
-        """The graph that computes this step; None: none does."""
+        """The graph for this step, or None."""
         routing, tables, num_rows = batch.routing, batch.tables, len(batch.tokens)
         if not tables.decode or num_rows not in self._rows:
             return None
@@ -126,16 +124,16 @@ class StepGraphs:
         return GraphShape(num_rows, context, tokens, places)
 
     def _most_tokens(self, rows: int, context: int) -> int:
-        """Of sequences that share no pages."""
+        """Bound for sequences without shared pages."""
         return min(rows * context, self._kv_tokens)
 
     def _places_of(self, routing: RowRouting) -> tuple[Place, ...] | None:
-        """Where deltas come from; None where no graph has them so."""
+        """Sources of deltas; None if no graph has this combination."""
         groups, merged = set(range(len(routing.sources))), routing.terms.shape[2] > 1
-        if merged:  # sites of which the weights carry an adapter are groups of their own
+        if merged:  # a merged adapter's sites form separate groups
             groups = set().union(*routing.groups)
         places = tuple((s, group) for group in sorted(groups) for s in sorted(routing.sources[group]))
-        # A graph has the sites of each group that it was captured with.
+        # A graph has all sites of each captured group.
         if places and (merged or {s for s, _ in places} - {Source.LOCAL, Source.PUSHED} - self._hosts.keys()):
             return None
         return places
@@ -159,13 +157,14 @@ class StepGraphs:
         return graph.logits.index_select(0, wanted.pin_memory().to(graph.logits.device, non_blocking=True))
 
     def warm_up(self, empty: Callable[[int], StepBatch], compute: Compute, ranks: Sequence[int]) -> None:
-        """Capture all shapes.  empty: a batch of so many padding rows.  ranks: of adapters to come, the
-        largest at each site."""
+        """Capture all shapes.  empty: returns a batch of padding rows.  ranks: of adapters to come, the
+        largest at each site.
+        """
         self._admit(ranks)
         kinds: list[tuple[Place, ...]] = [(), self._places] if any(self._ranks) else [()]
         bounds = [(r, c, self._most_tokens(r, c)) for r in self._rows for c in self._contexts]
         shapes = [GraphShape(*bound, places) for bound in bounds for places in kinds]
-        for shape in reversed(shapes):  # the largest first: the buffer stays where it then is
+        for shape in reversed(shapes):  # the largest first, so that the buffer stays
             batch = empty(shape.rows)
             if shape.places:
                 batch = replace(batch, routing=with_places(batch, shape.places))
@@ -174,7 +173,6 @@ class StepGraphs:
         logger.info("captured %d decode steps as graphs", len(shapes))
 
     def _admit(self, ranks: Sequence[int]) -> None:
-        """Have graphs serve adapters of these ranks."""
         bounds = [max(b, -(-r // RANK_STEP) * RANK_STEP) for b, r in zip(self._ranks, ranks, strict=True)]
         if bounds != self._ranks:
             self._ranks = bounds
@@ -190,13 +188,12 @@ class StepGraphs:
         )
 
     def _padded(self, shape: GraphShape, batch: StepBatch) -> StepBatch:
-        """The step as the graph takes it: logits of all rows, blocks up to its context."""
         tables = batch.tables
         blocks = torch.zeros(shape.rows, -(-shape.context // self._block_size), dtype=torch.int32)
         known = tables.block_tables[:, : blocks.shape[1]]
         blocks[:, : known.shape[1]] = known
         routing = replace(batch.routing, site_ranks=self._ranks if shape.places else None)
-        if routing.loading.any():  # who computes a row is settled when a graph is captured
+        if routing.loading.any():  # a capture fixes the source of each row
             here = np.zeros((len(routing.terms) - 1, len(routing.groups)), dtype=bool)
             routing = replace(routing, here=here)
         return replace(
@@ -216,7 +213,7 @@ class StepGraphs:
 
 
 def with_places(batch: StepBatch, places: Sequence[Place]) -> RowRouting:
-    """The batch's routing, as if a row had terms at these places: one more route, which no row has."""
+    """The batch's routing with terms at these places: a further route without rows."""
     terms = np.concatenate([batch.routing.terms[-1:], batch.routing.terms])
     for source, group in places:
         terms["source"][0, group, 0] = source

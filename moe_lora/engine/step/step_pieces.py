@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's launches in pieces: graphs, and between them what the host has to do.
+"""A step's launches in pieces: graphs, and calls of the host between.
 
-A graph holds launches, not what the host does.  So where a step that is being captured needs the host, its
-graph ends, the call is noted, and the next graph begins; a replay runs graph, call, graph, … in order.  A
-step that needs no host is one graph.  Not run on a GPU: tests put a stand-in in `CudaRecorder`'s place.
+A graph holds launches only.  At a host's call the captured graph ends, the call is recorded, and the next
+graph starts; a replay runs graph, call, graph, … in order.  A step without calls is one graph.  Not run on
+a GPU: tests replace `CudaRecorder` by a stand-in.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ Compute: TypeAlias = Callable[[], torch.Tensor]
 
 
 class Recorder(Protocol):
-    """Notes what is launched, so that it can be launched again."""
+    """Records launches for replays."""
 
     def session(self, compute: Compute) -> AbstractContextManager[None]:
-        """Within the context graphs are recorded, of which `compute` is the whole."""
+        """A context for recordings of `compute`'s graphs."""
         ...
 
     def begin(self) -> None:
-        """What is launched from here on is noted."""
+        """Start the record of launches."""
         ...
 
     def end(self) -> Piece:
-        """Launches again what was noted since `begin`, in the same memory."""
+        """Stop the record; the result replays the launches since `begin`, in the same memory."""
         ...
 
 
 class CudaRecorder:
-    """`Recorder` of CUDA graphs that share one pool of memory: no two of them run at once.
+    """`Recorder` of CUDA graphs with a common pool of memory: no two run at once.
 
-    What one graph of a step leaves in the pool the next may read, and what was freed it may take: they are
-    replayed in the order in which they were recorded.
+    A graph may read results of an earlier graph in the pool, and reuse freed memory: replays keep the order
+    of the records.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._side = torch.cuda.Stream()  # memory is taken again by the stream alone that it was freed on
+        self._side = torch.cuda.Stream()  # freed memory is reused on its own stream only
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @contextmanager
@@ -59,16 +59,16 @@ class CudaRecorder:
         current, side = torch.cuda.current_stream(), self._side
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            compute()  # kernels are compiled now: a capture can't
+            compute()  # compile kernels before the capture
             torch.cuda.synchronize()
-            gc.collect()  # once, not for each piece: what it frees it could not free while one is captured
+            gc.collect()  # once, not per piece: a collection within a capture can't free memory
             torch.cuda.empty_cache()
             yield
         current.wait_stream(side)
 
     def begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads copy meanwhile, on streams of their own.
+        # Other threads copy meanwhile, on their own streams.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Piece:
@@ -79,9 +79,9 @@ class CudaRecorder:
 
 
 class StepCapture:
-    """Notes a step's launches, and the host's calls between them.
+    """Records a step's launches, and the host's calls between.
 
-    running: what is launched now is noted.
+    running: True during a record.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -90,7 +90,7 @@ class StepCapture:
         self.running = False
 
     def __call__(self, compute: Compute) -> tuple[list[Piece], torch.Tensor]:
-        """What does `compute` again, in order, and its result's memory."""
+        """Pieces that replay `compute` in order, and the result's memory."""
         self._pieces = pieces = []
         with self._recorder.session(compute):
             self._recorder.begin()
@@ -103,39 +103,38 @@ class StepCapture:
         return pieces, out
 
     def cut(self, call: Piece) -> None:
-        """Have the host do this at each replay, after what was launched before and before what follows."""
+        """Run the host's call at each replay, after earlier launches and before later ones."""
         assert self.running, "only a step under capture is cut"
         self._pieces += [self._recorder.end(), call]
         self._recorder.begin()
 
 
 class KeptMemory:
-    """Memory of each role and shape that stays where it is."""
+    """Fixed memory by role and shape."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[object, torch.Size, torch.dtype], torch.Tensor] = {}
 
     def of(self, role: object, like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Of the role's and the shape's own, of the type and on the device of `like`."""
+        """Memory of this role and shape, with the type and device of `like`."""
         key = role, shape, like.dtype
         if key not in self._kept:
             self._kept[key] = like.new_empty(shape)
         return self._kept[key]
 
     def copy(self, role: object, x: torch.Tensor) -> torch.Tensor:
-        """x, where the role has it."""
+        """A copy of x in the role's memory."""
         return self.of(role, x, x.shape).copy_(x)
 
 
 class HostCalled:
-    """LoraBackend over one whose calls are the host's: a captured step is cut at each of them.
+    """LoraBackend over a backend called by the host: each call cuts a captured step.
 
-    A replay has the backend begin on a copy of x and ids, and add its deltas to zeros; the next graph adds
-    these to y.  Copies and deltas lie where they are for good: each site has its x and ids, and deltas of one
-    shape share their memory, since they are added before the next are asked for.  So y gets the bits that
-    the backend's own `add_to` gives, as long as it adds to an element of y once.
-    The backend is told of each replay's step by `begin_step`, and where it begins nothing, nothing is copied
-    to the host or back.
+    At a replay the backend begins on a copy of x and ids, and adds deltas to zeros; the next graph adds the
+    result to y.  Copies and deltas have fixed memory, x and ids per site; deltas of one shape share memory,
+    since each is added before the next call.  y gets the same bits as from the backend's own `add_to`, if
+    the backend adds to each element once. `begin_step` passes each replay's step to the backend; without a
+    begun site no copy is made.
     """
 
     def __init__(self, backend: LoraBackend, capture: StepCapture) -> None:
@@ -143,7 +142,7 @@ class HostCalled:
         self._capture = capture
         self._memory = KeptMemory()
         self._zero: set[int] = set()
-        """Addresses of deltas that are zero."""
+        """Addresses of deltas equal to zero."""
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         self._backend.begin_step(step, routing)
@@ -152,7 +151,7 @@ class HostCalled:
         return self._backend.rows_here(layer, site)
 
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        """`begin` does it."""
+        """`begin` sorts."""
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         if not self._capture.running:
@@ -187,10 +186,9 @@ class HostCalled:
 
 
 def between_graphs(exchanges: Exchanges, capture: StepCapture) -> Exchanges:
-    """The same exchanges between ranks; a captured step is cut at each, as a host begins them.
+    """The exchanges between ranks, each a cut of a captured step: a host starts them.
 
-    A graph leaves what is exchanged in memory that stays, the next takes it from there: bits are those of the
-    exchanges alone.
+    A graph leaves the data in fixed memory, and the next graph reads the result there, with the same bits.
     """
     experts, sums = exchanges.experts, exchanges.sums
     return Exchanges(
@@ -207,7 +205,7 @@ class _ExpertsBetween:
         self._in_place = _InPlace(capture)
 
     def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
-        self._in_place(y, partial(self._experts.fill, ids=ids))  # ids are few, and stay while this does
+        self._in_place(y, partial(self._experts.fill, ids=ids))  # ids are few, and stay in place
 
 
 class _SumsBetween:
@@ -233,7 +231,7 @@ class _SumsBetween:
 
 
 class _InPlace:
-    """What ranks exchange in y's own memory; in a captured step in memory that stays, as large as y."""
+    """Exchanges in y's memory; in a captured step in fixed memory of y's size."""
 
     def __init__(self, capture: StepCapture) -> None:
         self._capture = capture

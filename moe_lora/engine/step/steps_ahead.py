@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether steps are launched before the tokens of those before are read (see `EngineCore.step`)."""
+"""Conditions of steps launched before the tokens of the step before are read (see `EngineCore.step`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from moe_lora.engine.ranks.rank import Rank
 
 
 def schedules_ahead(config: EngineConfig, rank: Rank, store: AdapterStore) -> bool:
-    """Whether steps are launched before the tokens of those before are read.
+    """True if steps are launched before the tokens of the step before are read.
 
-    Raises ConfigError where they have to be and can't.
+    Raises ConfigError if required but impossible.
     """
     reason = check_ahead(config, host=store.host is not None, merges=rank.merges)
     wanted = config.async_scheduling == "on" or (
@@ -22,9 +22,9 @@ def schedules_ahead(config: EngineConfig, rank: Rank, store: AdapterStore) -> bo
 
 
 def check_ahead(config: EngineConfig, *, host: bool, merges: bool) -> str | None:
-    """Why steps can't be launched ahead.  host, merges: there are host workers, weights may carry an adapter.
+    """Reason against steps ahead, or None.  host: with host workers; merges: weights may carry an adapter.
 
-    Raises ConfigError where they have to be.
+    Raises ConfigError if steps ahead are required.
     """
     reasons = {
         "several ranks, all but one of which are told of tokens": config.num_ranks > 1,

@@ -48,7 +48,7 @@ FILES = (
     *OLDER_FORMATS,
 )
 NUM_NAMED = 4
-"""Tokens that a message names."""
+"""Tokens named in a message."""
 OPTION = "--adapter-chat-template"
 
 
@@ -162,7 +162,6 @@ def _vocabulary_difference(folder: Path, base: Path, eos: str | None) -> str | N
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:
-    """Of the older files beside tokenizer.json."""
     found = dict(read_json(folder / ADDED_TOKENS))
     for number, entry in (read_json(folder / CONFIG).get("added_tokens_decoder") or {}).items():
         if isinstance(entry, dict) and isinstance(entry.get("content"), str):

@@ -91,7 +91,6 @@ def _is_text(part: Any) -> bool:
 
 
 def _places(role: str, other: Any) -> Iterator[Place]:
-    """Conversations around a message of this role; templates refuse some orders of roles."""
     user, assistant = {"role": "user", "content": other}, {"role": "assistant", "content": other}
     if role == "user":
         for roles in (("user",), ("user", "assistant", "user"), ("system", "user")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text from tokens as they come: whole characters only, cut at stop strings."""
+"""Text from tokens in a stream: whole characters only, cut at stop strings."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LONG_WINDOW_TOKENS = 32
 class IncrementalDetokenizer:
     """push(t1) + push(t2) + ... + flush() == decode([t1, t2, ...]), never splitting a character.
 
-    A token's text can depend on its left neighbour (a leading space, a character that spans tokens), so a
-    window of the last tokens is decoded and what is new in it is given out.  prompt_token_ids: what the
-    output continues; with it the first token keeps a leading space that decoders strip at a text's start.
+    A token's text can depend on the left neighbour (a leading space, a character across tokens), so a
+    window of the last tokens is decoded and the new part returned.  prompt_token_ids: keep the first
+    token's leading space, which decoders strip at a text's start.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
@@ -34,7 +34,7 @@ class IncrementalDetokenizer:
         self._num_given = len(self._window)
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now; "" while a character is incomplete."""
+        """The certain text; "" for an incomplete character."""
         if token_id in self._special_ids:
             return ""
         self._window.append(token_id)
@@ -44,12 +44,12 @@ class IncrementalDetokenizer:
         return self._advance(text, len(self._window))
 
     def flush(self) -> str:
-        """What was held back, complete or not."""
+        """The rest, complete or not."""
         text = self._decode(self._window)
         return self._advance(text, len(self._window)) if len(text) > len(self._given) else ""
 
     def _advance(self, text: str, end: int) -> str:
-        """Give out `text`, which is the first `end` tokens of the window, and drop what was given before."""
+        """Return `text`, the first `end` tokens of the window, without earlier returned text."""
         new = text[len(self._given) :]
         self._window = self._window[self._num_given :]
         self._num_given = end - self._num_given
@@ -57,9 +57,9 @@ class IncrementalDetokenizer:
         return new
 
     def _shorten(self, text: str) -> str:
-        """Give out the part of an endless run of invalid bytes that later tokens cannot change.
+        """Return the part of an endless run of invalid bytes that later tokens cannot change.
 
-        Where the texts of two halves add up to the text of the whole, no character spans the cut.
+        If the texts of two halves add up to the text of the whole, no character spans the cut.
         """
         for end in range(len(self._window) - 1, self._num_given, -1):
             head = self._decode(self._window[:end])
@@ -70,10 +70,9 @@ class IncrementalDetokenizer:
 
 
 class StopMatcher:
-    """Cuts a stream of text before the stop string that is completed first.
+    """Cuts a stream of text before the stop string completed first.
 
-    A tail that could be the beginning of a stop string is held back.  The result does not depend on how
-    the text is cut into pieces.
+    A tail that may start a stop string is held back.  The result does not depend on the pieces of the text.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -81,7 +80,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text to give out, whether a stop string was met; nothing may be pushed after that)."""
+        """(released text, True at a stop string; no push may follow)."""
         text = self._held + text
         self._held = ""
         found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
@@ -93,13 +92,13 @@ class StopMatcher:
         return text, False
 
     def flush(self) -> str:
-        """What was held back and turned out not to be a stop string."""
+        """The held-back text without a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of `stop` that `text` ends with."""
+    """Length of the longest proper prefix of `stop` at the end of `text`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -107,8 +106,9 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """text: what may be given out.  num_tokens: pushed tokens up to the one that completed a stop string
-    (all of them otherwise).  stopped: a stop string was met; abort the request in the engine."""
+    """text: released.  num_tokens: pushed tokens up to the end of a stop string (else all).  stopped: a
+    stop string was met; abort the request in the engine.
+    """
 
     text: str
     num_tokens: int
@@ -118,7 +118,7 @@ class TextDelta(msgspec.Struct, frozen=True):
 class TextStream:
     """Text of one request: tokens in, text out, ended by stop strings.
 
-    min_tokens: stop strings count only from this many tokens on, as in the engine for stop ids.
+    min_tokens: first position of stop strings, as in the engine for stop ids.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class TextStream:
         self._num_tokens = 0
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Text that these tokens make certain."""
+        """The text made certain by these tokens."""
         pieces = map(self._detokenizer.push, token_ids)
         if self._matcher is None:
             return TextDelta("".join(pieces), len(token_ids))
@@ -151,7 +151,7 @@ class TextStream:
         return TextDelta(text, len(token_ids))
 
     def flush(self) -> TextDelta:
-        """The rest, once no more tokens come."""
+        """The rest, after the last token."""
         rest = self._detokenizer.flush()
         if self._matcher is None:
             return TextDelta(rest, 0)

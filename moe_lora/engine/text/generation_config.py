@@ -31,7 +31,7 @@ NEUTRAL: dict[str, Any] = {
     "repetition_penalty": 1,
     "typical_p": 1,
 }
-"""Values of other fields that ask for nothing; for further fields: null, false, 0 and empty ones."""
+"""Values of other fields without an effect; for further fields: null, false, 0 and empty values."""
 NO_EFFECT = frozenset(
     {
         "_from_model_config",
@@ -44,7 +44,7 @@ NO_EFFECT = frozenset(
         "use_cache",
     }
 )
-"""Fields that change no sampled token.  The end tokens are read by `read_eos_token_ids`."""
+"""Fields without an effect on sampled tokens.  `read_eos_token_ids` reads the end tokens."""
 
 
 def read_sampling_defaults(model_dir: str | Path) -> dict[str, int | float]:
@@ -58,12 +58,12 @@ def read_sampling_defaults(model_dir: str | Path) -> dict[str, int | float]:
 
 
 def unused_fields(model_dir: str | Path) -> dict[str, Any]:
-    """Fields of generation_config.json without an effect here that ask for other tokens."""
+    """Fields of generation_config.json that change tokens but have no effect here."""
     return {name: value for name, value in read_json(Path(model_dir) / FILE).items() if _asks(name, value)}
 
 
 def log_generation_config(model_dir: str | Path) -> None:
-    """Writes the defaults of requests, and the fields without an effect."""
+    """Log the defaults of requests, and the fields without an effect."""
     if defaults := read_sampling_defaults(model_dir):
         logger.info("generation_config.json: where a request is silent, %s", _listed(defaults))
     if unused := unused_fields(model_dir):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer at a server's start: wrong files are named, and its size is held against the vocabulary."""
+"""The tokenizer at a server's start: names wrong files, and compares its size with the vocabulary."""
 
 from __future__ import annotations
 

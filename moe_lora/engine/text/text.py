@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 OLDER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 LONG_TEXT_CHARS = 2000
-"""Texts from here on are for a thread of their own, in which other threads go on."""
+"""Longer texts go to a separate thread, so that other threads continue."""
 
 
 class Tokenizer:
     """Text to token ids and back, with the model's special tokens and chat templates.
 
-    decode: the text of some tokens, without special ones unless told; ids not known give none.  backend: a
-    `tokenizers.Tokenizer`.  special_tokens: name -> text ("eos_token": "</s>").  chat_template: Jinja, or
-    name -> Jinja.  eos_token_ids: the end token.  folder: whose files it was read from.
+    decode: the text of some tokens, by default without special tokens; unknown ids give no text.  backend:
+    a `tokenizers.Tokenizer`.  special_tokens: name -> text ("eos_token": "</s>").  chat_template: Jinja, or
+    name -> Jinja.  eos_token_ids: the end token.  folder: of its files.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def __reduce__(self) -> Any:
-        """Another process reads the files again, once, if it is from files."""
+        """Another process reads the files again, once, if there are files."""
         if self.folder is not None:
             return _kept_tokenizer, (self.folder,)
         made = partial(
@@ -73,7 +73,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if len(text) < LONG_TEXT_CHARS:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        # `encode` keeps Python's lock, and so every other thread, for as long as a text takes.
+        # `encode` keeps Python's lock for the whole text and stops every other thread.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def with_chat(self, special_tokens: Mapping[str, str], templates: Mapping[str, str]) -> Tokenizer:
@@ -86,7 +86,7 @@ class Tokenizer:
         )
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The conversation as the model was trained to see it; encode it without special tokens.
+        """The conversation in the model's chat format; encode the text without special tokens.
 
         options: of `ChatTemplates.render`.  Raises ValueError without a chat template, or with its error.
         """
@@ -99,9 +99,9 @@ class Tokenizer:
 
 
 def load_tokenizer(model_dir: str | Path) -> Tokenizer | None:
-    """The tokenizer of a model directory; None if it has none (prompts are token ids then).
+    """The tokenizer of a model directory; None without tokenizer files (prompts are then token ids).
 
-    Raises ConfigError if there are tokenizer files that can't be read.
+    Raises ConfigError for unreadable tokenizer files.
     """
     folder = Path(model_dir)
     config = read_json(folder / CONFIG)

@@ -20,7 +20,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in the file; {} without the file.  Raises ConfigError for anything else."""
+    """The object in the file; {} without the file.  Raises ConfigError for other content."""
     if not path.is_file():
         return {}
     try:

@@ -69,9 +69,6 @@ def admissible(
             starving = True
 
 
-# Which resident adapter leaves the device when another needs its place.
-
-
 class ResidentView(Protocol):
     """A resident adapter in the view of eviction."""
 

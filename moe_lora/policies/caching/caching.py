@@ -12,11 +12,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-# How soon cached KV is used again, as a function of its age: a table that the cache learns.
-#
-# C: classes by number of visits.  B: bins of the time since the last visit.
-
-
 Floats = NDArray[np.floating]
 
 EDGES_S: Floats = 0.1 * np.sqrt(2.0) ** np.arange(34)

@@ -10,8 +10,6 @@ import numpy as np
 
 from .caching import Amount, CacheCosts, CacheLoad, CachingPolicy, Floats, NodeColumns, Traits
 
-# Least recently used, in the systems that FastLibra is compared with.
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recency:
@@ -64,11 +62,6 @@ def slora() -> Recency:
     )
 
 
-# FastLibra's cost model of what to keep on the device, and its ablations.
-#
-# Source: FastLibra, sections 5.1, 5.2 (equations 3 to 6) and 6.6 to 6.8.
-
-
 MAX_EXPONENT = 700.0
 """Limit against overflow of exp; such old nodes are worth nothing."""
 
@@ -117,9 +110,6 @@ class FastLibra:
 
     def worth_loading(self, first_token: int, num_tokens: int, num_pages: int) -> bool:
         return True
-
-
-# This project's policy: time saved per page and second, from all that is known about the next requests.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,9 +73,6 @@ def first_come(view: MergingView) -> Rows:
     return Counter(request.adapter_uid for request in view.requests[: view.max_num_seqs])
 
 
-# One mode always.
-
-
 class UnmergedOnly:
     """Everything unmerged, as S-LoRA and Punica."""
 
@@ -113,9 +110,6 @@ class MergedOnly(UnmergedOnly):
             self._turn, self._since_s = oldest.adapter_uid, view.now_s
         merge = self._turn if self._turn is not None and view.eligible(self._turn) else None
         return Batching(merge, frozenset((self._turn,)), at_once=True)
-
-
-# dLoRA.
 
 
 class DLora:
@@ -243,9 +237,6 @@ def _at_most(rows: Counter[Uid], most: int) -> Counter[Uid]:
     if total <= most:
         return rows
     return Counter({uid: max(1, num * most // total) for uid, num in rows.items()})
-
-
-# Ours.
 
 
 class CheapestMode:

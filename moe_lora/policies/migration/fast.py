@@ -80,9 +80,6 @@ def _search(placement: Placement, near_s: float, num_chosen: int) -> None:
             costs[j] = placement.cost(j)
 
 
-# Longest first.
-
-
 def _spread(placement: Placement, bound_s: float, depth: float) -> None:
     fleet = _Fleet(placement)
     given: list[int] = []
@@ -170,9 +167,6 @@ class _Fleet:
             seconds[there] = num_bytes[there] = 0.0
             self._absent[k] = seconds, num_bytes
         return self._absent[k]
-
-
-# Step by step.
 
 
 class Search:

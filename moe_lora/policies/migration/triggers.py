@@ -144,9 +144,6 @@ def _lowers(placement: Placement, i: int, target: int, cost_s: float) -> bool:
     return False
 
 
-# How a running request moves, and what that costs it.
-
-
 @dataclass(frozen=True, slots=True)
 class MoveCost:
     """seconds: until the target can continue.  By tokens: recomputed; by KV: copied."""

@@ -16,8 +16,6 @@ from .routing import Instance, LeastOutstanding, RoundRobin, RoutedView, Router
 if TYPE_CHECKING:
     from .model_routing import CostModel
 
-# Routers that look at the number of requests, at chance, or at where an adapter was last.
-
 
 class RandomChoice:
     """A random instance.  seed: equal seeds choose alike."""
@@ -72,9 +70,6 @@ class AdapterAffinity:
         chosen = self._otherwise.choose(request, having)
         limit = (1 + self._max_imbalance) * idlest.outstanding_tokens + self._slack_tokens
         return chosen if chosen.outstanding_tokens <= limit else idlest
-
-
-# Requests by a routing table of shares, which may be swapped at any moment.
 
 
 _Row = tuple[tuple[int, float], ...]

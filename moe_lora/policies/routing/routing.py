@@ -10,9 +10,6 @@ from typing import Protocol, TypeVar
 
 from moe_lora.core.request import RoutingStats
 
-# What a front end knows of the requests that it gave to an instance; the simulator keeps the same.
-
-
 MAX_RECENT = 64
 
 

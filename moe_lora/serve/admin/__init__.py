@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoints that look after a running service: adapters, registry, capacity, health."""
+"""Endpoints for administration: adapters, registry, capacity, health."""

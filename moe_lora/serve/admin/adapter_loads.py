@@ -50,7 +50,7 @@ def check_name(name: str) -> None:
 
 
 def check_new_name(name: str, frontend: Frontend) -> None:
-    """Raises ApiError for a name that an adapter can't have."""
+    """Raises ApiError for a name unfit for an adapter."""
     check_name(name)
     if name in frontend.model_names:
         raise bad_request(f"lora_name {name!r} is the base model's name; choose another", "lora_name")
@@ -92,7 +92,7 @@ def find_files(path: str, name: str, frontend: Frontend) -> str:
 
 
 class AdapterLoads:
-    """Loads and unloads for one front end.  Notes version and files of each load."""
+    """Loads and unloads for one front end.  Records version and files of each load."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
@@ -130,7 +130,7 @@ class AdapterLoads:
         self._loaded.pop(body.lora_name, None)
 
     async def _checked(self, body: LoadAdapterRequest) -> str:
-        """Checks the body before a file is read, and returns the adapter's folder.  Raises ApiError."""
+        """Check the body before any file is read.  Returns the adapter's folder.  Raises ApiError."""
         check_new_name(body.lora_name, self._frontend)
         check_base(body.base_model_name, self._frontend)
         folder = await self._find(body)
@@ -163,14 +163,13 @@ class AdapterLoads:
             await self._pin(body, unload=not in_place)
 
     def _look_again(self, name: str, files: _Files) -> bool:
-        """Log text files beside the adapter; returns True if its files are those of before the load."""
+        """Log text files beside the adapter; True if its files are unchanged since before the load."""
         with suppress(OSError):
             if frozenset(TEXT_FILES).intersection(os.listdir(files.folder)):
                 log_text_of(self._frontend.cluster, name, files.folder)
         return files.are_unchanged()
 
     async def _pin(self, body: LoadAdapterRequest, *, unload: bool = False) -> None:
-        """Pins the adapter.  unload: if the pin fails, the adapter is unloaded."""
         try:
             await self._frontend.client.call("pin_adapter", body.lora_name, pinned=True)
         except CapacityError as error:
@@ -180,13 +179,12 @@ class AdapterLoads:
             raise bad_request(f"{error}; the adapter is {state}", "pinned") from error
 
     async def _version(self, name: str) -> int | None:
-        """Returns the version of a loaded name; None for an unknown name, and while its content is lost."""
+        """Version of a loaded name; None for an unknown name, or lost content."""
         infos = await self._frontend.client.list_adapters()
         found = (info.version for info in infos if info.name == name and info.residency != "unavailable")
         return next(found, None)
 
     async def _find(self, body: LoadAdapterRequest) -> str:
-        """Returns the folder of the adapter.  Raises ApiError, and the errors of `Registry.resolve`."""
         frontend = self._frontend
         if body.lora_path is not None:
             return await in_daemon_thread(find_files, body.lora_path, body.lora_name, frontend)
@@ -232,7 +230,6 @@ class _Files:
 
 
 def _stamps(folder: str) -> Stamps:
-    """Returns inode, size and times of both files; empty if a file is absent."""
     try:
         found = [os.stat(os.path.join(folder, name)) for name in (CONFIG_FILE, WEIGHTS_FILE)]
     except (OSError, ValueError):
@@ -241,7 +238,7 @@ def _stamps(folder: str) -> Stamps:
 
 
 def _digest(folder: str, root: str | None) -> str | None:
-    """Returns the SHA-256 of the adapter's files; None if a file can't be read."""
+    """SHA-256 of the adapter's files; None for an unreadable file."""
     digest = hashlib.sha256()
     try:
         for name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -255,7 +252,7 @@ def _digest(folder: str, root: str | None) -> str | None:
 
 
 def _compare_layout(name: str, folder: str, root: str | None, is_3d: bool) -> None:
-    """Warns if file and client differ on the layout of experts.  The load refuses unreadable files."""
+    """Warn if file and client differ on the layout of experts.  The load refuses unreadable files."""
     try:
         with open_file(Path(folder, WEIGHTS_FILE), WEIGHTS_FILE, root) as file:
             keys = [key for key in header_entries(file, WEIGHTS_FILE) if _EXPERT_KEY.search(key)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters while serving: loaded and unloaded as by vLLM's endpoints, listed, pinned."""
+"""Routes for adapters: load, unload, list, pin, and the registry."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def adapters_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, response_model=None)
     async def load_lora_adapter(body: LoadAdapterRequest) -> Response:
-        """Serve the PEFT adapter in `lora_path` as `lora_name`; with `load_inplace`, as its new version.
+        """Serve the PEFT adapter in `lora_path` as `lora_name`; with `load_inplace`, as a new version.
 
-        Without `lora_path` it is the adapter that the registry has under that name.
+        Without `lora_path`: the registry's adapter of that name.
         """
         headers = ignored_by(body, frontend)
         await loads.load(body, in_place=body.load_inplace)
@@ -73,13 +73,15 @@ def adapters_router(frontend: Frontend) -> APIRouter:
 
     @router.get("/v1/adapters", response_model=None)
     async def list_adapters() -> Response:
-        """Every adapter: where it lies, what it takes, who uses it."""
+        """Every adapter: place, size, users."""
         cards = [_card(info) for info in await frontend.client.list_adapters()]
         return JsonResponse({"object": "list", "data": cards})
 
     @router.post("/v1/adapters/{name:path}/pin", response_model=None)
     async def pin(name: str) -> Response:
-        """Bring the adapter to the device of every instance and keep it there; 400 if that left no room."""
+        """Load the adapter to the device of every instance and keep it there; 400 if no room would be
+        left.
+        """
         return JsonResponse(_card(await frontend.client.call("pin_adapter", name, pinned=True)))
 
     @router.post("/v1/adapters/{name:path}/unpin", response_model=None)
@@ -117,9 +119,6 @@ def ignored_by(body: LoadAdapterRequest | UnloadAdapterRequest, frontend: Fronte
     return ignored_header(names)
 
 
-# The registry over HTTP: what `moe-lora adapters` does, and where names without a path are found.
-
-
 MAX_LISTED = 10_000
 Version = Annotated[int | None, Query(ge=1, le=MAX_COUNT)]
 
@@ -149,7 +148,7 @@ def registry_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/adapters", response_model=None)
     async def register(body: RegisterAdapterRequest) -> Response:
-        """Add the PEFT adapter in `lora_path` as the next version of `lora_name`; that does not load it."""
+        """Add the PEFT adapter in `lora_path` as the next version of `lora_name`, without a load."""
         check_opened()
         check_new_name(body.lora_name, frontend)
         place = await in_daemon_thread(find_files, body.lora_path, body.lora_name, frontend)
@@ -157,20 +156,20 @@ def registry_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/check", response_model=None)
     async def check() -> Response:
-        """Read all files of the registry; `problem` is null where they are what was added."""
+        """Read all files of the registry; `problem` is null for unchanged files."""
         found = await ask("check")
         data = [{"name": one.name, "version": one.version, "problem": problem} for one, problem in found]
         return JsonResponse({"object": "list", "data": data})
 
     @router.get("/adapters/{name:path}", response_model=None)
     async def show(name: str) -> Response:
-        """All versions of a name, removed ones too."""
+        """All versions of a name, including removed versions."""
         versions = await ask("versions", name)
         return JsonResponse({"object": "list", "data": [asdict(one) for one in versions]})
 
     @router.delete("/adapters/{name:path}", response_model=None)
     async def remove(name: str, version: Version = None) -> Response:
-        """Remove one version of a name, or all; what is being served is not."""
+        """Remove a version of a name, or all versions; running instances keep serving the adapter."""
         versions = [one for one in await ask("versions", name) if version in (None, one.version)]
         doomed = [one.path for one in versions if one.state != REMOVED]
         if any(one.name == name and one.path in doomed for one in await frontend.client.list_adapters()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances as operators see them: listed, drained, started again."""
+"""Routes for instances: list, drain, restart."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def instances_router(frontend: Frontend) -> APIRouter:
 
     @router.get("", response_model=None)
     async def list_instances() -> Response:
-        """Every instance: its devices, whether it takes requests, and how many it has."""
+        """Every instance: devices, state and number of requests."""
         listed: dict[str, Any] = {"object": "list", "data": [_card(one) for one in (await known()).values()]}
         numbers = frontend.cluster.devices.get(LORA_SERVER)
         if numbers is not None:
@@ -45,24 +45,25 @@ def instances_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/{name}/drain", response_model=None)
     async def drain(name: str) -> Response:
-        """Give it no requests, and have those that it has go on at others, or end there."""
+        """Give the instance no requests; running requests continue at other instances, or end here."""
         return await do("drain", name)
 
     @router.post("/{name}/undrain", response_model=None)
     async def undrain(name: str) -> Response:
-        """Give it requests again."""
+        """Give the instance requests again."""
         return await do("undrain", name)
 
     @router.post("/{name}/restart", response_model=None)
     async def restart(name: str, limit_s: RestartLimit = RESTART_S) -> Response:
-        """Drain it, end its process, and answer when its next one takes part: 503 if not in `limit_s`."""
+        """Drain the instance, end the process, and answer when the next process takes part: 503 if not in
+        `limit_s`.
+        """
         return await do("restart", name, limit_s)
 
     return router
 
 
 def _absent(name: str) -> InstanceStats:
-    """One that was drained when it was there."""
     return InstanceStats(
         index=0,
         name=name,

@@ -40,14 +40,16 @@ def status_router(frontend: Frontend) -> APIRouter:
 
     @router.get("/ready", response_model=None)
     async def ready() -> Response:
-        """200 while requests should be sent here: the engine works and the server does not end; else 503."""
+        """200 if requests may be sent here: the engine works and the server is not shutting down; else
+        503.
+        """
         if frontend.ending.begun:
             raise ApiError(503, "the server is shutting down; send requests elsewhere")
         return await health()
 
     @router.get("/live", response_model=None)
     async def live() -> Response:
-        """200 as long as the server answers at all: one that does not is to be started again."""
+        """200 while the server answers; without an answer, restart it."""
         return Response()
 
     @router.get("/version", response_model=None)
@@ -56,7 +58,7 @@ def status_router(frontend: Frontend) -> APIRouter:
 
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        """Prometheus text; without the engine's part once the engine has ended."""
+        """Prometheus text; without the engine's part after the engine's end."""
         shown = frontend.metrics
         shown.stats = shown.server = shown.info = shown.adapters = None
         with suppress(EngineDeadError):
@@ -70,7 +72,7 @@ def status_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/v1/migrate", response_model=None)
     async def migrate(body: MigrateRequest) -> Response:
-        """Move requests of this front end from the instance `source` to `target`, while they stream."""
+        """Move requests of this front end from the instance `source` to `target` during their streams."""
         client = frontend.client
         if not isinstance(client, FleetClient):
             raise ApiError(404, "there is but one engine; start with --instances 2 or more")
@@ -86,14 +88,11 @@ def status_router(frontend: Frontend) -> APIRouter:
     return router
 
 
-# GET /v1/models: the base model and its adapters.
-
-
 def models_router(frontend: Frontend) -> APIRouter:
     router = APIRouter(prefix="/v1/models", tags=["models"])
 
     async def cards(request: Request) -> list[dict[str, Any]]:
-        """What the caller may use; places on the host for administrators only."""
+        """Models available to the caller; host paths for administrators only."""
         caller, info = caller_of(request.scope), await frontend.client.model_info()
         base = {
             "id": frontend.model_name,
@@ -122,7 +121,7 @@ def models_router(frontend: Frontend) -> APIRouter:
 
     @router.get("", response_model=None)
     async def list_models(request: Request) -> Response:
-        """Everything that a request's `model` may name."""
+        """All valid values of a request's `model`."""
         return JsonResponse({"object": "list", "data": await cards(request)})
 
     @router.get("/{model:path}", response_model=None)
@@ -136,9 +135,6 @@ def models_router(frontend: Frontend) -> APIRouter:
     return router
 
 
-# How the places for adapters meet the load, and the LoRA Server's capacity while serving.
-
-
 def capacity_router(frontend: Frontend) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["capacity"], route_class=bounded_route(frontend.limits))
 
@@ -150,7 +146,7 @@ def capacity_router(frontend: Frontend) -> APIRouter:
 
     @router.get("/provision", response_model=None)
     async def provision() -> Response:
-        """What the last evaluation of the load found; `latest` is null before the first one."""
+        """The last evaluation of the load; `latest` is null before the first."""
         config, latest = frontend.cluster.provisioning, frontend.controller.figures.outlook
         if config is None:
             raise ApiError(
@@ -163,7 +159,7 @@ def capacity_router(frontend: Frontend) -> APIRouter:
 
     @router.get("/lora_server", response_model=None)
     async def lora_server() -> Response:
-        """The LoRA Server's capacity, what is resident, who waits."""
+        """The LoRA Server's capacity, resident adapters and waiting acquires."""
         return JsonResponse(asdict(await ask_server("server_state")))
 
     @router.post("/lora_server/capacity", response_model=None)
@@ -173,14 +169,12 @@ def capacity_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/lora_server/restart", response_model=None)
     async def restart(limit_s: RestartLimit = RESTART_S) -> Response:
-        """Start its ranks again, one after the other; answers when all are back, 503 if one is not in
-        `limit_s`."""
+        """Restart the LoRA Server's ranks in turn; answers when all are back, 503 if a rank is not back in
+        `limit_s`.
+        """
         return JsonResponse(asdict(await ask_server("restart_server", limit_s)))
 
     return router
-
-
-# GET / and /docs: what this server is, for whoever opens its address in a browser.
 
 
 PAGE = """<!doctype html>
@@ -198,7 +192,7 @@ pre {{ background: #eee; padding: 1em; overflow: auto }} td {{ padding-right: 1.
 
 
 def welcome_router(frontend: Frontend, app: FastAPI) -> APIRouter:
-    """The page at both addresses.  It loads nothing from elsewhere."""
+    """The page at both addresses, without external resources."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/", response_model=None)
@@ -221,7 +215,6 @@ def welcome_router(frontend: Frontend, app: FastAPI) -> APIRouter:
 
 
 def _rows(app: FastAPI) -> list[str]:
-    """A row of the table for each endpoint."""
     return [
         f"<tr><td><code>{method.upper()} {escape(path)}</code><td>{escape(one.get('description', ''))}"
         for path, methods in app.openapi()["paths"].items()

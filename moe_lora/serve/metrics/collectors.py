@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine, the controllers and their link are at, as metric families (docs/reference/metrics.md)."""
+"""State of the engine, the controllers and their link as metric families (docs/reference/metrics.md)."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ LABELLED: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
         (("peer", "pool_peer_fetches"), ("disk", "pool_disk_fetches")),
     ),
 )
-"""Counters whose label takes these values, and the field of each."""
+"""Labelled counters: the label's values, and the field of each."""
 ARENA_LABELS = ("model_name", "tier")
 TIERS = ("device", "host")
 INSTANCE_GAUGES = (
@@ -201,7 +201,7 @@ def family(
     labels: tuple[str, ...],
     samples: Mapping[Any, float | None],
 ) -> Metric:
-    """A family with these samples, by the tuple of their labels' values; None: no sample."""
+    """A family with samples by the tuple of label values; None: no sample."""
     found = kind(name, text, labels=labels)
     for values, value in samples.items():
         if value is not None:
@@ -210,20 +210,20 @@ def family(
 
 
 def plain(kind: Kind, name: str, text: str, model_name: str, value: float | None) -> Metric:
-    """A family of one sample, which names the model."""
+    """A family of one sample with the model's name as label."""
     return family(kind, name, text, ("model_name",), {(model_name,): value})
 
 
 def table(
     kind: Kind, rows: tuple[tuple[str, str, str], ...], model_name: str, state: Any
 ) -> Iterator[Metric]:
-    """A plain family for each row: name, text, field of `state`; without a sample if it has none."""
+    """A plain family for each row: name, text, field of `state`; no sample for an absent state."""
     for name, text, field in rows:
         yield plain(kind, name, text, model_name, getattr(state, field, None))
 
 
 def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) -> Iterator[Metric]:
-    """Of the engine, by its last known stats; None: it is gone."""
+    """Families of the engine's last known stats; None: the engine is gone."""
     up = stats is not None
     yield plain(GaugeMetricFamily, "moe_lora:engine_up", "1 while the engine answers.", model_name, up)
     if stats is None:
@@ -258,7 +258,7 @@ def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) 
         model_name,
         stats.device_kv_invalid_bytes / max(1, stats.device_kv_bytes),
     )
-    # As routers read it: "running" is every adapter that is ready on the device, in use or not.
+    # For routers: "running" is every adapter ready on the device, in use or idle.
     running, waiting = ",".join(stats.resident_adapters), ",".join(stats.waiting_adapters)
     yield family(
         GaugeMetricFamily,
@@ -270,7 +270,7 @@ def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) 
     resident = {(name,): 1.0 for name in stats.resident_adapters}
     text = "1 for each adapter on the device."
     yield family(GaugeMetricFamily, "moe_lora:adapter_resident", text, ("adapter",), resident)
-    # Of several instances, each one's; without samples if there is but one engine.
+    # For several instances, a sample each; without samples for a single engine.
     instances = stats.instances if isinstance(stats, FleetStats) else ()
     kinds = {GaugeMetricFamily: INSTANCE_GAUGES, CounterMetricFamily: INSTANCE_COUNTERS}
     for kind, rows in kinds.items():
@@ -283,7 +283,7 @@ def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) 
 
 
 def cache_config_family(model_name: str, config: EngineConfig, info: ModelInfo | None) -> Metric:
-    """The cache of one instance, in labels.  info: None: no engine answers, and there is no sample."""
+    """The cache of an instance, in labels.  info: None: no sample."""
     labels = {"model_name": model_name}
     if info is not None:
         share = config.memory_utilization
@@ -308,7 +308,7 @@ LEVELS: tuple[AdapterResidency, ...] = ("device", "remote", "host", "peer", "dis
 
 
 def loaded_family(adapters: Sequence[AdapterInfo], limit: int) -> Metric:
-    """1 for each adapter and its level: all on the device, then others up to `limit` adapters in all."""
+    """1 for each adapter and level: adapters on the device, then others up to `limit` in all."""
     ordered = sorted(adapters, key=lambda one: LEVELS.index(one.residency))
     num_ready = sum(one.residency in ("device", "remote") for one in ordered)
     return family(
@@ -324,7 +324,7 @@ def loaded_family(adapters: Sequence[AdapterInfo], limit: int) -> Metric:
 
 
 def routing_families(model_name: str, routing: RoutingStats) -> Iterator[Metric]:
-    """Of the router rank_aware."""
+    """Families of the router rank_aware."""
     yield family(
         CounterMetricFamily,
         "moe_lora:rank_aware_choices",
@@ -336,7 +336,7 @@ def routing_families(model_name: str, routing: RoutingStats) -> Iterator[Metric]
 
 
 def move_families(model_name: str, moves: MoveStats | None) -> Iterator[Metric]:
-    """Of requests that were moved between instances; None: there is but one engine."""
+    """Families of moved requests; None: a single engine."""
     yield family(
         CounterMetricFamily,
         "moe_lora:migrations",
@@ -362,7 +362,7 @@ def move_families(model_name: str, moves: MoveStats | None) -> Iterator[Metric]:
 
 
 def server_families(model_name: str, server: ServerState | None) -> Iterator[Metric]:
-    """Of the LoRA Server; None: it did not answer."""
+    """Families of the LoRA Server; None: no answer."""
     text = "1 while its leader answers."
     yield plain(GaugeMetricFamily, "moe_lora:lora_server_up", text, model_name, server is not None)
     yield from table(GaugeMetricFamily, SERVER_GAUGES, model_name, server)
@@ -370,7 +370,7 @@ def server_families(model_name: str, server: ServerState | None) -> Iterator[Met
 
 
 def placement_families(model_name: str, figures: Figures, has_points: bool) -> Iterator[Metric]:
-    """Of the division of adapters over instances.  has_points: loads are shares of a capacity."""
+    """Families of the placement.  has_points: loads are shares of a capacity."""
     yield from table(CounterMetricFamily, PLACEMENT_COUNTERS, model_name, figures)
     quality = figures.quality
     yield plain(
@@ -390,7 +390,7 @@ def placement_families(model_name: str, figures: Figures, has_points: bool) -> I
 
 
 def link_families(model_name: str, link: ControllerLink) -> Iterator[Metric]:
-    """Of a front end's link to its controller."""
+    """Families of a front end's link to its controller."""
     yield family(
         GaugeMetricFamily,
         "moe_lora:front_end",

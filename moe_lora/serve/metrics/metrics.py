@@ -59,17 +59,16 @@ HISTOGRAMS = {
     ),
 }
 TIMINGS = ("queue_s", "prefill_s", "adapter_load_s", "kv_load_s", "decode_ttft_s")
-"""The fields of `RequestTiming` that have a histogram."""
+"""The fields of `RequestTiming` with a histogram."""
 GAP_NAMES = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
-"""One measure under the name in use and under the one that older dashboards read."""
+"""The current name, and the name in older dashboards."""
 
 
 class Metrics:
-    """All metrics of one app, in a registry of its own.
+    """Metrics of one app, in a separate registry.
 
-    stats, info, adapters: the engine's, None if it is gone.  server: the LoRA Server's state, None if it did
-    not answer or is not there.  by_adapter, by_tenant: None where `metrics_by_name` is 0.  refusals: reasons
-    for which clients are refused, each counted from 0.
+    stats, info, adapters, server: None without an answer.  by_adapter, by_tenant: None if `metrics_by_name`
+    is 0.  refusals: reasons of refusals, each counted from 0.
     """
 
     def __init__(self, cluster: ClusterConfig, controller: Controller, refusals: Iterable[str] = ()) -> None:
@@ -107,7 +106,7 @@ class Metrics:
         self._gaps_s = 0.0
 
     def gaps(self, gap_s: float, count: int) -> None:
-        """Count times from one token to the next, all of this length."""
+        """Count `count` equal times between tokens."""
         self._gap_counts[bisect_left(TOKEN_BUCKETS_S, gap_s)] += count
         self._gaps_s += gap_s * count
 
@@ -116,17 +115,17 @@ class Metrics:
         self._success.labels(self.model_name, reason).inc()
 
     def refuse(self, reason: str) -> None:
-        """Count what a limit refused; one of `refusals`."""
+        """Count a refusal; one of `refusals`."""
         self._refused[reason].inc()
 
     def set_adapters(self, adapters: Sequence[AdapterInfo]) -> None:
-        """The adapters that are served now; series of others end."""
+        """Set the served adapters; other series end."""
         self.adapters = adapters
         if self.by_adapter is not None:
             self.by_adapter.remove_all_but({one.name for one in adapters})
 
     def collect(self) -> Iterator[Metric]:
-        """What is made anew for each reader, as prometheus_client's registry asks for it."""
+        """Families computed for each scrape, by prometheus_client's interface."""
         name = self.model_name
         yield from engine_families(name, self.stats, self.info.max_loras if self.info is not None else 0)
         yield cache_config_family(name, self._cluster.engine, self.info)
@@ -157,10 +156,10 @@ class Metrics:
 
 
 class RequestWatch:
-    """Stamps the tokens of one choice, from its arrival now, as they leave the engine.
+    """Stamps the tokens of one choice, from its arrival.
 
-    It feeds the metrics and, as `visit`, the load on adapters.  adapter: None for the base model.  tenant: ""
-    where there are no keys.
+    Feeds the metrics and, as `visit`, the load on adapters.  adapter: None for the base model.  tenant: ""
+    without keys.
     """
 
     __slots__ = (
@@ -193,7 +192,7 @@ class RequestWatch:
         self._num_tokens = 0
 
     def tokens(self, num_tokens: int) -> None:
-        """Tokens that came just now; of several at once each took an equal share of the time."""
+        """Record tokens that arrived now; tokens of one output share the time equally."""
         if not num_tokens:
             return
         now_s = time.perf_counter()
@@ -208,8 +207,7 @@ class RequestWatch:
         self._num_tokens += num_tokens
 
     def end(self, reason: str, timing: RequestTiming | None) -> None:
-        """The request has ended.  reason: of its finish; "refused": the engine never took it, and it is not
-        counted."""
+        """Record the request's end.  reason: finish reason; "refused": not counted."""
         if reason == "refused":
             if self._visit is not None:
                 self._visit.refuse()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoints that generate, in OpenAI's forms."""
+"""Endpoints for generation, in OpenAI's formats."""

@@ -29,7 +29,7 @@ CHECK_NICE = 5
 class CheckingProcess:
     """One process of an event loop, for calls of `anyio.to_process`.
 
-    tokenizer: read there at the start.
+    tokenizer: the process reads a copy at its start.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -67,7 +67,7 @@ class CheckingProcess:
 
 
 async def _ended(spawning: asyncio.Task[None]) -> None:
-    """Return when the task is done, or after EXIT_S; a cancellation waits for that too."""
+    """Return after the task's end or EXIT_S, even if cancelled."""
     cancelled: asyncio.CancelledError | None = None
     until_s = time.monotonic() + EXIT_S
     while not spawning.done() and (left_s := until_s - time.monotonic()) > 0:
@@ -80,9 +80,9 @@ async def _ended(spawning: asyncio.Task[None]) -> None:
 
 
 async def _spawn(limit_s: float) -> None:
-    """Returns when the process answers, a new one if need be.
+    """Return once the process answers; starts a process if needed.
 
-    The process gives way to the front end and the instances before its imports: they take seconds.
+    The process lowers its priority before its imports, which take seconds.
     """
     priority = max(CHECK_NICE, os.getpriority(os.PRIO_PROCESS, 0))
     with fail_after(limit_s):
@@ -90,12 +90,11 @@ async def _spawn(limit_s: float) -> None:
 
 
 async def _read_there(spawning: asyncio.Task[None], tokenizer: Tokenizer | None) -> None:
-    """Reads code and tokenizer in the process."""
     await asyncio.shield(spawning)
     with fail_after(FIRST_START_S):
         await to_process.run_sync(_read, tokenizer, cancellable=True)
 
 
 def _read(tokenizer: Tokenizer | None) -> None:
-    """Runs in the process.  tokenizer: kept there since the call was decoded."""
+    """Runs in the process.  tokenizer: kept there by the decoded call."""
     import_module("moe_lora.serve.openai.preparing")

@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CLIENT_GONE = 499
-"""Status for nobody: logged by proxies when a client closed the connection before the answer."""
+"""Status without a receiver: proxies log a client's early close by this number."""
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON can't say."""
+"""Replaces minus infinity, which JSON lacks."""
 
 
 class ChoiceFormat:
-    """One endpoint's form of choices, for one request.
+    """An endpoint's format of choices, for one request.
 
-    continues_prompt: the answer's text goes on where the prompt's stops.  prompt_of: token ids of a choice's
-    prompt; None: the answer does not carry them.
+    continues_prompt: the answer's text continues the prompt's.  prompt_of: token ids of a choice's prompt;
+    None: not in the answer.
     """
 
     prompt_of: Callable[[int], tuple[int, ...]] | None = None
@@ -59,26 +59,26 @@ class ChoiceFormat:
         self._with_token_ids = with_token_ids
         self._offsets: dict[int, int] = {}
         self._shown: set[int] = set()
-        """Choices that have begun: of these the prompt, or the role, was shown."""
+        """Choices with a first event, which has the prompt or the role."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """Returns the choices entry before a choice's first delta, or None."""
+        """The choices entry before a choice's first delta, or None."""
         return None
 
     def beside(self, index: int) -> dict[str, Any]:
-        """Returns fields beside the choices, for a choice's first event and a whole answer."""
+        """Fields beside the choices, for a choice's first event and a whole answer."""
         return {}
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        """Returns a delta's choices entry in a stream."""
+        """A delta's choices entry in a stream."""
         raise NotImplementedError
 
     def whole(self, delta: Delta) -> dict[str, Any]:
-        """The choices entry of a finished choice, its deltas joined to one."""
+        """The choices entry of a finished choice."""
         raise NotImplementedError
 
     def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Any:
-        """Log probabilities of tokens that follow those of the choice that were given before."""
+        """Log probabilities of further tokens of the choice."""
         raise NotImplementedError
 
     def entry(self, delta: Delta, key: str, content: Any) -> dict[str, Any]:
@@ -95,14 +95,14 @@ class ChoiceFormat:
         return choice
 
     def token_text(self, token_id: int) -> str:
-        """The token alone as text; "token_id:7" where there is no tokenizer."""
+        """The token alone as text; "token_id:7" without a tokenizer."""
         if self._tokenizer is None:
             return f"token_id:{token_id}"
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 class CompletionFormat(ChoiceFormat):
-    """Choices as /v1/completions shows them; text_offset (of logprobs) counts from the answer's start."""
+    """Choices of /v1/completions; text_offset (of logprobs) counts from the answer's start."""
 
     object_name = chunk_object_name = "text_completion"
     id_prefix = "cmpl"
@@ -139,7 +139,7 @@ class CompletionFormat(ChoiceFormat):
 
 
 class ChatFormat(ChoiceFormat):
-    """Choices as /v1/chat/completions shows them; a stream names the role first."""
+    """Choices of /v1/chat/completions; a stream starts with the role."""
 
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
@@ -182,10 +182,10 @@ def _finite(logprob: float) -> float:
 
 
 class EventStream(Response):
-    """Server-sent events of a generation, which is closed when the client leaves.
+    """Server-sent events of a generation; the client's disconnect closes the generation.
 
-    An error before the first event becomes an HTTP error answer, a later one an error event.  head: what all
-    events begin with; made once, so that only the choice is encoded per token.  headers: beside its own.
+    An error before the first event becomes an HTTP error answer, a later error an event.  head: start of
+    all events, encoded once.  headers: further headers.
     """
 
     media_type = "text/event-stream"
@@ -212,7 +212,7 @@ class EventStream(Response):
         await unless_disconnected(receive, self._send_events(send, scope["state"]["send_body"]))
 
     async def _send_events(self, send: Send, send_body: Send) -> None:
-        """send: sees the start, as error handlers do.  send_body: goes past them."""
+        """send: sees the start, as error handlers do.  send_body: bypasses them."""
         last, started = b"data: [DONE]\n\n", False
         try:
             async with self._generation.deltas() as deltas:
@@ -255,7 +255,7 @@ class EventStream(Response):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None if it was cancelled, as it is if the client leaves first."""
+    """The result of `work`; None after a cancellation, for example by the client's disconnect."""
 
     async def left() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -272,7 +272,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
 
 def prepared_route(frontend: Frontend, preparer: Preparer) -> type[APIRoute]:
-    """Routes whose body is read, checked and made token ids within the limits: `request.state.prepared`."""
+    """Routes with a body read, checked and tokenised within the limits: `request.state.prepared`."""
     limits = frontend.limits
 
     class PreparedRoute(APIRoute):
@@ -303,7 +303,7 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
     router = APIRouter(tags=["generate"], route_class=prepared_route(frontend, preparer))
 
     async def answer(request: Request, form: ChoiceFormat) -> Response:
-        """Generate for this client; the engine stops working on it when the client leaves."""
+        """Generate for this client; a disconnect aborts the engine's work."""
         prepared: Prepared = request.state.prepared
         body = prepared.body
         model = frontend.model_name if body.model is None else body.model
@@ -347,7 +347,7 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue each prompt."""
-        # Without a tokenizer the ids are all there is to give.
+        # Without a tokenizer the answer consists of ids only.
         with_token_ids = bool(body.return_token_ids) or frontend.tokenizer is None
         return await answer(request, CompletionFormat(frontend.tokenizer, with_token_ids=with_token_ids))
 
@@ -365,7 +365,7 @@ TIMEOUT = "X-Request-Timeout"
 
 
 def timeout_of(text: str) -> float:
-    """Seconds that a header says.  Raises ApiError."""
+    """Seconds in a header.  Raises ApiError."""
     try:
         found = float(text)
     except ValueError:
@@ -379,13 +379,12 @@ HEADER = "X-Request-Id"
 
 
 class RequestIds:
-    """Answers every HTTP request with the `X-Request-Id` it came with, or with a new one.
+    """Answers every HTTP request with its `X-Request-Id`, or with a new one.
 
-    It leaves a way to `send` that is shorter than the one through all of the application, for streams.
+    Keeps a shorter way to `send` for streams, past the application's middleware.
     """
 
     def __init__(self, app: ASGIApp, caller: Caller = NO_ADMIN) -> None:
-        """caller: of requests to which `Access` gives no other."""
         self._app = app
         self._caller = caller
 
@@ -398,7 +397,7 @@ class RequestIds:
         state["caller"] = self._caller
         state["request_id_given"] = bool(given)
         state["request_id"] = given or uuid.uuid4().hex
-        state["send_body"] = send  # what else wraps it only looks at a response's start
+        state["send_body"] = send  # outer wrappers only look at a response's start
 
         def named(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
@@ -409,9 +408,9 @@ class RequestIds:
 
 
 def name_request(request: Request, request_id: str | None) -> str:
-    """The request's id, for its answer: that of the header, else `request_id`, else a new one (as in vLLM).
+    """The request's id for the answer: the header's, else `request_id`, else a new id (as in vLLM).
 
-    request_id: of the body; what is no header's text is only in the answer's body.
+    request_id: of the body; if unfit for a header, in the answer's body only.
     """
     state = request.state
     if request_id is None or state.request_id_given:

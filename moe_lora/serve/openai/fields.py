@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of request bodies: served, known from other servers, unknown.
 
-A field of another server is never dropped if it changes the answer: only its neutral values are accepted.
-An unknown field is ignored and named, or refused (`LimitsConfig.unknown_fields`).
+Of another server's field with an effect on the answer only neutral values are accepted. An unknown field is
+ignored and named, or refused (`LimitsConfig.unknown_fields`).
 """
 
 from __future__ import annotations
@@ -223,7 +223,6 @@ def check_unknown(data: Mapping[str, Any], own: Collection[str]) -> None:
 
 
 def _meant(name: str, own: Collection[str]) -> str | None:
-    """Returns the field for a misspelled name, else None."""
     if len(name) > MAX_NAME_CHARS:
         return None
     plain = _plain(name)
@@ -251,7 +250,7 @@ def _is_near(name: str, field: str) -> bool:
 
 
 def _edits(first: str, second: str) -> int:
-    """Returns the number of insertions, deletions, replacements and swaps (optimal string alignment)."""
+    """Number of insertions, deletions, replacements and swaps (optimal string alignment)."""
     before: list[int] = []
     row = list(range(len(second) + 1))
     for i, one in enumerate(first, 1):

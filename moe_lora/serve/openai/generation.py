@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a checked request to text: one engine request per choice, their outputs as text deltas."""
+"""From a checked request to text: one engine request per choice, outputs as text deltas."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Outputs: TypeAlias = "AsyncGenerator[TokenOutput, None]"
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Items of all streams in the order of arrival.  The first error ends the others; so does `aclose`.
+    """Items of all streams in the order of arrival.  The first error, or `aclose`, ends all streams.
 
     A stream computes its next item after the last item is read.
     """
@@ -130,10 +130,10 @@ class Watchers:
 
 @dataclass(kw_only=True)
 class Generation:
-    """`num_choices` answers to each prompt, prompt by prompt.  `deltas` or `whole` runs a generation once.
+    """`num_choices` answers to each prompt, in order.  `deltas` or `whole` runs a generation once.
 
-    client: for the limits.  answer_tokens: the longest answer of each prompt.  continues_prompt: the answer
-    keeps a leading space.  priority: within the tenant.  timeout_s: from from_s on, of the monotonic clock.
+    client: for the limits.  answer_tokens: longest answer per prompt.  continues_prompt: the answer keeps a
+    leading space.  priority: within the tenant.  timeout_s: from from_s on, of the monotonic clock.
     """
 
     frontend: Frontend
@@ -174,7 +174,7 @@ class Generation:
         return reserved(allowance, num_tokens)
 
     async def whole(self) -> list[Delta]:
-        """All choices, the deltas of each joined to one."""
+        """All choices with joined deltas."""
         parts: list[list[Delta]] = [[] for _ in range(len(self.prompts) * self.num_choices)]
         async with self.deltas() as deltas:
             async for delta in deltas:
@@ -193,20 +193,19 @@ class Generation:
         ]
 
     def prompt_of(self, index: int) -> tuple[int, ...]:
-        """Returns a choice's prompt."""
         return self.prompts[index // self.num_choices]
 
     def usage_of(self, index: int, *, begun: bool = True) -> dict[str, Any]:
-        """Tokens of one choice so far, and of its prompt, as vLLM counts them in a stream.
+        """Tokens of a choice so far, and of its prompt, as vLLM counts in a stream.
 
         begun: False before its first token.
         """
         return _tokens(len(self.prompt_of(index)), self._completion_tokens[index] if begun else 0)
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage, and `timing`: where the time went in the engine (the longest of all choices).
+        """OpenAI's usage, and `timing`: seconds in the engine (the longest of all choices).
 
-        Complete once the deltas have ended.
+        Complete after the last delta.
         """
         usage: dict[str, Any] = _tokens(sum(map(len, self.prompts)), self._completion_tokens.total())
         cached = sum(num for index, num in self._cached_tokens.items() if not index % self.num_choices)
@@ -307,7 +306,6 @@ class Generation:
         )
 
     def _failed(self, error: Exception, watchers: Watchers, request: GenerateRequest) -> ApiError:
-        """Count an error.  Returns the client's error."""
         failure, limits = to_api_error(error), self.frontend.limits
         if isinstance(error, AdapterNotFoundError):
             what = f"the model {self.adapter!r} does not exist; GET /v1/models lists what does"
@@ -322,7 +320,7 @@ class Generation:
         return failure
 
     def _request(self, index: int, engine_id: str) -> GenerateRequest:
-        """The request of a choice.  Equal seeds would give equal choices, so each choice has its own seed."""
+        """The request of a choice.  Each choice has a different seed: equal seeds give equal choices."""
         choice = index % self.num_choices
         sampling = self.sampling
         if sampling.seed is not None and choice:
@@ -342,7 +340,6 @@ class Generation:
         )
 
     def _delta(self, index: int, output: TokenOutput, text: TextStream | None) -> Delta:
-        """Count the tokens of an output and decode them."""
         if output.finish_reason == "error":
             raise ApiError(503, f"the engine can't run this request: {output.error}")
         token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason

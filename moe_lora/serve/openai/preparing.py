@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a body's bytes to what the engine is asked: parsed, checked, token ids.  Large bodies in a process of
-their own, since whatever holds Python's lock holds up everyone's tokens.
+"""From a body's bytes to a request for the engine: parse, check, tokenise.
+
+A separate process checks large bodies: Python's lock would delay all tokens.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
     from moe_lora.serve.served_text import AdapterTexts
 
 _UNBOUNDED_ANSWER_TOKENS = 4096
-"""What an answer without max_tokens counts at most: few fill the model's context."""
+"""Estimated answer without max_tokens, at most: few answers fill the model's context."""
 INLINE_BYTES = 1 << 14
-"""Bodies from here on are checked in the other process; smaller ones take the event loop milliseconds."""
+"""Smaller bodies are checked inline, in milliseconds; larger bodies in the other process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What holds for every request.
+    """Settings for every request.
 
     adapter_texts: None without --adapter-chat-template.
     """
@@ -51,10 +52,10 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A request that the engine can be asked.
+    """A request for the engine.
 
-    body: without its prompt or messages.  prompts: token ids.  answer_tokens: of each prompt, how many its
-    answer may have, as limits count it.  ignored: names of unknown fields, as headers take them.
+    body: without prompt or messages.  prompts: token ids.  answer_tokens: most tokens of each prompt's
+    answer, for the limits.  ignored: unknown fields, as in headers.
     """
 
     body: SamplingFields
@@ -65,10 +66,10 @@ class Prepared:
 
 
 class Preparer:
-    """Prepares one front end's requests; belongs to one event loop.  tokenizer: None: of token ids only.
+    """Prepares one front end's requests, in one event loop.  tokenizer: None: token ids only.
 
-    process: checks large bodies; None: a process that starts with the first of
-    them.  adapter_texts: see `served_text`.
+    process: checks large bodies; None: a process starts with the first large body.  adapter_texts: see
+    `served_text`.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Preparer:
     async def prepare(
         self, kind: type[SamplingFields], content: bytearray, info: ModelInfo, client: str
     ) -> Prepared:
-        """What a body of this kind asks for.  Raises ApiError, for the first thing that is wrong with it."""
+        """The request in a body of this kind.  Raises ApiError for the first problem."""
         texts = None if self._adapter_texts is None else self._adapter_texts()
         bounds = Bounds(info=info, limits=self._limits.config, adapter_texts=texts)
         try:
@@ -120,7 +121,7 @@ class Preparer:
     async def _elsewhere(
         self, kind: type[SamplingFields], content: bytes, bounds: Bounds, client: str
     ) -> Prepared:
-        """In the other process, which takes turns between clients: each has one body in its queue."""
+        """Prepare in the other process, in turn between clients: at most one queued body per client."""
         limits = self._limits
         turn = self._turns.setdefault(client, asyncio.Lock())
         try:
@@ -141,7 +142,7 @@ class Preparer:
 def prepare_now(
     kind: type[SamplingFields], content: bytes, tokenizer: Tokenizer | None, bounds: Bounds
 ) -> Prepared:
-    """As `Preparer.prepare`, in one go; what it took is given back to the system."""
+    """As `Preparer.prepare`, inline; returns free memory to the system."""
     try:
         body = parse(kind, content, bounds)
         tokenizer = tokenizer_of(body.model, tokenizer, bounds)
@@ -170,7 +171,7 @@ def parse(kind: type[SamplingFields], content: bytes | bytearray, bounds: Bounds
         raise bad_request(f"the body is not valid JSON: {error.msg}") from None
     except RecursionError:
         raise _too_deep(max_depth) from None
-    except ValueError as error:  # no UTF-8, or a number of more digits than Python takes
+    except ValueError as error:  # invalid UTF-8, or a number beyond Python's limit of digits
         raise bad_request(f"the body is not valid JSON: {str(error)[:200]}") from None
     if content.count(b"[") + content.count(b"{") > max_depth and _is_deeper(data, max_depth):
         raise _too_deep(max_depth)
@@ -223,7 +224,7 @@ def no_tokenizer(purpose: str) -> ApiError:
 def asked_of(
     body: SamplingFields, tokenizer: Tokenizer | None, bounds: Bounds
 ) -> tuple[SamplingParams, Sequence[str | list[int]]]:
-    """How to sample, and the prompts as texts or token ids.  Raises ApiError."""
+    """Sampling parameters, and the prompts as texts or token ids.  Raises ApiError."""
     defaults, most = bounds.info.sampling_defaults, bounds.limits.max_choices
     if isinstance(body, ChatRequest):
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -271,10 +272,10 @@ def prepared(
     tokenizer: Tokenizer | None,
     bounds: Bounds,
 ) -> Prepared:
-    """What to ask of the engine.
+    """The request for the engine.
 
-    Raises ApiError unless the model can take each of these prompts and give as many tokens as asked for, and
-    for more tokens than one request may ask for.
+    Raises ApiError for a prompt and answer beyond the model's context, and for too many tokens in one
+    request.
     """
     info, most = bounds.info, bounds.limits.max_request_tokens
     for token_ids in prompts:
@@ -317,11 +318,11 @@ def for_engine(
     tokenizer: Tokenizer | None,
     info: ModelInfo,
 ) -> SamplingParams:
-    """The parameters as the engine gets them.
+    """The parameters for the engine.
 
-    default_max_tokens: where none are asked for, if there is room; None: all that there is room for.  The
-    tokenizer's end tokens that the engine doesn't know of are added, unless they are to be ignored.
-    top_k beyond the vocabulary means all of it, and is not passed on as a number that may be huge.
+    default_max_tokens: for absent max_tokens, within the context; None: the rest of the context.  Adds end
+    tokens of the tokenizer unknown to the engine, unless ignored. top_k beyond the vocabulary becomes 0:
+    the number may be huge.
     """
     if sampling.max_tokens is None and default_max_tokens is not None:
         default = max(default_max_tokens, sampling.min_tokens)

@@ -22,7 +22,7 @@ MAX_ID_CHARS = 256
 
 
 def whole_characters(text: str) -> str:
-    """The text itself.  Raises ValueError for halves of surrogate pairs, which JSON can say."""
+    """The text itself.  Raises ValueError for lone surrogates, possible in JSON."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -33,7 +33,7 @@ def whole_characters(text: str) -> str:
 Text = Annotated[str, AfterValidator(whole_characters)]
 T = TypeVar("T")
 Listed = Annotated[list[T], Field(fail_fast=True)]
-"""A list that is checked up to its first wrong item: a million would be a million errors."""
+"""A list checked up to its first wrong item, to bound the number of errors."""
 
 
 class ApiModel(BaseModel):
@@ -73,7 +73,7 @@ class PeerModel(ApiModel):
         return list(self.model_extra or ())
 
     def drop_unknown(self) -> None:
-        """Drops unknown fields.  Their values may be large."""
+        """Drops unknown fields, possibly with large values."""
         if self.model_extra:
             self.model_extra.clear()
 
@@ -110,7 +110,7 @@ MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400.0
 MAX_SALT_CHARS = 1024
 NO_SEED = -1
-"""Clients of several servers send it for no seed."""
+"""Value for "no seed" in clients of several servers."""
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
 
 
@@ -121,10 +121,10 @@ class StreamOptions(PeerModel):
 
 
 class SamplingFields(ApiRequest):
-    """What both generating endpoints share.  null means the default everywhere."""
+    """Fields of both generating endpoints.  null means the default."""
 
     default_max_tokens: ClassVar[int | None] = None
-    """Where none are asked for; less where the context has less room; None: all of it."""
+    """For absent max_tokens, within the context; None: the rest of the context."""
 
     model: Annotated[Text, Field(max_length=MAX_MODEL_CHARS)] | None = None
     request_id: Annotated[Text, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
@@ -161,12 +161,11 @@ class SamplingFields(ApiRequest):
             self.stream_options.drop_unknown()
 
     def without_prompt(self) -> Self:
-        """The body without what may be large."""
+        """The body without large fields."""
         raise NotImplementedError
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Refuses fields that contradict each other."""
         if self.best_of is not None and self.best_of != self.num_choices:
             raise FieldError("best_of", f"best_of={self.best_of} must equal n={self.num_choices}")
         options = self.stream_options
@@ -208,7 +207,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt.  Raises ApiError if there is none, or an empty one."""
+        """One entry per prompt.  Raises ApiError for no prompt or an empty prompt."""
         if isinstance(self.prompt, str):
             prompts: list[Any] = [self.prompt]
         elif self.prompt and isinstance(self.prompt[0], int):

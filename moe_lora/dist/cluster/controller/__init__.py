@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decides for a whole cluster: adapters, placement, capacity; and how front ends hear of it."""
+"""Decisions for a whole cluster: adapters, placement, capacity; and their way to front ends."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches whether the places for adapters meet the load, and changes the LoRA Server's capacity."""
+"""Compares the slots for adapters with the load, and changes the LoRA Server's capacity."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ LOOK_S = 0.2
 class CapacityController:
     """Evaluates the provisioning model on the requests of a window, every `interval_s` while `run` runs.
 
-    Belongs to one event loop; the model is solved, and the LoRA Server asked, in other threads.
-    server: the LoRA Server's leader; None: instances hold adapters themselves, max_loras each.
-    latest: what the last evaluation found; None before the first one, or if it could not be made.
+    Belongs to one event loop; other threads solve the model and call the LoRA Server. server: the LoRA
+    Server's leader; None: instances hold adapters, max_loras each. latest: None before the first
+    evaluation, or after a failure.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class CapacityController:
             await asyncio.sleep(self.config.interval_s)
             try:
                 await self.evaluate()
-            except Exception as error:  # whatever it is, requests go on and the next evaluation may do
+            except Exception as error:  # requests continue, and the next evaluation may succeed
                 self.latest = None
                 if self._problem.is_new(repr(error)):
                     logger.exception("the load on adapters can't be evaluated")
 
     async def evaluate(self) -> None:
-        """Look at the window now; with `auto_resize` act on it."""
+        """Evaluate the window now; with `auto_resize`, resize."""
         demand = self.window.demand()
         try:
             state = await self.server_state()
@@ -81,29 +81,29 @@ class CapacityController:
 
     @verb
     async def server_state(self) -> ServerState | None:
-        """The LoRA Server's, None if there is no server.  Raises LoraServerError if it does not answer."""
+        """The LoRA Server's state, None without a server.  Raises LoraServerError without an answer."""
         return None if self._server is None else await asyncio.to_thread(self._server.state)
 
     @verb
     async def resize(self, capacity: int) -> ServerState:
-        """Change the LoRA Server's capacity (see `LoraServerAdmin.resize` for what it raises)."""
+        """Change the LoRA Server's capacity; raises as `LoraServerAdmin.resize`."""
         state = await asyncio.to_thread(self._admin.resize, capacity)
         logger.info("the LoRA Server's capacity is now %d adapters", state.capacity)
         return state
 
     @verb
     async def restart_server(self, limit_s: float) -> ServerState:
-        """Have the LoRA Server's ranks started again, one after the other, its leader last; the state then.
+        """Restart the LoRA Server's ranks in turn, the leader last; returns the state then.
 
-        Instances compute what a rank that is away would, so that nothing else is away with it: the first
-        waits until all ranks are there with their links, the next until all instances have theirs to the one
-        before.  Raises LoraServerError if that is not so within limit_s each, or an instance is missing then.
+        Instances compute an absent rank's part, so only one rank may be absent: each restart waits for all
+        links of the rank before.  Raises LoraServerError if a rank or link is missing after limit_s, or an
+        instance is absent.
         """
-        async with self._restarting:  # two at once would end the leader while another rank loads
+        async with self._restarting:  # a second restart would end the leader while a rank loads
             before = state = await self._until_whole(limit_s)
             for server_rank in (*range(1, len(before.ranks)), 0):
                 if state.incarnation != before.incarnation:
-                    break  # all ranks are started again with one of them, as torchrun does
+                    break  # a launcher such as torchrun restarts all ranks with one
                 logger.info("rank %d of the LoRA Server is told to end, to be started again", server_rank)
                 await asyncio.to_thread(self._admin.restart, server_rank)
                 state = await self._until_back(state, server_rank, limit_s)
@@ -126,7 +126,7 @@ class CapacityController:
     async def _until(
         self, condition: Callable[[ServerState], bool], limit_s: float, problem: str
     ) -> ServerState:
-        """The first state that fulfils a condition.  Raises LoraServerError(problem) if none does in time."""
+        """The first state that fulfils a condition.  Raises LoraServerError(problem) after limit_s."""
         try:
             with fail_after(limit_s):
                 while True:
@@ -144,13 +144,11 @@ class CapacityController:
         return self._server
 
     async def _places(self) -> tuple[int, int]:
-        """Adapters resident on an instance at once, and the number of instances that are live."""
         info, stats = await asyncio.gather(self._client.model_info(), self._client.stats())
         live = sum(one.live for one in stats.instances) if isinstance(stats, FleetStats) else 1
         return info.max_loras, max(1, live)
 
     def _tell(self, found: Outlook) -> None:
-        """A line when the capacity stops meeting the target, and one when it meets it again."""
         if found.suffices == self._suffices:
             return
         self._suffices = found.suffices
@@ -179,14 +177,13 @@ class CapacityController:
 
 
 def _is_back(state: ServerState, before: ServerState, server_rank: int) -> bool:
-    """Whether a rank that was told to end takes part again, and every instance sends it rows."""
     is_new = state.incarnation != before.incarnation or state.ranks[server_rank] > before.ranks[server_rank]
     is_linked = state.num_instances >= before.num_instances and not state.unlinked[server_rank]
     return is_new and all(state.ranks) and is_linked
 
 
 def make_capacity_controller(cluster: ClusterConfig, client: EngineClient) -> CapacityController | None:
-    """The controller as `ClusterConfig.provisioning` says; None: the load on adapters is not watched."""
+    """The controller of `ClusterConfig.provisioning`; None: no watch on the load."""
     if cluster.provisioning is None:
         return None
     server = cluster.instance().lora_server

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decides for all front ends: adapters, their placement, the LoRA Server's capacity."""
+"""Decisions for all front ends: adapters, placement, the LoRA Server's capacity."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _LOOK_S = 0.01
 
 
 class ClusterController:
-    """Decides, and carries out what is asked of it; there is one in every system.
+    """Decides and executes calls.
 
-    An only front end has it in its process and calls it; for several it is in a process of its own, behind a
-    `FrontEndListener`.  placement: None: adapters are not divided over instances.  migration: None: requests
-    are not moved between them.  provision: None: the load on adapters is not watched.  registry: None:
-    adapters are known by their paths only.  instances: None: nobody drains them.
+    A single front end has the controller in the same process; several share a process behind a
+    `FrontEndListener`.  placement: None: every instance has all adapters.  migration: None: no moves of
+    requests.  provision: None: no watch on the load.  registry: None: adapters have paths only.  instances:
+    None: no drains.
     """
 
     link = None
@@ -99,7 +99,7 @@ def _verbs_of(part: object | None) -> dict[str, Callable[..., Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ControlledFleet:
-    """A controller and what it decides about."""
+    """A controller with the fleet."""
 
     controller: ClusterController
     fleet: FleetClient
@@ -108,7 +108,7 @@ class ControlledFleet:
     catch_up: CatchUp
 
     async def start_together(self, num_instances: int, adapters: Sequence[tuple[str, str]]) -> None:
-        """Return when that many instances, with these adapters from the start, are in routing.
+        """Return once this number of instances, with these start adapters, is in routing.
 
         Raises AdapterError if an instance lacks an adapter, except optional adapters of the registry.
         """
@@ -134,7 +134,6 @@ class ControlledFleet:
 
 
 def _capacity_controller(cluster: ClusterConfig, fleet: FleetClient) -> CapacityController | None:
-    """None: the load on adapters is not watched."""
     if cluster.provisioning is None:
         return None
     from .capacity_controller import make_capacity_controller
@@ -145,7 +144,6 @@ def _capacity_controller(cluster: ClusterConfig, fleet: FleetClient) -> Capacity
 def _migration_controller(
     cluster: ClusterConfig, routes: Routes, instance_registry: InstanceRegistry
 ) -> MigrationController | None:
-    """None: requests stay on their instances."""
     if cluster.front_end.migration == "off":
         return None
     from .migration_controller import make_migration_controller
@@ -165,11 +163,11 @@ async def controlled_fleet(
     recovery_s: float | None = None,
     on_give_up: Callable[[str], None] = lambda name: None,
 ) -> AsyncIterator[ControlledFleet]:
-    """A controller for the instances that dial that address, until the context ends.
+    """A controller for the instances that dial the address, until the context ends.
 
-    setting: names the address in errors.  advice: see `InstanceRegistry`.  registry: whose adapters are among
-    those of cluster.engine.  recovery_s: see `CatchUp`.  on_give_up: see `InstanceListener`.  Raises
-    ConfigError for what can be known at start.
+    setting: names the address in errors.  advice: see `InstanceRegistry`.  registry: with adapters among
+    cluster.engine's.  recovery_s: see `CatchUp`.  on_give_up: see `InstanceListener`.  Raises ConfigError
+    for errors known at start.
     """
     config = cluster.engine
     pool = None

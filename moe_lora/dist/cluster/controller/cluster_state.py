@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between the controller and the front ends, over links of `dist.net`."""
+"""Messages between the controller and the front ends, over links of `dist.net`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ PINGS = Pings()
 
 
 class ClusterState(Message, frozen=True, kw_only=True):
-    """What the controller has decided.
+    """The controller's decisions.
 
-    number: counts up with each change, also over the controller's restarts.  ranks: LoRA ranks by adapter.
-    holdings: of the instances in the controller's routing.  drains: an operator's last orders, as
-    `Drains` keeps them; restarting: names of those that this controller has started again, which the next one
-    does not go on with.  table: adapter -> (instance name, phi) of the routing table, and the number of that;
-    demand: tokens/s by adapter that it was made for.
+    number: rises with each change, also over restarts of the controller.  ranks: LoRA ranks by adapter.
+    holdings: of the instances in the controller's routing.  drains: an operator's last orders (see
+    `Drains`); restarting: instances under restart, dropped by the next controller.  table: adapter ->
+    (instance name, phi), with the table's number; demand: tokens/s by adapter behind the table.
     """
 
     number: int
@@ -51,7 +50,7 @@ class ClusterState(Message, frozen=True, kw_only=True):
 
 
 class FrontEndHello(Message, frozen=True, kw_only=True):
-    """A front end's first message.  state: the last one that it had from a controller."""
+    """A front end's first message.  state: the last from a controller."""
 
     name: str
     state: ClusterState | None
@@ -59,14 +58,14 @@ class FrontEndHello(Message, frozen=True, kw_only=True):
 
 
 class Admitted(Message, frozen=True):
-    """The controller's answer.  refusal: why the front end can't take part; None: it does."""
+    """The controller's answer.  refusal: reason, or None for admitted."""
 
     refusal: str | None = None
 
 
 @dataclass(frozen=True)
 class VisitEvent:
-    """What a request for an adapter did.  number: of the request, unlike others of its front end."""
+    """An event of a request for an adapter.  number: of the request, unique in its front end."""
 
     kind: Literal["begin", "start", "refuse", "end"]
     number: int
@@ -75,9 +74,9 @@ class VisitEvent:
 
 
 class FrontEndReport(Message, frozen=True):
-    """What a front end's requests did since the last report.  tokens: by adapter.
+    """Events of a front end's requests since the last report.  tokens: by adapter.
 
-    instances: those that it has in routing, with the incarnation of each.
+    instances: in routing, with the incarnation of each.
     """
 
     tokens: Mapping[str, int]
@@ -86,14 +85,16 @@ class FrontEndReport(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """The front end routes by the state of this number, or by a later one."""
+    """The front end routes by the state of this number, or by a later state."""
 
     number: int
 
 
 class Figures(Message, frozen=True, kw_only=True):
-    """What metrics and status pages say of the controller.  num_tables: routing tables so far.  num_copies,
-    num_problems, quality: see `PlacementController`.  outlook: the last one of `CapacityController`.
+    """The controller's figures for metrics and status pages.
+
+    num_tables: routing tables so far.  num_copies, num_problems, quality: see `PlacementController`.
+    outlook: the last of `CapacityController`.
     """
 
     num_tables: int = 0
@@ -104,9 +105,9 @@ class Figures(Message, frozen=True, kw_only=True):
 
 
 class Controller(typing.Protocol):
-    """What decides for a front end: a `ClusterController` in its process, or a `ControllerLink` to another's.
+    """The controller of a front end: a `ClusterController` in its process, or a `ControllerLink`.
 
-    figures: the latest.  window: where requests for adapters are noted; None: the load is not watched.
+    figures: the latest.  window: records requests for adapters; None: no watch on the load.
     """
 
     @property
@@ -125,21 +126,18 @@ class Controller(typing.Protocol):
         ...
 
     async def ready(self) -> None:
-        """Return when it is known what is served."""
+        """Return once the served adapters are known."""
         ...
 
     async def run(self) -> None:
-        """Go on beside the requests, until cancelled."""
+        """Run beside the requests, until cancelled."""
         ...
 
 
-# The state that the controller gives to its front ends, and gets back from them when it starts anew.
-
-
 class ClusterStateLog:
-    """Writes down what is decided, each time with a higher number.
+    """Records decisions, each with a higher number.
 
-    placement: None if adapters are not divided over instances.
+    placement: None if every instance has all adapters.
     """
 
     def __init__(
@@ -151,7 +149,7 @@ class ClusterStateLog:
         self.state = ClusterState(number=0)
 
     def write(self) -> bool:
-        """Bring `state` up to date; whether that changed it."""
+        """Bring `state` up to date; True after a change."""
         now = ClusterState(
             number=self.state.number,
             served=self._instance_registry.served,
@@ -175,11 +173,11 @@ class ClusterStateLog:
         return True
 
     def recover(self, state: ClusterState) -> None:
-        """Go on from what a front end had from the controller before this one.
+        """Continue from a front end's state of the earlier controller.
 
-        Of each adapter the higher version counts, as `Served.joined` says; of tables the one with the higher
-        number, with the demand that it was made for; of an operator's orders to an instance the later one.
-        Numbers go on above all that were heard of.
+        The higher version of each adapter counts, as in `Served.joined`; the table with the higher number,
+        and the table's demand; an operator's later order to an instance. Numbers continue above all known
+        numbers.
         """
         self._instance_registry.drains.learn(state.drains)
         self.state = replace(self.state, number=max(self.state.number, state.number))
@@ -191,19 +189,20 @@ class ClusterStateLog:
                 self._placement.resume(state.demand)
 
     def learn_drains(self, state: ClusterState) -> None:
-        """Take over an operator's orders to instances that have none here, of a state that came too late to
-        be recovered too: else such an instance would get requests that it is not to have.
+        """Learn an operator's orders to instances without an order here, even from a late state.
+
+        Otherwise a drained instance would get requests.
         """
         drains = self._instance_registry.drains
         drains.learn({name: order for name, order in state.drains.items() if name not in drains.orders})
 
     def count_above(self, state: ClusterState) -> None:
-        """Give the state a higher number than one that came too late to be recovered."""
+        """Give the state a higher number than a state too late for the recovery."""
         self.state = replace(self.state, number=max(self.state.number, state.number) + 1)
 
 
 def take_table(state: ClusterState, routes: Routes, instance_registry: InstanceRegistry) -> None:
-    """Route by a state's table, if adapters are divided over instances."""
+    """Route by a state's table, if the adapters are divided over instances."""
     if routes.table is not None:
         number_of = instance_registry.number_of
         table = {name: [(number_of(one), phi) for one, phi in row] for name, row in state.table.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A front end's connection to the controller: it dials, and dials again when the connection ends."""
+"""A front end's connection to the controller, with redials."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LOOK_S = 0.05
 
 
 class ReportedWindow:
-    """Notes what requests do, for the controller's `DemandWindow`."""
+    """Records events of requests, for the controller's `DemandWindow`."""
 
     def __init__(self) -> None:
         self._events: list[VisitEvent] = []
@@ -63,18 +63,18 @@ class ReportedWindow:
         self._events.append(VisitEvent("end", visit.number, timing=timing))
 
     def take(self) -> tuple[VisitEvent, ...]:
-        """What was noted; noting begins anew."""
+        """The recorded events; the record starts anew."""
         taken = tuple(self._events)
         self._events.clear()
         return taken
 
 
 class ControllerLink:
-    """Carries a front end's calls and reports to the controller, and its decisions to registry and router.
+    """Carries a front end's calls and reports to the controller, and decisions to registry and router.
 
-    Belongs to the event loop that runs `run`.  up: whether the controller is there.  state: the last that it
-    sent; older ones that come later are ignored, so a front end goes on with the newest.  num_joins:
-    connections so far.  watched: whether the load on adapters is.
+    Belongs to the event loop of `run`.  up: True while connected.  state: the newest received; late older
+    states are ignored.  num_joins: connections so far.  watched: True if the controller watches the load on
+    adapters.
     """
 
     def __init__(
@@ -105,7 +105,9 @@ class ControllerLink:
         return self._peer is not None
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
-        """What the controller answers.  Raises what it raised, ControllerAwayError if it is not there."""
+        """The controller's answer.  Raises the controller's error, ControllerAwayError without a
+        connection.
+        """
         if self._peer is None:
             raise ControllerAwayError(
                 f"the controller at {self._address} is away, and nothing can be changed without "
@@ -120,9 +122,9 @@ class ControllerLink:
             ) from error
 
     async def ready(self) -> None:
-        """Return when this front end knows what is served and has an instance, or after READY_S.
+        """Return once this front end knows the served adapters and has an instance, or after READY_S.
 
-        Until then one that starts again beside others leaves requests to them.
+        A restarted front end leaves requests to others until then.
         """
         waited_s = 0.0
         while waited_s < READY_S and (self.state is None or not self._instance_registry.live):
@@ -130,7 +132,7 @@ class ControllerLink:
             waited_s += _LOOK_S
 
     async def run(self) -> None:
-        """Keep the connection and report what happens, until cancelled."""
+        """Keep the connection and report events, until cancelled."""
         dialling = asyncio.create_task(
             stay_connected(
                 "the controller",
@@ -142,7 +144,7 @@ class ControllerLink:
         try:
             while True:
                 await asyncio.sleep(REPORT_S)
-                # While nobody listens what was counted is dropped: no later time step is to have it.
+                # Counts without a listener are dropped: a later time step must not include them.
                 tokens = {} if self._routes.meter is None else self._routes.meter.read()
                 visits = () if self.window is None else self.window.take()
                 now = self._peer, {one.name: one.incarnation for one in self._instance_registry.live}
@@ -156,7 +158,6 @@ class ControllerLink:
                 await self._peer.closed()
 
     async def _serve(self, connection: Connection) -> str | None:
-        """Do as the controller says until the connection ends; why it refused this front end."""
         peer = Peer(connection, FRONT_END_SIDE, "the controller")
         peer.send(FrontEndHello(name=self.name, state=self.state))
         admitted = await peer.receive(OPEN_S)
@@ -175,7 +176,7 @@ class ControllerLink:
         return None
 
     def receive(self, message: Message | Asked) -> None:
-        """Do as a message of the controller says."""
+        """Execute a message of the controller."""
         if isinstance(message, ClusterState):
             self._take(message)
         elif isinstance(message, Figures):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where front ends dial the controller: their calls in, states out."""
+"""The controller's listener for front ends: calls in, states out."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 SHOW_S = 1.0
 TAKEN_S = 5.0
-"""A call is answered without a front end that does not take the new state for so long."""
+"""A call's answer waits so long for front ends without the new state."""
 LONGEST_RECOVERY_S = 10.0
-"""A front end of the file that does not dial in is not waited for any longer, in seconds."""
+"""Longest wait, in seconds, for a configured front end to dial in."""
 
 
 @dataclass(eq=False)
 class Session:
-    """A front end that is connected.  taken: number of the state that it routes by.  visits: requests of its
-    that are under way.  instances: see `FrontEndReport`.
+    """A connected front end.
+
+    taken: number of the current routing state.  visits: running requests.  instances: see `FrontEndReport`.
     """
 
     name: str
@@ -60,12 +61,12 @@ class Session:
     instances: Mapping[str, str | None] = field(default_factory=dict)
 
     def see(self, window: DemandWindow, event: VisitEvent) -> None:
-        """Bring what a request did into the window of the load."""
+        """Record a request's event in the load's window."""
         if event.kind == "begin":
             assert event.adapter is not None
             self.visits[event.number] = window.begin(event.adapter)
         elif event.number not in self.visits:
-            return  # it began before this controller
+            return  # started before this controller
         elif event.kind == "start":
             self.visits[event.number].start()
         elif event.kind == "refuse":
@@ -75,10 +76,10 @@ class Session:
 
 
 class FrontEndListener:
-    """Answers the calls of front ends, and has each of them do as was decided.
+    """Answers the calls of front ends, and sends decisions to all.
 
-    The recovery of what it controls ends, and the first states are given out, when front ends were heard too.
-    front_ends: names of those that the file has.
+    The recovery ends, and the first states leave, after the front ends' reports. front_ends: configured
+    names.
     """
 
     def __init__(self, controlled: ControlledFleet, front_ends: Collection[str]) -> None:
@@ -97,12 +98,12 @@ class FrontEndListener:
 
     @asynccontextmanager
     async def open(self, address: Address, keys: Keys | None) -> AsyncIterator[Address]:
-        """Listen for front ends until the context ends.  Raises ConfigError if the address can't be had."""
+        """Listen for front ends until the context ends.  Raises ConfigError if the address is unavailable."""
         async with listen("controller.address", address, keys, self._receive, PINGS) as place:
             yield place
 
     async def run(self) -> None:
-        """Recover, then decide and give out, until cancelled."""
+        """Recover, then decide and send states, until cancelled."""
         self._spawn(self._show())
         try:
             await self._recover()
@@ -118,7 +119,6 @@ class FrontEndListener:
                 session.peer.end("the controller was stopped")
 
     async def _recover(self) -> None:
-        """Hear what front ends and instances know; none comes into routing before."""
         waited_s = 0.0
         while waited_s < RECOVERY_S or (self._awaited and waited_s < LONGEST_RECOVERY_S):
             await asyncio.sleep(POLL_S)
@@ -135,27 +135,25 @@ class FrontEndListener:
         )
 
     async def _show(self) -> None:
-        """Tell front ends what their metrics are to say of the controller."""
         while True:
             for session in self.sessions:
                 session.peer.send(self._controller.figures)
             await asyncio.sleep(SHOW_S)
 
     async def _learn_ranks(self) -> None:
-        """As soon as an instance is there; of later ones the loading tells."""
+        """Learn ranks from the first instance; later ranks come with loads."""
         try:
             if await self._controlled.fleet.is_alive():
                 await self._controlled.fleet.model_info()
-        except Exception as error:  # whatever an instance answers, the controller goes on without
+        except Exception as error:  # the controller continues without the answer, whatever the error
             logger.debug("no instance says which ranks adapters have: %r", error)
 
     def _give_out(self) -> None:
-        """Send the state to all if it is another than before."""
         if self._state_log.write():
             self._send_all()
 
     def _seen_by_all(self, name: str, incarnation: str) -> bool:
-        """Whether all front ends have this process in routing; while there is none, nobody has."""
+        """True if all front ends have this process in routing; False without front ends."""
         return bool(self.sessions) and all(
             session.instances.get(name) == incarnation for session in self.sessions
         )
@@ -212,7 +210,7 @@ class FrontEndListener:
                 before.number,
             )
             self._state_log.count_above(before)
-            # Those that had the state by its lower number would count as late until the next one.
+            # Front ends with the same state under a lower number would count as late.
             self._send_all()
         else:
             session.peer.send(self._state_log.state)
@@ -233,7 +231,6 @@ class FrontEndListener:
                     session.see(window, event)
 
     async def _answer(self, call: Asked) -> None:
-        """Carry out a call; answer it when all front ends have what it changed."""
         await self._ready.wait()
         try:
             value = await self._controller.call(call.method, *call.args)
@@ -265,8 +262,8 @@ class FrontEndListener:
 
 
 async def run_listener(listener: FrontEndListener, address: Address, keys: Keys | None) -> None:
-    """Direct the front ends that dial in until SIGINT or SIGTERM.  Raises ConfigError if the address can't be
-    had.
+    """Direct the front ends that dial in until SIGINT or SIGTERM.  Raises ConfigError if the address is
+    unavailable.
     """
     loop = asyncio.get_running_loop()
     async with listener.open(address, keys) as place:

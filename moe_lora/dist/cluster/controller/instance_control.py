@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances that an operator drains, or has started again, while the others serve."""
+"""Drains and restarts of instances by an operator, while the others serve."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 SETTLE_S = 0.5
-"""All front ends know by then that an instance is drained."""
+"""Time until all front ends know of a drain."""
 
 
 class InstanceControl:
-    """Drains instances and starts them again, one at a time.
+    """Drains and restarts instances, one at a time.
 
-    drain_s: how long one that is started again may take to be without requests; what it has then goes on
-    elsewhere as if it had failed.  seen_by_all: whether all front ends send requests to the process of that
-    name and incarnation.  An order that lacks an instance waits for it while it may be dialling in.
+    drain_s: time for a restarted instance to lose requests; the rest continues elsewhere as after a
+    failure.  seen_by_all: True if all front ends send requests to the process of that name and incarnation.
+    An order for an absent instance waits while the instance may dial in.
     """
 
     def __init__(self, instance_registry: InstanceRegistry, drain_s: float) -> None:
@@ -37,11 +37,11 @@ class InstanceControl:
 
     @verb
     async def drain_instance(self, name: str) -> None:
-        """Give an instance no requests, and have those that it has go on elsewhere where they can.
+        """Give an instance no requests, and move requests elsewhere if possible.
 
-        It is told, so that it can say so to a controller after this one.
+        The instance remembers the order for a later controller.
 
-        Raises ConfigError for an unknown one, and for the last that takes requests.
+        Raises ConfigError for an unknown instance, and for the last undrained instance.
         """
         await self._named(name)
         await self._check_others(name, lambda: self._registry.undrained)
@@ -50,30 +50,29 @@ class InstanceControl:
 
     @verb
     async def undrain_instance(self, name: str) -> None:
-        """Give it requests again, if it is being restarted then once it is back.
+        """Give the instance requests again; under a restart, once back.
 
-        Raises ConfigError for an unknown one.
+        Raises ConfigError for an unknown instance.
         """
-        if name not in self._registry.drains.by_operator:  # one that has gone for good may be
+        if name not in self._registry.drains.by_operator:  # an instance gone for good may be undrained
             await self._named(name)
         await self._order(name, drained=False)
         logger.info("instance %s is not drained any more", name)
 
     async def _order(self, name: str, *, drained: bool) -> None:
         order = self._registry.drains.order(name, drained=drained)
-        for instance in self._registry.live:  # one that is away is told when it comes
+        for instance in self._registry.live:  # an absent instance hears at its return
             if instance.name == name:
                 with suppress(EngineDeadError):
                     await instance.client.call("remember_drain", order)
 
     @verb
     async def restart_instance(self, name: str, limit_s: float) -> None:
-        """Drain an instance, end its process, and return when its next one takes part.
+        """Drain an instance, end the process, and return when the next process takes part.
 
-        Whoever keeps the process running starts it again.  One that is just coming back is waited for.
-        Raises ConfigError for an unknown one and where every other is drained, EngineDeadError if it does not
-        take part within limit_s, is not back so long after its end, or no other takes requests at all front
-        ends.
+        A supervisor starts the next process.  A returning instance is awaited. Raises ConfigError for an
+        unknown instance, or if all others are drained. Raises EngineDeadError if no process takes part
+        within limit_s of the call or of the end, or no other instance serves at all front ends.
         """
         async with self._restarting:
             instance = await self._named(name)
@@ -92,7 +91,7 @@ class InstanceControl:
                 self._registry.drains.restart(())
 
     def _not_drained(self) -> list[Instance]:
-        """Also those that are just coming back."""
+        """Includes returning instances."""
         return [one for one in self._registry.instances if one.name not in self._registry.drained]
 
     async def _named(self, name: str) -> Instance:
@@ -121,7 +120,7 @@ class InstanceControl:
                 except EngineSilentError:
                     raise _not_here(instance.name) from None
                 except EngineDeadError:
-                    return  # `_end` says so
+                    return  # `_end` reports the problem
                 if not stats.num_running + stats.num_waiting:
                     return
                 await asyncio.sleep(LOOK_S)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has requests moved between instances: asks what they have, asks the policy, passes its orders on.
+"""Moves of requests between instances: collect loads, call the policy, send orders.
 
-The front end that has a request's stream carries a move out (`dist.cluster.migration`).  The controller tells
-the instance that computes it, which knows whose it is: so it works alike with one front end and with several.
-Source: dLoRA, section 5.2.
+A request's front end carries out a move (`dist.cluster.migration`).  The controller sends the order to the
+request's instance, which knows the front end: the same for any number of front ends. Source: dLoRA, section
+5.2.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from .routes import Routes
 logger = logging.getLogger(__name__)
 
 FIRST_TOKEN_S = 0.02
-"""Seconds of an instance for each token, until it has been seen."""
+"""Assumed seconds per token of an instance before a measurement."""
 ORDER_S = 2.0
-"""Orders of which nothing was seen for so long count as given up, as those that a front end refuses."""
+"""An order without effect for so long counts as given up, like a refused order."""
 
 
 _ATTEMPT = re.compile(r"~\d+( \(\d+\))?$")
 
 
 def request_of(name: str) -> str:
-    """The front end's id in an engine's name for a request, the same at all instances that it was sent to."""
+    """The front end's id in an engine's name for a request, equal at all instances."""
     return _ATTEMPT.sub("", name)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What an instance says of itself."""
+    """Load report of an instance."""
 
     instance: Instance
     stats: EngineStats
@@ -75,13 +75,12 @@ class Report:
 
 
 class MigrationController:
-    """Looks at the instances once in each migration_interval_s, until cancelled.
+    """Checks the instances in each migration_interval_s, until cancelled.
 
-    It plans only when the moves of its last plan are over, so that no request has two targets and no load
-    counts at its source and at its target.
+    Plans only after the last plan's moves: no request gets two targets and no load counts twice.
 
-    max_num_seqs: an instance's seats.  steps: of the routers' performance model; None: not known.
-    same_layout: whether KV can go from one instance to another.  num_orders: moves asked for so far.
+    max_num_seqs: an instance's seats.  steps: of the routers' performance model; None: unknown.
+    same_layout: True if KV can move between instances.  num_orders: requested moves so far.
     """
 
     def __init__(
@@ -119,13 +118,13 @@ class MigrationController:
                 await self.step()
                 self._problem.over()
             except EngineDeadError:
-                continue  # nobody is there
-            except Exception as error:  # whatever it is, requests go on where they are
+                continue  # no instance
+            except Exception as error:  # requests stay on their instances
                 if self._problem.is_new(repr(error)):
                     logger.warning("requests can't be moved: %r", error, exc_info=True)
 
     async def step(self) -> int:
-        """Look once; the number of moves asked for."""
+        """One check; returns the number of requested moves."""
         live = self._instance_registry.undrained
         if len(live) < 2:
             return 0
@@ -150,8 +149,9 @@ class MigrationController:
         return 0 if plan is None else await self._pass_on(plan, kinds)
 
     def _moves_under_way(self, reports: list[Report]) -> bool:
-        """Whether a request is held for a move, or one that was to leave an instance is still there and its
-        turn may come: the front end makes a few moves at a time."""
+        """True while a request is held for a move, or an ordered move may still start: the front end runs
+        a few moves at a time.
+        """
         now_s, ordered = self._clock.now_s(), self._ordered
         is_held = any(load.held for report in reports for load in report.requests)
         self._ordered = ordered & {
@@ -176,10 +176,9 @@ class MigrationController:
         return is_held or bool(self._ordered)
 
     def _learn(self, reports: list[Report]) -> None:
-        """How long answers are, by those that are gone, and how long a token takes, at the busiest."""
         now_s = self._clock.now_s()
         loads = [load for report in reports for load in report.requests]
-        loads.sort(key=lambda load: not load.held)  # of one that is held somewhere the other counts
+        loads.sort(key=lambda load: not load.held)  # of a held request's two entries the other counts
         seen = {request_of(load.name): load for load in loads}
         for name, load in self._seen.items():
             if name not in seen:
@@ -197,13 +196,13 @@ class MigrationController:
     def _problem_of(
         self, reports: list[Report], infos: list[AdapterInfo], kinds: dict[tuple[str, str], str]
     ) -> MigrationProblem:
-        """As things are; notes in `kinds` how each request would move."""
+        """The current problem; fills `kinds` with each request's kind of move."""
         config, requests = self._config, []
         sizes = {info.name: info.nbytes for info in infos}
         for report in reports:
             for load in report.requests:
                 if load.held or (load.adapter is not None and load.adapter not in sizes):
-                    continue  # it was unloaded meanwhile
+                    continue  # unloaded meanwhile
                 name = report.instance.name, load.name
                 requests.append(self._view(report.instance.name, load))
                 waits = load.waited_s is not None
@@ -248,7 +247,6 @@ class MigrationController:
         return cheaper_move(row, load.num_bytes, self._steps, rate, same_layout=self._same_layout)
 
     async def _pass_on(self, plan: MigrationPlan, kinds: dict[tuple[str, str], str]) -> int:
-        """Tell each source what is to go where: first those that wait, else in the plan's order."""
         orders: defaultdict[str, list[MoveOrder]] = defaultdict(list)
         for request, source, target in sorted(plan.moves, key=lambda move: not self._waits(move[0])):
             key = cast("tuple[str, str]", request)
@@ -277,7 +275,7 @@ async def _report(client: EngineClient) -> tuple[EngineStats, list[RequestLoad]]
 def make_migration_controller(
     cluster: ClusterConfig, routes: Routes, instance_registry: InstanceRegistry
 ) -> MigrationController | None:
-    """None where requests stay where they were sent."""
+    """None if requests stay on their instances."""
     if cluster.front_end.migration == "off":
         return None
     return MigrationController(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller that places adapters on instances: demand -> placement -> routing table."""
+"""The controller of adapter placement: demand -> placement -> routing table."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from moe_lora.provision.placement.placement_problem import placement_quality
 from .routes import show_preloaded
 
 SETTLE_S = 1.0
-"""Instances that start together are placed on together."""
+"""Wait for instances that start together."""
 _LOOK_S = 0.2
 
 logger = logging.getLogger(__name__)
 
 
 class PlacementController:
-    """Every placement_interval_s: tokens of the time step -> forecast -> placement -> the router's new table.
+    """Every placement_interval_s: tokens of the time step -> forecast -> placement -> the router's new
+    table.
 
-    Instances that take requests are placed on; all know all adapters, so a request is right wherever it
-    goes, and the table decides what each brings to its device: with the first request, or with
-    burst_tolerance before it, and at once where an instance comes (again) between two steps.  Belongs to one
-    event loop; placements are found in another thread.
-    routes_by_table: False: another router does, and the table only says what was preloaded.
-    latest: quality of the last placement under the demand that it was made for; None before the first one.
-    num_copies: adapters times instances that were moved to, since the start.  num_problems: placements that
-    could not be made; the table of before stays.  demand: tokens/s that was forecast last.
+    Placements use undrained instances. Every instance knows every adapter, so every route is correct. The
+    table decides the adapters on each device: loaded with the first request, ahead of it with
+    burst_tolerance, and at once for an instance that joins between steps.  Belongs to one event loop;
+    another thread computes placements. routes_by_table: False: another router routes, and the table only
+    lists preloads. latest: quality of the last placement for the forecast demand; None before the first.
+    num_copies: adapters moved to instances since the start.  num_problems: failed placements; the earlier
+    table stays.  demand: last forecast, tokens/s.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class PlacementController:
         return self._router.version
 
     def resume(self, demand: Mapping[str, float]) -> None:
-        """Go on from the table that the router has, and what was forecast for it, of a controller before."""
+        """Continue from the router's table and its forecast, of an earlier controller."""
         if self._pool is not None:
             self._pool.want(self._router.table)
         self.demand = dict(demand)
         self._forecast.observe(demand, 1.0)
 
     async def run(self) -> None:
-        """Place once there are instances, without any demand yet, and then every interval, until cancelled.
+        """Place without demand at the first instance, and then every interval, until cancelled.
 
-        A table to go on with stays until a whole time step was seen.
+        A resumed table stays for a whole time step.
         """
         while not await self._client.is_alive():
             await asyncio.sleep(_LOOK_S)
@@ -107,14 +107,14 @@ class PlacementController:
                 await self._preload()
 
     async def step(self) -> None:
-        """End the time step: place anew, and route by that from the next request on."""
+        """End the time step: place anew, and route by the result from the next request on."""
         self._observe()
         try:
             await self._replace()
             self._problem.over()
         except (EngineDeadError, ValueError) as error:
             self._failed(f"adapters can't be placed anew: {error}")
-        except Exception as error:  # whatever it is, requests go on by the table of before
+        except Exception as error:  # the earlier table stays in use, whatever the error
             self._failed(repr(error), trace=True)
 
     def _observe(self) -> None:
@@ -165,7 +165,7 @@ class PlacementController:
             )
 
     async def _memory(self, infos: list[AdapterInfo], instances: list[InstanceStats]) -> DeviceMemory:
-        """Of these instances; adapters that are pinned are on every device anyway."""
+        """Memory of these instances; pinned adapters are on every device anyway."""
         slots = (await self._client.model_info()).max_loras
         pinned = [info for info in infos if info.pinned]
         taken = sum(info.device_bytes for info in pinned)
@@ -176,7 +176,6 @@ class PlacementController:
         )
 
     async def _preload(self) -> None:
-        """Have instances bring to their devices what is theirs, if they were not told yet."""
         live = [one for one in self._client.instances if one.live and self._preloaded.get(one.index)]
         untold = [one for one in live if self._told.get(one.index) is not one.client]
         await asyncio.gather(*(self._preload_on(one.index, one.client) for one in untold))
@@ -185,8 +184,8 @@ class PlacementController:
         try:
             await client.call("preload_adapters", self._preloaded[index])
         except EngineDeadError:
-            return  # it is told when it is back
-        except Exception as error:  # its adapters come with their first requests
+            return  # sent again at the instance's return
+        except Exception as error:  # adapters load with their first requests
             self._failed(f"instance {index} can't preload adapters: {error!r}")
         self._told[index] = client
 
@@ -197,6 +196,5 @@ class PlacementController:
 
 
 def _placed_on(stats: FleetStats) -> list[InstanceStats]:
-    """Those that are live and not drained; if all of the live ones are drained, those."""
     live = [one for one in stats.instances if one.live]
     return [one for one in live if not one.drained] or live

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From settings to what routes requests: a router, its table, the meter of demand."""
+"""Builds the routing of requests from settings: a router, its table, the meter of demand."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Routes:
-    """A router, and what the clients of instances have to tell: demand and ranks of adapters.
+    """A router, with meters and ranks that clients of instances fill.
 
-    table: which placements swap: the router, or of what was preloaded beside another router; None: there is
-    none.  meter: of the demand, for a placement; None: there is no placement.  steps: of the performance
-    model; None: there is none.
+    table: swapped by placements; the router, or a record of preloads beside another router; None: no table.
+    meter: of the demand, for a placement; None: no placement.  steps: of the performance model; None: no
+    model.
     """
 
     config: RoutingConfig
@@ -43,12 +43,13 @@ class Routes:
 
     @property
     def table_version(self) -> int:
-        """Routing tables so far, 0 where there is none."""
+        """Number of routing tables so far, 0 without a table."""
         return 0 if self.table is None else self.table.version
 
     def placement(self, client: FleetClient, pool: FleetPool | None = None) -> PlacementController | None:
-        """The controller of the router's table; None where the settings ask for no placement, so that a table
-        given beforehand stays.  Raises ConfigError."""
+        """The controller of the router's table; None without placement in the settings: a given table
+        stays.  Raises ConfigError.
+        """
         table = self.table
         if table is None or self.meter is None:
             return None
@@ -60,7 +61,7 @@ class Routes:
         )
 
     def take(self, table: Mapping[str, list[tuple[int, float]]], instances: Iterable[Instance]) -> None:
-        """Route by a table that was made elsewhere, if adapters are divided over instances."""
+        """Route by a table made elsewhere, if adapters are divided over instances."""
         if self.table is None:
             return
         if self.table is self.router:
@@ -72,7 +73,7 @@ class Routes:
 def show_preloaded(
     rows: Mapping[str, list[tuple[int, float]]], table: PhiRouting, instances: Iterable[Instance]
 ) -> None:
-    """Let routers that count loads know which adapters are on the devices that a table names."""
+    """Show load-counting routers the adapters on devices by a table."""
     table.swap(rows)
     for instance in instances:
         for name, row in rows.items():
@@ -81,12 +82,12 @@ def show_preloaded(
 
 
 def make_routes(cluster: ClusterConfig) -> Routes:
-    """What routes the requests of a front end.  Raises ConfigError for files that can't be read."""
+    """The routing of a front end's requests.  Raises ConfigError for unreadable files."""
     config, engine = cluster.front_end, cluster.engine
     name = config.routing or ("least_outstanding" if config.placement is None else "phi")
     ranks: dict[str, int] = {}
     model = _cost_model(cluster)
-    # Of adapters that a LoRA Server has not every one takes a place on an instance.
+    # Adapters of a LoRA Server need not all take slots on an instance.
     max_loras = engine.max_loras if cluster.lora_server is None else None
     context = RoutingContext(max_num_seqs=engine.max_num_seqs, max_loras=max_loras, model=model, ranks=ranks)
     steps = None if model is None else model.steps
@@ -103,7 +104,7 @@ def make_routes(cluster: ClusterConfig) -> Routes:
 
 
 def _weights(engine: EngineConfig) -> str | None:
-    """Name of the format that instances hold weights in; None: the model isn't on this host."""
+    """Name of the instances' weight format; None: the model isn't on this host."""
     return engine.weights_name() if (Path(engine.model_dir) / "config.json").is_file() else None
 
 
@@ -117,7 +118,7 @@ def _cost_model(cluster: ClusterConfig) -> CostModel | None:
     from moe_lora.provision.performance.performance_models import read_step_model
 
     host = None
-    if cluster.lora_server is None:  # its workers, and sites that it leaves to instances, are not known here
+    if cluster.lora_server is None:  # its workers, and sites left to instances, are unknown here
         host = routed_host_start(engine, engine.performance_model or path)
     return CostModel(
         steps=read_step_model(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A registry beside a running server, and what of it is served from the start."""
+"""A registry beside a running server, and its adapters served from the start."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class ServedRegistry:
 def opened_registry(
     cluster: ClusterConfig,
 ) -> Iterator[tuple[ClusterConfig, ServedRegistry | None]]:
-    """Settings that name what is served of the registry from the start, and that, closed with the context.
+    """Settings with the registry's start adapters, and the registry, closed with the context.
 
-    An adapter with lost or altered files is left out and logged, unless it was named.  Raises AdapterError or
-    AdapterNotFoundError for one that was, also for a rank above the limit, RegistryError or ConfigError if
-    the registry or the base model can't be read, or names collide.
+    An adapter with lost or altered files is left out and logged, unless the settings name the adapter.
+    Raises AdapterError or AdapterNotFoundError for a named adapter, also for a rank above the limit. Raises
+    RegistryError or ConfigError for an unreadable registry or base model, and for name collisions.
     """
     settings, config = cluster.registry, cluster.engine
     if settings is None:

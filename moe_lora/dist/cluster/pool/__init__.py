@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter pool: which instances hold which adapters in host memory."""
+"""The adapter pool: host-memory copies of adapters, divided over instances."""

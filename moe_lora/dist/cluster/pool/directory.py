@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the adapters of a pool are held: what the front end knows, and tells instances that join."""
+"""Directory of a pool: holders of adapters, for the front end and joining instances."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class PoolDirectory:
     """Adapters by name, and the live engines that hold each content hash.  Of one event loop.
 
-    replicas: holders that each adapter should have.  version: another one after each change.
+    replicas: target number of holders per adapter.  version: differs after each change.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -35,12 +35,12 @@ class PoolDirectory:
         self._holders: defaultdict[str, dict[CallableEngine, bytes]] = defaultdict(dict)
         self._changes: list[str] = []
         self._told: WeakKeyDictionary[CallableEngine, int] = WeakKeyDictionary()
-        """How many of the changes (content hashes) an engine was told."""
+        """Number of changes (content hashes) sent to an engine."""
         self._joining = asyncio.Lock()
-        """Held while an engine that joins is given an adapter, so that not all of them hold it."""
+        """Locks loads of joining engines, so that not all of them hold an adapter."""
 
     def serve(self, entry: PoolEntry) -> None:
-        """From now on this is what a name means."""
+        """Set the entry of a name."""
         facts = entry.facts
         self.version += 1
         before = self._facts.get(facts.name)
@@ -51,7 +51,7 @@ class PoolDirectory:
             self._unname(before.content_hash)
 
     def forget(self, name: str, version: int | None = None) -> None:
-        """The name is served no more.  version: the one that ended; a later one is served on."""
+        """Remove a name.  version: the ended one; a later version stays."""
         if name not in self._facts or (version is not None and version < self._served[name][1]):
             return
         self.version += 1
@@ -59,7 +59,7 @@ class PoolDirectory:
         self._unname(self._facts.pop(name).content_hash)
 
     def note(self, client: CallableEngine, content_hash: str, source: bytes | None) -> None:
-        """An engine holds an adapter, or does no longer; of no interest if it is not served."""
+        """Record that an engine holds or dropped an adapter; ignored for unserved adapters."""
         if content_hash not in self._num_names:
             return
         if source is not None:
@@ -78,7 +78,7 @@ class PoolDirectory:
         return {facts.content_hash: facts.nbytes for facts in self._facts.values()}
 
     def held(self, clients: Mapping[CallableEngine, int]) -> dict[str, list[int]]:
-        """Content hash -> which of these engines hold it, by their numbers."""
+        """Content hash -> numbers of the engines that hold the content."""
         self._forget_ended()
         return {
             content_hash: [clients[client] for client in holders if client in clients]
@@ -86,7 +86,7 @@ class PoolDirectory:
         }
 
     def sources(self, content_hash: str, client: CallableEngine, turn: int = 0) -> tuple[bytes, ...]:
-        """Where an engine should read an adapter; those of other turns begin with other holders."""
+        """Sources of an adapter for an engine; other turns start with other holders."""
         self._told.setdefault(client, len(self._changes))
         holders = self._holders.get(content_hash, {})
         places = [
@@ -96,19 +96,18 @@ class PoolDirectory:
         return (*places[turn:], *places[:turn])
 
     def news(self, client: CallableEngine, turn: int) -> dict[str, tuple[bytes, ...]]:
-        """The sources of adapters whose holders changed since this was asked last, or since the engine first
-        heard of any."""
+        """Sources changed since the last call for this engine, or since its start."""
         self._forget_ended()
         changed = set(self._changes[self._told.get(client, 0) :]) & self._holders.keys()
         self._told[client] = len(self._changes)
         return {one: self.sources(one, client, turn) for one in changed}
 
     async def enter(self, client: CallableEngine) -> None:
-        """Learn what an engine that dialled in, or was silent, has: after a front end's restart, all there is
-        to know.  Of a name the highest version counts.
+        """Learn the adapters of an engine that dialled in or was silent; after a front end's restart, of
+        every engine.  The highest version of a name counts.
         """
         entries: list[PoolEntry] = await client.call("pool_state")
-        self._told[client] = 0  # whoever told it of sources before, they may be others now
+        self._told[client] = 0  # sources sent by an earlier front end may have changed
         for entry in entries:
             name = entry.facts.name
             if name not in self._facts or entry.info.version > self._served[name][1]:
@@ -119,18 +118,18 @@ class PoolDirectory:
     async def give(
         self, client: CallableEngine, name: str, path: str, version: int, content_hash: str | None = None
     ) -> None:
-        """Have an engine that joins serve an adapter, with this content, and hold it if too few do.
+        """Load an adapter of this content on a joining engine, which holds a copy if too few do.
 
-        Raises EngineDeadError, and what keeps the engine from serving it.
+        Raises EngineDeadError, and the errors of the load.
         """
         if await self._know(client, name, path, version):
             return
         async with self._joining:
-            if not await self._know(client, name, path, version):  # others may hold it by now
+            if not await self._know(client, name, path, version):  # others may hold a copy by now
                 await self._take(client, name, path, version, content_hash)
 
     async def _know(self, client: CallableEngine, name: str, path: str, version: int) -> bool:
-        """Have an engine serve an adapter that enough others hold; False if they don't."""
+        """Serve an adapter on an engine without a copy; False if too few others hold copies."""
         facts = self.facts_at(name, path, version)
         if facts is None:
             return False
@@ -144,7 +143,6 @@ class PoolDirectory:
     async def _take(
         self, client: CallableEngine, name: str, path: str, version: int, content_hash: str | None
     ) -> None:
-        """Have an engine serve an adapter and hold it, with the content that is served so far."""
         facts = self.facts_at(name, path, version)
         if facts is None:
             await self._load(client, name, path, version, content_hash)
@@ -163,7 +161,7 @@ class PoolDirectory:
         self.note(client, facts.content_hash, source)
 
     def facts_at(self, name: str, path: str, version: int) -> AdapterFacts | None:
-        """What is known of the name, if that is what it means."""
+        """Facts about this version of the name, if known and current."""
         return self._facts[name] if self._served.get(name) == (path, version) else None
 
     async def fill(
@@ -172,7 +170,7 @@ class PoolDirectory:
         adapters: Sequence[tuple[str, str]],
         optional: frozenset[str] = frozenset(),
     ) -> None:
-        """Divide adapters over engines that have none yet: each is read from disk by its holders alone.
+        """Divide adapters over empty engines: only the holders read an adapter from disk.
 
         Raises the error of a failed load; an optional adapter is left out.
         """
@@ -212,14 +210,14 @@ class PoolDirectory:
         self.note(client, entry.facts.content_hash, entry.source)
 
     def _unname(self, content_hash: str) -> None:
-        """A name less; instances free by themselves what has none any more."""
+        """Remove a name of a content; instances free contents without names."""
         self._num_names[content_hash] -= 1
         if not self._num_names[content_hash]:
             del self._num_names[content_hash]
             self._holders.pop(content_hash, None)
 
     def _change(self, content_hash: str) -> None:
-        """Engines are to be told its holders.  Now and then all are told all, so the list stays short."""
+        """Note changed holders.  After many changes all engines get all sources: the list stays short."""
         self._changes.append(content_hash)
         if len(self._changes) > 1000 + 10 * len(self._holders):
             self._changes = list(self._holders)
@@ -234,7 +232,6 @@ class PoolDirectory:
 
 
 def _file_bytes(path: str) -> int:
-    """About what an adapter takes: its files, at least a byte."""
     if not os.path.isdir(path):
         return 1
     return max(1, sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter pool of a fleet: who holds what, kept as it should be while instances come and go."""
+"""The adapter pool of a fleet: keeps the wanted copies while instances come and go."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .directory import PoolDirectory
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 2.0
-"""From one look at whether every adapter has its holders to the next."""
+"""Interval of checks of all adapters' holders."""
 
 _State = tuple[int, list[EngineClient]]
 Table = Mapping[str, Sequence[tuple[int, float]]]
 
 
 class FleetPool:
-    """Loads adapters into the pool, moves them as placements want, and replaces holders that ended.
+    """Loads adapters into the pool, moves copies by placements, and replaces lost holders.
 
     Belongs to one event loop.
     """
@@ -41,20 +41,20 @@ class FleetPool:
         self._wanted: dict[str, list[int]] | None = None
         self._round = asyncio.Lock()
         self._at_rest: _State | None = None
-        """In which nothing was left to do."""
+        """The last state without pending work."""
         self._problem = LastProblem()
 
     async def run(self) -> None:
-        """See to it that adapters have their holders, until cancelled."""
+        """Keep the wanted copies, until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             try:
                 await self.step()
-            except Exception as error:  # whatever it is, requests find their adapters as before
+            except Exception as error:  # requests find their adapters as before
                 self._failed(f"the adapter pool can't be kept: {error!r}")
 
     async def step(self) -> None:
-        """Replace holders that ended, drop copies too many, tell everyone where adapters are."""
+        """Replace lost holders, drop surplus copies, send sources."""
         async with self._round:
             if self._state() != self._at_rest:
                 await self._make_copies()
@@ -62,9 +62,9 @@ class FleetPool:
         await self.sweep()
 
     async def sweep(self) -> None:
-        """Free what no instance serves any more, nor has a request of.
+        """Free contents without a served name or a request on any instance.
 
-        Instances say what that is, so whatever kept it from being freed before does not matter.
+        Instances report such contents, so earlier failures to free don't matter.
         """
         with suppress(EngineDeadError):
             answers, _ = await self._ask(self._instance_registry.live, "pool_orphans")
@@ -82,16 +82,17 @@ class FleetPool:
             await asyncio.gather(*calls, return_exceptions=True)
 
     def want(self, table: Table) -> None:
-        """From the next step on adapters are to be held where a routing table sends their requests."""
+        """From the next step on hold adapters on their instances in a routing table."""
         self._wanted = {
             name: [instance for instance, share in row if share > 0] for name, row in table.items()
         }
 
     @asynccontextmanager
     async def moving(self, table: Table) -> AsyncIterator[None]:
-        """Copies as a routing table wants them: made before the body, which has it routed by, dropped after.
+        """Copies for a routing table: made before the body, which switches the routing; surplus dropped
+        after.
 
-        A copy that can't be made is no error: an instance fetches what it does not hold.
+        A failed copy is no error: the instance fetches the adapter on demand.
         """
         async with self._round:
             self.want(table)
@@ -102,9 +103,9 @@ class FleetPool:
     async def load(
         self, instances: list[Instance], name: str, path: str, *, replace: bool, version: int
     ) -> tuple[list[tuple[Instance, AdapterInfo]], list[tuple[Instance, Exception]]]:
-        """Serve a directory as `name`: some instances read and hold it, the others hear of it.
+        """Serve a directory as `name`: some instances read and hold the adapter, the others learn of it.
 
-        What they answered, and what those that refused raised, as `fan_out.ask` has it.
+        Answers, and errors of instances that refused, as in `fan_out.ask`.
         """
 
         async def load(some: list[Instance], content: str | None) -> Answers[PoolEntry]:
@@ -123,7 +124,7 @@ class FleetPool:
             sources = [entry.source for _, entry in answers]
             others = [instance for instance in instances if instance not in homes]
             if others:
-                with suppress(EngineDeadError):  # all of them: they hear of it when they are back
+                with suppress(EngineDeadError):  # no instance left: they hear at their return
                     more, errors = await self._ask(
                         others, "pool_know", facts, path, replace, version, sources
                     )
@@ -135,9 +136,9 @@ class FleetPool:
     async def take_back(
         self, instances: list[Instance], name: str, previous: ServedVersion
     ) -> list[tuple[Instance, Exception]]:
-        """Go back from a load that some refused to what was served before; those that can't.
+        """Return to the earlier version after a refused load; returns the failures.
 
-        That is still held, while its directory may have changed since it was read.
+        The pool still holds the earlier bytes; the directory may have changed.
         """
         path, version = previous.path, previous.version
         facts = self._directory.facts_at(name, path, version)
@@ -165,7 +166,6 @@ class FleetPool:
             self._directory.note(_engine(instance), entry.facts.content_hash, entry.source)
 
     def _emptiest(self, instances: list[Instance]) -> list[int]:
-        """Those that hold least, as many as hold an adapter."""
         held = dict.fromkeys((instance.index for instance in instances), 0)
         sizes = self._directory.sizes()
         clients = {_engine(instance): instance.index for instance in instances}
@@ -175,7 +175,6 @@ class FleetPool:
         return sorted(held, key=lambda index: (held[index], index))[: self._directory.replicas]
 
     async def _make_copies(self) -> None:
-        """Those that are missing, side by side on different instances; then say where everything is."""
         state = self._state()
         held, target = self._held(), self._target()
         moves = await asyncio.to_thread(lambda: copies_to_make(target(), held))
@@ -198,13 +197,13 @@ class FleetPool:
                 source = await client.call("pool_hold", content_hash, sources)
             except EngineDeadError:
                 return
-            except Exception as error:  # adapters that were unloaded meanwhile, memory that is full
+            except Exception as error:  # unloaded meanwhile, or memory is full
                 self._failed(f"instance {instance.name} can't hold an adapter: {error}")
                 continue
             self._directory.note(client, content_hash, source)
 
     async def _drop_copies(self) -> None:
-        """Those that nobody asks for: told to all first, so that nobody reads what is about to go."""
+        """Drop unwanted copies after an update of sources: no instance reads a dropped copy."""
         held, target = self._held(), self._target()
         drops = await asyncio.to_thread(lambda: copies_to_drop(target(), held))
         if not drops:
@@ -219,7 +218,6 @@ class FleetPool:
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _tell(self) -> None:
-        """Tell each instance the sources that changed."""
         calls = []
         for instance in self._instance_registry.live:
             client = _engine(instance)
@@ -228,7 +226,7 @@ class FleetPool:
         await asyncio.gather(*calls, return_exceptions=True)
 
     def _target(self) -> Callable[[], dict[str, frozenset[int]]]:
-        """Finds, in any thread, who should hold what by now: by the placement, where there is one."""
+        """Computes, in any thread, the wanted holders: by the placement, if any."""
         wanted: dict[str, set[int]] = {}
         for name, content_hash in self._directory.content_hashes().items():
             wanted.setdefault(content_hash, set()).update((self._wanted or {}).get(name, ()))
@@ -237,7 +235,6 @@ class FleetPool:
         return partial(place_holders, sizes, held, live, replicas, wanted)
 
     def _state(self) -> _State:
-        """What decides who should hold what, beside the wishes."""
         return self._directory.version, [instance.client for instance in self._instance_registry.live]
 
     def _held(self) -> dict[str, list[int]]:
