@@ -26,7 +26,7 @@ from moe_lora.core.processes import STOP_TIMEOUT_S, start_child
 from moe_lora.engine.step.step_batch import packed_message
 
 HOST_STORE = "adapters"
-"""Folder of packed adapters in an instance's directory."""
+"""Packed adapters, in an instance's directory."""
 
 
 @dataclass(frozen=True)
