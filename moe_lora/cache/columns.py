@@ -38,8 +38,8 @@ _FIRST_S, _STEPS = float(EDGES_S[0]), 2 / math.log(2)
 
 
 class ReuseAges:
-    """Times between visits of nodes.  An interval without a final visit counts by its length only.  Present
-    nodes and ghosts count up to their present age.
+    """Times between visits of nodes.  An interval without a final visit counts by length only.  Present
+    nodes and ghosts count up to the present age.
     """
 
     def __init__(self) -> None:
@@ -91,12 +91,11 @@ MAX_GHOSTS = 1 << 14
 
 
 class Ghosts:
-    """A ring of dropped nodes, whose intervals go on: to a visit, if the content is computed again, or to no
-    visit, if forgotten.
+    """A ring of dropped nodes with running intervals: to a visit, if the content is computed again, or to
+    none, if forgotten.
 
-    A ghost is identified by adapter, place in the prompt and a hash of its first block; collisions only
-    affect counts.
-    uses, depth, last_used_s [max_ghosts]: for `ReuseAges.refresh`; 0 uses: a vacant place.
+    Key: adapter, place in the prompt and a hash of the first block; collisions only affect counts. uses,
+    depth, last_used_s [max_ghosts]: for `ReuseAges.refresh`; 0 uses: a vacant place.
     """
 
     def __init__(self, ages: ReuseAges, block_size: int, max_ghosts: int = MAX_GHOSTS) -> None:
@@ -200,7 +199,7 @@ class Columns:
         return len(self.nodes)
 
     def new_row(self) -> int:
-        """A row of zeros; the caller sets its node in `nodes`."""
+        """A row of zeros; the caller sets the node in `nodes`."""
         if self._vacant:
             return self._vacant.pop()
         self.nodes.append(None)

@@ -31,14 +31,14 @@ def encode_more(encoded: bytes, tokens: Sequence[int], most: int, num_bytes: int
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """An adapter (layer_pages given) or a run of full KV blocks after its parent's (tokens given).
+    """An adapter (layer_pages given) or a run of full KV blocks after the parent's (tokens given).
 
-    row: in `Columns`.  first_token: prompt tokens before its own.  recalled: bytes of its tokens with found
-    ghosts.  device_pages, host_pages: None if absent.  moving_in, moving_out: a copy is under way, its target
-    pages still empty.  leaves: device pages go after moving_out.  pins: users that keep the node and its
-    ancestors on the device.  heir: the last found or added child.  gone: not findable, freed with its last
-    user.  lost: gone as its bytes did not arrive.  failed: an adapter whose last load failed: loaded only on
-    request.  reachable: False for an adapter without pages here and on the LoRA Server.
+    row: in `Columns`.  first_token: earlier prompt tokens.  recalled: bytes of tokens with found ghosts.
+    device_pages, host_pages: None if absent.  moving_in, moving_out: a copy is under way, with empty target
+    pages.  leaves: device pages go after moving_out.  pins: users that keep the node and all ancestors on
+    the device.  heir: the last found or added child.  gone: not findable, freed with the last user.  lost:
+    gone for lack of bytes.  failed: an adapter with a failed last load, loaded on request only.  reachable:
+    False for an adapter without pages here and on the LoRA Server.
     """
 
     namespace: Namespace
@@ -83,12 +83,12 @@ class Node:
 
     @property
     def on_device(self) -> bool:
-        """True if its bytes are usable on the device."""
+        """True if usable on the device."""
         return self.device_pages is not None and not self.moving_in and not self.lost
 
     @property
     def on_host(self) -> bool:
-        """True if its bytes can be copied from the host."""
+        """True if the host has the bytes."""
         return self.host_pages is not None and not self.moving_out
 
 
@@ -104,7 +104,7 @@ ONLY_IDLE = CAN_LEAVE | CAN_BACK_UP
 
 
 def flags_of(node: Node, *, keeps_dependencies: bool) -> int:
-    """All flag bits of the node; keeps_dependencies: KV needs its adapter on the device."""
+    """All flag bits of the node; keeps_dependencies: KV needs the adapter on the device."""
     device, host = node.device_pages is not None, node.host_pages is not None
     is_adapter, dying = node.layer_pages is not None, node.dying
     flags = DYING if dying else 0

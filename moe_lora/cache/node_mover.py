@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiers of each node's pages, and the orders that move them."""
+"""Tiers of each node's pages, and orders for moves."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class NodeMover:
             self.tree.refresh(node)
 
     def bring_in(self, node: Node, pages: list[int]) -> None:
-        """Order the node's bytes into these device pages, taken for it."""
+        """Order the node's bytes into these allocated device pages."""
         copy_id = next(self._copy_ids)
         order: Order
         if node.host_pages is not None:
@@ -115,11 +115,10 @@ class NodeMover:
         self.tree.remove(node)
 
     def let_die(self, node: Node) -> None:
-        """Make the node and its subtree unfindable.
+        """Make the node and the subtree unfindable.
 
         An idle adapter's own pages are free at once, the rest as users go, in slices (`sweep`).  Of an
-        adapter only the node itself is hidden, and its KV, up to 100 000 nodes, is
-        marked by an operation on columns.
+        adapter only the node is hidden; an operation on columns marks the KV, up to 100 000 nodes.
         """
         self.any_dying = True
         if node.is_adapter:

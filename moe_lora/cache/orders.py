@@ -28,7 +28,7 @@ class Copy(NamedTuple):
     """Copy device_pages[i] <-> host_pages[i] for all i, to the device or from it.
 
     An adapter's pages come in layer order.  Before `UnifiedCache.copied` the cache reuses neither side.
-    namespace: of the bytes; is_adapter: the adapter's own bytes, else its history KV.
+    namespace: of the bytes; is_adapter: the adapter's own bytes, else history KV.
     """
 
     copy_id: int
@@ -40,7 +40,7 @@ class Copy(NamedTuple):
 
 
 class LoadAdapter(NamedTuple):
-    """Write an adapter from its packed files into the device arena.
+    """Write an adapter from packed files into the device arena.
 
     layer_first_pages: start of each layer's run of pages, -1 for an empty layer.
     """

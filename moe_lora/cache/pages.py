@@ -31,7 +31,7 @@ class PageAllocator:
         self._end = num_pages  # no free page from here on
 
     def alloc_pages(self, num_pages: int) -> list[int] | None:
-        """The highest free pages; None, and none taken, if too few."""
+        """The highest free pages; None, without allocation, if too few."""
         if num_pages > self.num_free:
             return None
         taken, free, end = [], self._free, self._end
@@ -76,7 +76,7 @@ FREE, PRIVATE = -1, -2
 
 
 class Tier(PageAllocator):
-    """Pages of one tier with their owners, rows of `Columns`.
+    """Pages of one tier with owners, rows of `Columns`.
 
     owner [num_pages] int64: row, `FREE` or `PRIVATE`.  num_kv, num_adapter: pages in use.
     """
@@ -96,8 +96,8 @@ class Tier(PageAllocator):
         return pages
 
     def take_runs(self, lengths: Sequence[int], owner: int) -> list[int] | None:
-        """An adapter's pages: contiguous runs of these lengths from the bottom, preferably in a single run;
-        None if they don't fit.
+        """An adapter's pages: contiguous runs of these lengths from the bottom, preferably in a single
+        run; None without fit.
         """
         total = sum(lengths)
         if total > self.num_free:
@@ -138,12 +138,11 @@ class Tier(PageAllocator):
 
 @dataclass(eq=False)
 class BlockTable:
-    """Device pages of a sequence: first those shared with the tree, then its own.
+    """Device pages of a sequence: first those shared with the tree.
 
-    salt: limits sharing to the same salt.  tenant: of its nodes.
-    tail: the deepest used tree node, pinned with its ancestors.  num_shared: pages of the tree.  num_matched:
-    tokens found by `UnifiedCache.match`.  arriving: nodes on their way to the device at the last check.
-    owns_tail: this sequence made the tail and may lengthen it.
+    salt: limits sharing to the same salt.  tail: the deepest used tree node, pinned with all ancestors.
+    num_shared: pages of the tree.  num_matched: tokens found by `UnifiedCache.match`.  arriving: nodes on
+    the way to the device at the last check. owns_tail: this sequence made the tail and may lengthen it.
     """
 
     namespace: Namespace

@@ -51,11 +51,10 @@ class Kind(Enum):
 
 
 class Ranking:
-    """Asks the policy about all candidates at once; what tenants hold beyond their shares goes first.
+    """Values of all candidates by the policy; holdings beyond tenants' shares go first.
 
-    Victims are ranked in batches, for each tenant that asks its own, and used for up to `FRESH_S`: one that
-    was used or changed meanwhile is passed over.  shares: None before the second tenant.  num_queries:
-    requests matched so far.
+    Victims are ranked in batches, for each asking tenant, and used for up to `FRESH_S`, except victims used
+    or changed meanwhile.  shares: None before the second tenant.  num_queries: requests matched so far.
     """
 
     def __init__(self, mover: NodeMover, policy: CachingPolicy, max_adapters: int | None) -> None:
@@ -99,7 +98,7 @@ class Ranking:
         )
 
     def values(self, rows: NDArray[np.int64], now_s: float, *, host: bool = False) -> Floats:
-        """The policy's values of these rows, 0 for dying ones; host: values of the host copies."""
+        """The policy's values of these rows, 0 for dying nodes; host: values of the host copies."""
         ask = self.policy.host_values if host else self.policy.values
         load, values = self.load(now_s), np.empty(len(rows))
         for start in range(0, len(rows), CHUNK):
@@ -112,7 +111,7 @@ class Ranking:
         self, rows: NDArray[np.int64], values: Floats, now_s: float, *, host: bool = False
     ) -> NDArray[np.int64]:
         """[N]: eviction order of nodes with these values, the earlier of `ArenaShares.eviction_order` by
-        pages and by adapter places.  BEYOND for dying nodes, and for all with a single tenant.
+        pages and by adapter places.  BEYOND for dying nodes, and with a single tenant.
         """
         columns, shares = self.columns, self.shares
         if shares is None or not (rows.size and shares.is_divided(now_s)):

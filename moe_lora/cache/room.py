@@ -18,13 +18,12 @@ Number = TypeVar("Number", np.int64, np.float64)
 
 
 class Room:
-    """Takes pages, evicting at once and without copies if too few are free.
+    """Allocates pages, evicting at once and without copies if too few are free.
 
-    max_kv_pages, max_adapter_pages, max_adapters: limits on the device: pages of KV (cached included), pages
-    of adapters, adapters with pages.  With a partitioned policy KV replaces KV only.
-    A run of pages exists if some window of that length has no blocked page (`blocked_rows`).  With host use,
-    KV in the window without a copy is saved first, once per attempt: the answer is
-    None, and the caller asks again.
+    max_kv_pages (cached included), max_adapter_pages, max_adapters: limits on the device.  With a
+    partitioned policy KV replaces KV only. A run of pages exists if some window of that length has no
+    blocked page (`blocked_rows`).  With host use, unsaved KV in the window is saved first, once per
+    attempt: the answer is None, and the caller asks again.
     """
 
     def __init__(self, ranking: Ranking, max_kv_pages: int | None, max_adapters: int | None) -> None:
@@ -44,8 +43,8 @@ class Room:
         self._saving: dict[Node, tuple[int, list[Node]]] = {}
 
     def blocked_rows(self, *, moving: bool = True) -> NDArray[np.bool_]:
-        """[rows]: nodes that can't leave the device now: pinned and (by default)
-        moving ones, and their ancestors.
+        """[rows]: nodes that can't leave the device now: pinned and (by default) moving nodes, and all
+        ancestors.
         """
         keeps_dependencies = self.mover.tree.keeps_dependencies
         blocked = np.zeros(len(self._columns), dtype=bool)
@@ -69,7 +68,7 @@ class Room:
     def _row_costs(
         self, blocked: NDArray[np.bool_], now_s: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """[rows]: eviction order, and value lost per page if the node leaves; an adapter includes its
+        """[rows]: eviction order, and value lost per page if the node leaves; an adapter includes
         dependent KV.  blocked: from `blocked_rows`.
         """
         columns = self._columns
@@ -114,7 +113,7 @@ class Room:
         return self._host.take(node.num_pages, node.row, is_adapter=node.is_adapter)
 
     def take_kv(self, num_pages: int, owner: int, now_s: float) -> list[int] | None:
-        """Device pages for KV; None, and nothing evicted, if pinned nodes are in the way."""
+        """Device pages for KV; None, without evictions, if pinned nodes are in the way."""
         device = self._device
         missing, over = num_pages - device.num_free, device.num_kv + num_pages - self.max_kv_pages
         if missing > 0 or over > 0:

@@ -21,7 +21,7 @@ from .room import Room
 class KnownValues:
     """`Ranking.values` at one moment, computed per row on first use.
 
-    Valid while rows keep their nodes and slightly old values suffice.
+    Valid while rows keep the same nodes and slightly old values suffice.
     """
 
     def __init__(self, ranking: Ranking, now_s: float) -> None:
@@ -213,7 +213,7 @@ class Swapper:
     def _exchange(self, now_s: float) -> None:
         """Bring in the most valued first, each for the least valued victims.
 
-        A kind at its limit without victims does not block the other kind.  Pages on their way, unusable for
+        A kind at its limit without victims does not block the other kind.  Pages under way, unusable for
         requests, are at most half of a tick's back-ups.
         """
         columns, left = self._columns, max(1, self._back_up_pages // 2)
@@ -239,8 +239,8 @@ class Swapper:
                 return
 
     def _victims(self, entering: Node, value: float, known: KnownValues) -> list[Node] | None:
-        """The victims: of the same kind if at its limit; within shares only its
-        own tenant's.  None if too valuable.
+        """The victims: of the same kind at its limit; within shares the tenant's only.  None if too
+        valuable.
         """
         columns = self._columns
         kept_free = int((1 - self._upper) * self._device.num_pages)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dependencies: adapters below a virtual root, history KV below its adapter by token prefix.
+"""Dependencies: adapters below a virtual root, history KV below an adapter by token prefix.
 
 A radix-compressed networkx graph of `Node`s: a node is a run of full blocks, cut at a block boundary where
-prefixes diverge.  A dict finds a child by its first block's tokens.
-Source: FastLibra, section 4.
+prefixes diverge.  A dict finds a child by the tokens of the first block. Source: FastLibra, section 4.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ class DependencyTree:
     def split(self, node: Node, num_blocks: int) -> Node:
         """Cut a KV node after `num_blocks`; returns the new first part.
 
-        The second part stays the same object, so its pins hold for the whole.
+        The second part stays the same object: pins hold for the whole.
         """
         assert not node.moving
         assert node.parent is not None

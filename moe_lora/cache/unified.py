@@ -31,7 +31,7 @@ SWAP_IN_BELOW = 0.7
 class UnifiedCache:
     """Adapters and the KV of finished prefixes in one dependency tree (FastLibra, sections 4 and 5).
 
-    For one thread.  now_s never decreases.  Nothing waits: moves are orders (`take_orders`) that the caller
+    For one thread.  now_s never decreases.  No call waits: moves are orders (`take_orders`) that the caller
     executes and confirms (`copied`, `failed`) in the same thread.  counters: totals since the start.
     """
 
@@ -105,8 +105,8 @@ class UnifiedCache:
         """Add a node on the second layer.
 
         layer_pages: pages of each layer's extent; all zero (or none): remote, always ready.  inherits: the
-        replaced version, whose visits it starts with.  Raises CapacityError if it can never be held,
-        ValueError for a known namespace, KeyError for an unknown replaced one.
+        replaced version, as source of visits.  Raises CapacityError if the adapter can never be held,
+        ValueError for a known namespace, KeyError for an unknown replaced version.
         """
         if namespace in self._tree.adapters:
             raise ValueError(f"namespace {namespace!r} is known; give a new version a new uid")
@@ -125,7 +125,7 @@ class UnifiedCache:
         self._tree.refresh(node)
 
     def forget(self, namespace: Namespace) -> None:
-        """Remove the adapter: its pages are free at once, its KV in slices, used content with its last user.
+        """Remove the adapter: pages are free at once, KV in slices, used content with the last user.
 
         Raises KeyError for an unknown namespace, ValueError for None.
         """
@@ -210,9 +210,9 @@ class UnifiedCache:
     ) -> BlockTable:
         """Pin the longest cached prefix of `tokens`, except the last token.
 
-        The adapter must be held.  Host parts are ordered to the device within the room (the table is then not
-        `ready`), else the match ends before them.  Counts as a visit of each node, except with `again`.
-        salt: tables of another salt are not found.
+        The adapter must be held.  Host parts are ordered to the device within the room (the table is then
+        not `ready`), else the match is shorter.  Counts as a visit of each node, except with `again`. salt:
+        finds tables of the same salt only.
         """
         adapter = self._tree.adapters[namespace]
         assert adapter.device_pages is not None or not self._tree.keeps_dependencies, "hold it first"
@@ -241,7 +241,7 @@ class UnifiedCache:
         return table
 
     def grow(self, table: BlockTable, num_tokens: int, now_s: float) -> bool:
-        """Make room for `num_tokens` in all; False, and nothing taken, without pages.
+        """Make room for `num_tokens` in all; False, without allocation, if pages are short.
 
         Evicts at once, without copies: backed nodes first, then the least valued.
         """

@@ -29,7 +29,7 @@ class Waiter:
 
     @property
     def takes_nothing(self) -> bool:
-        """Its adapter is in use already."""
+        """The adapter is already in use."""
         return self.adapter.num_running > 0
 
     def turn(self, standing: Standing[ServedAdapter]) -> float:
@@ -37,10 +37,10 @@ class Waiter:
 
 
 class LeaseQueue:
-    """First come first served over all instances; adapters without a place are passed over.  After
-    starvation_s a waiter stops younger ones.
+    """First come first served over all instances; skips adapters without a place.  After starvation_s a
+    waiter stops younger waiters.
 
-    With several tenants, adapters in use are not stopped, and tenants within their shares come first
+    With several tenants, adapters in use are not stopped, and tenants within shares come first
     (`Standing.turn`).  standing: None for a single tenant.
     """
 

@@ -34,8 +34,8 @@ Served = TypeVar("Served", bound=ServedView)
 class Standing(Generic[Served]):
     """Tenants' holdings at one moment, and the evictable adapters for each tenant.
 
-    An idle adapter of a tenant within its share leaves only for a tenant within its own share, or without any
-    adapter in use, and only after all idle adapters beyond shares.
+    A tenant within its share loses idle adapters only after all idle adapters beyond shares, and only to a
+    tenant within its own share, or without any adapter in use.
 
     residents [N]: all residents.  totals [K]: amount of each kind of room: places, then pages of each rank.
     """

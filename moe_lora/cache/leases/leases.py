@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leases of the LoRA Server's adapters for instances.
 
-The leader keeps one `LeaseTable` for all instances.  It only decides: actions are events (`take_events`),
-times are arguments.  The slot's generation (`residency.Residency`) identifies puts after a lease's end.
+The leader's `LeaseTable` only decides: actions are events (`take_events`), times are arguments.  The slot's
+generation (`residency.Residency`) identifies puts after a lease's end.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .server_pages import ShardPages
 
 @dataclass(frozen=True)
 class Grant:
-    """The instance holds a lease: its puts for this adapter carry slot and generation.
+    """The instance holds a lease: puts for this adapter carry slot and generation.
 
-    The adapter's Load precedes, possibly just before: a put may wait for its layer.
+    The adapter's Load precedes, possibly just before: a put may wait for a layer.
     """
 
     instance: str
@@ -88,8 +88,8 @@ class LeaseTable:
     def register(self, adapter_id: str, shard_pages: ShardPages) -> None:
         """Make the adapter (content hash) known; idempotent.
 
-        shard_pages: pages per server rank and layer; empty layers may be left out.
-        Raises ConfigError if a rank can never hold its shard, ValueError for other shards of a known adapter.
+        shard_pages: pages per server rank and layer, without empty layers. Raises ConfigError if a rank can
+        never hold the shard, ValueError for other shards of a known adapter.
         """
         wanted = {
             rank: {layer: num_pages for layer, num_pages in layers.items() if num_pages}
@@ -122,9 +122,9 @@ class LeaseTable:
     def acquire(self, instance: str, adapter_id: str, now_s: float, asker: Asker = ANYBODY) -> Grant | None:
         """The instance's lease if available; else None, and a Grant event follows.
 
-        asker: the requester.  A lease of this call is among the events too.  A held lease is returned again
-        without an event; a waiting instance keeps its place, for the asker of earliest turn.
-        Raises AdapterNotFoundError.
+        asker: the requester.  This lease is also among the events.  A held lease is returned again without
+        an event; a waiting instance keeps the place in the queue, for the asker of earliest turn. Raises
+        AdapterNotFoundError.
         """
         lease = self._leases.get(instance, {}).get(adapter_id)
         if waiter := self._queue.get(instance, adapter_id):
@@ -189,7 +189,7 @@ class LeaseTable:
     def fail(self, adapter_id: str, now_s: float) -> set[str]:
         """End all leases and waits of a failed adapter, and forget the adapter.
 
-        Its slot and pages are free at once: puts of its generation are stale.  A later `register` makes the
+        Slot and pages are free at once: puts of the generation are stale.  A later `register` makes the
         adapter known again.  Returns the instances with a lease or a wait.
         """
         adapter = self._adapters.get(adapter_id)
@@ -238,7 +238,7 @@ class LeaseTable:
         self._promise()
 
     def max_capacity(self) -> int | None:
-        """Adapters per rank by `ServerPages.num_fitting` of the registered ones; None without any."""
+        """Registered adapters per rank by `ServerPages.num_fitting`; None without any."""
         known = [adapter.shard_pages for adapter in self._adapters.values() if not adapter.retired]
         return self._residency.pages.num_fitting(known) if known else None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resident adapters of the LoRA Server: their slots, and their pages on its ranks."""
+"""Resident adapters of the LoRA Server: slots and pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .server_pages import Runs, ServerPages, ShardPages
 
 @dataclass(frozen=True)
 class Load:
-    """Load the adapter's shards into these pages, layer by layer, and serve them as (slot, generation)."""
+    """Load the adapter's shards into these pages, layer by layer, and serve (slot, generation)."""
 
     adapter_id: str
     slot: int
@@ -27,7 +27,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Evict:
-    """Stop serving (slot, generation): its pages belong to later loads."""
+    """Stop serving (slot, generation): the pages belong to later loads."""
 
     adapter_id: str
     slot: int
@@ -38,8 +38,8 @@ class Evict:
 class ServedAdapter:
     """A registered adapter: size, place (slot None: not resident), users.
 
-    num_running: instances with a lease.  num_waiting: instances that wait.  retired: unregistered, but still
-    in use.  room: its places and pages of each rank.  owner: tenant of its last lease.
+    num_running: instances with a lease.  num_waiting: instances that wait.  retired: unregistered, but
+    still in use.  room: places, and pages of each rank.  owner: tenant of the last lease.
     """
 
     uid: int
@@ -62,10 +62,10 @@ class ServedAdapter:
 
 
 class Residency:
-    """Assigns slots and pages to adapters, and evicts idle ones.
+    """Assigns slots and pages to adapters, and evicts idle adapters.
 
-    A slot's generation grows with every new content.  Idle adapters stay until their place is needed and
-    leave least recently used first; with several tenants, by a `Standing`.
+    A slot's generation grows with every new content.  Evicts the least recently used idle adapter when room
+    is needed; with several tenants, by a `Standing`.
 
     on_event: called with each action, in order.
     """
@@ -123,7 +123,7 @@ class Residency:
         )
 
     def bring_in(self, adapter: ServedAdapter, tenant: int, standing: Standing[ServedAdapter] | None) -> bool:
-        """Make the adapter resident for a tenant, evicting idle ones; evicts none on failure.
+        """Make the adapter resident for a tenant by evictions of idle adapters; evicts none on failure.
 
         standing: tenants' current holdings; None for a single tenant.  Returns False while `is_over`.
         """

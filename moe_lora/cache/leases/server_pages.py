@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leader's page arenas of all server ranks; loads name their pages."""
+"""The leader's page arenas of all server ranks; loads name pages."""
 
 from __future__ import annotations
 

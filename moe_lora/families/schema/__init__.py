@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a family's file states: `family.py` first."""
+"""Parts of a family's file: `family.py` first."""

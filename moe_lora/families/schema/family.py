@@ -158,17 +158,17 @@ def _same(config: ConfigJson) -> Mapping[str, Any]:
 class Family:
     """One model family.
 
-    title: name in docs.  sizes: fields of `ModelShape` and their keys; without num_experts, a dense family.
-    supported: values of options that other values refuse.  layers: fields of `ModelSpec` that differ from
-    its defaults.  windows: attention window of each layer.  theta, theta_keys, rope: of a config without
-    rope_parameters.  norm_eps: of a config without rms_norm_eps.
+    title: name in docs.  sizes: fields of `ModelShape` and keys; without num_experts, a dense family.
+    supported: allowed values of options.  layers: fields of `ModelSpec` unlike the defaults.  windows:
+    attention window of each layer.  theta, theta_keys, rope: of a config without rope_parameters.
+    norm_eps: of a config without rms_norm_eps.
 
     stack: prefix of the layers, in checkpoints and adapters.  tensors: our parameters without a site.
-    attention: places of both checkpoints and adapters.  mlp: the forms in which checkpoints have the rest of
-    the sites; the last form counts if a checkpoint has no tensor of any.  adapted: the places of LoRA pairs
-    beside attention; places of one path are in the order of their definition, by which PEFT nests them.
-    older_path: start of the adapted paths, and the start in older files.  own_format: quant_method of
-    checkpoints whose tensors `mlp` names.  experts_stay: quantisers of linear layers leave the experts.
+    attention: places of both checkpoints and adapters.  mlp: the checkpoints' forms of other sites; the
+    last form counts if a checkpoint has no tensor of any.  adapted: the places of LoRA pairs beside
+    attention; places of one path are in the order of PEFT's nesting. older_path: start of the adapted
+    paths, and the start in older files.  own_format: quant_method of checkpoints with `mlp`'s tensors.
+    experts_stay: quantisers of linear layers leave the experts.
     """
 
     title: str

@@ -45,12 +45,12 @@ def admissible(
     starvation_s: float,
     keeps_from_others: Callable[[Waiting], bool] | None = None,
 ) -> Iterator[Waiting]:
-    """Requests that may start, first come first served; passes over adapters without a place.
+    """Requests that may start, first come first served; skips adapters without a place.
 
-    can_be_resident: the adapter is or can be on the device now; called once per adapter.  A request passed
-    over for longer than starvation_s stops younger ones, and gets the next free slot.
-    keeps_from_others: the adapter has an unused place that only its users can have; called once per adapter.
-    Such requests start regardless, as the starving one may wait for that place.  None: no such places.
+    can_be_resident: the adapter is or can be on the device now; called once per adapter.  A request skipped
+    for longer than starvation_s stops younger requests, and gets the next free slot. keeps_from_others: the
+    adapter has an unused place for its own users only; called once per adapter. Such requests start
+    regardless, as the starving request may wait for that place.  None: no such places.
     """
     turned_away: set[Hashable] = set()
     may_pass: dict[Hashable, bool] = {}

@@ -17,11 +17,11 @@ SLACK = 1 / 64
 
 
 class ArenaShares:
-    """Evicts tenants' nodes beyond their shares of an arena before nodes within shares.
+    """Evicts tenants' nodes beyond shares of an arena before nodes within shares.
 
-    The arena is divided among present tenants, by weight; a tenant may fill unused room.  The tenant that
-    room is made for (`asking`) gives back `SLACK` of the arena, or its largest node, before its share is
-    full.  T: tenants by number.  N: candidates for eviction.
+    The arena is divided among present tenants, by weight; a tenant may fill unused room.  The tenant
+    `asking` for room gives back `SLACK` of the arena, or the largest node, before its share is full.  T:
+    tenants by number.  N: candidates for eviction.
     """
 
     def __init__(self) -> None:

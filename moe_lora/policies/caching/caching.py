@@ -105,9 +105,9 @@ class NodeColumns:
     """Nodes to be valued.  All [N].
 
     is_adapter bool; pages int64; visits float64: total; recent float64: decayed visits (0 for KV); idle_s
-    float64: since the last use; backed bool: on the host; first_token, num_tokens int64: place in the prompt
-    (0 for adapters); turn int64: nodes of its dialogue up to it (0 for adapters); wanted int64: queued
-    requests that need the node; adapter_ready bool: its adapter (or itself) is on this device or the LoRA
+    float64: since the last use; backed bool: on the host; first_token, num_tokens int64: place in the
+    prompt (0 for adapters); turn int64: earlier nodes of the dialogue (0 for adapters); wanted int64:
+    queued requests that need the node; adapter_ready bool: the adapter is on this device or the LoRA
     Server.
     """
 
@@ -143,13 +143,13 @@ class CacheLoad:
 class Traits:
     """A policy's traits besides values.
 
-    keeps_dependencies: KV is on the device only with its adapter.  keeps_history: KV of finished requests
+    keeps_dependencies: KV is on the device only with the adapter.  keeps_history: KV of finished requests
     stays.  uses_host_for_kv: evicted history goes to the host.  swaps_in: `tick` prefetches.  backs_up:
     `tick` copies history ahead of need.  looks_ahead: queued requests count.  learns_reuse: needs
-    `CacheLoad.reuse`.  exchanges: `tick` replaces less valued nodes.  values_per_page: `values` are per page.
-    drops_backed_first: backed nodes are evicted first.  adapter_share: part of the device for adapters only;
-    None: no partition.  keeps_idle_adapters: adapters without requests stay.  needs_visits: a node without
-    visits has no value.
+    `CacheLoad.reuse`.  exchanges: `tick` replaces less valued nodes.  values_per_page: `values` are per
+    page. drops_backed_first: backed nodes are evicted first.  adapter_share: part of the device for
+    adapters only; None: no partition.  keeps_idle_adapters: adapters without requests stay.  needs_visits:
+    a node without visits has no value.
     """
 
     keeps_dependencies: bool = True

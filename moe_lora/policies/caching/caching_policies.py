@@ -34,7 +34,7 @@ def lru() -> Recency:
 
 
 def fastlibra_wos() -> Recency:
-    """FastLibra-WOS: its tree and thresholds, without its cost model (section 6.7)."""
+    """FastLibra-WOS: tree and thresholds without the cost model (section 6.7)."""
     return Recency(traits=Traits(keeps_dependencies=True))
 
 
@@ -48,8 +48,8 @@ def static_partition(adapter_share: float = 0.2) -> Recency:
 
 
 def slora() -> Recency:
-    """S-LoRA: one pool; KV goes with its request, adapters are loaded on demand and leave when idle
-    (section 6.1).
+    """S-LoRA: one pool; KV goes with the request, adapters load on demand and leave when idle (section
+    6.1).
     """
     return Recency(
         traits=Traits(
@@ -81,10 +81,10 @@ def adapter_reward(load: CacheLoad) -> float:
 class FastLibra:
     """Eval_i = LoRA_Eval_i x cost_i x prob_i x (1 - sigmoid(t_i / time_unit_s)) (equations 5 and 6).
 
-    cost: seconds to copy the node from the host; prob: visits per query since its creation; t: time since its
+    cost: seconds to copy the node from the host; prob: visits per query since creation; t: time since the
     last use, in an unspecified unit in the paper.  LoRA_Eval is 1 for KV.  rewards_adapters False:
-    FastLibra-WOL.  keeps_dependencies False: FastLibra-WOM.  Source: FastLibra, sections 5.1, 5.2 (equations
-    3 to 6), 6.6 to 6.8.
+    FastLibra-WOL.  keeps_dependencies False: FastLibra-WOM.  Source: FastLibra, sections 5.1, 5.2
+    (equations 3 to 6), 6.6 to 6.8.
     """
 
     costs: CacheCosts
@@ -117,10 +117,10 @@ class CostAware:
     """value = uses per second x seconds that a request loses without the node / pages.
 
     Uses: learned by kind and idle time (`policies.caching.caching`); plus one within queue_s per queued
-    request.  Seconds, on the device: a copy from the host or a load, or a recomputation if faster, times 1 +
-    behind_per_s times its length for queued requests (M/G/1), plus wait_s, the missed step.  unready_share:
-    weight of KV without its adapter.  Seconds, on the host: the excess of computing or loading over copying.
-    behind_per_s: default for 6 requests/s at utilisation 0.8.
+    request.  Seconds, on the device: a copy from the host or a load, or a recomputation if faster, times 1
+    + behind_per_s x length for queued requests (M/G/1), plus wait_s, the missed step.  unready_share:
+    weight of KV without the adapter.  Seconds, on the host: the excess of computing or loading over
+    copying. behind_per_s: default for 6 requests/s at utilisation 0.8.
     """
 
     costs: CacheCosts

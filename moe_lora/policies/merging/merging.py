@@ -22,9 +22,9 @@ from .merging_credits import Credits, Period, Thresholds
 class Batching:
     """The next step.
 
-    merge: adapter for the weights from now on, or None.  only: adapters allowed to compute (None among them:
-    the base model); None: all, unmerged, or mixed while the weights carry an adapter.  at_once: change whole
-    weights before the step, not a part per step.
+    merge: adapter for the weights from now on, or None.  only: adapters allowed to compute (None among
+    them: the base model); None: all, unmerged, or mixed while the weights carry an adapter.  at_once:
+    change whole weights before the step, not a part per step.
     """
 
     merge: Uid = None
@@ -89,8 +89,7 @@ class UnmergedOnly:
 
 
 class MergedOnly(UnmergedOnly):
-    """One adapter's requests at a time, merged, as PEFT swaps: those present at its turn and later joiners;
-    then the adapter of the oldest request.
+    """One adapter's requests at a time, merged, as PEFT swaps; then the adapter of the oldest request.
 
     Ineligible adapters and the base model have unmerged turns.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holders of a pool's adapters in host memory, and droppable copies.
 
-Order: copies are made and confirmed, routing switches to the new placement, then old copies are dropped.  So
-an adapter always has its old holders, or as many as required.
+Order: copies are made and confirmed, routing switches to the new placement, then old copies are dropped.
+An adapter always has the old holders, or as many as required.
 
 Source: LoRAServe section IV-B (an adapter is deleted only after it was copied).
 """
@@ -30,11 +30,11 @@ def place_holders(
     replicas: int,
     wanted: Holders | None = None,
 ) -> dict[Key, frozenset[int]]:
-    """The holders of each adapter: all live wanted ones, plus as many as `replicas` needs.
+    """The holders of each adapter: live wanted holders, and as many as `replicas` needs.
 
     sizes: bytes of each adapter.  held: current holders.  live: current instances.  wanted: by a placement;
-    adapters outside keep their holders or go where the fewest bytes are, and are evened out.  Never fewer
-    than min(replicas, live).
+    adapters outside stay or go where the fewest bytes are, and are evened out.  Never fewer than
+    min(replicas, live).
     """
     load = dict.fromkeys(live, 0)
     holders: dict[Key, set[int]] = {}

@@ -113,18 +113,16 @@ class AnswerMean:
 
 
 class RankAware(RequestListener):
-    """The instance of least cost: requests · (Δprefill / mean_output_tokens + Δdecode), infinite where the
+    """The instance of least cost: requests · (Δprefill / mean_output_tokens + Δdecode), infinite if the
     decode step would pass slo_tpot_s.
 
-    Δ: what the request adds to a step, prefill over the prompts that wait, decode over all requests.  With
-    host workers Δprefill has `CostModel.start_s` too where the adapter is not on the instance.  Steps and
-    slo_tpot_s are in seconds; a decode step has a token of each request, so its time is a time per token.
-    Candidates are those with room for the adapter.
-    `requests` counts those that are there, so an idle instance costs nothing, as in the paper.  cost "all"
-    adds the request's own time per token, prefill / mean_output_tokens + decode.  Of equal
-    costs (all infinite, or several idle) the least token work left decides, then the index; the paper takes
-    the first.  ranks: of the adapters; a live mapping may be given.  max_loras: see `with_room`.  Source:
-    Toppings, section 5, Algorithm 1.
+    Δ: the request's addition to a step, prefill over waiting prompts, decode over all requests.  With host
+    workers Δprefill has `CostModel.start_s` too if the instance lacks the adapter.  A decode step has a
+    token of each request: seconds of a step are seconds per token. Candidates have room for the adapter.
+    `requests` counts present requests, so an idle instance costs nothing, as in the paper.  cost "all" adds
+    the request's own time per token, prefill / mean_output_tokens + decode.  At equal costs the least token
+    work left decides, then the index; the paper takes the first.  ranks: of the adapters, possibly live.
+    max_loras: see `with_room`.  Source: Toppings, section 5, Algorithm 1.
     """
 
     def __init__(self, model: CostModel, ranks: Mapping[str, int], max_loras: int | None = None) -> None:
@@ -185,10 +183,10 @@ class RankAware(RequestListener):
 class ShortestPendingTime:
     """The instance of least queueing time plus, for a missing adapter, load time.
 
-    Queueing: one prefill step over the waiting prompts, and the tokens left at the time of a decode step over
-    all requests, each step yielding a token for each, or for max_num_seqs if more.
-    Loading: adapter_load_s_per_rank · rank, with host workers `CostModel.start_s`.  Candidates have room for
-    the adapter (`with_room`).  Source: dLoRA, section 5.1, proactive dispatching.
+    Queueing: a prefill step over the waiting prompts, and the tokens left at the time of a decode step over
+    all requests (max_num_seqs at most). Loading: adapter_load_s_per_rank · rank, with host workers
+    `CostModel.start_s`.  Candidates have room for the adapter (`with_room`).  Source: dLoRA, section 5.1,
+    proactive dispatching.
     """
 
     def __init__(

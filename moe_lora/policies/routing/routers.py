@@ -53,7 +53,7 @@ class FirstFit:
 class AdapterAffinity:
     """An instance with the adapter, or requests for it, unless much busier.
 
-    Of these the one of least token work, if at most (1 + max_imbalance) · the least of all + slack_tokens;
+    Of these the least busy, if at most (1 + max_imbalance) · the least token work of all + slack_tokens;
     else the least of all.
     """
 
@@ -140,9 +140,9 @@ def _checked(table: Mapping[str, Iterable[tuple[int, float]]]) -> dict[str, _Row
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingContext:
-    """max_num_seqs: concurrent requests of an instance.  max_loras: adapters on its device; None: unlimited.
-    model: or None.  ranks: of the adapters, updated at run time.  table: for `phi`, swapped by a controller.
-    seed: of `random`.
+    """max_num_seqs: concurrent requests of an instance.  max_loras: adapters on a device; None: unlimited.
+    ranks: of the adapters, updated at run time.  table: for `phi`, swapped by a controller. seed: of
+    `random`.
     """
 
     max_num_seqs: int = 64

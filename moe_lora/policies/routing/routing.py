@@ -19,8 +19,8 @@ class InstanceLoad:
     waiting: without a token yet, queued or in prefill (in the simulator: queued).  running: decoding.
     waiting_prompts, waiting_tokens: prompt tokens of the waiting, by adapter and in total.  num_changes:
     version, for cached sums.  recent: last used or preloaded adapters, at most `max_recent`, latest last:
-    likely on the device.  num_elsewhere: requests of other front ends, with unknown adapters.  held_back: the
-    instance reports a request without an adapter place.
+    likely on the device.  num_elsewhere: requests of other front ends, with unknown adapters.  held_back: a
+    request waits for an adapter's slot.
     """
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
@@ -104,19 +104,19 @@ class InstanceView(Protocol):
 
     @property
     def index(self) -> int:
-        """Its number, constant during the front end's life."""
+        """Number, constant during the front end's life."""
         ...
 
     @property
     def outstanding_tokens(self) -> int:
-        """Upper bound of its requests' remaining tokens: unstarted prompts, and
-        answers; other front ends' included.
+        """Upper bound of requests' remaining tokens: unstarted prompts, and answers; other front ends'
+        included.
         """
         ...
 
     @property
     def load(self) -> InstanceLoad:
-        """Its requests, by adapter."""
+        """Requests by adapter."""
         ...
 
 
@@ -137,7 +137,7 @@ class Router(Protocol):
     """Called once per request, and again after the end of its instance."""
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
-        """One of `instances`, which are those that can take the request: at least one, by rising index."""
+        """One of `instances`, the candidates for the request: at least one, by rising index."""
         ...
 
 
