@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the library exports: `from moe_lora import LLM`."""
+"""Exports of the library: `from moe_lora import LLM`."""
 
 from __future__ import annotations
 

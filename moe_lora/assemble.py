@@ -32,12 +32,11 @@ T = TypeVar("T")
 
 
 def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
-    """Start the cluster's instances as processes of this host and serve them over HTTP until told to stop.
+    """Start the cluster's instances as processes of this host and serve HTTP until a signal.
 
-    cluster.engine.num_threads counts for each instance.  Of the cluster's addresses only those in front_end
-    count, of HTTP and of administrators.
-    reload: see `serve_forever`.  Raises ConfigError, RegistryError or AdapterError for what can be known at
-    start.
+    cluster.engine.num_threads is per instance.  Only the addresses in front_end are used, of HTTP and of
+    administrators. reload: see `serve_forever`.  Raises ConfigError, RegistryError or AdapterError for
+    errors known at start.
     """
     from moe_lora.serve.frontend import Frontend
     from moe_lora.serve.openai.checking_process import CheckingProcess
@@ -50,7 +49,7 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     async def run(cluster: ClusterConfig, registry: ServedRegistry | None) -> None:
         at_once, checks = asyncio.Event(), CheckingProcess(tokenizer)
         async with (
-            checks.started(),  # while instances load
+            checks.started(),  # during the instances' loads
             local_lora_server(cluster, at_once, reload) as joined,
             local_instances(joined, registry, at_once=at_once, reload=reload) as controlled,
         ):
@@ -79,10 +78,9 @@ def _opened_registry(
 
 
 def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> None:
-    """Decide for the front ends of a cluster (see `dist.cluster.controller`) until told to stop.
+    """Run the controller for a cluster's front ends (`dist.cluster.controller`) until a signal.
 
-    reload: what SIGHUP does.  Raises ConfigError, RegistryError or AdapterError for what can be known at
-    start.
+    reload: effect of SIGHUP.  Raises ConfigError, RegistryError or AdapterError for errors known at start.
     """
     from .serve import cluster_roles
 
@@ -90,11 +88,11 @@ def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> No
 
 
 def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | None = None) -> int:
-    """Start a controller, front ends on one port, instances and a LoRA Server as processes of this host, and
-    keep them running until told to stop; the exit code.
+    """Keep a controller, front ends on one port, instances and a LoRA Server running on this host until a
+    signal; returns the exit code.
 
-    Of the cluster's addresses only those in front_end count, of HTTP and of administrators.  reload: what
-    SIGHUP does, in front ends and the controller too.  Raises ConfigError for what can be known at start.
+    Only the addresses in front_end are used, of HTTP and of administrators.  reload: effect of SIGHUP, also
+    in front ends and the controller.  Raises ConfigError for errors known at start.
     """
     from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.processes import usable_cores
@@ -109,7 +107,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
     )
     from moe_lora.serve.server import bound
 
-    # What can't work is said here, once, and not by each process.
+    # Report errors here once, instead of in each process.
     cluster = _checked(cluster)
     thread_share(cluster.engine.num_threads, cluster.engine.num_instances, usable_cores())
 
@@ -156,10 +154,10 @@ def serve_front_end(
     listen_fds: Sequence[int] = (),
     reload: Reload | None = None,
 ) -> None:
-    """Serve over HTTP what instances compute that dial in (see `dist.cluster.listener`), until told to stop.
+    """Serve HTTP over instances that dial in (`dist.cluster.listener`), until a signal.
 
-    name: of one of several.  listen_fds: bound sockets that the process inherits; none: it makes its own.
-    reload: see `serve_forever`.  Raises ConfigError for what can be known at start.
+    name: among several front ends.  listen_fds: inherited bound sockets; empty: bind new sockets. reload:
+    see `serve_forever`.  Raises ConfigError for errors known at start.
     """
     from moe_lora.serve.access import checked_keys
     from moe_lora.serve.cluster_roles import serve_deciding, serve_directed
@@ -179,10 +177,10 @@ def serve_front_end(
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns.  SIGTERM cancels it until it has a handler itself, so that nothing is left; a
-    second one ends the process at once.
+    """Run a coroutine.  Before its own handler, SIGTERM cancels the coroutine for an orderly end; a second
+    SIGTERM ends the process at once.
 
-    Raises SystemExit then, with the status that a shell reports for the signal.
+    Then raises SystemExit with the shell's status for the signal.
     """
 
     async def run() -> T:
@@ -235,10 +233,10 @@ async def local_instances(
     at_once: asyncio.Event | None = None,
     reload: Reload | None = None,
 ) -> AsyncIterator[ControlledFleet]:
-    """Engine processes of this host that stand in for each other, ended with the context.
+    """Engine processes of this host that replace each other, ended with the context.
 
-    Each that ends is started again.  registry: see `controlled_fleet`.  router: another than the settings
-    name.  at_once: see `HostRoles`.  reload: read again by them too.  Raises what keeps one from starting.
+    An ended process is started again.  registry: see `controlled_fleet`.  router: overrides the settings.
+    at_once: see `HostRoles`.  reload: also for the processes.  Raises the error of a failed start.
     """
     from moe_lora.core.address import parse_address
     from moe_lora.core.host import OwnFolder, run_folder
@@ -285,7 +283,6 @@ async def local_instances(
 
 
 def _with_shares(cluster: ClusterConfig) -> ClusterConfig:
-    """Settings with the devices and the threads of each instance."""
     from moe_lora.core.processes import usable_cores
     from moe_lora.dist.launch.devices import placed
     from moe_lora.dist.launch.host_roles import thread_share
@@ -298,7 +295,9 @@ def _with_shares(cluster: ClusterConfig) -> ClusterConfig:
 
 @contextmanager
 def _passed_on(reload: Reload | None, file: int, cluster: ClusterConfig, roles: HostRoles) -> Iterator[None]:
-    """The log level of these processes follows this one's.  file: what they read; it says `cluster`."""
+    """Keep the processes' log level equal to this process's.  file: the processes' settings file, with
+    `cluster`.
+    """
     from moe_lora.dist.launch.host_roles import write_cluster
 
     def tell(now: FrontEndConfig) -> None:
@@ -334,7 +333,7 @@ def engine_processes(
 
 @contextmanager
 def instance_processes(config: EngineConfig) -> Iterator[list[EngineClient]]:
-    """The engines of `local_instances`, each by itself, for callers of any thread and event loop."""
+    """The separate engines of `local_instances`, for callers of any thread and event loop."""
     from moe_lora.dist.net.thread import entered
     from moe_lora.engine.client.loop_client import ThreadedClient
 
@@ -346,7 +345,7 @@ def instance_processes(config: EngineConfig) -> Iterator[list[EngineClient]]:
 
 @contextmanager
 def lora_server_processes(config: EngineConfig, server: LoraServerConfig | None) -> Iterator[EngineConfig]:
-    """`local_lora_server` for callers of any thread; settings of an engine that uses it."""
+    """`local_lora_server` for callers of any thread; yields settings of an engine with the server."""
     from moe_lora.dist.net.thread import entered
 
     cluster = replace(_instances_only(config, FrontEndConfig()), lora_server=server)
@@ -355,7 +354,7 @@ def lora_server_processes(config: EngineConfig, server: LoraServerConfig | None)
 
 
 def _instances_only(config: EngineConfig, front_end: FrontEndConfig) -> ClusterConfig:
-    """A cluster that is not served over HTTP."""
+    """A cluster without HTTP."""
     return ClusterConfig(
         engine=replace(config, lora_server=None),
         served_model_name=config.model_dir,
@@ -370,8 +369,8 @@ async def local_lora_server(
 ) -> AsyncIterator[ClusterConfig]:
     """The LoRA Server's ranks on this host, ended with the context; yields settings that name the server.
 
-    Its address and store_dir are chosen here.  at_once: see `HostRoles`.  reload: read again by them too.
-    Without a LoRA Server nothing is started.
+    Chooses address and store_dir.  at_once: see `HostRoles`.  reload: also for the ranks. Starts no process
+    without a LoRA Server.
     """
     given = cluster.lora_server
     if given is None:
@@ -390,12 +389,12 @@ async def local_lora_server(
         folder = stack.enter_context(OwnFolder())
         kept = stack.enter_context(run_folder(config.state_dir))
         server = replace(given, address=f"{folder}/lora-server", store_dir=str(kept / "adapters"))
-        # Checked before there are as many processes as a layout that can't work asks for.
+        # Check before the start of a process per rank.
         shape = shape_of(config.hf_config())
         layout = Layout.parse(server.layout)
         Partition(shape, layout, config.expert_parallel, sites=server.sites)
         cluster = replace(cluster, lora_server=server)
-        # The file names no other address, so that the folder which a rank deletes is this one.
+        # The file names no other address, so a rank deletes only this folder.
         alone = replace(
             cluster,
             certificates=None,

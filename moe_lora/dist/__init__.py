@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that makes several processes one system: transports, control messages, LoRA Server, cluster, launch."""
+"""Several processes as one system: transports, control messages, LoRA Server, cluster, launch."""

@@ -72,16 +72,6 @@ def max_tensors(shape: ModelShape) -> int:
     return 2 * sum(len(places) for _, places in place_map(shape).by_path.values())
 
 
-# From a PEFT tensor pair to the matrices that multiply the input and make the output.
-#
-# Legend: E experts, R LoRA rank, I in_features, O out_features of the whole parameter, F expert width.
-#
-# PEFT flattens a 3-D parameter asymmetrically: A's rows are expert-major [E·R, I], B's columns
-# rank-major [O, R·E]. Versions that took a stored [E, O, I] weight for [E, I, O] wrote A [E·R, O] and
-# B [I, R·E] instead ("swapped"); the same delta with the roles of A and B exchanged.  Unsloth grouped
-# B's columns by expert for a while (`config.ExpertLayout`).
-
-
 _FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
 
 
