@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,7 +27,10 @@ class Place(NamedTuple):
 
     def words(self, values: Sequence[str]) -> str:
         """The option --set with these values, as a shell reads it."""
-        text = f"[{','.join(values)}]" if self.is_list else values[-1]
+        text = values[-1]
+        if self.is_list:
+            numbers = tuple[int, ...] in self.kinds
+            text = f"[{', '.join(values)}]" if numbers else json.dumps(list(values), ensure_ascii=False)
         return f"--set {shlex.quote(f'{self.section}.{self.name}={text}')}"
 
 

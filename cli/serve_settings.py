@@ -202,20 +202,25 @@ def _value_of(one: Setting, text: str) -> Any:
     """The text as YAML, or as the type of the setting where YAML has another one.
 
     "on" is a text for a setting with texts, 1e-3 is a number, and a list may be a single value.
+    Raises ConfigError for an empty text, and for other text than YAML.
     """
     import yaml
 
+    if not text:
+        raise ConfigError(f"{one.name} has no value; give null for no {one.name}, or omit the setting")
+    if tuple[str, ...] in one.kinds and not text.startswith("["):
+        return [text]
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
+        if str in one.kinds:
+            return text
         raise ConfigError(f"{text!r} is not valid YAML: {error}") from error
     if float in one.kinds and isinstance(value, str):
         with suppress(ValueError):
             return float(value)
-    if str in one.kinds and value is not None and type(value) not in one.kinds:
+    if str in one.kinds and text != "null" and (value is None or type(value) not in one.kinds):
         return text
-    if tuple[str, ...] in one.kinds and isinstance(value, str):
-        return [value]
     if tuple[int, ...] in one.kinds and type(value) is int:
         return [value]
     return value

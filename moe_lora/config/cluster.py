@@ -252,7 +252,7 @@ def read_content(path: str | Path) -> Any:
 def cluster_of(content: Any, folder: Path) -> ClusterConfig:
     """The cluster that a file's content describes; relative paths start at `folder`.  Raises ConfigError."""
     given = dict(mapping_of("the file", content))
-    fixed = given.pop(_FIXED, {})
+    fixed = _read_fixed(given.pop(_FIXED, {}))
     check_names("", given, NAMES)
     model_dir = folder / text_of("model_dir", given.get("model_dir"))
     served_name, *other_names = _served_names(given.get("served_model_name", model_dir.resolve().name))
@@ -286,6 +286,17 @@ def cluster_of(content: Any, folder: Path) -> ClusterConfig:
         devices=read_devices(given.get("devices")),
         **{name: SECTIONS[name](**values) for name, values in found.items()},
     )
+
+
+def _read_fixed(given: Any) -> dict[str, dict[str, Any]]:
+    """Sections of fixed settings; a section may hold no other settings.  Raises ConfigError."""
+    sections = mapping_of(_FIXED, given)
+    check_names(_FIXED, sections, SECTIONS)
+    found = {name: mapping_of(f"{_FIXED}.{name}", values) for name, values in sections.items()}
+    for section, values in found.items():
+        known = [name for name, one in settings_of(SECTIONS[section]).items() if one.rule.fixed]
+        check_names(f"{_FIXED}.{section}", values, known)
+    return found
 
 
 def _fixed(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:

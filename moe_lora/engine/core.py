@@ -382,9 +382,10 @@ class EngineCore:
         sequence = Sequence(
             request, adapter, arrival_s, limit_tokens, self._sampler.seed_of(request.sampling)
         )
+        moves = self.moves if sequence.held or sequence.awaits_kv else None
         self._sequences[request.request_id] = sequence
-        if sequence.held or sequence.awaits_kv:
-            self.moves.watch(sequence)
+        if moves is not None:
+            moves.watch(sequence)
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> TokenOutput | None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import click
@@ -14,6 +15,7 @@ from safetensors.numpy import save_file
 from moe_lora.cli.former_options import former_options
 from moe_lora.cli.main import main
 from moe_lora.cli.serve import serve
+from moe_lora.cli.serve_settings import _setting
 from moe_lora.config import FrontEndConfig, LoraServerConfig, PoolConfig, ProvisionConfig, RegistryConfig
 from moe_lora.config.cluster import SECTIONS, ClusterConfig
 from moe_lora.config.settings import settings_of
@@ -584,9 +586,9 @@ def test_a_new_user_meets_few_options():
         (["--pool-replicas", "2"], "--set pool.replicas=2"),
         (["--provision-window-s=60"], "--set provision.window_s=60"),
         (["--lora-server-host-workers", "2"], "--set lora_server.host_workers=2"),
-        (["--cors-origin", "a", "--cors-origin", "b"], "--set 'front_end.cors_origins=[a,b]'"),
-        (["--trusted-proxy", "10.0.0.5"], "--set 'front_end.trusted_proxies=[10.0.0.5]'"),
-        (["--registry-adapters", "a", "b"], "--set 'registry.adapters=[a,b]'"),
+        (["--cors-origin", "a", "--cors-origin", "b"], '--set \'front_end.cors_origins=["a", "b"]\''),
+        (["--trusted-proxy", "10.0.0.5"], "--set 'front_end.trusted_proxies=[\"10.0.0.5\"]'"),
+        (["--registry-adapters", "a", "b"], '--set \'registry.adapters=["a", "b"]\''),
         (["--transport", "gloo"], "--set lora_server.transport=gloo or --set pool.transport=gloo"),
         (["--drain-s", "1", "--max-choices", "2"], "--max-choices is a setting of the file now"),
         (["--drain-s", "1", "--verify-merge"], "--verify-merge is no setting any more: tests compare"),
@@ -597,6 +599,28 @@ def test_an_option_that_is_a_setting_of_the_file_is_refused_with_its_place(serve
     assert result.exit_code == 2
     assert place in result.output
     assert f"{words[0].partition('=')[0].replace('_', '-')} is a setting of the file now" in result.output
+    assert not served
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "found"),
+    [
+        ("--cors-origin", "*", ["*"]),
+        ("--trusted-proxy", "::1", ["::1"]),
+        *(("--registry-adapters", name, [name]) for name in ("on", "7", "b: c", "null", "[x")),
+        *(("--state-dir", name, name) for name in ("#x", "~", "~/a", "on", "a: b", "[x")),
+    ],
+)
+def test_the_place_of_a_former_option_keeps_any_value(option, value, found):
+    [words] = [place.words([value]) for place in former_options()[option]]
+    assert _setting(shlex.split(words)[1])[2] == found
+
+
+def test_a_setting_without_a_value_is_refused(served, model_dir):
+    for name in ("front_end.admin_address", "front_end.api_keys", "engine.max_num_seqs"):
+        result = run(model_dir, "--set", f"{name}=")
+        assert result.exit_code == 2
+        assert f"{name.partition('.')[2]} has no value" in result.output
     assert not served
 
 

@@ -161,3 +161,18 @@ def test_every_section_of_the_file_has_a_table() -> None:
 def test_settings_start_without_torch_and_yaml() -> None:
     code = "import sys, moe_lora.config; assert not {'torch', 'yaml'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "reason"),
+    [
+        (3, "fixed must be a mapping"),
+        ({"engine": 3}, "fixed.engine must be a mapping"),
+        ({"nosuch": {}}, "fixed.nosuch is not a setting"),
+        ({"engine": {"nosuch": 1}}, "fixed.engine.nosuch is not a setting"),
+        ({"engine": {"max_num_seqs": 1}}, "fixed.engine.max_num_seqs is not a setting"),
+    ],
+)
+def test_fixed_settings_of_a_file_are_checked(tmp_path: Path, fixed: object, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        cluster_of({"model_dir": ".", "fixed": fixed}, tmp_path)

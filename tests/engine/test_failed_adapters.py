@@ -13,12 +13,12 @@ import pytest
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import AdapterError, AdapterFailedError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, SamplingParams, TokenOutput
-from moe_lora.engine import core as core_module
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.adapters.failures import MAX_LOADS
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.step_notes import ReadNotes, StepNotes
 from moe_lora.engine.core import EngineCore
+from moe_lora.engine.step import sampler
 from moe_lora.engine.step.runner import ModelRunner
 
 DEMO = Path(__file__).parents[2] / "demo"
@@ -98,7 +98,7 @@ def test_rank_0_that_raises_beside_the_steps_of_all_ranks_ends_only_its_adapter(
     if where == "before":
         failed = fail_where(monkeypatch, is_bad)
     else:
-        failed, sampled = [], core_module.sample
+        failed, sampled = [], sampler.sample
 
         def maybe(logits, sampling, *rest):
             if any(map(is_bad, sampling)):
@@ -106,7 +106,7 @@ def test_rank_0_that_raises_beside_the_steps_of_all_ranks_ends_only_its_adapter(
                 raise RuntimeError("a kernel refused its operands")
             return sampled(logits, sampling, *rest)
 
-        monkeypatch.setattr(core_module, "sample", maybe)
+        monkeypatch.setattr(sampler, "sample", maybe)
     found = drive(core, *four())
     assert failed == [4, 1]
     assert found["upper"][1].finish_reason == "error"

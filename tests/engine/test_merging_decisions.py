@@ -112,7 +112,8 @@ def by_engine(model, policy, monkeypatch) -> list[tuple]:
     )
     engine = core[0]
     for name in adapters:
-        engine.pin_adapter(name, pinned=True)
+        engine.adapters.pin(engine.adapters.current(name))
+        engine.transfers.send()
     while len(engine.stats().resident_adapters) < len(adapters):
         engine.tend()
     for index, (adapter, num_tokens) in enumerate(zip(ADAPTERS, ANSWERS, strict=True)):

@@ -29,6 +29,8 @@ class DemandMeter(RequestListener):
         self._tokens: Counter[str] = Counter()
         self._expected: dict[Hashable, tuple[str, int, int]] = {}
         """By request: adapter, prompt tokens, expected answer tokens."""
+        self._earlier: set[Hashable] = set()
+        """Requests of forgotten content."""
 
     def start(self, key: Hashable, request: RoutedView, max_tokens: int | None = None) -> None:
         """Count an arrived request.  key: names the request until its `stop`."""
@@ -49,18 +51,22 @@ class DemandMeter(RequestListener):
         adapter, _, expected = self._expected.pop(key, (None, 0, 0))
         if adapter is not None and answer_tokens:
             self._tokens[adapter] += answer_tokens - expected
-            self._lengths.note(adapter, answer_tokens)
             self._lengths.note(_OVERALL, answer_tokens)
+            if key not in self._earlier:
+                self._lengths.note(adapter, answer_tokens)
+        self._earlier.discard(key)
 
     def cancel(self, key: Hashable) -> None:
         """Undo the count of a refused request."""
         adapter, prompt_tokens, expected = self._expected.pop(key, (None, 0, 0))
         if adapter is not None:
             self._tokens[adapter] -= prompt_tokens + expected
+        self._earlier.discard(key)
 
     def forget(self, adapter: str) -> None:
         """The adapter was unloaded: its next content may answer at another length."""
         self._lengths.forget(adapter)
+        self._earlier.update(key for key, expected in self._expected.items() if expected[0] == adapter)
 
     def add(self, tokens: Mapping[str, int]) -> None:
         """Add another meter's reading, by adapter."""

@@ -30,6 +30,21 @@ def test_a_request_counts_when_it_comes_as_its_prompt_and_the_expected_answer():
     assert meter.read() == {}
 
 
+def test_an_answer_of_unloaded_content_is_no_length_of_the_next_content():
+    meter = DemandMeter(mean_output_tokens=100.0)
+    meter.start(1, Asked("a"))
+    meter.forget("a")
+    meter.stop(1, 5000)
+    other = DemandMeter(mean_output_tokens=100.0)
+    other.start(1, Asked("a"))
+    other.stop(1, 5000)
+    other.forget("a")
+    for one in (meter, other):
+        one.read()
+        one.start(2, Asked("a"))
+    assert meter.read() == other.read()
+
+
 def test_an_answer_corrects_the_count_in_the_step_in_which_it_ends():
     meter = DemandMeter(mean_output_tokens=50.0)
     meter.start(1, Asked("a"))
