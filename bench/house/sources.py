@@ -178,8 +178,9 @@ def _reaches(source: Source, package: dict[str, Source], importing: set[str]) ->
     for name in found & importing:
         calls = (node for node in runs.nodes if isinstance(node, ast.Call))
         strings |= {(_folder(package[name]), text) for call in calls for text in map(_string, call.args[:1])}
-    named = {f"{folder}.{text.lstrip('.').partition('.')[0].replace('-', '_')}" for folder, text in strings}
-    return found | ((named | texts) & package.keys())
+    paths = {f"{folder}.{text.lstrip('.').replace('-', '_')}" for folder, text in strings}
+    named = {module for path in paths if (module := _longest(path, package)) not in folders}
+    return found | named - {""} | (texts & package.keys())
 
 
 def _string(node: ast.AST) -> str:

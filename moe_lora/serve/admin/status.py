@@ -40,9 +40,7 @@ def status_router(frontend: Frontend) -> APIRouter:
 
     @router.get("/ready", response_model=None)
     async def ready() -> Response:
-        """200 if requests may be sent here: the engine works and the server is not shutting down; else
-        503.
-        """
+        """200 while the engine works and the server is not shutting down, else 503."""
         if frontend.ending.begun:
             raise ApiError(503, "the server is shutting down; send requests elsewhere")
         return await health()
