@@ -26,7 +26,8 @@ CLUSTER = f"""
 model_dir: {DEMO / "model"}
 engine: {{eager: true, dtype: float32}}
 lora_server: {{layout: EP2-PP1, capacity: {CAPACITY}, memory_gb: 0.05}}
-provision: {{target_iar: 0.9, window_s: 0.8, interval_s: 0.1}}
+provision: {{target_iar: 0.9, window_s: 0.8}}
+fixed: {{provision: {{interval_s: 0.1}}}}
 """
 Question = tuple[str, str]
 
