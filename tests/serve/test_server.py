@@ -173,9 +173,9 @@ def test_a_server_that_ends_is_not_ready(tokenizer, engine):
     frontend = frontend_of(engine, tokenizer)
     with ServerThread(create_app(frontend)) as thread:
         frontend.ending.begun = True
-        response = httpx.get(f"{thread.url}/ready")
+        response = httpx.get(f"{thread.url}/ready", timeout=PATIENCE_S)
         assert (response.status_code, "shutting down" in response.json()["error"]["message"]) == (503, True)
-        assert httpx.get(f"{thread.url}/live").status_code == 200
+        assert httpx.get(f"{thread.url}/live", timeout=PATIENCE_S).status_code == 200
 
 
 def test_connections_for_which_no_files_are_left_are_refused_and_that_is_said_once():

@@ -342,7 +342,7 @@ def test_unknown_names_and_missing_models_say_what_to_do():
     with pytest.raises(ConfigError, match="routing='x' is unknown; choose one of least_outstanding"):
         make_router("x")
     for name in ("rank_aware", "shortest_pending_time"):
-        with pytest.raises(ConfigError, match=f"routing='{name}' needs a performance model; give --perf"):
+        with pytest.raises(ConfigError, match=f"routing='{name}' needs a performance model; give --set "):
             make_router(name)
 
 
