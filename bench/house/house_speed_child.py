@@ -24,32 +24,31 @@ from types import SimpleNamespace
 from typing import Any
 
 LAYOUTS = {
-    "a folder a subject": {
-        "EngineConfig": "moe_lora.config:EngineConfig",
-        "LoraServer": "moe_lora.config:LoraServerConfig",
+    "folders": {
         "InstanceLoad": "moe_lora.policies.routing.routing:InstanceLoad",
+        "LeastOutstanding": "moe_lora.policies.routing.routing:LeastOutstanding",
         "AdapterAffinity": "moe_lora.policies.routing.routers:AdapterAffinity",
+        "CacheCosts": "moe_lora.policies.caching.caching:CacheCosts",
         "make_caching_policy": "moe_lora.policies.caching.caching_policies:make_caching_policy",
-        "front end": "moe_lora.serve.cluster_roles:serve_deciding",
     },
-    "before the moves": {
-        "EngineConfig": "moe_lora.core.config:EngineConfig",
-        "LoraServer": "builtins:dict",
-        "InstanceLoad": "moe_lora.policies.instance_load:InstanceLoad",
-        "AdapterAffinity": "moe_lora.policies.spread:AdapterAffinity",
-        "make_caching_policy": "moe_lora.policies.caching_names:make_caching_policy",
-        "front end": "moe_lora.serve.control.roles:serve_directed",
+    "flat": {
+        "InstanceLoad": "moe_lora.policies.routing:InstanceLoad",
+        "LeastOutstanding": "moe_lora.policies.routing:LeastOutstanding",
+        "AdapterAffinity": "moe_lora.policies.routers:AdapterAffinity",
+        "CacheCosts": "moe_lora.policies.caching:CacheCosts",
+        "make_caching_policy": "moe_lora.policies.caching_policies:make_caching_policy",
     },
 }
 ALIKE = {
     "command line": "moe_lora.cli.main:main",
+    "front end": "moe_lora.serve.cluster_roles:serve_deciding",
     "library": "moe_lora.api:LLM",
     "lora_server_processes": "moe_lora.assemble:lora_server_processes",
     "build_engine": "moe_lora.engine.build:build_engine",
+    "EngineConfig": "moe_lora.config:EngineConfig",
+    "LoraServer": "moe_lora.config:LoraServerConfig",
     "GenerateRequest": "moe_lora.core.request:GenerateRequest",
     "SamplingParams": "moe_lora.core.request:SamplingParams",
-    "LeastOutstanding": "moe_lora.policies.routing.routing:LeastOutstanding",
-    "CacheCosts": "moe_lora.policies.caching.caching:CacheCosts",
     "UnifiedCache": "moe_lora.cache.unified:UnifiedCache",
 }
 NUM_ADAPTERS, PROMPT_TOKENS, MOST_REQUESTS = 8, 33, 64
@@ -59,7 +58,7 @@ CACHED_ADAPTERS, CONVERSATIONS, BLOCK_SIZE, TURN_TOKENS = 200, 1000, 16, 48
 
 def named(name: str) -> Any:
     """An object of the measured checkout."""
-    layout = LAYOUTS["a folder a subject" if find_spec("moe_lora.config") else "before the moves"]
+    layout = LAYOUTS["folders" if find_spec("moe_lora.timing") else "flat"]
     module, _, attribute = (layout | ALIKE)[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 

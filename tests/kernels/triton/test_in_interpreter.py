@@ -16,19 +16,26 @@ def test_kernels_in_the_interpreter(marked):
     pytest.importorskip("triton")
     folder = Path(__file__).parent
     names = (
-        "exchange",
-        "experts",
-        "lora",
-        "quantised_linear",
-        "sampling",
-        "segments",
-        "signals",
-        "stability",
-        "triton_attention",
+        "attention/test_triton_attention",
+        "linear/test_experts",
+        "linear/test_quantised_linear",
+        "lora/test_segments",
+        "test_exchange",
+        "test_lora",
+        "test_sampling",
+        "test_signals",
+        "test_stability",
     )
-    files = [folder / f"test_{name}.py" for name in names]
-    of_engine = ("host_reads", "launches", "pushed", "step_graphs", "step_pieces", "graphs_of_ranks")
-    files += [folder.parents[1] / f"engine/test_{name}.py" for name in of_engine]
+    files = [folder / f"{name}.py" for name in names]
+    of_engine = (
+        "step/test_step_graphs",
+        "step/test_step_pieces",
+        "test_graphs_of_ranks",
+        "test_host_reads",
+        "test_launches",
+        "test_pushed",
+    )
+    files += [folder.parents[1] / f"engine/{name}.py" for name in of_engine]
     files.append(folder.parents[1] / "dist/transport/test_device_puts.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, *map(str, files)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
