@@ -197,7 +197,7 @@ def test_parts_of_many_sequences_find_their_own(device, generator, monkeypatch):
         import triton.language as tl
 
         count = 11
-        monkeypatch.setattr(configs.kernels("attention_kernels"), "_SEQUENCES", tl.constexpr(4))
+        monkeypatch.setattr(configs.kernels("attention.attention_kernels"), "_SEQUENCES", tl.constexpr(4))
     lens = [5 + i * 37 % 90 for i in range(count)]
     sequences = [
         (0, 0) if i % 7 == 3 else (2, length) if i % 5 == 4 else (1, length) for i, length in enumerate(lens)
