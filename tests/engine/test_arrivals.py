@@ -112,6 +112,16 @@ def test_first_request_that_comes_held_is_announced_and_changes_no_tokens(core):
     assert rest == alone["r15"][6:]
 
 
+def test_first_move_that_can_not_begin_leaves_no_request(core):
+    def no_memory():
+        raise MemoryError("no window for KV")
+
+    core.attach_moves(no_memory)
+    with pytest.raises(MemoryError):
+        core.add_request(request("coming", 15, held=True))
+    assert not core.has_work
+
+
 def test_parts_that_are_off_are_not_imported():
     code = """
 import sys
