@@ -90,6 +90,17 @@ MODELS = (
         ("raw_logprobs",),
         "log probabilities are those before temperature; omit the option",
     ),
+    VllmOption(
+        ("--generation-config",),
+        "value",
+        {
+            "auto": "",
+            "vllm": "--set engine.generation_config=none",
+            "none": "--set engine.generation_config=none",
+        },
+        "generation_config.json of MODEL_DIR is read; copy another file there",
+        own=True,
+    ),
     only("--override-generation-config", ("{}",), "send sampling parameters with each request"),
     off("--enable-sleep-mode", "stop the server to free its device"),
     unused("--limit-mm-per-prompt", _TEXT_ONLY),
