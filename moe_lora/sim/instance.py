@@ -27,7 +27,7 @@ from moe_lora.workload.statistics import mean, percentile
 from .adapters import CachedAdapters
 from .copy_links import CopyLinks
 from .events import EventQueue
-from .lora_server import SimLeases, SimLoraServer
+from .lora_server import SimLeases, SimServer
 from .merged_weights import LoraWork, SimMergedWeights, SimMerging
 from .requests import PARTS, CachedRequest, LayerTime, step_rows
 
@@ -128,7 +128,7 @@ class CachedInstance:
         events: EventQueue | None = None,
         is_over: Callable[[], bool] | None = None,
         on_done: Callable[[CachedRequest], None] | None = None,
-        server: SimLoraServer | None = None,
+        server: SimServer | None = None,
     ) -> None:
         self.index = index
         self.events = events or EventQueue()

@@ -129,7 +129,7 @@ class LayerLoads:
             go_on()
 
 
-class SimLoraServer:
+class SimServer:
     """Leases by the leader's table."""
 
     def __init__(self, config: SimServerConfig, events: EventQueue) -> None:
@@ -140,10 +140,7 @@ class SimLoraServer:
         self._instances: dict[str, SimLeases] = {}
         self._work_s: dict[str, float] = {}
         self._numbers: dict[tuple[str, str], int] = {}
-        for before, name in enumerate(reversed(config.prefetched), start=-len(config.prefetched)):
-            self._table.register(name, {})
-            self._table.prefetch(name, float(before))
-        self._table.take_events()
+        self._table.prefill(config.prefetched)
 
     def leases(self, index: int, cache: UnifiedCache, on_change: Callable[[], None]) -> SimLeases:
         """Leases of an instance.  on_change: called after a lease has come."""
@@ -191,7 +188,7 @@ class SimLeases:
     waits_for_others = True
 
     def __init__(
-        self, server: SimLoraServer, instance: str, cache: UnifiedCache, on_change: Callable[[], None]
+        self, server: SimServer, instance: str, cache: UnifiedCache, on_change: Callable[[], None]
     ) -> None:
         self._server = server
         self._instance = instance

@@ -34,7 +34,7 @@ from moe_lora.workload.conversations import TurnRequest
 
 from .events import EventQueue
 from .instance import CachedConfig, CachedInstance
-from .lora_server import SimLoraServer, SimServerConfig
+from .lora_server import SimServer, SimServerConfig
 from .requests import CachedRequest
 
 
@@ -109,7 +109,7 @@ class Replicas:
         self._more_come = True
         self._router = config.router()
         self._listeners = listeners(self._router)
-        self.server = None if config.server is None else SimLoraServer(config.server, self.events)
+        self.server = None if config.server is None else SimServer(config.server, self.events)
         self.instances = [
             CachedInstance(
                 config.instance,

@@ -172,6 +172,15 @@ class LeaseTable:
         adapter.last_used_s = now_s
         return True
 
+    def prefill(self, adapter_ids: Sequence[str]) -> None:
+        """Register adapters and make them resident before the first lease, without events; the last is
+        evicted first.
+        """
+        for before, adapter_id in enumerate(reversed(adapter_ids), start=-len(adapter_ids)):
+            self.register(adapter_id, {})
+            self.prefetch(adapter_id, float(before))
+        self.take_events()
+
     def drop_instance(self, instance: str, now_s: float) -> None:
         """End all leases and waits of a lost instance."""
         for waiter in [waiter for waiter in self._queue if waiter.instance == instance]:

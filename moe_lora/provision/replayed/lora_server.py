@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from moe_lora.cache.leases.leases import Grant, LeaseTable
 from moe_lora.cache.leases.residency import Load
@@ -27,8 +27,8 @@ class SimLoraServer:
         self._num_stages = config.num_stages
         self._control_s = config.control_s
         self._clients: list[RemoteAdapters] = []
-        self._loaded_s: dict[str, tuple[float, float]] = {}
-        self._prefetch(config.prefetched)
+        self._loaded_s = dict.fromkeys(config.prefetched, (-math.inf, -math.inf))
+        self._table.prefill(config.prefetched)
 
     def client(self, on_grant: Callable[[], None], on_contention: Callable[[], None]) -> RemoteAdapters:
         """Access for a further instance.  on_grant: an awaited adapter is ready or loading.
@@ -59,13 +59,6 @@ class SimLoraServer:
                 if other is not client and 0 < other.layer_s < most_s:
                     other.on_contention()
         return after_s / self._num_stages if delta_s else 0.0
-
-    def _prefetch(self, names: Sequence[str]) -> None:
-        for before, name in enumerate(reversed(names), start=-len(names)):
-            self._table.register(name, {})
-            self._table.prefetch(name, float(before))
-            self._loaded_s[name] = (-math.inf, -math.inf)
-        self._table.take_events()
 
     def _carry_out(self) -> None:
         self._table.grant_due(self.clock.now_s())
