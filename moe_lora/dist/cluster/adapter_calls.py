@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from moe_lora.dist.cluster.pool.pool import FleetPool
 
 logger = logging.getLogger(__name__)
-Answer = TypeVar("Answer")
 
 
 class FleetAdapters:
@@ -59,14 +59,13 @@ class FleetAdapters:
         """
         registry = self._instance_registry
         name, *rest = _INTERFACE.bind(verb, args, words)
-        own = self._own.get(verb)
-        change = self._change(verb, name, *rest) if own is None else own(name, *rest)
+        change = self._own.get(verb, partial(self._change, verb))
 
         async def work() -> Any:
             async with self._locks.setdefault(name, asyncio.Lock()):
                 if not registry.live:
                     await registry.dialled_in(lambda: registry.live)
-                return await change
+                return await change(name, *rest)
 
         task = asyncio.ensure_future(work())
         try:
