@@ -8,7 +8,6 @@ import logging
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moe_lora.core.clock import Clock
@@ -75,6 +74,7 @@ class FleetClient:
         self._listeners = listeners(router, meter)
         self._adapters = adapters
         self._running: dict[str, ResumableRequest] = {}
+        self._mover: RequestMover | None = None
         instance_registry.on_move = lambda order: self.mover.follow(order)
         instance_registry.on_unheard = self._leave
         instance_registry.on_drain = lambda instance: self.mover.move_off(instance)
@@ -86,19 +86,21 @@ class FleetClient:
     def instances(self) -> list[Instance]:
         return self._instance_registry.instances
 
-    @cached_property
+    @property
     def mover(self) -> RequestMover:
         """Created for the first move of a request."""
-        from .migration import RequestMover
+        if self._mover is None:
+            from .migration import RequestMover
 
-        return RequestMover(
-            self._instance_registry,
-            self._clock,
-            self._running,
-            self._next_instance,
-            self._continued,
-            self.model_info,
-        )
+            self._mover = RequestMover(
+                self._instance_registry,
+                self._clock,
+                self._running,
+                self._next_instance,
+                self._continued,
+                self.model_info,
+            )
+        return self._mover
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         limit = (self._info or await self.model_info()).max_model_len
@@ -334,7 +336,7 @@ class FleetClient:
         each = [_instance_stats(instance, instance.name in drained) for instance in instances]
         merged = merge_stats([stats for _, stats in answers], past, each)
         routing = next((one.stats for one in self._listeners if one.stats is not None), None)
-        moves = self.mover.stats() if "mover" in self.__dict__ else _NO_MOVES
+        moves = _NO_MOVES if self._mover is None else self._mover.stats()
         return replace(merged, moves=moves, routing=routing)
 
     async def is_alive(self) -> bool:
