@@ -8,7 +8,7 @@ from bench.house.house_speed import Checkout, Part, judged, measure
 from bench.house.house_speed_child import ALIKE, LAYOUTS, named
 
 
-@pytest.mark.parametrize("name", sorted(LAYOUTS["a folder a subject"] | ALIKE))
+@pytest.mark.parametrize("name", sorted(LAYOUTS["folders"] | ALIKE))
 def test_what_is_timed_is_where_the_table_says(name):
     assert callable(named(name))
 
