@@ -216,7 +216,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Gauges (now) and counters (since start) of an engine (docs/reference/metrics.md).
+    """Gauges (now) and counters (since start) of an engine (docs/reference/prometheus.md).
 
     device_kv_invalid_bytes: history of adapters not on the device.  kv_query_tokens: looked up at each
     admission.  swapped: copied between the arenas.  kv_lost_bytes: evicted from the device without a host

@@ -171,12 +171,12 @@ def test_the_document_names_every_metric_of_the_controller_and_no_other(
         families = text_string_to_metric_families(text)
         return {f.name + ("_total" if f.type == "counter" else "") for f in families}
 
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "prometheus.md").read_text()
     with_controller = exported(watched.get("/metrics").text)
     switch, _ = shared_thread
     switch.app = app_of(engine, tokenizer)
     without = exported(watched.get("/metrics").text)
-    named = set(re.findall(r"`(moe_lora:\w+)`", page.split("## Placement")[0]))
+    named = set(re.findall(r"`(moe_lora:\w+)`", page.split("## Provisioning")[1].split("## Placement")[0]))
     assert named == with_controller - without
 
 

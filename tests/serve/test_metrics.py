@@ -214,8 +214,8 @@ def test_two_apps_in_one_process_count_apart(server, engine, tokenizer):
 
 def test_the_document_names_every_metric_and_no_other(server):
     server.post("/v1/completions", {"prompt": "hello"})
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "http.md").read_text()
-    named = set(re.findall(r"`((?:vllm|moe_lora):\w+)`", page))
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "prometheus.md").read_text()
+    named = set(re.findall(r"`((?:vllm|moe_lora):\w+)`", page.split("## Provisioning")[0]))
     families = text_string_to_metric_families(server.get("/metrics").text)
     exported = {
         f.name + ("_total" if f.type == "counter" else "") for f in families if "_created" not in f.name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of the engine, the controllers and their link as metric families (docs/reference/metrics.md)."""
+"""State of the engine, the controllers and their link as metric families (docs/reference/prometheus.md)."""
 
 from __future__ import annotations
 
