@@ -33,19 +33,18 @@ class AccessConfig(Settings):
     SECTION: ClassVar[str] = "front_end"
 
     api_keys: str | None = _access(None, path="place", option="--api-keys", metavar="FILE", unset="none")
-    """Require a key of this file.  moe-lora keys add writes the file.  It is read again when it changes."""
+    """Require a key of this file.  moe-lora keys add writes the file; changes count at once."""
     admin_key_digests: tuple[str, ...] = _access((), check=_check_digests, unset="none")
-    """SHA-256, in hex, of keys of administrators beside `api_keys`; `--api-key KEY` adds one.  Without
-    `api_keys` only paths below /v1 and those that load adapters need a key: health, version and metrics are
-    open."""
+    """SHA-256 digests, in hex, of administrators' keys beside api_keys; --api-key KEY adds one.  Without
+    api_keys only paths below /v1 and loads of adapters need a key: health, version and metrics are open."""
     share_prefix_cache: bool = _access(False)
-    """Let tenants use each other's computed prompts, of adapters that both may use and of the base model: how
-    long a prompt takes then tells whether somebody else has sent it."""
+    """Share computed prompts between tenants, for the base model and common adapters.  The time of a prompt
+    then reveals whether another tenant has sent the same prompt."""
     admin_address: str | None = _access(None, check=parse_address, metavar="ADDRESS", unset="with all else")
-    """Serve what administrators ask for here only: host:port, or the absolute path of a Unix socket, which
-    its owner alone may open."""
+    """Address of administration, the only place for its paths: host:port, or the absolute path of a Unix
+    socket with access for its owner only."""
     tls_cert: str | None = _access(None, path="place", option="--tls-cert", metavar="FILE", unset="none")
-    """Serve HTTPS by this certificate, with its chain, in PEM."""
+    """Certificate for HTTPS with its chain, in PEM."""
     tls_key: str | None = _access(None, path="place", option="--tls-key", metavar="FILE")
     """Private key of the certificate, in PEM."""
 

@@ -45,11 +45,11 @@ class EmulationConfig(Settings):
     """Another device's times, emulated on this machine by sleeping; for comparisons."""
 
     step_profile: StepProfile | None = setting(None, unset="none")
-    """Times of a step's stages, and of the LoRA Server's share in it."""
+    """Times of a step's stages, the LoRA Server's included."""
     load_gb_per_s: float | None = setting(None, above=0, unset="none")
     """Upper bound on the rate of an instance's copies to and from its device, adapters and KV, in 10^9 bytes
     per second."""
     blocking_loads: bool = False
-    """No step begins while an adapter is being copied to the device, as in S-LoRA."""
+    """Start no step during a copy of an adapter to the device, as in S-LoRA."""
     host_slowdown: float = setting(1.0, least=1)
-    """A host worker takes so many times as long as it needs, as if it had that part of a core."""
+    """Factor on a host worker's time, as for a part of a core."""

@@ -63,19 +63,19 @@ class EngineConfig(Settings):
     model_dir: str = setting(in_file=False)
     """Folder of the base model's checkpoint."""
     adapters: tuple[tuple[str, str], ...] = setting((), in_file=False)
-    """(name, directory) pairs served from the start; with a pool only measured then: the pool says what an
-    instance gets."""
+    """(name, directory) pairs served from the start.  With a pool, adapters are only measured at the
+    start."""
     dtype: str = setting("auto", choices=DTYPES, option="--dtype", metavar="DTYPE")
-    """Type of weights and KV: auto, float32, bfloat16.  Activations have the type too.  auto is the
-    checkpoint's type, and bfloat16 for a float16 checkpoint."""
+    """Type of weights, KV and activations: auto, float32, bfloat16.  auto is the checkpoint's type, and
+    bfloat16 for a float16 checkpoint."""
     load_format: str = setting(LOAD_FORMATS[0], choices=LOAD_FORMATS)
-    """Where the weights are from: the folder's files; or dummy, random ones of the sizes that its config.json
-    states, the same at each start.  dummy reads no weights, and needs none there."""
+    """Source of the weights.  safetensors: the folder's files.  dummy: random weights of the sizes in
+    config.json, the same at each start; no weight files are needed."""
     num_layers: int | None = setting(None, least=1, metavar="N", unset="all")
-    """With dummy weights only the first N layers, so that a model fits."""
+    """With dummy weights, the number of first layers to serve."""
     generation_config: str = setting(GENERATION_CONFIGS[0], choices=GENERATION_CONFIGS)
-    """Sampling of requests without fields of their own: auto: temperature, top_p, top_k and min_p of the
-    checkpoint's generation_config.json; none: 1, 1, 0 and 0.  The file's end tokens count with auto only."""
+    """Sampling defaults.  auto: temperature, top_p, top_k, min_p and the end tokens of the checkpoint's
+    generation_config.json.  none: 1, 1, 0 and 0."""
     quantize: str = setting(QUANTIZE[0], choices=QUANTIZE, option="--quantize", metavar="FORMAT")
     """Hold weights as none, int8, int4 or fp8.  checkpoint keeps the checkpoint's format, and none is the
     dtype.  The formats cover weights of attention, MLP and experts, quantised at the load: int8 and fp8 with
@@ -88,7 +88,7 @@ class EngineConfig(Settings):
     quantize_head: bool = setting(False)
     """Quantise the vocabulary head too."""
     device: str = setting("auto", choices=DEVICES, option="--device", metavar="DEVICE")
-    """Device of the model: auto, cpu or cuda.  auto is CUDA where a device is there, else the CPU."""
+    """Device of the model: auto, cpu or cuda.  auto is CUDA if a device is there, else the CPU."""
     max_loras: int = setting(64, least=1, option="--max-loras", group="Adapters")
     """Adapters on the device.  A LoRA Server has its own capacity."""
     max_lora_rank: int | None = setting(
@@ -98,7 +98,7 @@ class EngineConfig(Settings):
     adapter_root: str | None = setting(
         None, path="folder", option="--adapter-root", metavar="FOLDER", group="Adapters", unset="any folder"
     )
-    """Read adapters below this folder only.  The rule holds for paths, links and the registry."""
+    """Read adapters below this folder only, also through links and the registry."""
     max_num_seqs: int = setting(64, least=1, option="--max-num-seqs")
     """Sequences computed in a step."""
     max_num_batched_tokens: int = setting(2048, least=1, option="--max-num-batched-tokens")
@@ -110,9 +110,9 @@ class EngineConfig(Settings):
     memory_utilization: float | None = setting(
         None, above=0, most=1, unset="half of the memory that is free once the weights are there"
     )
-    """Share of a device's memory for one process of an instance: weights, KV and adapters.  Sizes that are
-    chosen stay within this share: a quarter of the rest for adapters, three quarters for KV.  What a step
-    computes with comes on top.  Ranks that share a device each count their equal part of its memory."""
+    """Share of a device's memory for one process: weights, KV and adapters.  Chosen sizes stay within the
+    share: a quarter of the rest for adapters, three quarters for KV.  Working memory of a step comes on top.
+    Ranks that share a device count equal parts of its memory."""
     host_arena_mb: float | None = setting(
         None,
         least=0,
@@ -122,23 +122,21 @@ class EngineConfig(Settings):
     cache_policy: str = setting(
         CACHE_POLICIES[0], choices=CACHE_POLICIES, option="--cache-policy", metavar="POLICY"
     )
-    """Eviction policy of KV and adapters.  Names with -wo are ablations
-    (docs/explanation/cache.md)."""
+    """Eviction policy of KV and adapters.  Names with -wo are ablations (docs/explanation/cache.md)."""
     swap_interval_s: float = setting(0.1, above=0, fixed="a tenth of a second serves all policies")
-    """How often pages are moved ahead of need."""
+    """Time between moves of pages ahead of need."""
     swap_time_unit_s: float | None = setting(
         None, above=0, unset="the policy's", fixed="each cache policy has its own"
     )
-    """FastLibra's unit of the time since a cached thing was used."""
+    """FastLibra's unit of the time since the last use."""
     kv_cache_gb: float | None = setting(None, above=0, option="--kv-cache-gb", metavar="GB", unset="chosen")
-    """Room for KV, in 10^9 bytes.  Without it, and without arena_mb, KV of max_num_seqs sequences of
-    max_model_len goes into the arena, at most a quarter of the memory that is free."""
+    """Room for KV, in 10^9 bytes.  Chosen, without arena_mb: KV of max_num_seqs sequences of max_model_len,
+    at most a quarter of the free memory."""
     lora_memory_gb: float | None = setting(
         None, above=0, option="--lora-memory-gb", metavar="GB", group="Adapters", unset="chosen"
     )
-    """Room for adapters, in 10^9 bytes.  The setting goes without arena_mb.  Chosen: max_loras times
-    the largest adapter known at the start (or one of rank 16), at most a quarter of the memory that is
-    free."""
+    """Room for adapters, in 10^9 bytes; not with arena_mb.  Chosen: max_loras times the largest adapter known
+    at the start (or one of rank 16), at most a quarter of the free memory."""
     block_size: int = setting(16, least=1)
     """Tokens per KV page."""
     eager: bool = setting(False, option="--eager")
@@ -148,80 +146,75 @@ class EngineConfig(Settings):
         unset="on CPU one graph for any size, and one for 1; on CUDA powers of two",
         fixed="the device decides",
     )
-    """Batch sizes that decode steps are padded to, one compiled graph each."""
+    """Batch sizes of compiled decode steps; a step is padded to the next size."""
     async_scheduling: str = setting("auto", choices=("auto", "on", "off"))
-    """Whether a step is scheduled and launched before the tokens of the one before are known.  Tokens are the
-    same, and reach clients a step later.  A request that a token ends computes one row for nothing.  auto: on
-    CUDA; off with several ranks, a LoRA Server, host workers, merging or an emulated step, where on is
-    refused."""
+    """Schedule and launch a step before the tokens of the last step are known.  The tokens are the same and
+    reach clients a step later; a request that ends by a token computes one row in vain.  auto: on CUDA; off
+    with several ranks, a LoRA Server, host workers, merging or an emulated step, which refuse on."""
     prefix_caching: bool = setting(True)
-    """False: every prompt is computed from its first token."""
+    """Reuse KV of equal prompt starts; false: compute every prompt from its first token."""
     expert_parallel: int = setting(1, least=1, option="--expert-parallel", group="Scaling")
     """Processes of an instance that share its experts.  The number divides the number of experts."""
     tensor_parallel: int = setting(1, least=1, option="--tensor-parallel", group="Scaling")
-    """Processes of an instance that share its heads.  They share inner widths and the vocabulary head too.
-    The number divides heads and widths.  With the same expert_parallel, experts stay whole
-    (docs/guides/parallel.md)."""
+    """Processes of an instance that share its heads, inner widths and vocabulary head.  The number divides
+    heads and widths.  With the same expert_parallel, experts stay whole (docs/guides/parallel.md)."""
     num_threads: int | None = setting(None, least=1, option="--threads", unset="all cores, shared")
-    """CPU threads of an instance.  All its processes together use that many."""
+    """CPU threads of an instance, all its processes together."""
     num_instances: int = setting(1, least=1, option="--instances", group="Scaling")
-    """Engine processes that replace each other.  Instances of a host divide its cores and its host
-    memory."""
+    """Engine processes that replace each other.  Instances of a host divide its cores and its host memory."""
     spare_process: bool = setting(True)
-    """Whether `moe-lora serve` with several instances on its host keeps a process more.  It has imported
-    torch, holds no device, and replaces the next instance that dies."""
+    """Keep a spare process beside several instances of moe-lora serve.  The spare has imported torch, holds
+    no device, and replaces the next instance that dies."""
     starvation_s: float = setting(5.0, fixed="5 s serve all loads")
-    """A request that waits longer for its adapter stops younger ones from passing it."""
+    """Wait for an adapter after which younger requests no longer pass."""
     seed: int = 0
-    """Of sampling without a seed.  Each front end, and each start of an instance, makes another one of it."""
+    """Seed of sampling without a request's seed.  Each front end and each start of an instance derives its
+    own."""
     lora_kernel: str = setting("sgmv", choices=LORA_KERNELS)
-    """How deltas are computed: sgmv, true rank; baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA)."""
+    """Kernel of deltas: sgmv, true rank; baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA)."""
     lora_server: LoraServerConfig | None = setting(None, in_file=False)
-    """Where deltas are computed; None: by the engine."""
+    """The LoRA Server; None: the engine computes deltas."""
     instance: str = setting("instance-0", in_file=False)
-    """This engine's name in a cluster."""
+    """Name of this engine in a cluster."""
     queue: str = setting(
         "fcfs",
         choices=QUEUES,
         fixed="requests start by priority and arrival; sjf-oracle is for comparisons",
     )
-    """Order of waiting requests: first come first served, or (for comparisons where every answer has its full
-    length) least max_tokens first."""
+    """Order of waiting requests: first come first served; or, for comparisons with full answers, least
+    max_tokens first."""
     host_workers: int | str = setting(
         0, least=0, words=(AUTO,), option="--host-workers", metavar="N", group="Adapters"
     )
-    """CPU processes that prefill during a load.  The number counts for each of the expert_parallel
-    ranks of each instance.  auto: as many as the performance model and the cores ask for, 0
-    on a CPU device.  With a LoRA Server those of the sites that it leaves to the instances."""
+    """CPU processes that prefill during a load, for each rank of each instance.  auto: by the performance
+    model and the cores, 0 on a CPU device.  With a LoRA Server they serve the instances' own sites."""
     host_cores: tuple[int, ...] = ()
-    """Cores that host workers run on, one each, those of the first instance's first rank first; by default
-    any."""
+    """Cores of host workers, one each, in the order of instances and ranks; default: any."""
     host_tokens_per_worker: int | None = setting(
         None,
         least=1,
         unset="the performance model's, without one 32",
         fixed="the performance model states the number; without a model, 32",
     )
-    """Prompt tokens of one layer that a host worker computes in time; a prompt of more is divided."""
+    """Prompt tokens of one layer for one worker; longer prompts are divided."""
     host_tokens_per_step: int = setting(
         0,
         least=0,
         unset="host_tokens_per_worker x host_workers",
         fixed="host_tpot_budget_ms bounds the tokens, and the workers' rate does without it",
     )
-    """Prompt tokens of loading adapters in a step that computes for others too, at most; 0: see the
-    default."""
+    """Largest number of prompt tokens of loading adapters in a step with other requests; 0: the default."""
     host_tpot_budget_ms: float | None = setting(None, above=0, metavar="MS", unset="none")
-    """host_tokens_per_step is the most with which the model's layers take no longer than that in a step, by
-    the performance model."""
+    """Time for host rows of all layers in a step.  host_tokens_per_step is then the largest fitting number,
+    by the performance model."""
     performance_model: str | None = setting(
         None,
         path="place",
         unset="the front end's",
         fixed="give front_end.performance_model, which instances read too",
     )
-    """Times of this machine, of `moe-lora profile-steps --host-worker`, by which a prompt begins on host
-    workers or waits for its adapter."""
+    """Times of this machine (moe-lora profile-steps --host-worker), for the choice between host workers and
+    waiting for the adapter."""
     batching: str = setting(
         BATCHINGS[0], choices=BATCHINGS, option="--batching", metavar="MODE", group="Adapters"
     )
@@ -231,15 +224,15 @@ class EngineConfig(Settings):
     dlora: DLoraConfig | None = setting(None, in_file=False)
     """Parameters of batching=dlora; None: the defaults."""
     merge_mb_per_step: float = setting(64.0, above=0, fixed="64 MB change between two steps")
-    """Weights that change between two steps, in 10^6 bytes of each process, and at least one site of one
-    layer; merged and dlora change all at once."""
+    """Weights changed between two steps, in 10^6 bytes of each process, at least one site of one layer;
+    merged and dlora change all at once."""
     merge_error_limit: float = setting(0.05, above=0, fixed="auto merges up to 5 %")
-    """auto merges no adapter whose deltas would change by more than this part of them, because merged weights
-    are rounded to the dtype; merged and dlora merge it and log that."""
+    """Largest relative change of an adapter's deltas by rounding merged weights, for auto.  merged and dlora
+    log a larger change."""
     verify_merge: bool = setting(
         False, fixed="tests compare the weights; a server has no use for the checksum"
     )
-    """Compare all weights with a checksum of the first ones each time an adapter was taken out of them."""
+    """Compare all weights with their first checksum after each unmerge."""
     pool: PoolConfig | None = setting(None, in_file=False)
     """The pool of the instances; None: each keeps all adapters."""
     state_dir: str | None = setting(
@@ -248,19 +241,19 @@ class EngineConfig(Settings):
         metavar="FOLDER",
         unset="host-NAME in $XDG_STATE_HOME/moe_lora, else in ~/.local/state/moe_lora",
     )
-    """What must outlive a process: contents of adapters.  Not a place cleaned by age, such as /tmp."""
+    """Folder of adapters' contents, which must outlive processes.  Avoid places cleaned by age, such as
+    /tmp."""
     contents_dir: str | None = setting(
         None,
         path="place",
         unset="contents-… in state_dir, the same at each start of an instance of the cluster",
         fixed="contents lie in engine.state_dir",
     )
-    """Where an instance keeps the contents of its adapters by hash, so that it finds them when it is started
-    again."""
+    """Folder of an instance's adapter contents by hash, read at a restart."""
     device_shares: tuple[DeviceShare, ...] = setting((), in_file=False)
-    """The device of each rank, chosen by `devices` of the cluster; (): rank r takes device r."""
+    """The device of each rank, chosen by devices of the cluster; (): rank r takes device r."""
     leave_out_bad: bool = setting(False, in_file=False)
-    """Start without adapters that can't be read."""
+    """Start without unreadable adapters."""
     emulation: EmulationConfig = setting(
         EmulationConfig(), fixed="another device is emulated for comparisons alone, by code in Python"
     )

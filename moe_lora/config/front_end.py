@@ -72,48 +72,48 @@ class RoutingConfig(Settings):
     """Policy that chooses an instance for a request (docs/guides/placement.md).  rank_aware and
     shortest_pending_time need front_end.performance_model."""
     performance_model: str | None = setting(None, path="place", metavar="FILE")
-    """Step times by rank, of `moe-lora profile-steps`, for the routers that need them."""
+    """Step times by rank for rank_aware and shortest_pending_time, a file of moe-lora profile-steps."""
     performance_form: str = setting("full", choices=PERFORMANCE_FORMS)
-    """Which of its models they use: full, or the papers' toppings."""
+    """Model of step times: full, or the papers' toppings."""
     slo_tpot_s: float | None = setting(None, above=0, unset="no such bound")
-    """SLO of the time per token after the first, in seconds.  rank_aware sends nothing where the performance
-    model has a longer decode step; where each instance has, the least token work left decides."""
+    """SLO of the time per token after the first, in seconds.  rank_aware avoids instances with a longer
+    predicted decode step.  If all have longer steps, the instance with the least token work wins."""
     mean_output_tokens: float | None = setting(
         None, above=0, unset="the mean of the answers served, 128 at the start"
     )
-    """Tokens of an answer: rank_aware divides the time of a prompt by this number, and a placement expects as
-    many while no adapter has answers (128 without a number)."""
+    """Expected tokens of an answer.  rank_aware divides the time of a prompt by this number.  A placement
+    expects this number (128 by default) before an adapter's first answers."""
     rank_aware_cost: str = setting(
         RANK_AWARE_COSTS[0], choices=RANK_AWARE_COSTS, policy="front_end.routing=rank_aware"
     )
-    """rank_aware's cost: others: time that the request adds for the requests there, as in Toppings' Algorithm
-    1; all: and the time of the request's own tokens."""
+    """rank_aware's cost.  others: the time that a request adds to other requests (Toppings, Algorithm 1).
+    all: the time of its own tokens too."""
     adapter_load_s_per_rank: float = setting(0.0, least=0, policy="front_end.routing=shortest_pending_time")
-    """Seconds to load an adapter by its rank, as shortest_pending_time counts it; with host workers 0 is the
-    performance model's, and both routers count what is less, this or the start on the host."""
+    """Seconds to load an adapter, per rank, for shortest_pending_time.  With host workers 0 means the
+    performance model's time; routers then count the shorter of load and host start."""
     placement: str | None = setting(
         None, choices=PLACEMENTS, option="--placement", metavar="NAME", unset="none"
     )
     """Divide adapters over instances, and route by the result.  Beside burst_tolerance, routing may be
     shortest_pending_time (docs/guides/placement.md)."""
     placement_interval_s: float = setting(30.0, above=0)
-    """From one placement to the next."""
+    """Time between placements."""
     demand_steps: int = setting(8, least=1)
-    """Placement intervals that the forecast of an adapter's demand looks at.  With demand_smoothing 1 and no
-    trend the latest decides, and this is after how many idle intervals an adapter is forgotten."""
+    """Placement intervals in the forecast of an adapter's demand.  With demand_smoothing 1 and no trend, only
+    the latest interval counts, and an adapter is forgotten after this many idle intervals."""
     demand_smoothing: float = setting(1.0, above=0, most=1)
-    """Weight of the latest interval in that forecast, and at least 1 / demand_steps; 1 is the latest interval
-    alone."""
+    """Weight of the latest interval in the forecast, at least 1 / demand_steps.  1: only the latest interval
+    counts."""
     demand_trend: float = setting(0.0, least=0, most=1)
-    """Weight of the latest change in that forecast's damped trend; 0 is no trend."""
+    """Weight of the latest change in the forecast's damped trend; 0: no trend."""
     operating_points: str | None = setting(None, path="place", metavar="FILE", unset="all ranks alike")
-    """{"rank": tokens/s} that an instance serves of a rank alone, for the placement."""
+    """File with {"rank": tokens/s}: an instance's rate with adapters of one rank, for the placement."""
     heartbeat_timeout_s: float = setting(5.0, above=0)
-    """An instance that does not get on for so long gets no requests, until it does again; if it sends no
-    beats, those that it has go on elsewhere.  More where one step or one load may take longer."""
+    """Time without progress after which an instance gets no new requests.  A silent instance also loses its
+    requests to others.  Raise the value for longer steps or loads."""
     heartbeat_dead_s: float = setting(30.0, above=0)
-    """After so long all its requests go on elsewhere, and its connection is ended, with one front end its
-    process too; else that ends after twice as long.  More where a step takes longer."""
+    """Time without progress after which all requests of an instance move and its connection ends.  With one
+    front end its process ends too, otherwise after twice the time.  Raise the value for longer steps."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,26 +148,26 @@ class MigrationConfig(Settings):
     GROUP: ClassVar[str] = "Scaling"
 
     migration: str = setting("off", choices=MIGRATIONS, option="--migration", metavar="POLICY")
-    """Move requests off overloaded instances: off or dlora.  An instance is overloaded without free memory,
-    or with requests that queue (docs/guides/migration.md)."""
+    """Move requests off overloaded instances: off or dlora.  An instance is overloaded if it lacks memory or
+    if requests queue (docs/guides/migration.md)."""
     migration_interval_s: float = _of_dlora(1.0, above=0)
-    """Time from one plan to the next at least; more, up to 16 times as much, while plans gain too little."""
+    """Least time between plans; up to 16 times as much while plans gain too little."""
     migration_queue_s: float = _of_dlora(0.5, least=0)
-    """An instance where a request has waited for its first step for longer than this is overloaded."""
+    """Wait of a request for its first step from which on an instance is overloaded."""
     migration_free_share: float = _of_dlora(0.05, least=0, most=1)
-    """As is one with less of its device memory left for requests."""
+    """Share of device memory left for requests below which an instance is overloaded."""
     migration_min_gain: float = _of_dlora(0.1, least=0, most=1)
-    """Share of the slowest instance's time that a plan has to save."""
+    """Least share of the slowest instance's time that a plan must save."""
     migration_solver: str = _of_dlora("fast", choices=MIGRATION_SOLVERS)
-    """How a plan is found: fast: longest requests first, then a search; relaxed: dLoRA's linear program over
-    few instances; exact: HiGHS on all of it, for a few instances and at most migration_interval_s."""
+    """Solver of a plan.  fast: longest requests first, then a search.  relaxed: dLoRA's linear program over
+    few instances.  exact: HiGHS on the whole problem, for a few instances, within migration_interval_s."""
     migration_selected: int = _of_dlora(4, least=1)
-    """K. relaxed: so many of the slowest instances give requests, to those and as many of the fastest. fast:
-    the search is among the slowest and 2 K - 1 of the fastest; all above the mean give. exact: unused."""
+    """Instances in a plan, K.  relaxed: the K slowest give requests, to these and the K fastest.  fast: the
+    search covers the slowest and the 2 K - 1 fastest; all above the mean give.  exact: unused."""
     migration_affinity_s: float = _of_dlora(0.0, least=0)
-    """eta: seconds that each further adapter of an instance counts as."""
+    """Cost of each further adapter on an instance, in seconds (dLoRA's eta)."""
     migration_bytes_per_s: float = _of_dlora(1e9, above=0)
-    """Between two instances, for the choice between moving a request's tokens and its KV."""
+    """Rate between two instances, for the choice between moving tokens and KV."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,25 +180,25 @@ class FrontEndConfig(AccessConfig, LimitsConfig, MigrationConfig, RoutingConfig)
     port: int = _port(8000, option="--port", group="Access")
     """Port of HTTP.  0 takes a free port."""
     engines_address: str | None = setting(None, check=parse_address)
-    """Where instances dial in: host:port, or on one host the absolute path of a socket."""
+    """Address for instances to dial: host:port, or on one host the absolute path of a socket."""
     cors_origins: tuple[str, ...] = setting(
         (), check=_check_origins, former="--cors-origin", metavar="ORIGIN", unset="none"
     )
-    """Let pages of this origin call the server from a browser (https://app.example.com; * is all); may be
-    given several times."""
+    """Let pages of this origin call the server from a browser (https://app.example.com; *: all); may be given
+    several times."""
     docs_page: bool = setting(True)
-    """Serve the page at / and /docs, and /openapi.json."""
+    """Serve the pages / and /docs, and /openapi.json."""
     metrics_by_name: int = setting(64, least=0)
-    """Adapters, and tenants, whose requests, tokens and TTFT /metrics counts by name.  Further names count as
-    "other"; 0 turns the counts off."""
+    """Number of adapters, and of tenants, with counts by name in /metrics.  Further names count as "other"; 0
+    turns the counts off."""
     adapter_chat_template: bool = setting(False, option="--adapter-chat-template", group="Adapters")
-    """Use the chat template that lies beside an adapter.  Its end token counts too, where its tokenizer has
-    the base model's tokens.  A template is a program: only for adapters of people that you trust."""
+    """Use an adapter's own chat template, and its end token if its tokenizer has the base model's tokens.  A
+    template is a program: trust the author of the adapter."""
     log_level: str = setting("info", choices=LOG_LEVELS, option="--log-level", metavar="LEVEL", group="More")
     """Log level: debug, info, warning or error."""
     drain_s: float = setting(20.0, least=0)
-    """When told to end, requests under way get so long to finish.  Then each ends with an error, a stream
-    with an error event, one without a token with a 503.  A second signal ends it at once."""
+    """Time for running requests after the signal to end.  Then each ends with an error: a stream with an
+    error event, a request without a token with a 503.  A second signal ends everything at once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -214,13 +214,13 @@ class FrontEndPlace(Settings):
     """What one of several front ends has of its own."""
 
     engines_address: str = setting(check=parse_address)
-    """Where instances dial this one in, as in front_end."""
+    """Address for instances to dial this front end, as in front_end."""
     host: str | None = setting(None, unset="as in front_end")
-    """Where it listens for HTTP."""
+    """Address to listen at for HTTP."""
     port: int | None = _port(None, unset="as in front_end")
-    """Of HTTP."""
+    """Port of HTTP."""
     admin_address: str | None = setting(None, check=parse_address, unset="as in front_end")
-    """Where it alone serves what administrators ask for."""
+    """Address of administration of this front end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,9 +230,9 @@ class ControllerConfig(Settings):
     SECTION: ClassVar[str] = CONTROLLER
 
     address: str = setting(check=parse_address)
-    """Where front ends dial it, host:port or the path of a socket."""
+    """Address for front ends to dial: host:port, or the path of a socket."""
     engines_address: str = setting(check=parse_address)
-    """Where instances dial it, which dial every front end too."""
+    """Address for instances to dial the controller, beside every front end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,15 +242,16 @@ class ProvisionConfig(Settings):
     SECTION: ClassVar[str] = "provision"
 
     target_iar: float = setting(0.95, above=0, most=1)
-    """Share of requests whose adapter should find a place at once, watched with a LoRA Server or if given."""
+    """Target share of requests with a place for their adapter at once.  Watched with a LoRA Server, or if
+    given."""
     window_s: float = setting(300.0, above=0, former="--provision-window-s")
-    """For how long a request counts for that."""
+    """Time for which a request counts in the share."""
     interval_s: float = setting(30.0, above=0, fixed="the load is evaluated every 30 s")
-    """From one evaluation to the next."""
+    """Time between evaluations."""
     auto_resize: bool = setting(False)
-    """Let the LoRA Server's capacity follow what the target needs, up to what its memory holds."""
+    """Adapt the LoRA Server's capacity to the target, within its memory."""
     min_capacity: int = setting(1, least=1)
-    """The capacity never falls below this."""
+    """Lower bound of the capacity."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,9 +263,9 @@ class RegistryConfig(Settings):
     OPENED_BY: ClassVar[str] = "folder"
 
     folder: str = setting(path="folder", option="--registry", metavar="FOLDER", unset="none")
-    """Serve the adapters of a registry.  moe-lora adapters add fills a registry.  The front end opens it,
-    or the controller where there is one; store/ in it must be at the same path on every host."""
+    """Serve the adapters of a registry; moe-lora adapters add fills a registry.  The front end, or the
+    controller, opens the folder.  Its store/ needs the same path on every host."""
     adapters: tuple[str, ...] | None = setting(
         None, former="--registry-adapters", metavar="NAME...", unset="all of this base model"
     )
-    """Only these of them, from the start."""
+    """Serve only these adapters from the start."""

@@ -37,53 +37,49 @@ class LimitsConfig(Settings):
     trusted_proxies: tuple[str, ...] = setting(
         (), check=_check_proxies, former="--trusted-proxy", metavar="ADDRESS", unset="none"
     )
-    """A proxy (address or network) whose X-Forwarded-For says which client it speaks for; may be given
-    several times. Its own connections have no limit but that of all."""
+    """A proxy (address or network) whose X-Forwarded-For names the client; may be given several times. Its
+    own connections count only in max_connections."""
     max_connections: int = setting(16384, least=1)
-    """Connections open at once. More are answered with 503. Fewer where the limit on open files leaves no
-    room for them."""
+    """Open connections; more are answered with 503. The limit on open files may lower the number."""
     max_connections_per_client: int = setting(1024, least=1)
-    """Of one client; more are answered with 429."""
+    """Open connections of one client; more are answered with 429."""
     idle_timeout_s: float = setting(3900.0, above=0)
-    """After a request its connection is kept for so long without another. Whoever closes first may do so
-    while a request is on its way, which the client sees as a reset: so clients and proxies (Envoy: an hour)
-    close first."""
+    """Time until an idle connection closes. Clients and proxies (Envoy: an hour) should close first: a
+    request on a closing connection fails with a reset."""
     header_timeout_s: float = setting(20.0, above=0)
-    """From a request's first byte to the end of its headers; then 408. A new connection on which no first
-    byte comes for so long is closed, unless it is a trusted proxy's."""
+    """Time from a request's first byte to the end of its headers; then 408. A new connection without a byte
+    closes after the same time, unless a trusted proxy opened the connection."""
     body_timeout_s: float = setting(60.0, above=0)
-    """From there to the end of its body; then 408."""
+    """Time from the end of the headers to the end of the body; then 408."""
     write_timeout_s: float = setting(30.0, above=0)
-    """A client that reads nothing of what waits for it is ended after so long, and its requests with it."""
+    """Time without reading after which a client's connection and requests end."""
     max_unread_steps: int = setting(
         4096, least=1, fixed="4096 steps are more than a client of any use leaves unread"
     )
-    """Steps of an answer that wait because its client does not read; then its request ends."""
+    """Unread steps of an answer; then the request ends."""
     max_header_bytes: int = setting(1 << 16, least=1024)
-    """Of a request's first line and headers, and of trailers; then 400."""
+    """Bytes of a request's first line and headers, and of trailers; then 400."""
     max_body_bytes: int = setting(2 << 20, least=1024)
-    """Of a request that generates; larger ones are answered with 413. Other bodies have at most 64 KiB."""
+    """Bytes of a generating request's body; then 413. Other bodies have at most 64 KiB."""
     max_bodies_bytes: int = setting(64 << 20, least=1024)
-    """Of all bodies that are being received or checked, without the first 16 KiB of each; more are answered
-    with 503."""
+    """Bytes of all bodies being received or checked, without the first 16 KiB of each; then 503."""
     max_bodies_bytes_per_client: int = setting(16 << 20, least=1024)
-    """Of those of one client; more are answered with 429."""
+    """The same, of one client; then 429."""
     max_json_depth: int = setting(32, least=4, fixed="no request needs more than 32 levels")
-    """Lists and objects in each other; then 400."""
+    """Nested lists and objects; then 400."""
     check_timeout_s: float = setting(20.0, above=0, fixed="20 s serve all bodies that the limits allow")
-    """Bodies from 16 KiB on are checked, and their texts tokenized, one after another in a process of their
-    own, clients by turns. One that waits for longer is answered with 503."""
+    """Time that a body from 16 KiB on may wait for its check; then 503. A separate process checks and
+    tokenizes these bodies one by one, clients by turns."""
     max_choices: int = setting(128, least=1)
-    """Of one request: prompts times n; then 400."""
+    """Choices of one request, prompts times n; then 400."""
     max_request_tokens: int = setting(1 << 20, least=1)
-    """Of one request: its choices' prompts and the longest answers allowed together (at most 4 096 tokens of
-    an answer without max_tokens), each token counted again for every other one whose log probability is
-    asked for; then 400. One choice without these may always have the model's whole context."""
+    """Tokens of one request's prompts and longest answers together; then 400. An answer without max_tokens
+    counts at most 4,096 tokens. Log probabilities of other tokens count as further tokens. One choice without
+    log probabilities may have the whole context."""
     unknown_fields: str = setting("warn", choices=UNKNOWN_FIELDS)
     """Unknown fields of a request. warn: the server ignores them, logs each name once, and lists them in the
     header X-Ignored-Fields. error: 400. Fields that would change the answer are a 400 in both cases."""
     max_queued_tokens: int = setting(1 << 23, least=1)
-    """Of all choices that wait for their first token: prompts and answers, counted likewise, at least 1 024
-    each; more are answered with 503."""
+    """Tokens of all choices before their first token, at least 1,024 each; then 503."""
     max_queued_tokens_per_client: int = setting(1 << 21, least=1)
-    """Of those of one client; more are answered with 429. One choice may always wait."""
+    """The same, of one client; then 429. One choice may always wait."""

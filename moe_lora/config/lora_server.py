@@ -28,8 +28,7 @@ class LoraServerConfig(Settings):
     stages of layers.  Also EPx, PPy, and DPm (adapters spread over m ranks, for comparison).  x must divide
     the number of experts; x·y processes must be started."""
     capacity: int = setting(64, least=1, option="--lora-capacity")
-    """Adapters on the LoRA Server.  The memory of its ranks bounds the number too.  More adapters
-    may be known than that."""
+    """Adapters on the LoRA Server at once, if its memory suffices.  More adapters may be known."""
     memory_gb: float | None = setting(
         None,
         above=0,
@@ -37,44 +36,40 @@ class LoraServerConfig(Settings):
         metavar="GB",
         unset="chosen",
     )
-    """Room for adapters on each rank, in 10^9 bytes.  Chosen is capacity times the largest adapter known at
-    the start, or times one of rank 16 on all targets if that takes more and at most an eighth of the memory.
-    An adapter within the budget is served, and
-    others are evicted for it; a larger one is refused when it is loaded."""
+    """Room for adapters on each rank, in 10^9 bytes.  Chosen: capacity times the largest adapter known at the
+    start, or times an adapter of rank 16 on all targets if that is larger and at most an eighth of the
+    memory.  A larger adapter is refused when it is loaded."""
     address: str = ""
-    """host:port of its first rank, as every other host reaches it; on one host the path of a socket."""
+    """host:port of the first rank for other hosts; on one host the path of a socket."""
     certificates: str | None = setting(None, in_file=False)
     """Folder of the cluster's certificates; None: all is on one host."""
     store_dir: str = setting("", path="folder")
-    """Where packed adapters lie as files.  Roles on one host share it; hosts need not: missing files are sent
-    over."""
+    """Folder of packed adapters.  Roles on one host share the folder; other hosts receive missing files."""
     transport: str = setting("shm", choices=TRANSPORTS)
-    """How instances and LoRA Server exchange rows: shm (one host), gloo (two-sided, any hosts), nixl
-    (one-sided, any hosts; `pip install "moe-lora[nixl]"`).  nixl is not dependable yet when the network is
-    cut and comes back: a server rank was seen to end with a segmentation fault (no request was lost by
-    it)."""
+    """Exchange of rows between instances and LoRA Server: shm (one host), gloo (two-sided, any hosts), nixl
+    (one-sided, any hosts; pip install "moe-lora[nixl]").  Avoid nixl on networks that break: after a cut, a
+    server rank once ended with a segmentation fault (no request was lost)."""
     device_puts: str = setting("none", choices=DEVICE_PUTS)
-    """ibgda: instances of one GPU each put the rows of decode steps to the server's GPUs themselves
-    (NVSHMEM), and get the deltas so; transport has the rest, and everything from when one of them has ended
-    until all are started together.  Needs layout EPx-PPy.  Experimental: docs/reference/support.md says what
-    ran.  none: transport has all."""
+    """ibgda: GPUs of instances put rows of decode steps to the server's GPUs (NVSHMEM), and receive the
+    deltas.  transport carries the rest, and everything after the end of a participant until all start
+    together.  Needs layout EPx-PPy and one GPU an instance.  Experimental: docs/reference/support.md lists
+    what ran.  none: transport carries everything."""
     sites: str = setting("auto", choices=("auto", "all", "experts"))
-    """Which LoRA sites the server computes: all; or experts, and instances compute attention and dense sites;
-    auto: experts where the model has any."""
+    """LoRA sites of the server.  all; experts: instances compute attention and dense sites; auto: experts if
+    the model has experts, else all."""
     max_rows: int = setting(512, least=1, fixed="512 rows fit a message of every transport")
     """Rows in one message between an instance and a server rank."""
     depth: int = setting(4, least=1, fixed="4 messages keep every transport busy")
     """Messages under way between an instance and a server rank."""
     answer_timeout_s: float = setting(30.0, above=0)
-    """An answer that takes longer is computed by the instance."""
+    """Time for an answer; then the instance computes the deltas."""
     lease_timeout_s: float = setting(5.0, above=0, fixed="5 s serve all networks")
-    """How long the leases of an instance that vanished are kept."""
+    """Time that leases of a vanished instance stay."""
     load_gb_per_s: float | None = setting(None, above=0, unset="none")
-    """Bound on the rate at which its ranks load adapters, in 10^9 bytes per second."""
+    """Upper bound on the ranks' rate of loading adapters, in 10^9 bytes per second."""
     host_workers: int = setting(0, least=0, former="--lora-server-host-workers")
-    """Processes beside each of its ranks that compute the rows of layers that are still being loaded; 0: such
-    rows wait."""
+    """CPU processes beside each rank for rows of layers that are still loading; 0: such rows wait."""
     host_tokens_per_worker: int = setting(32, least=1, fixed="32 rows serve all models")
-    """Rows of one layer that such a process computes in time; more are divided."""
+    """Rows of one layer for one worker; more are divided."""
     layer_wise: bool = setting(True, fixed="layers always serve as soon as each is there")
-    """A layer of an adapter serves as soon as it is there; false: none before all are, for comparisons."""
+    """A layer of an adapter serves as soon as it is loaded; false: only with all layers, for comparisons."""

@@ -21,13 +21,13 @@ class PlanGoals(Settings):
     global_batch: float | None = setting(
         None, above=0, option="--global-batch", unset="rate * mean output tokens * predicted TPOT"
     )
-    """Requests decoding at once.  Over all instances (Little's law)."""
+    """Requests decoding at once, over all instances (Little's law)."""
     load_margin: float = setting(0.0, least=0, option="--load-margin")
-    """Plan for so much more load, 0.2 being a fifth; not with --global-batch."""
+    """Further load to plan for, 0.2 being a fifth; not with --global-batch."""
     gpus: int | None = setting(None, least=1, option="--gpus", unset="as few as it takes")
-    """Split so many."""
+    """Number of GPUs to divide."""
     instances: int | None = setting(None, least=1, option="--instances", unset="chosen")
-    """So many LLM instances."""
+    """Number of LLM instances."""
     prefix_hit_share: float | None = setting(
         None, least=0, option="--prefix-hit-share", unset="by the trace's block hashes, 0 without them"
     )
@@ -37,9 +37,9 @@ class PlanGoals(Settings):
     slo_tpot_s: float = setting(0.1, above=0, option="--slo-tpot-s")
     """Mean TPOT."""
     target_iar: float = setting(0.95, above=0, most=1, option="--target-iar")
-    """Share that must start at once."""
+    """Share of requests that start at once."""
     estimator: str = setting("corrected", choices=ESTIMATORS, option="--estimator")
-    """Whose IAR M* has to bring to the target."""
+    """Formula of the IAR for the target."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,19 +64,19 @@ class ReplayOptions(Settings):
     model: str
     """Base model's name."""
     timeout_s: float = setting(600.0, above=0, option="--timeout-s")
-    """For one whole request."""
+    """Time for one whole request."""
     max_connections: int = setting(2048, least=1, option="--max-connections")
     """Requests under way at once."""
     temperature: float = setting(0.0, least=0, most=100, option="--temperature")
     """0: greedy."""
     force_length: str = setting("ignore-eos", choices=FORCE_LENGTH, option="--force-length")
-    """How a server is made to give the trace's output length (not where an answer is known)."""
+    """Way to get the trace's output length, except for known answers."""
     vocab_size: int = setting(32000, least=1, option="--vocab-size")
-    """Random token ids are below it."""
+    """Upper bound of random token ids."""
     seed: int = setting(0, least=0, option="--seed")
-    """Of what is drawn: arrivals, adapters, prompts."""
+    """Seed of arrivals, adapters and prompts."""
     api_key: str | None = field(default=None, repr=False)
-    """Sent as bearer token."""
+    """Bearer token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +93,11 @@ class WorkloadOptions(Settings):
     burstiness: float = setting(1.0, option="--burstiness")
     """1: Poisson; less is burstier (Gamma)."""
     duration_s: float | None = setting(None, option="--duration-s")
-    """Send what arrives before this."""
+    """Send requests that arrive earlier."""
     busiest: bool = setting(False, option="--busiest")
-    """With --duration-s: the trace's busiest stretch, not its start."""
+    """With --duration-s: take the trace's busiest stretch instead of its start."""
     num_requests: int | None = setting(None, least=1, option="--num-requests")
-    """Send at most so many."""
+    """Largest number of requests."""
     max_prompt_tokens: int | None = setting(None, least=1, option="--max-prompt-tokens")
     """Cut longer prompts."""
     max_output_tokens: int | None = setting(None, least=1, option="--max-output-tokens")

@@ -19,9 +19,9 @@ class PoolConfig(Settings):
     SECTION: ClassVar[str] = "pool"
 
     replicas: int = setting(1, least=1, former="--pool-replicas", unset="every instance has all")
-    """Keep each adapter in the host memory of this many instances only; the others read it there
+    """Instances with each adapter in host memory; other instances read it there
     (docs/guides/placement.md)."""
     transport: str = setting("shm", choices=POOL_TRANSPORTS)
-    """How they read it: shm on one host, gloo between hosts."""
+    """Reading between instances: shm on one host, gloo between hosts."""
     host: str | None = setting(None, unset="the one from which it reaches the front end")
-    """This host's address as other instances reach it."""
+    """Address of this host for other instances."""
