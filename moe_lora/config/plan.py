@@ -60,7 +60,7 @@ class ReplayOptions(Settings):
     """
 
     url: str = setting(option="--url")
-    """Server, e.g. http://127.0.0.1:8000."""
+    """Server, such as http://127.0.0.1:8000."""
     model: str
     """Base model's name."""
     timeout_s: float = setting(600.0, above=0, option="--timeout-s")
