@@ -22,7 +22,7 @@ _model = click.option(
     "--model",
     "model_dir",
     type=_FOLDER,
-    help="Folder of the base model (of its weights only samples are read).",
+    help="Folder of the base model; only samples of its weights are read.",
 )
 _version = click.option("--version", type=click.IntRange(min=1), help="One version.  [default: all]")
 
@@ -96,11 +96,11 @@ def list_adapters(path: Path | None, model_dir: Path | None, registry: Path | No
     "model_dir",
     required=True,
     type=_FOLDER,
-    help="Folder of the base model; what it could not serve is refused.",
+    help="Folder of the base model; adapters that do not fit are refused.",
 )
-@click.option("--name", help="What requests will use as model.  [default: the name of the folder]")
-@click.option("--owner", default="", help="Whom to ask about it.")
-@click.option("--link", is_flag=True, help="Refer to the files where they are instead of copying them.")
+@click.option("--name", help="Name for requests.  [default: the name of the folder]")
+@click.option("--owner", default="", help="Person or team to ask.")
+@click.option("--link", is_flag=True, help="Refer to the files without copying.")
 @user_errors
 def add(
     paths: tuple[Path, ...], registry: Path, model_dir: Path, name: str | None, owner: str, link: bool

@@ -14,13 +14,13 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def server_options(command: Command) -> Command:
     """Options that say which server, and with which key: `url` and `api_key`."""
     command = click.option(
-        "--api-key", envvar="OPENAI_API_KEY", help="Of an administrator, sent as bearer token."
+        "--api-key", envvar="OPENAI_API_KEY", help="Administrator's key, sent as bearer token."
     )(command)
     return click.option(
         "--url",
         default="http://127.0.0.1:8000",
         show_default=True,
-        help="Of the server, as requests use it, or the path of its socket for administrators.",
+        help="The server's URL, or the path of its socket for administrators.",
     )(command)
 
 

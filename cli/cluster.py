@@ -21,7 +21,7 @@ def cluster() -> None:
     type=click.Path(path_type=Path),
     default=Path("certificates"),
     show_default=True,
-    help="Where to write them; the file's `certificates`.",
+    help="Folder to write; `certificates` in the file.",
 )
 @user_errors
 def init(folder: Path) -> None:

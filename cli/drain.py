@@ -22,7 +22,7 @@ _LOOK_S = 0.2
     type=click.FloatRange(min=0),
     default=60.0,
     show_default=True,
-    help="How long to wait until it has no requests.",
+    help="Time until the last request has ended or moved.",
 )
 @user_errors
 def drain(instance: str, url: str, api_key: str | None, wait_s: float) -> None:

@@ -24,23 +24,25 @@ def keys() -> None:
 
 @keys.command()
 @_FILE
-@click.option("--tenant", required=True, metavar="NAME", help="Whom requests with the key count for.")
+@click.option("--tenant", required=True, metavar="NAME", help="Tenant of requests with the key.")
 @click.option(
     "--adapters",
     multiple=True,
     metavar="PATTERN",
-    help="Adapters that it may use, as a name or a pattern (acme-*); may be given several times.  "
+    help="Allowed adapters, a name or a pattern (acme-*); may be given several times.  "
     "[default: the base model only]",
 )
-@click.option("--admin", is_flag=True, help="It may load, unload and see everything, and use all adapters.")
+@click.option("--admin", is_flag=True, help="Allow everything: all adapters, loads, unloads, status.")
 @click.option("--requests-per-minute", type=float, metavar="N", help="[default: any number]")
-@click.option("--tokens-per-minute", type=float, metavar="N", help="Of prompts and answers.  [default: any]")
+@click.option(
+    "--tokens-per-minute", type=float, metavar="N", help="Tokens of prompts and answers.  [default: any]"
+)
 @click.option(
     "--share",
     type=click.FloatRange(1e-3, 1e3),
     default=1.0,
     show_default=True,
-    help="Weight of the tenant where tenants compete.",
+    help="Weight of the tenant among competing tenants.",
 )
 @user_errors
 def add(

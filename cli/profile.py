@@ -25,7 +25,13 @@ _BATCHES = tuple(2**power for power in range(9))
 @click.command()
 @click.argument("model_dir", type=click.Path(exists=True, file_okay=False))
 @click.option("--out", required=True, type=click.Path(dir_okay=False), help="JSON file to write.")
-@click.option("--max-batch", default=256, show_default=True, type=click.IntRange(2, 4096), help="Most rows.")
+@click.option(
+    "--max-batch",
+    default=256,
+    show_default=True,
+    type=click.IntRange(2, 4096),
+    help="Largest number of rows.",
+)
 @click.option("--lora-rank", default=16, show_default=True, type=click.IntRange(1, 512))
 @click.option("--num-adapters", default=32, show_default=True, type=click.IntRange(min=1))
 @click.option("--zipf", default=1.2, show_default=True, help="Popularity ~ 1 / place**ZIPF.")

@@ -35,7 +35,7 @@ _MACHINE = ("device", "dtype", "num_threads", "eager", *WEIGHTS)
     default=(EngineConfig.lora_kernel,),
     show_default=True,
     type=click.Choice(LORA_KERNELS),
-    help="May be given several times: one engine each, timed in turn.",
+    help="May be given several times; engines are timed in turn.",
 )
 @click.option("--ranks", default="8,16,32,64,128", show_default=True, type=WholeNumbers(1, 512))
 @click.option("--batches", default="1,2,4,8,16,32", show_default=True, type=WholeNumbers(1, 4096))
@@ -45,7 +45,7 @@ _MACHINE = ("device", "dtype", "num_threads", "eager", *WEIGHTS)
     default=8,
     show_default=True,
     type=click.IntRange(1, 1024),
-    help="Of each rank.",
+    help="Adapters of each rank.",
 )
 @click.option(
     "--mixed",
@@ -60,34 +60,38 @@ _MACHINE = ("device", "dtype", "num_threads", "eager", *WEIGHTS)
     default=5,
     show_default=True,
     type=click.IntRange(1, 1000),
-    help="Of every batch.",
+    help="Rounds of every batch.",
 )
 @click.option(
-    "--decode-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Timed in each round."
+    "--decode-steps",
+    default=4,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Timed decode steps of each round.",
 )
 @click.option(
     "--max-tokens",
     default=512,
     show_default=True,
     type=click.IntRange(1, 65536),
-    help="Most tokens of a prefill step.",
+    help="Largest number of tokens of a prefill step.",
 )
 @click.option(
     "--quantile",
     default=0.5,
     show_default=True,
     type=click.FloatRange(0, 1),
-    help="Of a batch's samples; 0.5: median.  Lower where others use the machine.",
+    help="Quantile of a batch's samples; 0.5: median.  Lower values suit a shared machine.",
 )
 @click.option(
     "--processor-time",
     is_flag=True,
-    help="Count the time on a processor, not what passes: for one CPU thread beside other programs.",
+    help="Count processor time instead of wall time: for one CPU thread on a shared machine.",
 )
 @click.option(
     "--host-worker",
     is_flag=True,
-    help="Time one host worker, prompts and loads too: from where on waiting for an adapter is quicker.",
+    help="Time one host worker, prompts and loads too, for the choice between host worker and load.",
 )
 @click.option("--seed", default=0, show_default=True)
 @click.option("--force", is_flag=True, help=f"Write models with R2 below {LEAST_R2:g} too.")

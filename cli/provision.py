@@ -32,7 +32,7 @@ _ADAPTERS = (
         "--num-adapters",
         "num_adapters",
         type=click.IntRange(min=1),
-        help="Number of adapters.  [default: those that the trace, or a file of counts, names]",
+        help="Number of adapters.  [default: the names in the trace or the file of counts]",
     ),
     ZIPF,
     POPULARITY,
@@ -40,15 +40,15 @@ _ADAPTERS = (
         "--lora-rank",
         multiple=True,
         metavar="R[=SHARE]",
-        help="Rank of the adapters, or ranks with their shares.  [default: the popularity's, where it has "
-        "ranks; else table 3's, for a named model]",
+        help="Rank of the adapters, or ranks with their shares.  [default: the popularity's ranks, "
+        "else table 3's for a named model]",
     ),
     click.option(
         "--adapter-form",
         type=click.Choice(["separate", "shared"]),
         default="separate",
         show_default=True,
-        help="Gate and up of an expert have an A each, or share one.",
+        help="separate: gate and up have an A each; shared: one A for both.",
     ),
 )
 _CLUSTER = (
@@ -58,17 +58,17 @@ _CLUSTER = (
         "--assume",
         multiple=True,
         metavar="RATE=BYTES",
-        help="Bytes per second that the profile lacks: load_bytes_per_s or net_bytes_per_s.",
+        help="A missing rate of the profile, load_bytes_per_s or net_bytes_per_s.",
     ),
-    click.option("--instance-gpus", type=int, help="GPUs of one.  [default: table 3's, else 1]"),
+    click.option("--instance-gpus", type=int, help="GPUs of an instance.  [default: table 3's, else 1]"),
 )
 _RESULT = (
     click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON."),
     click.option(
         "--verify",
         is_flag=True,
-        help="Simulate the plan as written by other draws of arrivals and adapters than it was chosen by; "
-        "exit status 1, and no file, if it misses a target.",
+        help="Simulate the plan with new draws of arrivals and adapters; exit status 1, and no file, if "
+        "the plan misses a target.",
     ),
     click.option("--report", type=_OUT, help="Write an HTML page with plots."),
     click.option("--out", type=_OUT, help="Write cluster.yaml for `moe-lora serve --config`."),

@@ -35,13 +35,13 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
     metavar="32|64|128",
     help="Inputs that share a scale; with fp8 128: blocks of 128 x 128.  [default: 64 with int4, else a row]",
 )
-@click.option("--quantize-head", is_flag=True, help="The vocabulary head too.")
+@click.option("--quantize-head", is_flag=True, help="Quantise the vocabulary head too.")
 @click.option(
     "--dtype",
     default="auto",
     show_default="the checkpoint's",
     type=click.Choice(["auto", "float32", "bfloat16"]),
-    help="Of what stays unquantised, and of the scales of int4.",
+    help="Type of unquantised weights, and of the scales of int4.",
 )
 @user_errors
 def quantize(

@@ -27,14 +27,14 @@ _LOAD = (
     click.option(
         "--arrivals",
         type=click.Choice(ARRIVALS),
-        help="The trace's own times (scaled, with --request-rate), or times drawn at --request-rate.  "
+        help="trace: the trace's times, scaled to --request-rate; gamma: drawn at --request-rate.  "
         "[default: gamma with --request-rate, else trace]",
     ),
     click.option("--request-rate", type=float, help="Requests per second."),
 )
 _ADAPTERS = (
-    click.option("--lora-modules", multiple=True, metavar="NAMES...", help="Adapters to ask for."),
-    click.option("--num-adapters", type=int, help="Ask for the first N adapters the server lists."),
+    click.option("--lora-modules", multiple=True, metavar="NAMES...", help="Adapters to request."),
+    click.option("--num-adapters", type=int, help="Request the first N adapters of the server's list."),
     ZIPF,
     POPULARITY,
     click.option("--adapter-counts", type=_FILE, help="Popularity by counts: CSV adapter,count or JSON."),
@@ -42,7 +42,7 @@ _ADAPTERS = (
     click.option(
         "--skewness",
         type=int,
-        help="Map the functions, or the names in the trace, to the adapters: so many per round-robin block.  "
+        help="Map functions, or names in the trace, to adapters in round-robin blocks of this size.  "
         "[default with --functions: 1]",
     ),
 )
@@ -54,10 +54,8 @@ _RESULT = (
     click.option("--slo-ttft-s", default=0.25, show_default=True),
     click.option("--slo-tpot-s", default=0.1, show_default=True),
     click.option("--label", help="Name of the run in tables and plots.  [default: the model]"),
-    click.option(
-        "--emulates", metavar="DEVICE", help="What the server's devices emulate; marks the results as such."
-    ),
-    click.option("--quiet", is_flag=True, help="No table, no names of files written."),
+    click.option("--emulates", metavar="DEVICE", help="Device that the server emulates; marks the results."),
+    click.option("--quiet", is_flag=True, help="Print no table and no file names."),
     click.option("--save-result", type=_OUT, help="Write the run as JSON."),
     click.option("--append-result", type=_OUT, help="Append a JSON line {kind, config, result, env}."),
     click.option("--report", "report_path", type=_OUT, help="Write an HTML page with plots."),

@@ -20,9 +20,11 @@ _DRAIN_MOST_S = 3600.0
     type=click.FloatRange(min=0, min_open=True, max=3600),
     default=300.0,
     show_default=True,
-    help="How long each may take until it takes part, and from its end until it does again.",
+    help="Time for each process to take part, at first and after its restart.",
 )
-@click.option("--lora-server", is_flag=True, help="The ranks of the LoRA Server, and only named instances.")
+@click.option(
+    "--lora-server", is_flag=True, help="Restart the ranks of the LoRA Server, and only named instances."
+)
 @user_errors
 def restart(
     instances: tuple[str, ...], url: str, api_key: str | None, limit_s: float, lora_server: bool

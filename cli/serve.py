@@ -112,7 +112,7 @@ Further settings: --set SECTION.NAME=VALUE; `moe-lora settings` lists them all.
     "further_settings",
     metavar="SECTION.NAME=VALUE",
     multiple=True,
-    help="Any setting of `moe-lora settings`.",
+    help="Give any setting of `moe-lora settings`.",
 )
 @headed(
     "More",
