@@ -19,7 +19,8 @@ from moe_lora.kernels.operands import SlotTable, StepTables
 from moe_lora.lora.backend import AddTo, LoraBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, Source
-from moe_lora.models.causal_lm import CausalLM, ExpertLinear, LoraLinear
+from moe_lora.models.causal_lm import CausalLM
+from moe_lora.models.linear import ExpertLinear, LoraLinear
 from moe_lora.models.quantised_weight import QuantisedWeight
 
 from .engine_runs import EngineRun

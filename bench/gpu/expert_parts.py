@@ -120,7 +120,7 @@ def _check(log: Log, name: str, layer: _Layer) -> None:
     import torch
 
     from moe_lora.kernels import reference
-    from moe_lora.models.causal_lm import glu
+    from moe_lora.models.linear import glu
 
     x, ids, weights = layer.rows(70)
     found = layer.run(x, ids, weights)

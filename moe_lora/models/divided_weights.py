@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from moe_lora.core.shard import ModelShard
 
-from .causal_lm import Attention, CausalLM, ExpertLinear, LoraLinear
+from .causal_lm import Attention, CausalLM
+from .linear import ExpertLinear, LoraLinear
 
 
 class Cut(NamedTuple):

@@ -21,9 +21,10 @@ from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.quantised import Format, format_of
 
-from .causal_lm import CausalLM, ExpertLinear, LoraLinear
+from .causal_lm import CausalLM
 from .checkpoint import Checkpoint
 from .divided_weights import Cut, HeldRanges, held_ranges
+from .linear import ExpertLinear, LoraLinear
 from .quantised_weight import Quantisation, QuantisedWeight, WeightLayout, common_layout
 from .random_weights import RandomCheckpoint
 from .stored_weight import StoredWeight

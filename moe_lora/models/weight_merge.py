@@ -25,7 +25,8 @@ from moe_lora.core.shape import ModelShape, Site
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.kernels.reference import arena_rows
 
-from .causal_lm import CausalLM, ExpertLinear, LoraLinear
+from .causal_lm import CausalLM
+from .linear import ExpertLinear, LoraLinear
 
 NEVER_MERGED = ("router",)
 """Sites with deltas always beside the weights."""

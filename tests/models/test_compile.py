@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moe_lora.core.hf_config import read_config
 from moe_lora.families import model_spec
 from moe_lora.kernels import ops, reference
-from moe_lora.models.causal_lm import CausalLM, DecoderLayer, LoraLinear
+from moe_lora.models.causal_lm import CausalLM, DecoderLayer
+from moe_lora.models.linear import LoraLinear
 from moe_lora.models.quantised_weight import QuantisedWeight, WeightLayout, quantisation_of
 from tests.families import FAMILIES
 

@@ -12,7 +12,7 @@ import torch
 from moe_lora.lora.backend import RoutedBackend
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, Source, no_terms
-from moe_lora.models.causal_lm import MoeMlp
+from moe_lora.models.mlp import MoeMlp
 from moe_lora.models.weight_merge import HeldAdapter, WeightMerge
 from tests.families import FAMILIES
 from tests.oracle import greedy_reference

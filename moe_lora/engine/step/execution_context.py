@@ -20,7 +20,7 @@ from moe_lora.kernels.triton.lora.segments import RowsToSort, Zeros
 from moe_lora.lora.backend import AddTo, LoraBackend
 from moe_lora.lora.local import LocalDeltas
 from moe_lora.lora.row_routing import RowRouting
-from moe_lora.models.causal_lm import numbered_from
+from moe_lora.models.linear import numbered_from
 
 
 class ExecutionContext:

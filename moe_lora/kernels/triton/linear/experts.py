@@ -34,7 +34,7 @@ _SORT_BLOCK, _MANY_ROWS, _SORT_BLOCK_OF_MANY = 1024, 8192, 8192
 
 
 class Gate(NamedTuple):
-    """Activation from gate_up's halves to down's input; see `models.causal_lm.glu`."""
+    """Activation from gate_up's halves to down's input; see `models.linear.glu`."""
 
     clamped: bool
     limit: float

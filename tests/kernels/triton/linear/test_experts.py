@@ -16,7 +16,8 @@ from moe_lora.kernels.triton.linear import experts
 from moe_lora.kernels.triton.lora import triton_lora as lora
 from moe_lora.kernels.triton.lora.problem import Deltas
 from moe_lora.kernels.triton.lora.segments import Zeros, build_segments, rows_to_sort
-from moe_lora.models.causal_lm import MoeMlp, glu
+from moe_lora.models.linear import glu
+from moe_lora.models.mlp import MoeMlp
 from tests.kernels.kernel_cases import popularity, random
 from tests.kernels.triton.gpu_cases import GATE_UP, LAYER, TOLERANCE, make_batch
 
