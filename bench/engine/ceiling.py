@@ -16,7 +16,7 @@ import torch
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.core import EngineCore
 from moe_lora.kernels.operands import SlotTable, StepTables
-from moe_lora.lora.backend import AddTo, LoraBackend, RoutedBackend
+from moe_lora.lora.backend import AddTo, LoraBackend, OuterBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, Source
 from moe_lora.models.causal_lm import CausalLM
@@ -63,8 +63,8 @@ class StepBytes:
 
 
 @dataclass
-class StepRecord:
-    """A LoraBackend around another that records each site's experts."""
+class StepRecord(OuterBackend):
+    """Records each site's experts."""
 
     inner: LoraBackend
     step: StepTables | None = None
@@ -74,21 +74,12 @@ class StepRecord:
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         self.step = step
         self.token_slots = torch.from_numpy(routing.terms_from(Source.LOCAL, 0)["slot"])
-        self.inner.begin_step(step, routing)
-
-    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        """`begin` does it."""
-
-    def rows_here(self, layer: int, site: int) -> None:
-        """None, so that each site starts and is recorded."""
+        super().begin_step(step, routing)
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         if ids is not None:
             self.expert_ids[layer, site] = ids.clone()
         return self.inner.begin(layer, site, x, ids)
-
-    def abandon_step(self) -> None:
-        self.inner.abandon_step()
 
 
 @contextmanager

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -24,17 +25,33 @@ dtype or in fp32; called once, except for `local.LocalDeltas`.
 """
 
 
-class LoraBackend(Protocol):
+Made = TypeVar("Made")
+
+
+class LoraBackend(ABC):
     """Computes y += delta for its rows of a step.
 
     Per site: `add_to = begin(...)`, base GEMM into y, `add_to(y)`; on CPU one call of the library, with
     `rows_here`.  Several sites may start before the first `add_to`.  A failed step ends with `abandon_step`.
     """
 
+    _step: StepTables
+    _routing: RowRouting
+    _made: dict[tuple[Any, ...], Any]
+
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         """Announce the batch of the following sites."""
-        ...
+        self._step, self._routing, self._made = step, routing, {}
 
+    def _once(self, make: Callable[..., Made], *place: int) -> Made:
+        """make(*place), called once a step, e.g. for each group of sites."""
+        key = make.__name__, *place  # not the bound method: a cycle would keep arenas alive
+        if key not in self._made:
+            self._made[key] = make(*place)
+        made: Made = self._made[key]
+        return made
+
+    @abstractmethod
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         """Start the deltas of one site; None without deltas.
 
@@ -42,32 +59,43 @@ class LoraBackend(Protocol):
         ids: None at a dense site, else [T, K] int32 experts of each token row, model numbers, -1 for padding
         and for experts of another rank.
         """
-        ...
 
     def rows_here(self, layer: int, site: int) -> LoraRows | None:
         """The CPU library's operands for the site's deltas with its base layer.
 
         None: use `begin`.  If a step's routing is equal in all layers, layer 0's answer holds for all.
         """
-        ...
+        return None
 
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> RowsToSort | None:
         """Rows to sort in the launch that chooses experts, before `begin` with these ids (CUDA only).
 
         x: any of the site's dtype and device.  None: nothing to sort, or `begin` sorts.
         """
-        ...
+        return None
 
-    def abandon_step(self) -> None:
+    def abandon_step(self) -> None:  # noqa: B027
         """Drop a step that failed between `begin_step` and its last `add_to`; harmless without a step.
 
         The next step gets its own deltas, never an answer to a request of the dropped step.  Default:
         nothing, for backends in the engine's thread.
         """
-        return
 
 
-class RoutedBackend:
+class OuterBackend(LoraBackend):
+    """LoraBackend around another, with the other's steps."""
+
+    def __init__(self, inner: LoraBackend) -> None:
+        self.inner = inner
+
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        self.inner.begin_step(step, routing)
+
+    def abandon_step(self) -> None:
+        self.inner.abandon_step()
+
+
+class RoutedBackend(LoraBackend):
     """LoraBackend that sends each row, at each site, to its source's backend.
 
     backends: in the order of `begin`, remote ones first.  Under a negated source: the backend that subtracts.

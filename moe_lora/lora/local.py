@@ -13,10 +13,10 @@ from moe_lora.adapters.packed import LayerShard, PackedAdapter, PackedLayer
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape
 from moe_lora.kernels.cpu.site_linear import NO_ROWS, LoraRows, lora_rows
 from moe_lora.kernels.lora import SharedSegments, Shrunk, deltas_of, lora_expand, lora_shrink
-from moe_lora.kernels.operands import LoraOperands, SlotTable, StepTables
+from moe_lora.kernels.operands import LoraOperands, SlotTable
 
 from .backend import AddTo, LoraBackend
-from .row_routing import RowRouting, Source
+from .row_routing import Source
 
 if TYPE_CHECKING:
     from moe_lora.kernels.triton.lora.problem import Deltas
@@ -58,66 +58,47 @@ class LocalBackend(LoraBackend):
         self._slots = slots
         self._kernel = kernel
         self._source = source
-        self._decode = False
-        self._shared = SharedSegments()
-        self._routing: RowRouting | None = None
-        self._rows: dict[int, tuple[torch.Tensor, list[int]]] = {}
-        self._rows_here: dict[tuple[int, int], LoraRows | None] = {}
-
-    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
-        self._decode = step.decode
-        if not self._arena.is_cpu:
-            self._shared = SharedSegments()
-        self._routing = routing
-        self._rows, self._rows_here = {}, {}
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
-        routing = self._routing
-        assert routing is not None, "begin_step comes first"
-        group = routing.groups[layer][site]
-        token_slots, site_ranks = self._slots_at(routing, group)
-        if not site_ranks[site]:
+        operands, batch_rank = self._operands(layer, site, x, ids)
+        if not batch_rank:
             return None
         shrunk = lora_shrink(
-            LoraOperands(x, ids, self._sites[site], layer, token_slots, self._slots, self._arena),
+            operands,
             kernel=self._kernel,
-            decode=self._decode,
-            shared=self._shared,
-            batch_rank=site_ranks[site],
+            decode=self._step.decode,
+            shared=self._once(SharedSegments),
+            batch_rank=batch_rank,
         )
         return LocalDeltas(shrunk, subtract=self._source < 0)
 
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> RowsToSort | None:
-        routing = self._routing
-        assert routing is not None, "begin_step comes first"
-        token_slots, site_ranks = self._slots_at(routing, routing.groups[layer][site])
-        if not site_ranks[site] or self._kernel != "sgmv":
+        operands, batch_rank = self._operands(layer, site, x, ids)
+        if not batch_rank or self._kernel != "sgmv":
             return None
-        operands = LoraOperands(x, ids, self._sites[site], layer, token_slots, self._slots, self._arena)
-        return self._shared.to_sort(operands, self._decode)
+        return self._once(SharedSegments).to_sort(operands, self._step.decode)
 
     def rows_here(self, layer: int, site: int) -> LoraRows | None:
-        routing = self._routing
-        assert routing is not None, "begin_step comes first"
-        place = routing.groups[layer][site], site
-        if place not in self._rows_here:
-            self._rows_here[place] = self._made_rows(*place, routing)
-        return self._rows_here[place]
+        return self._once(self._made_rows, self._routing.groups[layer][site], site)
 
-    def _made_rows(self, group: int, site: int, routing: RowRouting) -> LoraRows | None:
+    def _made_rows(self, group: int, site: int) -> LoraRows | None:
         if not self._arena.is_cpu or self._source < 0:
             return None
-        token_slots, site_ranks = self._slots_at(routing, group)
+        token_slots, site_ranks = self._once(self._copied_slots, group)
         if not site_ranks[site]:
             return NO_ROWS
         return lora_rows(self._sites[site], token_slots, self._slots, self._arena, self._kernel)
 
-    def _slots_at(self, routing: RowRouting, group: int) -> tuple[torch.Tensor, list[int]]:
-        if group not in self._rows:
-            self._rows[group] = self._copied_slots(routing, group)
-        return self._rows[group]
+    def _operands(
+        self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None
+    ) -> tuple[LoraOperands, int]:
+        """And the largest rank of the rows at the site, 0 without deltas."""
+        token_slots, site_ranks = self._once(self._copied_slots, self._routing.groups[layer][site])
+        place = self._sites[site], layer, token_slots, self._slots, self._arena
+        return LoraOperands(x, ids, *place), site_ranks[site]
 
-    def _copied_slots(self, routing: RowRouting, group: int) -> tuple[torch.Tensor, list[int]]:
+    def _copied_slots(self, group: int) -> tuple[torch.Tensor, list[int]]:
+        routing = self._routing
         slot = np.ascontiguousarray(routing.terms_from(self._source, group)["slot"])
         site_ranks = routing.site_ranks
         if site_ranks is None:

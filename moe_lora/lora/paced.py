@@ -13,7 +13,7 @@ from moe_lora.config.emulation import StepProfile
 from moe_lora.core.shape import ModelShape, Site
 from moe_lora.kernels.operands import StepTables
 
-from .backend import AddTo, LoraBackend
+from .backend import AddTo, LoraBackend, OuterBackend
 from .row_routing import RowRouting
 
 
@@ -37,7 +37,7 @@ def prefill_shares(shape: ModelShape) -> list[float]:
     return [one / sum(work) for one in work]
 
 
-class PacedBackend:
+class PacedBackend(OuterBackend):
     """LoraBackend around another that sleeps up to each stage's time by `profile`.
 
     Decode rows count, and prompt rows if the profile has their time, divided over a layer's sites by
@@ -48,7 +48,7 @@ class PacedBackend:
     def __init__(
         self, backend: LoraBackend, shape: ModelShape, profile: StepProfile, *, remote: bool
     ) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self._profile = profile
         self._remote = remote
         mlp = _mlp_sites(shape)
@@ -68,22 +68,13 @@ class PacedBackend:
         self._num_prompt_rows = int(lengths[step.seq_lens > 0].sum()) - self._num_rows
         self._host = bool(routing.loading.any())
         self._due_s = time.monotonic()
-        self._backend.begin_step(step, routing)
+        super().begin_step(step, routing)
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo:
         if site == self._first_site:
             self._pass(self._profile.attention.seconds(self._num_rows))
         begun_s = time.monotonic()
-        return partial(self._add_to, self._backend.begin(layer, site, x, ids), site, begun_s)
-
-    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        """`begin` sorts."""
-
-    def rows_here(self, layer: int, site: int) -> None:
-        """A stage ends by its time, not by its computation."""
-
-    def abandon_step(self) -> None:
-        self._backend.abandon_step()
+        return partial(self._add_to, self.inner.begin(layer, site, x, ids), site, begun_s)
 
     def _add_to(self, add_to: AddTo | None, site: int, begun_s: float, y: torch.Tensor) -> None:
         host_s = 0.0

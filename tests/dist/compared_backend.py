@@ -69,12 +69,6 @@ class ComparedBackend(RemoteBackend):
         super().begin_step(step, routing)
         self._local.begin_step(step, routing)
 
-    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        pass
-
-    def rows_here(self, layer: int, site: int) -> None:
-        pass
-
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo:
         local = self._local.backend.begin(layer, site, x, ids)
         remote = super().begin(layer, site, x, ids)

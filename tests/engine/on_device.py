@@ -20,10 +20,9 @@ from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.engine.step.step_buffer import StepBuffer
 from moe_lora.engine.step.step_graphs import StepGraphs
 from moe_lora.engine.step.step_pieces import HostCalled, StepCapture, between_graphs
-from moe_lora.kernels.operands import StepTables
-from moe_lora.lora.backend import AddTo, LoraBackend, RoutedBackend
+from moe_lora.lora.backend import AddTo, LoraBackend, OuterBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend
-from moe_lora.lora.row_routing import RowRouting, Source
+from moe_lora.lora.row_routing import Source
 from tests.families import ALL_TARGETS, make_adapter, make_checkpoint
 from tests.models.harness import BLOCK_SIZE, Harness
 from tests.stand_in_device import CUDA, DeviceTensor, Launch, launches, noting, to_device
@@ -71,31 +70,19 @@ class Recorder:
         return replay
 
 
-class OnHost:
+class OnHost(OuterBackend):
     """LoraBackend of the host behind the stand-in: what it would copy to and from a GPU lies in its reach.
 
     num_begun: how often it had deltas.
     """
 
     def __init__(self, backend: LoraBackend) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self.num_begun = 0
-
-    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
-        self._backend.begin_step(step, routing)
-
-    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        pass
-
-    def rows_here(self, layer: int, site: int) -> None:
-        pass
-
-    def abandon_step(self) -> None:
-        self._backend.abandon_step()
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         self._refuse_capture()
-        add_to = self._backend.begin(layer, site, x.held.clone(), None if ids is None else ids.held.clone())
+        add_to = self.inner.begin(layer, site, x.held.clone(), None if ids is None else ids.held.clone())
         self.num_begun += add_to is not None
         return None if add_to is None else partial(self._add_to, add_to)
 

@@ -10,9 +10,9 @@ import torch
 from moe_lora.config.emulation import StageTime, StepProfile
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora import paced
-from moe_lora.lora.backend import AddTo
+from moe_lora.lora.backend import AddTo, LoraBackend
 from moe_lora.lora.paced import PacedBackend, prefill_shares
-from moe_lora.lora.row_routing import RowRouting, Source, local_routing
+from moe_lora.lora.row_routing import Source, local_routing
 from tests.dist.lora_server.shapes import model_shape
 
 SHAPE = model_shape()
@@ -38,19 +38,11 @@ class Clock:
         self.now_s += seconds
 
 
-class Answering:
+class Answering(LoraBackend):
     """A backend whose answers are there `delay_s` after they are waited for."""
 
     def __init__(self, clock: Clock, delay_s: float) -> None:
         self.clock, self.delay_s = clock, delay_s
-
-    def begin_step(self, step: StepTables, routing: RowRouting) -> None: ...
-
-    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        pass
-
-    def rows_here(self, layer: int, site: int) -> None:
-        pass
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo:
         return self.add_to

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_lora.kernels.operands import StepTables
-from moe_lora.lora.backend import RoutedBackend
+from moe_lora.lora.backend import LoraBackend, RoutedBackend
 from moe_lora.lora.row_routing import RowRouting, Source, no_terms
 
 GROUPS = ((0, 1), (0, 1))
@@ -48,7 +48,7 @@ def test_step_of_the_base_model_has_no_deltas():
     assert route((Source.LOCAL, 0), None).has_deltas
 
 
-class Noting:
+class Noting(LoraBackend):
     """A backend that adds its number to the first element of y."""
 
     def __init__(self, number: float) -> None:
@@ -56,12 +56,6 @@ class Noting:
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         self.num_steps += 1
-
-    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        pass
-
-    def rows_here(self, layer: int, site: int) -> None:
-        pass
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None):
         return lambda y: y[0].add_(self.number)

@@ -20,7 +20,7 @@ import torch
 from moe_lora.dist.transport.device_puts import POLLS_PER_S, PUT_BLOCKS, STATUS_BYTES, DevicePuts
 from moe_lora.kernels.operands import StepTables
 from moe_lora.kernels.triton.configs import kernels
-from moe_lora.lora.backend import AddTo
+from moe_lora.lora.backend import AddTo, LoraBackend
 from moe_lora.lora.row_routing import RowRouting, Source
 
 from .device_frames import DeviceFrames
@@ -28,7 +28,7 @@ from .device_frames import DeviceFrames
 logger = logging.getLogger(__name__)
 
 
-class PushedBackend:
+class PushedBackend(LoraBackend):
     """The backend of a single-process instance.
 
     group, frames: see `DeviceFrames`.  client: the instance's number.  num_steps: started; num_redone:
@@ -106,12 +106,6 @@ class PushedBackend:
         there = self._window.bytes[offset_bytes : offset_bytes + values.nbytes]
         there.view(values.dtype).view(values.shape).copy_(values)
         return offset_bytes, values.nbytes
-
-    def rows_here(self, layer: int, site: int) -> None:
-        """The rows are elsewhere."""
-
-    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        """The rows are elsewhere."""
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         frames, client = self._frames, self._client

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.partition import Partition
 from moe_lora.core.shape import ModelShape
-from moe_lora.kernels.operands import StepTables
-from moe_lora.lora.backend import AddTo
+from moe_lora.lora.backend import AddTo, LoraBackend
 from moe_lora.lora.row_routing import RowRouting, Source
 
 from .host_deltas import HostDeltas
@@ -68,13 +67,15 @@ class _Part:
     delta: torch.Tensor | None
 
 
+Shares: TypeAlias = Sequence[tuple[int, np.ndarray]]
+"""Servers, with their candidate token rows."""
+
+
 class Division(Protocol):
     """Division of rows among servers."""
 
-    def shares(
-        self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray
-    ) -> Sequence[tuple[int, np.ndarray]]:
-        """Servers of the site, with their candidate token rows; slot: [T] of all rows."""
+    def shares(self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray) -> Shares:
+        """Servers of the site; slot: [T] of all rows."""
         ...
 
     def experts_of(self, server: int) -> range:
@@ -90,9 +91,7 @@ class ServerPartition:
         self.client_rank = client_rank
         self.experts_of = partition.experts_of
 
-    def shares(
-        self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray
-    ) -> Sequence[tuple[int, np.ndarray]]:
+    def shares(self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray) -> Shares:
         """A rank gets all tokens, or, among replicas, the tokens of its slots."""
         servers = self._partition.servers_of_client(self.client_rank, layer, site)
         dp = self._partition.layout.dp
@@ -107,14 +106,46 @@ class SessionLink(Protocol):
     session: ClientSession | None
 
 
-class RemoteBackend:
-    """LoraBackend over a LoRA Server's ranks, or over host workers.
+class DividedBackend(LoraBackend):
+    """LoraBackend over servers that share the rows of a source by a `Division`.
+
+    `num_requests`: so far.
+    """
+
+    def __init__(self, shape: ModelShape, source: Source, division: Division) -> None:
+        self._shape = shape
+        self._source = source
+        self._division = division
+        self.num_requests = 0
+
+    @property
+    def num_fallback_rows(self) -> int:
+        """Rows computed by the engine in place of a server."""
+        return 0
+
+    def failures(self) -> dict[int, Exception]:
+        """See `HostWorkers.failures`."""
+        return {}
+
+    def _shares(self, group: int, layer: int, site: int) -> tuple[RemoteRows, Shares]:
+        """The group's rows, and each server's tokens with deltas at the site."""
+        rows = self._once(self._rows, group)
+        tokens = rows.tokens_at(site)
+        return rows, self._division.shares(layer, site, tokens, rows.slot) if len(tokens) else ()
+
+    def _rows(self, group: int) -> RemoteRows:
+        return RemoteRows(self._routing, self._source, group, self._shape)
+
+
+class RemoteBackend(DividedBackend):
+    """Over a LoRA Server's ranks, or over host workers.
 
     Requests that are not sent or answered are computed here from the host store (`HostDeltas`).
-    `num_requests`: answers; `num_fallback_rows`: rows computed here; `num_host_rows`: answered rows from a
-    LoRA Server's host workers.
+    `num_requests`: answers; `num_host_rows`: answered rows from a LoRA Server's host workers.
     Source: InfiniLoRA sections 3 and 5.1.
     """
+
+    num_fallback_rows = num_host_rows = 0
 
     def __init__(
         self,
@@ -125,48 +156,25 @@ class RemoteBackend:
         layout: FrameLayout,
         store: HostStore,
     ) -> None:
-        self._shape = shape
-        self._source = source
-        self._division = division
+        super().__init__(shape, source, division)
         self._links = links
         self._layout = layout
         self._host = HostDeltas(shape, store)
-        self._routing: RowRouting | None = None
-        self._rows: dict[int, RemoteRows] = {}
-        self.num_requests = self.num_fallback_rows = self.num_host_rows = 0
-
-    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
-        self._routing = routing
-        self._rows = {}
 
     def abandon_step(self) -> None:
-        self._routing = None
-        self._rows = {}
         for link in self._links.values():
             session = link.session
             if session is not None:
                 session.abandon()
 
-    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        """The rows are elsewhere."""
-
-    def rows_here(self, layer: int, site: int) -> None:
-        """The rows are elsewhere."""
-
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
-        routing = self._routing
-        assert routing is not None, "begin_step comes first"
-        group = routing.groups[layer][site]
-        if group not in self._rows:
-            self._rows[group] = RemoteRows(routing, self._source, group, self._shape)
-        rows = self._rows[group]
-        tokens = rows.tokens_at(site)
-        if not len(tokens):
+        rows, shares = self._shares(self._routing.groups[layer][site], layer, site)
+        if not shares:
             return None
         if ids is None:
-            parts = self._send_dense(rows, layer, site, x, tokens)
+            parts = self._send_dense(rows, layer, site, x, shares)
         else:
-            parts = self._send_experts(rows, layer, site, x, ids, tokens)
+            parts = self._send_experts(rows, layer, site, x, ids, shares)
         return partial(self._add_to, parts)
 
     def _add_to(self, parts: Sequence[_Part], y: torch.Tensor) -> None:
@@ -178,22 +186,22 @@ class RemoteBackend:
                 y.index_add_(0, part.rows.to(y.device), delta.to(y))
 
     def _send_dense(
-        self, rows: RemoteRows, layer: int, site: int, x: torch.Tensor, tokens: np.ndarray
+        self, rows: RemoteRows, layer: int, site: int, x: torch.Tensor, shares: Shares
     ) -> list[_Part]:
         parts = []
-        for server, chosen in self._division.shares(layer, site, tokens, rows.slot):
+        for server, chosen in shares:
             for some in _chunks(chosen, self._layout.max_rows):
                 parts.append(self._send(server, rows, layer, site, x, some, some, None, some))
         return parts
 
     def _send_experts(
-        self, rows: RemoteRows, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor, tokens: np.ndarray
+        self, rows: RemoteRows, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor, shares: Shares
     ) -> list[_Part]:
         top_k = ids.shape[1]
         all_ids = ids.cpu().numpy()
         per_output = x.shape[0] != ids.shape[0]
         parts = []
-        for server, chosen in self._division.shares(layer, site, tokens, rows.slot):
+        for server, chosen in shares:
             experts = self._division.experts_of(server)
             mine = all_ids[chosen]
             mine[(mine < experts.start) | (mine >= experts.stop)] = -1
@@ -266,7 +274,6 @@ class RemoteBackend:
         return delta
 
     def _compute_here(self, request: DeltaRequest, row_adapter: np.ndarray) -> torch.Tensor:
-        assert self._routing is not None
         width = self._shape.sites[request.site].total_out_features
         delta = torch.empty(request.num_rows, width, dtype=self._layout.dtype)
         self._host.compute(request, self._routing.adapters, row_adapter, delta)

@@ -19,12 +19,11 @@ import numpy as np
 import torch
 
 from moe_lora.core.shape import ModelShape
-from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.backend import AddTo
-from moe_lora.lora.row_routing import RowRouting, Source
+from moe_lora.lora.row_routing import Source
 
 from .frame_slots import FrameSlots
-from .remote_backend import Division, RemoteRows
+from .remote_backend import DividedBackend, Division
 from .session import HEADER_BYTES, DeltaRequest, answer_rows, request_at
 
 
@@ -155,11 +154,11 @@ class _Piece:
     generation: torch.Tensor
 
 
-class StreamBackend:
-    """LoraBackend over host workers and a device's stream.
+class StreamBackend(DividedBackend):
+    """Over host workers and a device's stream.
 
     Only the device knows the chosen experts: a worker gets all of a row's ids and answers with a row for
-    each, zero without an adapter.  `num_requests`: requests so far.
+    each, zero without an adapter.
     """
 
     def __init__(
@@ -169,22 +168,15 @@ class StreamBackend:
         links: Mapping[int, StreamLink],
         stream: Stream,
     ) -> None:
-        self._shape = shape
-        self._division = division
+        super().__init__(shape, Source.HOST, division)
         self._links = links
         self._stream = stream
-        self._routing: RowRouting | None = None
-        self._rows: dict[int, RemoteRows] = {}
-        self._pieces: dict[tuple[int, int], list[_Piece]] = {}
-        self.num_requests = 0
 
     @property
     def num_fallback_rows(self) -> int:
-        """Rows computed by the engine in place of a worker."""
         return sum(link.num_fallback_rows for link in self._links.values())
 
     def failures(self) -> dict[int, Exception]:
-        """See `HostWorkers.failures`."""
         found: dict[int, Exception] = {}
         for link in self._links.values():
             while link.problems:
@@ -192,47 +184,26 @@ class StreamBackend:
                 found[number] = error
         return found
 
-    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
-        self._routing = routing
-        self._rows, self._pieces = {}, {}
-
     def abandon_step(self) -> None:
         """Waits for the stream: a problem of the dropped step never counts for the next step."""
-        self._routing = None
-        self._rows, self._pieces = {}, {}
         for link in self._links.values():
             link.stream_session.abandon()
         self._stream.synchronize()
         self.failures()
 
-    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        """The rows are elsewhere."""
-
-    def rows_here(self, layer: int, site: int) -> None:
-        """The rows are elsewhere."""
-
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
-        pieces = self._pieces_at(layer, site)
+        pieces = self._once(self._pieces, self._routing.groups[layer][site], site)
         if not pieces:
             return None
         asked = [self._ask(piece, layer, site, x, ids) for piece in pieces]
         return partial(self._add_to, asked)
 
-    def _pieces_at(self, layer: int, site: int) -> list[_Piece]:
-        routing = self._routing
-        assert routing is not None, "begin_step comes first"
-        group = routing.groups[layer][site]
-        if (group, site) not in self._pieces:
-            if group not in self._rows:
-                self._rows[group] = RemoteRows(routing, Source.HOST, group, self._shape)
-            rows = self._rows[group]
-            tokens = rows.tokens_at(site)
-            shares = self._division.shares(layer, site, tokens, rows.slot) if len(tokens) else ()
-            self._pieces[group, site] = [
-                _Piece(worker, *self._stream.to_device(np.stack([some, rows.generation[some]])))
-                for worker, some in shares
-            ]
-        return self._pieces[group, site]
+    def _pieces(self, group: int, site: int) -> list[_Piece]:
+        rows, shares = self._shares(group, 0, site)  # workers have all layers
+        return [
+            _Piece(worker, *self._stream.to_device(np.stack([some, rows.generation[some]])))
+            for worker, some in shares
+        ]
 
     def _ask(
         self, piece: _Piece, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None

@@ -14,7 +14,7 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import OwnFolder
 from moe_lora.core.processes import STOP_TIMEOUT_S, allowed_core_numbers, usable_cores
-from moe_lora.dist.deltas.remote_backend import RemoteBackend
+from moe_lora.dist.deltas.remote_backend import DividedBackend, RemoteBackend, Shares
 from moe_lora.dist.deltas.session import DeltaRequest, FrameLayout
 from moe_lora.dist.deltas.stream_backend import Stream, StreamBackend
 from moe_lora.dist.transport.shm import ShmTransport
@@ -86,7 +86,7 @@ class HostWorkers:
         }
         shares = RowShares(num_workers, tokens_per_worker, shape.num_experts)
         self.links: dict[int, WorkerLink] = {}
-        self.backend: RemoteBackend | StreamBackend
+        self.backend: DividedBackend
         try:
             if stream is None:
                 links = self.links = {number: WorkerLink(*place) for number, place in places.items()}
@@ -139,7 +139,7 @@ class HostWorkers:
         Neither a worker nor the engine computed rows of these adapters: the step's rows are wrong.  Without a
         stream the step raises instead.  Call this after the device has ended the step.
         """
-        return self.backend.failures() if isinstance(self.backend, StreamBackend) else {}
+        return self.backend.failures()
 
     def settle(self) -> None:
         """Wait until no request is under way, e.g. before adapter files go."""
@@ -185,9 +185,7 @@ class RowShares:
         self._tokens_per_worker = tokens_per_worker
         self._experts = range(num_experts)
 
-    def shares(
-        self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray
-    ) -> Sequence[tuple[int, np.ndarray]]:
+    def shares(self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray) -> Shares:
         """(worker, token rows) of workers with rows."""
         num_pieces = -(-len(tokens) // self._tokens_per_worker)
         pieces = np.array_split(tokens, num_pieces)

@@ -17,10 +17,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from moe_lora.engine.ranks.exchange import Exchanges, ExpertExchange, Sums
-from moe_lora.kernels.cpu.site_linear import LoraRows
-from moe_lora.kernels.operands import StepTables
-from moe_lora.lora.backend import AddTo, LoraBackend
-from moe_lora.lora.row_routing import RowRouting
+from moe_lora.lora.backend import AddTo, LoraBackend, OuterBackend
 
 Piece: TypeAlias = Callable[[], object]
 Compute: TypeAlias = Callable[[], torch.Tensor]
@@ -127,7 +124,7 @@ class KeptMemory:
         return self.of(role, x, x.shape).copy_(x)
 
 
-class HostCalled:
+class HostCalled(OuterBackend):
     """LoraBackend over a backend called by the host: each call cuts a captured step.
 
     At a replay the backend begins on a copy of x and ids, and adds deltas to zeros; the next graph adds the
@@ -138,32 +135,20 @@ class HostCalled:
     """
 
     def __init__(self, backend: LoraBackend, capture: StepCapture) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self._capture = capture
         self._memory = KeptMemory()
         self._zero: set[int] = set()
         """Addresses of deltas equal to zero."""
 
-    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
-        self._backend.begin_step(step, routing)
-
-    def rows_here(self, layer: int, site: int) -> LoraRows | None:
-        return self._backend.rows_here(layer, site)
-
-    def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        """`begin` sorts."""
-
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         if not self._capture.running:
-            return self._backend.begin(layer, site, x, ids)
+            return self.inner.begin(layer, site, x, ids)
         kept_x = self._memory.copy((site, "x"), x)
         kept_ids = None if ids is None else self._memory.copy((site, "ids"), ids)
         begun: list[AddTo | None] = []
         self._capture.cut(partial(self._begin, begun, layer, site, kept_x, kept_ids))
         return partial(self._add_to, begun, x)
-
-    def abandon_step(self) -> None:
-        self._backend.abandon_step()
 
     def _add_to(self, begun: list[AddTo | None], x: torch.Tensor, y: torch.Tensor) -> None:
         deltas = self._memory.of("deltas", x, y.shape)
@@ -173,7 +158,7 @@ class HostCalled:
     def _begin(
         self, begun: list[AddTo | None], layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None
     ) -> None:
-        begun[:] = [self._backend.begin(layer, site, x, ids)]
+        begun[:] = [self.inner.begin(layer, site, x, ids)]
 
     def _compute(self, begun: list[AddTo | None], deltas: torch.Tensor) -> None:
         add_to, address = begun.pop(), deltas.data_ptr()
