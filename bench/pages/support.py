@@ -17,7 +17,8 @@ from .markdown import table
 
 FAMILIES = {name: family_named(name).title for name in families.FAMILIES}
 MOE = tuple(name for name in FAMILIES if "num_experts" in family_named(name).sizes)
-COVERING = (*MOE, "llama")
+DENSE = tuple(name for name in FAMILIES if name not in MOE)
+COVERING = ("mixtral", "qwen3_moe", "gpt_oss", "dbrx", "llama")
 """Families that cover all pieces of the layers: those of the tests of each feature."""
 DEVICES = ("CPU", "one GPU", "several GPUs")
 FEATURES = (
@@ -115,13 +116,13 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
     InCi(
         device="CPU",
         feature="EP",
-        families=MOE,
+        families=COVERING[:-1],
         test="tests/engine/ranks/test_expert_parallel.py::test_tokens_are_those_of_one_process",
     ),
     InCi(
         device="CPU",
         feature="EP",
-        families=("llama", "qwen3"),
+        families=DENSE,
         test="tests/engine/ranks/test_expert_parallel.py::test_dense_model_has_no_experts_to_share",
         refused=True,
     ),
@@ -140,7 +141,7 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
     InCi(
         device="CPU",
         feature="quantised",
-        families=MOE,
+        families=COVERING[:-1],
         test="tests/engine/test_quantised.py::test_mixed_batch_continues_as_peft_does",
     ),
     InCi(

@@ -24,6 +24,8 @@ _NAMES = {
     "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
     "dbrx": ("dbrx", "DbrxForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "mistral": ("mistral", "MistralForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
 }
 """Module of a family -> its values of model_type, and of architectures."""
 FAMILIES = tuple(_NAMES)

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from .schema.config_json import ConfigJson
-from .schema.family import EXPERT_SIZES, SIZES, Family, Place, fused_experts, linear_mlp
+from .schema.family import EXPERT_SIZES, SIZES, Family, Place, fused_experts, linear_mlp, one_window
 
 LEAVES = ("w1", "w3", "w2")
 GATE = Place(path="mlp.gate", site="router", optional_linear=True)
@@ -12,15 +11,11 @@ OLDER_GATE = Place(path="block_sparse_moe.gate", site="router")
 FUSED = fused_experts("mlp.experts")
 
 
-def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
-    return (config.size("sliding_window", default=0, least=0),) * num_layers
-
-
 FAMILY = Family(
     title="Mixtral",
     sizes={**SIZES, **EXPERT_SIZES},
     supported={"attention_bias": (False,)},
-    windows=_windows,
+    windows=one_window,
     theta=1e6,
     norm_eps=1e-5,
     mlp=((GATE, *FUSED), (OLDER_GATE, *linear_mlp("block_sparse_moe.experts.{}", LEAVES))),

@@ -39,7 +39,7 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
         super().__init__()
         shape = spec.shape
-        self.qkv = LoraLinear(shape, "qkv", bias=spec.attention_bias)
+        self.qkv = LoraLinear(shape, "qkv", bias=spec.attention_bias or spec.qkv_bias)
         self.o = LoraLinear(shape, "o", bias=spec.attention_bias and has_bias(shard, "o"))
         self.is_summed = shard.tensor_parallel > 1
         self.q_norm = Norm(shape.head_dim, spec, kind="rms") if spec.qk_norm else None

@@ -126,7 +126,8 @@ def _stored(
 
 
 def _has_bias(spec: ModelSpec, site: str) -> bool:
-    biases = {"qkv": spec.attention_bias, "o": spec.attention_bias, "router": spec.gate_bias}
+    in_attention = spec.attention_bias
+    biases = {"qkv": in_attention or spec.qkv_bias, "o": in_attention, "router": spec.gate_bias}
     return biases.get(site, spec.mlp_bias)
 
 

@@ -20,8 +20,10 @@ from moe_lora.families import shape_of
 
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 """Families that cover all pieces of the layers."""
-ALL_FAMILIES = (*FAMILIES, "qwen3")
+LATER_FAMILIES = ("qwen3", "mistral", "qwen2")
+ALL_FAMILIES = (*FAMILIES, *LATER_FAMILIES)
 MOE_FAMILIES = FAMILIES[1:]
+DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2")
 PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
 ALL_TARGETS = ("qkv", "o", "gate_up", "down")
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 96, 2, 4
@@ -29,8 +31,7 @@ VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 96, 2, 4
 _ATTENTION = {"qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",)}
 _DENSE = {**_ATTENTION, "gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
-    "llama": _DENSE,
-    "qwen3": _DENSE,
+    **dict.fromkeys(DENSE_FAMILIES, _DENSE),
     "mixtral": _ATTENTION,
     "qwen3_moe": _ATTENTION,
     "gpt_oss": _ATTENTION,
@@ -38,8 +39,7 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 _FUSED = {"gate_up": ("experts.gate_up_proj",), "down": ("experts.down_proj",)}
 _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
-    "llama": {},
-    "qwen3": {},
+    **{family: {} for family in DENSE_FAMILIES},
     "mixtral": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen3_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "gpt_oss": {**_FUSED, "router": ("mlp.router.weight",)},
@@ -87,6 +87,10 @@ def tiny_config(family: str, **changes: Any) -> Any:
         return transformers.LlamaConfig(**{**common, **changes})
     if family == "qwen3":
         return transformers.Qwen3Config(**{**common, **changes})
+    if family == "mistral":
+        return transformers.MistralConfig(**{**common, "sliding_window": 16, **changes})
+    if family == "qwen2":
+        return transformers.Qwen2Config(**{**common, **changes})
     if family == "mixtral":
         return transformers.MixtralConfig(**{**common, **moe, **changes})
     if family == "qwen3_moe":

@@ -12,7 +12,7 @@ import torch
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.families import model_spec
+from moe_lora.families import model_spec, shape_of
 from moe_lora.models.causal_lm import CausalLM
 from tests.families import ALL_FAMILIES, make_checkpoint, tiny_config
 from tests.models.harness import Harness
@@ -27,6 +27,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0],
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 128,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 DBRX_FFN = {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}
 DBRX_ATTENTION = {"kv_n_heads": 2, "rope_theta": 10000.0}
 VARIANTS = {
@@ -40,6 +48,31 @@ VARIANTS = {
     "llama-yarn-truncated": ("llama", {"rope_parameters": YARN}),
     "llama-yarn-mscale": ("llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}}),
     "llama-yarn-attention-factor": ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.3}}),
+    "llama-yarn-of-the-whole-context": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "llama-yarn-context-outside": (
+        "llama",
+        {"rope_parameters": {**YARN, "factor": 8.0}, "original_max_position_embeddings": 32},
+    ),
+    "llama-dynamic-rope": ("llama", {"rope_parameters": DYNAMIC}),
+    "llama-longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "mistral-longrope-factor": (
+        "mistral",
+        {"rope_parameters": {**LONGROPE, "factor": 4.0}, "sliding_window": None},
+    ),
+    "mistral-llama3-rope": ("mistral", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "qwen2-yarn-and-windows": (
+        "qwen2",
+        {
+            "rope_parameters": YARN,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen2-tied-and-window-unused": ("qwen2", {"tie_word_embeddings": True, "sliding_window": 8}),
     "mixtral-window": ("mixtral", {"sliding_window": 8}),
     "mixtral-top-3": ("mixtral", {"num_experts_per_tok": 3}),
     "qwen3-gate-not-normalised": ("qwen3_moe", {"norm_topk_prob": False}),
@@ -87,7 +120,19 @@ def config_of(family, **changes):
 REFUSED = [
     *((family, {"hidden_act": "gelu"}, "hidden_act='gelu'") for family in ALL_FAMILIES),
     ("mixtral", {"attention_bias": True}, "attention_bias=True"),
-    ("llama", {"rope_parameters": {**YARN, "rope_type": "dynamic"}}, "rope_type='dynamic'"),
+    ("llama", {"rope_parameters": {**YARN, "rope_type": "ntk"}}, "rope_type='ntk'"),
+    ("llama", {"rope_parameters": {**DYNAMIC, "factor": None}}, "factor=None"),
+    ("llama", {"rope_parameters": {**DYNAMIC, "alpha": 1000.0}}, "alpha=1000.0"),
+    ("llama", {"rope_parameters": {**LONGROPE, "short_factor": [1.0]}}, "short_factor=[1.0]"),
+    ("llama", {"rope_parameters": {**LONGROPE, "short_factor": [0.0] * 8}}, "short_factor=0.0"),
+    (
+        "llama",
+        {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 1}},
+        "original_max_position_embeddings=1",
+    ),
+    ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types="),
+    ("mistral", {"sliding_window": 2.5}, "sliding_window=2.5"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": None}, "no sliding_window"),
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor=None"),
     ("llama", {"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
@@ -132,7 +177,7 @@ def test_option_that_is_not_supported_is_refused_by_name(family, changes, messag
 
 
 def test_unknown_model_type_names_the_supported_ones():
-    with pytest.raises(ConfigError, match=r"'gpt2'.*llama, mixtral, qwen3_moe, gpt_oss, dbrx, qwen3;"):
+    with pytest.raises(ConfigError, match=r"'gpt2'.*llama, mixtral, qwen3_moe, gpt_oss, dbrx, qwen3, "):
         model_spec({"model_type": "gpt2"})
 
 
@@ -169,6 +214,21 @@ def test_dbrx_without_clip_is_as_one_that_never_clips(tmp_path):
 def test_gpt_oss_without_layer_types_alternates_from_a_sliding_layer():
     config = config_of("gpt_oss", layer_types=None, num_hidden_layers=4)
     assert model_spec(config).window == (16, 0, 16, 0)
+
+
+def test_window_of_mistral_is_4096_unless_stated():
+    config = config_of("mistral")
+    del config["sliding_window"]
+    assert model_spec(config).window == (4096, 4096)
+    assert model_spec(config | {"sliding_window": None}).window == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_longrope_ends_at_its_original_context(kind):
+    config = config_of("llama", rope_parameters={**LONGROPE, "rope_type": kind})
+    assert shape_of(config).max_position == 128
+    assert shape_of(config | {"original_max_position_embeddings": 64}).max_position == 64
+    assert shape_of(config_of("llama", rope_parameters=LLAMA3)).max_position == 256
 
 
 def test_scaled_moe_is_a_mixtral_config():

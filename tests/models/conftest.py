@@ -9,7 +9,16 @@ import pytest
 from tests.families import ALL_TARGETS, MOE_FAMILIES, PER_EXPERT_FAMILIES, make_adapter, make_checkpoint
 
 RANKS = (4, 8, 16, 64)
-SEEDS = {"llama": 0, "mixtral": 1, "qwen3_moe": 1, "gpt_oss": 0, "dbrx": 0, "qwen3": 0}
+SEEDS = {
+    "llama": 0,
+    "mixtral": 1,
+    "qwen3_moe": 1,
+    "gpt_oss": 0,
+    "dbrx": 0,
+    "qwen3": 0,
+    "mistral": 1,
+    "qwen2": 0,
+}
 """Checkpoint seeds for which no decision of the oracle tests is close (the tests assert it)."""
 
 

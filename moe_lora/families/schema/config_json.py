@@ -82,7 +82,7 @@ class ConfigJson:
         for key, values in allowed.items():
             given = self.get(key, default=None)
             if given is not None and given not in values:
-                choices = " or ".join(repr(value) for value in values)
+                choices = " or ".join(repr(value) for value in values) or "a config without the key"
                 raise self.refusal(key, given, f"is not supported; supported is {choices}")
 
     def refusal(self, key: str, value: Any, why: str) -> ConfigError:

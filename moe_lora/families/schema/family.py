@@ -14,7 +14,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 
 from .config_json import ConfigJson
-from .rope import RopeSpec, rope_spec
+from .rope import RopeSpec, context_of, rope_spec
 
 Form = Literal["matrix", "fused", "rows", "mxfp4"]
 LARGEST = {"num_layers": 10_000, "head_dim": 65_536}
@@ -26,7 +26,8 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class ModelSpec:
     """One model's architecture; sizes are in `shape`.
 
-    clip_qkv: q, k and v are clamped to +- this value, None = not.  window: attention window per layer in
+    attention_bias: biases of q, k, v and o.  qkv_bias: of q, k and v alone.  clip_qkv: q, k and v are clamped
+    to +- this value, None = not.  window: attention window per layer in
     tokens, 0 = full.  gate: "softmax_topk" takes the top k of the softmax over all experts, "topk_softmax"
     the softmax over the top k logits.  gate_norm: p of the p-norm that divides the chosen weights, None = not
     normalised.  activation: "silu" is silu(gate) * up, "swigluoai" its clamped form.
@@ -39,6 +40,7 @@ class ModelSpec:
     norm: Literal["rms", "layer"] = "rms"
     qk_norm: bool = False
     attention_bias: bool = False
+    qkv_bias: bool = False
     sinks: bool = False
     clip_qkv: float | None = None
     gate: Literal["softmax_topk", "topk_softmax"] = "softmax_topk"
@@ -146,6 +148,20 @@ def fused_experts(path: str, **fields: Any) -> tuple[Place, ...]:
     )
 
 
+def one_window(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
+    """sliding_window for all layers; without, full attention."""
+    return (config.size("sliding_window", default=0, least=0),) * num_layers
+
+
+def late_windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
+    """With use_sliding_window, windows of the layers from max_window_layers on, or by layer_types."""
+    if not config.flag("use_sliding_window"):
+        return (0,) * num_layers
+    num_full = min(config.size("max_window_layers", default=28, least=0), num_layers)
+    kinds = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
+    return windows_by_type(config, config.size("sliding_window"), kinds)
+
+
 def _full(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
     return (0,) * num_layers
 
@@ -208,6 +224,7 @@ class Family:
         for size, largest in LARGEST.items():
             if sizes[size] > largest:
                 raise found.refusal(self.sizes[size][0], sizes[size], f"must be at most {largest}")
+        sizes["max_position"] = context_of(found, sizes["max_position"], self.rope)
         windows = self.windows(found, sizes["num_layers"])
         return ModelShape(
             **({"num_experts": 0, "num_experts_per_token": 0} | sizes),

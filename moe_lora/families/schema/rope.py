@@ -15,6 +15,9 @@ from moe_lora.core.errors import ConfigError
 
 from .config_json import ConfigJson
 
+LONGROPE = ("longrope", "su")
+"""Values of rope_type for LongRoPE; Phi-3's first files have the second."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
@@ -34,7 +37,7 @@ def rope_spec(
     """
     if head_dim % 2:
         raise ConfigError(f"head_dim={head_dim} must be even: rotary embedding turns pairs")
-    section = config.section("rope_parameters", "rope_scaling") or ConfigJson(default, "rope_parameters")
+    section = _section(config, default)
     if any(isinstance(value, Mapping) for value in section.values()):
         raise ConfigError("config.json has rope_parameters per kind of layer, which is not supported")
     for one in (section, config):
@@ -44,46 +47,93 @@ def rope_spec(
     )
     kind = section.get("rope_type", "type", default="default")
     plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
-    if kind == "default":
+    if kind == "dynamic":  # scales beyond the model's context only
+        section.require({"alpha": ()})
+        section.number("factor")
+    if kind in ("default", "dynamic"):
         return RopeSpec(inverse_frequencies=tuple(plain))
+    if kind in LONGROPE:
+        return _longrope(plain, section, config)
     if kind not in ("linear", "llama3", "yarn"):
         raise ConfigError(
-            f"rope_type={kind!r} is not supported; supported are default, linear, llama3 and yarn"
+            f"rope_type={kind!r} is not supported; supported are default, dynamic, linear, llama3, longrope "
+            "and yarn"
         )
     factor = section.number("factor")
     if kind == "linear":
         return RopeSpec(inverse_frequencies=tuple(f / factor for f in plain))
+    original = _original_context(section, config)
     if kind == "llama3":
-        return RopeSpec(inverse_frequencies=tuple(_llama3(f, section, factor) for f in plain))
-    ramp = _yarn_ramp(section, head_dim, theta)
+        return RopeSpec(inverse_frequencies=tuple(_llama3(f, section, factor, original) for f in plain))
+    ramp = _yarn_ramp(section, original, head_dim, theta)
     return RopeSpec(
         inverse_frequencies=tuple(f * (1 - r) + f / factor * r for f, r in zip(plain, ramp, strict=True)),
         attention_factor=_yarn_attention_factor(section, factor),
     )
 
 
-def _llama3(frequency: float, section: ConfigJson, factor: float) -> float:
+def context_of(config: ConfigJson, max_position: int, default: Mapping[str, Any]) -> int:
+    """Positions with one set of frequencies.  LongRoPE has a second set beyond its original context.
+
+    Arguments as of `rope_spec`.
+    """
+    section = _section(config, default)
+    if section.get("rope_type", "type", default="default") not in LONGROPE:
+        return max_position
+    return min(max_position, int(_original_context(section, config)))
+
+
+def _section(config: ConfigJson, default: Mapping[str, Any]) -> ConfigJson:
+    return config.section("rope_parameters", "rope_scaling") or ConfigJson(default, "rope_parameters")
+
+
+def _original_context(section: ConfigJson, config: ConfigJson) -> float:
+    """Context before scaling.  transformers prefers the key outside the section."""
+    key = "original_max_position_embeddings"
+    if config.get(key, default=None) is not None:
+        return config.number(key, above=1.0)
+    whole = config.number("max_position_embeddings", "max_seq_len")
+    return section.number(key, default=whole, above=1.0)
+
+
+def _longrope(plain: list[float], section: ConfigJson, config: ConfigJson) -> RopeSpec:
+    """A factor per frequency, and an attention factor by the ratio of the contexts.
+
+    Source: LongRoPE (arXiv 2402.13753), and Phi-3's and Phi-3.5-MoE's configurations (short_mscale).
+    """
+    factors = section.get("short_factor")
+    if not isinstance(factors, list) or len(factors) != len(plain):
+        raise section.refusal("short_factor", factors, f"must be a list of {len(plain)} numbers")
+    numbers = [ConfigJson({"short_factor": one}, "rope_parameters").number("short_factor") for one in factors]
+    original = _original_context(section, config)
+    ratio = section.number("factor", default=config.number("max_position_embeddings") / original)
+    scale = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
+    scale = section.number("short_mscale", "attention_factor", default=scale)
+    frequencies = tuple(f / number for f, number in zip(plain, numbers, strict=True))
+    return RopeSpec(inverse_frequencies=frequencies, attention_factor=scale)
+
+
+def _llama3(frequency: float, section: ConfigJson, factor: float, original: float) -> float:
     """Wavelengths below the original context stay, long ones are stretched by factor, with a ramp between.
 
     Source: Llama 3.1 model card and reference configuration.
     """
     low = section.number("low_freq_factor")
     high = section.number("high_freq_factor", above=low)
-    rotations = section.number("original_max_position_embeddings") * frequency / (2 * math.pi)
+    rotations = original * frequency / (2 * math.pi)
     kept = min(1.0, max(0.0, (rotations - low) / (high - low)))
     return frequency * kept + frequency / factor * (1 - kept)
 
 
-def _yarn_ramp(section: ConfigJson, head_dim: int, theta: float) -> list[float]:
+def _yarn_ramp(section: ConfigJson, original: float, head_dim: int, theta: float) -> list[float]:
     """Share of interpolation per frequency: 0 for fast rotation within the original context, up to 1.
 
     Source: YaRN (arXiv 2309.00071), section 3.2, "NTK-by-parts".
     """
-    context = section.number("original_max_position_embeddings")
 
     def index_of(rotations: float) -> float:
         """The i whose frequency makes this many rotations over the original context."""
-        return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first = index_of(section.number("beta_fast", default=32.0))
     last = index_of(section.number("beta_slow", default=1.0))

@@ -28,7 +28,7 @@ from moe_lora.engine.ranks.followers import HOST_STORE, Done, Followers
 from moe_lora.engine.step.step_batch import packed_message
 from tests.dist.cluster_jobs import children
 from tests.engine.test_oracle import smallest_kv_gb
-from tests.families import MOE_FAMILIES
+from tests.families import DENSE_FAMILIES, MOE_FAMILIES
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.stopped_processes import stop
 
@@ -220,7 +220,7 @@ def test_number_of_processes_that_cannot_be_is_refused(size, problem):
         LLM(str(MODEL), expert_parallel=size)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
 def test_dense_model_has_no_experts_to_share(family, served):  # noqa: F811
     with pytest.raises(ConfigError, match="needs a Mixture-of-Experts model"):
         LLM(served(family).model_dir, expert_parallel=2)

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistral: dense layers, one window for all layers (4096 tokens if config.json does not state a window)."""
+
+from __future__ import annotations
+
+from .schema.config_json import ConfigJson
+from .schema.family import Family, linear_mlp, one_window
+
+
+def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
+    kinds = config.get("layer_types", default=[])
+    if not isinstance(kinds, list) or len({str(kind) for kind in kinds}) > 1:
+        raise config.refusal("layer_types", kinds, "is not supported; all layers have one kind of attention")
+    return one_window(config, num_layers) if config.states("sliding_window") else (4096,) * num_layers
+
+
+MLP = linear_mlp("mlp")
+FAMILY = Family(title="Mistral", windows=_windows, mlp=(MLP,), adapted=MLP)

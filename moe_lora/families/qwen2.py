@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen2 and Qwen2.5: dense layers, biases of q, k and v, a window from layer max_window_layers on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .schema.config_json import ConfigJson
+from .schema.family import Family, late_windows, linear_mlp
+
+
+def _layers(config: ConfigJson) -> Mapping[str, Any]:
+    return {"qkv_bias": True}
+
+
+MLP = linear_mlp("mlp")
+FAMILY = Family(title="Qwen2", layers=_layers, windows=late_windows, mlp=(MLP,), adapted=MLP)
