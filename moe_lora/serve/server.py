@@ -27,8 +27,13 @@ from moe_lora.core.address import parse_address, unix_socket
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import allow_many_files, num_open_files, resident_bytes, return_memory
 from moe_lora.serve.admin.adapter_routes import adapters_router, registry_router
-from moe_lora.serve.admin.instance_routes import instances_router
-from moe_lora.serve.admin.status import capacity_router, models_router, status_router, welcome_router
+from moe_lora.serve.admin.status import (
+    capacity_router,
+    instances_router,
+    models_router,
+    status_router,
+    welcome_router,
+)
 from moe_lora.serve.openai.endpoints import HEADER, RequestIds, generating_router
 from moe_lora.serve.openai.fields import IGNORED_HEADER
 from moe_lora.serve.openai.preparing import Preparer

@@ -17,9 +17,8 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.serve import connections, http_errors
 from moe_lora.serve import limits as limits_module
 from moe_lora.serve import server as server_module
-from moe_lora.serve.bodies import UNCOUNTED_BYTES
 from moe_lora.serve.http_errors import ApiError
-from moe_lora.serve.limits import Limits, Quota, Waiting, client_at, client_of
+from moe_lora.serve.limits import UNCOUNTED_BYTES, Limits, Quota, Waiting, client_at, client_of
 from moe_lora.serve.openai import preparing
 from moe_lora.serve.openai.generation import merge
 from moe_lora.serve.server import PEAK_BYTES, RETURN_S, ProcessMemory, create_app

@@ -13,9 +13,9 @@ from moe_lora.config import MAX_COUNT
 from moe_lora.core.records import REMOVED
 from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.net.thread import in_daemon_thread
-from moe_lora.serve.bodies import bounded_route
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
+from moe_lora.serve.limits import bounded_route
 from moe_lora.serve.openai.fields import ignored_header, shown_name
 from moe_lora.serve.openai.protocol import (
     LoadAdapterRequest,

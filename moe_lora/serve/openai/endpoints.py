@@ -19,11 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_lora.core.request import TokenLogprobs
 from moe_lora.serve.access import NO_ADMIN, Caller
-from moe_lora.serve.bodies import Handler, body_of
 from moe_lora.serve.connections import HEADERS_S
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import NOT_JSON, JsonResponse, bad_request, to_api_error, to_json
-from moe_lora.serve.limits import client_of
+from moe_lora.serve.limits import Handler, body_of, client_of
 
 from .fields import ignored_header
 from .generation import Delta, Generation
