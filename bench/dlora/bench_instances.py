@@ -32,7 +32,7 @@ from bench.harness.tables import table
 from moe_lora.assemble import local_instances
 from moe_lora.config import EngineConfig, FrontEndConfig
 from moe_lora.config.cluster import ClusterConfig
-from moe_lora.config.emulation import EmulationConfig, StageTime, StepProfile
+from moe_lora.config.optional_parts import EmulationConfig, StageTime, StepProfile
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet
 from moe_lora.provision.performance.performance_models import FORMAT

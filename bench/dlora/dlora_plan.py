@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moe_lora.config.dlora import DLoraConfig
+from moe_lora.config.optional_parts import DLoraConfig
 from moe_lora.policies.caching.caching import CachingPolicy
 from moe_lora.policies.caching.caching_policies import make_caching_policy
 from moe_lora.policies.merging.merging import MergingPolicy, make_merging_policy

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.config.dlora import DLoraConfig
+from moe_lora.config.optional_parts import DLoraConfig
 from moe_lora.sim.instance import CachedInstance, simulate_cached
 from moe_lora.sim.requests import CachedRequest
 

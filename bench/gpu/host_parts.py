@@ -59,7 +59,7 @@ def _adapters(folder: Path, size: ModelSize, model: Path, number: int, **options
 def same_tokens(log: Log, device: str, size: ModelSize) -> None:
     """Greedy fp32 tokens of cold requests: over the stream, waiting, and once all is on the device."""
     from moe_lora import SamplingParams
-    from moe_lora.config.emulation import EmulationConfig
+    from moe_lora.config.optional_parts import EmulationConfig
 
     sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     prompts = [[7 * i + j for j in range(5 + 2 * i)] for i in range(4)]
@@ -96,7 +96,7 @@ def same_tokens(log: Log, device: str, size: ModelSize) -> None:
 def prompt_times(log: Log, device: str, size: ModelSize, lengths: Sequence[int], num_rounds: int) -> None:
     """Seconds of a cold prompt and its first token, the two ways in turn; every request another adapter."""
     from moe_lora import SamplingParams
-    from moe_lora.config.emulation import EmulationConfig
+    from moe_lora.config.optional_parts import EmulationConfig
 
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     with tempfile.TemporaryDirectory() as name, ExitStack() as held:

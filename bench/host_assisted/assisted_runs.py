@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 
 from moe_lora import AsyncLLM, SamplingParams
-from moe_lora.config.emulation import EmulationConfig
+from moe_lora.config.optional_parts import EmulationConfig
 from moe_lora.core.request import GenerateRequest
 
 from .assisted_device import Device

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lora import AsyncLLM
-from moe_lora.config.emulation import EmulationConfig
+from moe_lora.config.optional_parts import EmulationConfig
 
 from .assisted_device import Files
 from .assisted_plan import NUM_SLOTS, S3, Ask, asks

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.config.emulation import StageTime, StepProfile
+from moe_lora.config.optional_parts import StageTime, StepProfile
 from moe_lora.core.shape import ModelShape
 from moe_lora.provision.device_profile import read_profile
 from moe_lora.provision.plan.memory import AdapterMix, known_model

@@ -14,7 +14,7 @@ import numpy as np
 from bench.lora_server.disagg_device import Device
 from bench.lora_server.disagg_plan import Plan, System
 from bench.lora_server.disagg_runs import Files, planned, tokens_per_s
-from moe_lora.config.emulation import StageTime
+from moe_lora.config.optional_parts import StageTime
 from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.policies.routing.routing import balanced_assignment
 from moe_lora.provision.replayed.running import SimRequest

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of each role, stated once: type, default, range, option and meaning (see `settings`)."""
 
-from .emulation import EmulationConfig
 from .engine import CACHE_POLICIES, DEVICES, DTYPES, LORA_KERNELS, QUEUES, EngineConfig
 from .front_end import (
     CONTROLLER,
@@ -13,13 +12,12 @@ from .front_end import (
     ControllerConfig,
     FrontEndConfig,
     FrontEndPlace,
+    LimitsConfig,
     ProvisionConfig,
     RegistryConfig,
     RoutingConfig,
 )
-from .limits import LimitsConfig
-from .lora_server import TRANSPORTS, LoraServerConfig
-from .pool import PoolConfig
+from .optional_parts import TRANSPORTS, EmulationConfig, LoraServerConfig, PoolConfig
 from .settings import MAX_COUNT
 
 __all__ = [

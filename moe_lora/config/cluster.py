@@ -16,7 +16,6 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_problem
 
 from .devices import LORA_SERVER, Devices, check_devices, read_devices, shares_of
-from .dlora import DLoraConfig
 from .engine import EngineConfig
 from .front_end import (
     CONTROLLER,
@@ -27,8 +26,7 @@ from .front_end import (
     ProvisionConfig,
     RegistryConfig,
 )
-from .lora_server import LoraServerConfig
-from .pool import PoolConfig
+from .optional_parts import DLoraConfig, LoraServerConfig, PoolConfig
 from .settings import MISSING, check_names, mapping_of, read_section, settings_of, text_of
 
 SECTIONS: dict[str, Any] = {

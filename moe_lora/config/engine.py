@@ -15,10 +15,7 @@ from moe_lora.core.hf_config import read_config
 from moe_lora.families import cut_to
 
 from .devices import DeviceShare
-from .dlora import DLoraConfig
-from .emulation import EmulationConfig
-from .lora_server import MAX_PUT_INSTANCES, LoraServerConfig
-from .pool import PoolConfig
+from .optional_parts import MAX_PUT_INSTANCES, DLoraConfig, EmulationConfig, LoraServerConfig, PoolConfig
 from .settings import Settings, setting
 
 DTYPES = ("auto", "float32", "bfloat16")

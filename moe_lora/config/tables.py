@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .cluster import SECTIONS
-from .front_end import FrontEndPlace
-from .limits import LimitsConfig
+from .front_end import FrontEndPlace, LimitsConfig
 from .settings import MISSING, WORDS, Setting, meanings, settings_of
 from .vllm_options import VLLM_OPTIONS
 

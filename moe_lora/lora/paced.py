@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from moe_lora.config.emulation import StepProfile
+from moe_lora.config.optional_parts import StepProfile
 from moe_lora.core.shape import ModelShape, Site
 from moe_lora.kernels.operands import StepTables
 

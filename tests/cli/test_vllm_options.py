@@ -19,7 +19,7 @@ from moe_lora.cli.main import main
 from moe_lora.cli.serve import serve
 from moe_lora.cli.serve_settings import cluster_to_serve
 from moe_lora.cli.vllm_words import NOTES
-from moe_lora.config.dlora import DLoraConfig
+from moe_lora.config.optional_parts import DLoraConfig
 from moe_lora.config.tables import vllm_table, with_tables
 from moe_lora.config.vllm_option import ANY, MODEL, VllmOption
 from moe_lora.config.vllm_options import VLLM_OPTIONS, by_name

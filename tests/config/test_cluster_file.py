@@ -16,7 +16,7 @@ from moe_lora.config import (
     RegistryConfig,
 )
 from moe_lora.config.cluster import cluster_text, read_cluster
-from moe_lora.config.dlora import DLoraConfig
+from moe_lora.config.optional_parts import DLoraConfig
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.net.keys import keys_of, make_keys

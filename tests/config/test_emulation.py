@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_lora.config.emulation import StageTime
+from moe_lora.config.optional_parts import StageTime
 from moe_lora.core.errors import ConfigError
 
 

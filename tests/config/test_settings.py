@@ -20,8 +20,8 @@ from moe_lora.cli.main import main
 from moe_lora.cli.setting_options import section_options, sections_of
 from moe_lora.config import EngineConfig, FrontEndConfig, LoraServerConfig
 from moe_lora.config.cluster import SECTIONS, ClusterConfig, cluster_of, cluster_text, read_cluster
-from moe_lora.config.emulation import EmulationConfig, StageTime, StepProfile
 from moe_lora.config.front_end import FrontEndPlace
+from moe_lora.config.optional_parts import EmulationConfig, StageTime, StepProfile
 from moe_lora.config.settings import meanings, read_section, setting, settings_of
 from moe_lora.config.tables import option_table, section_table, with_tables
 from moe_lora.core.errors import ConfigError

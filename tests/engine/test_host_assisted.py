@@ -20,7 +20,7 @@ import pytest
 
 from moe_lora import LLM, GenerationError, SamplingParams
 from moe_lora.config import EngineConfig, LoraServerConfig, PoolConfig
-from moe_lora.config.emulation import EmulationConfig
+from moe_lora.config.optional_parts import EmulationConfig
 from moe_lora.core.errors import ConfigError, StorageError
 from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.dist.launch.roles import build_rank

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moe_lora.config import EngineConfig
 from moe_lora.config.cluster import cluster_of
-from moe_lora.config.emulation import EmulationConfig, StageTime, StepProfile
+from moe_lora.config.optional_parts import EmulationConfig, StageTime, StepProfile
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_config
 from moe_lora.dist.host_workers.profile import emulated, host_section, read_host_times

@@ -9,7 +9,7 @@ import pytest
 
 from moe_lora import SamplingParams
 from moe_lora.config import EngineConfig
-from moe_lora.config.dlora import DLoraConfig
+from moe_lora.config.optional_parts import DLoraConfig
 from moe_lora.core.request import GenerateRequest
 from moe_lora.engine import build
 from moe_lora.engine.merging import merging

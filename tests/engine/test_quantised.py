@@ -8,7 +8,7 @@ import torch
 
 from moe_lora import LLM, SamplingParams
 from moe_lora.config import EngineConfig
-from moe_lora.config.emulation import EmulationConfig
+from moe_lora.config.optional_parts import EmulationConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import silent
 from moe_lora.models.quantised_checkpoint import quantise_checkpoint

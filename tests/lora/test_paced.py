@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lora.config.emulation import StageTime, StepProfile
+from moe_lora.config.optional_parts import StageTime, StepProfile
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora import paced
 from moe_lora.lora.backend import AddTo, LoraBackend

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_lora.config.emulation import StageTime, StepProfile
+from moe_lora.config.optional_parts import StageTime, StepProfile
 from moe_lora.provision.replayed.system_config import (
     InstanceConfig,
     LocalConfig,

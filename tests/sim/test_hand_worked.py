@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_lora.config.emulation import StageTime, StepProfile
+from moe_lora.config.optional_parts import StageTime, StepProfile
 from moe_lora.core.errors import CapacityError, ConfigError
 from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.policies.routing.routing import RoundRobin

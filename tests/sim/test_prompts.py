@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from moe_lora.config.emulation import StageTime
+from moe_lora.config.optional_parts import StageTime
 from moe_lora.core.errors import ConfigError
 from moe_lora.provision.replayed.system import simulate
 from moe_lora.provision.replayed.system_config import InstanceConfig, LocalConfig, StepRows, SystemConfig

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_lora.config.emulation import StageTime
+from moe_lora.config.optional_parts import StageTime
 from moe_lora.policies.routing.model_routing import CostModel
 from moe_lora.policies.routing.routers import ROUTERS, RoutingContext, make_router
 from moe_lora.provision.replayed.system import System

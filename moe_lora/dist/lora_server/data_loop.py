@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 
-from moe_lora.config.emulation import StageTime
+from moe_lora.config.optional_parts import StageTime
 from moe_lora.core.errors import PeerGoneError
 from moe_lora.core.shape import MAX_CUDA_LORA_RANK, ModelShape
 from moe_lora.dist.deltas.host_deltas import FailureLog, request_deltas

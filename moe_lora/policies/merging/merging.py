@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from moe_lora.config.dlora import DLoraConfig
 from moe_lora.config.engine import BATCHINGS
+from moe_lora.config.optional_parts import DLoraConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.admission.admission import WaitingView
 

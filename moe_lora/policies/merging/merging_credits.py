@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moe_lora.config.dlora import DLoraConfig
+from moe_lora.config.optional_parts import DLoraConfig
 
 from .merging_costs import Rows, Uid
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.config.emulation import StageTime
+from moe_lora.config.optional_parts import StageTime
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.weight_format import UNQUANTISED, WeightFormat

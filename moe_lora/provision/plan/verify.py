@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_lora.config.emulation import StageTime, StepProfile
+from moe_lora.config.optional_parts import StageTime, StepProfile
 from moe_lora.config.plan import WorkloadOptions
 from moe_lora.core.partition import Layout
 from moe_lora.provision.replayed.running import SimRequest

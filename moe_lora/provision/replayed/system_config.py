@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from moe_lora.config.emulation import StageTime, StepProfile
+from moe_lora.config.optional_parts import StageTime, StepProfile
 from moe_lora.config.settings import Settings, setting
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.routing.routing import LeastOutstanding, Router

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_lora.config import EngineConfig, LoraServerConfig
-from moe_lora.config.emulation import EmulationConfig, StepProfile
+from moe_lora.config.optional_parts import EmulationConfig, StepProfile
 from moe_lora.core.errors import ConfigError, LoraServerError
 from moe_lora.dist.lora_server.attach import LoraServerClient
 from moe_lora.dist.lora_server.device_members import DeviceMembers

@@ -12,7 +12,7 @@ import pytest
 
 from moe_lora import LLM, SamplingParams
 from moe_lora.config import EngineConfig, PoolConfig
-from moe_lora.config.emulation import EmulationConfig
+from moe_lora.config.optional_parts import EmulationConfig
 from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.request import GenerateRequest
 from moe_lora.engine import build

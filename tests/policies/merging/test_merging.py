@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moe_lora.config.dlora import DLoraConfig
+from moe_lora.config.optional_parts import DLoraConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.merging.merging import (
     BATCHINGS,

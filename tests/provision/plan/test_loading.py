@@ -9,7 +9,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from moe_lora.config.emulation import StageTime, StepProfile
+from moe_lora.config.optional_parts import StageTime, StepProfile
 from moe_lora.core.partition import Layout
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.memory import STEPS_TO_FIRST_TOKEN, LoadQueue, miss_share

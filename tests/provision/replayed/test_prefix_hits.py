@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_lora.config.emulation import StageTime
+from moe_lora.config.optional_parts import StageTime
 from moe_lora.provision.replayed.prefix_hits import BlockHits, StatedHits
 from moe_lora.provision.replayed.running import SimRequest
 from moe_lora.provision.replayed.system import simulate

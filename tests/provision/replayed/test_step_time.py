@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_lora.config.emulation import StageTime, StepProfile
+from moe_lora.config.optional_parts import StageTime, StepProfile
 from moe_lora.core.errors import ConfigError
 from moe_lora.provision.replayed.step_time import StepTime, delayed_step_s
 from moe_lora.provision.replayed.system_config import InstanceConfig

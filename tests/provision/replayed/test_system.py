@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.config.emulation import StageTime, StepProfile
+from moe_lora.config.optional_parts import StageTime, StepProfile
 from moe_lora.provision.replayed.running import RunningRequests
 from moe_lora.provision.replayed.system import System, simulate
 from tests.sim.systems import asked, coupled, served, server

@@ -13,7 +13,7 @@ import pytest
 from moe_lora.assemble import local_instances, local_lora_server
 from moe_lora.config import EngineConfig, FrontEndConfig, LoraServerConfig
 from moe_lora.config.cluster import ClusterConfig
-from moe_lora.config.pool import PoolConfig
+from moe_lora.config.optional_parts import PoolConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams

@@ -11,8 +11,7 @@ from typing import Any, cast
 import pytest
 
 from moe_lora.config import FrontEndConfig
-from moe_lora.config.emulation import EmulationConfig
-from moe_lora.config.lora_server import LoraServerConfig
+from moe_lora.config.optional_parts import EmulationConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.host_workers.profile import host_section
