@@ -25,7 +25,7 @@ _PRONOUNS = frozenset(
 )
 _WORD = re.compile(r"[a-z']+")
 _SESSION = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_GENERATED = re.compile(r"<!-- (?:settings|options|vllm|generated): .*?<!-- end -->", re.DOTALL)
+_GENERATED = re.compile(r"<!-- (?:settings|options|vllm|generated|docstrings): .*?<!-- end -->", re.DOTALL)
 
 
 @dataclass(frozen=True)

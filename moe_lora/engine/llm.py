@@ -214,9 +214,11 @@ class _Engine:
         return self.client.start_call("pin_adapter", name, pinned).result()
 
     def list_adapters(self) -> list[AdapterInfo]:
+        """All served adapters."""
         return self.client.start_call("list_adapters").result()
 
     def stats(self) -> EngineStats:
+        """State and counts of the engine."""
         return self.client.start_call("stats").result()
 
     def close(self) -> None:
@@ -247,8 +249,8 @@ class _Engine:
 class LLM(_Engine):
     """A model and adapters; `generate` answers a batch.
 
-    LLM(model_dir, adapters={name: directory}, **settings); settings are those of `EngineConfig`. Use it as
-    a context manager, or call `close`.
+    adapters: {name: directory}.  settings: fields of `EngineConfig`.  Use as a context manager, or call
+    `close`.
     """
 
     def __enter__(self) -> LLM:
@@ -304,7 +306,7 @@ class LLM(_Engine):
 
 
 class AsyncLLM(_Engine):
-    """As `LLM`, for one asyncio program with many concurrent streams."""
+    """`LLM` for an asyncio program with many concurrent streams; other methods are the same."""
 
     async def generate(
         self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None

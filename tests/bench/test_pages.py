@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench.harness.records import RESULTS, ROOT
-from bench.pages import TABLES, blocks, evidence
+from bench.pages import TABLES, blocks, evidence, python_api
 from bench.pages.evidence import History, RecordError, exceptions, is_dirty, is_stateless, problem, records
 from bench.pages.table import table
 from moe_lora.report.results import read_results
@@ -247,3 +247,7 @@ def test_records_of_gpus_without_state_are_exceptions() -> None:
             counts = found.setdefault(path.name, {})
             counts[record["env"]["git_commit"]] = counts.get(record["env"]["git_commit"], 0) + 1
     assert found == exceptions()
+
+
+def test_the_python_page_is_that_of_the_code():
+    assert python_api.PAGE.read_text(encoding="utf-8") == python_api.page()
