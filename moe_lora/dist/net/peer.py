@@ -82,7 +82,7 @@ class Peer:
         self.problem = ""
         self.cut = False
         self._socket = socket
-        self._protocol = protocol
+        self.protocol = protocol
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
         self._waiting: list[bytes | Iterator[Message]] = []
@@ -117,8 +117,8 @@ class Peer:
 
         Raises ValueError or TypeError for a call that `Interface.bind` refuses.
         """
-        assert self._protocol.asks is not None
-        args = self._protocol.asks.bind(method, args, words)
+        assert self.protocol.asks is not None
+        args = self.protocol.asks.bind(method, args, words)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self.ended.is_set():
             future.set_exception(PeerEndedError(self.problem))
@@ -132,7 +132,7 @@ class Peer:
         """The peer's next message or call.  Raises PeerEndedError at the connection's end."""
         while not self.ended.is_set():
             try:
-                message = self._protocol.receives(await self._socket.recv(decode=False))
+                message = self.protocol.receives(await self._socket.recv(decode=False))
                 if isinstance(message, AnswerFrame | FailureFrame):
                     self._take(message)
                     await asyncio.sleep(0)  # who awaits the answer goes on before the next message is heard
@@ -205,11 +205,11 @@ class Peer:
         if isinstance(message, FailureFrame):
             call.fail(message.error)
         elif not call.waiter.done():
-            assert self._protocol.asks is not None
-            call.waiter.set_result(self._protocol.asks.result(call.method, message.value))
+            assert self.protocol.asks is not None
+            call.waiter.set_result(self.protocol.asks.result(call.method, message.value))
 
     def _asked(self, call: CallFrame) -> Asked | None:
-        answers = self._protocol.answers
+        answers = self.protocol.answers
         try:
             if answers is None:
                 raise KeyError(call.method)

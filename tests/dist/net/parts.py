@@ -51,7 +51,9 @@ class Server:
         self.waiting: list[Asked] = []
 
     async def visit(self, connection: Any, host: str) -> None:
-        peer = Peer(connection, SERVER, "the client")
+        await self.talk(Peer(connection, SERVER, "the client"))
+
+    async def talk(self, peer: Peer) -> None:
         self.peers.append(peer)
         async for message in peer.messages():
             if isinstance(message, Asked):
