@@ -23,7 +23,6 @@ from moe_lora.core.errors import ConfigError, PeerGoneError, SignalTimeoutError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 
-PROTOCOL_VERSION = 6
 HEADER_BYTES = 64
 _ALIGN = 64
 

@@ -25,7 +25,7 @@ from moe_lora.lora.row_routing import Source
 
 from .control import Hear, ask, find_rank, join, network, pings_of
 from .lease_client import LeaseClient
-from .messages import ServerHello
+from .messages import HANDSHAKE
 from .reach import agreed_facts, client_name, server_transport
 from .server_link import ServerLink
 
@@ -59,7 +59,7 @@ class LoraServerClient:
         self._instance = instance
         self._keys = keys_in(server.certificates)
         name = client_name(instance, client_rank)
-        self._hello = ServerHello(name, agreed_facts(shape, dtype, server, client_ranks))
+        self._hello = HANDSHAKE.hello(name, agreed_facts(shape, dtype, server, client_ranks))
         layout = FrameLayout(shape, dtype, server.max_rows)
         self.store = HostStore(server.store_dir)
         self.partition = partition = Partition(

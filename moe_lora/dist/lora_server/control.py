@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Control connections of a LoRA Server, beside the one-sided data path.
 
-One event loop per process, in its own thread.  A hello checks agreement; then the peer calls the methods of
+One event loop per process, in its own thread.  After the handshake the peer calls the methods of
 `ServerCalls`.  Websocket pings detect lost peers.
 """
 
@@ -14,30 +14,29 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from anyio import fail_after
-from websockets.asyncio.connection import Connection
 
 from moe_lora.core.address import Address, parse_address
-from moe_lora.core.errors import CapacityError, ConfigError, LastProblem, LoraServerError, MoeLoraError
+from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError, MoeLoraError
 from moe_lora.core.records import ServerState
 from moe_lora.dist.net import connection as net
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import Pings
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
+from moe_lora.dist.net.session import Caller, Hello, RefusedError
 from moe_lora.dist.net.thread import LoopThread
 
-from .messages import CLIENT_SIDE, SERVER_SIDE, ServerHello, ServerWelcome
+from .messages import HANDSHAKE
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.3
-_HELLO_S = 3.0
+REJOIN_S = 1.0
+"""Time limit of a redial."""
 _SETTING = "lora_server.address"
-ADMIN_VERSION = 5
 Hear = Callable[[Peer, Message], Awaitable[None]]
 
 
@@ -62,7 +61,7 @@ async def ignore(peer: Peer, message: Message) -> None:
 async def join(
     address: str,
     keys: Keys | None,
-    hello: ServerHello,
+    hello: Hello,
     timeout_s: float,
     *begin: Any,
     hear: Hear = ignore,
@@ -89,16 +88,13 @@ async def join(
                     "address"
                 ) from error
             await asyncio.sleep(0.05)
-    peer = Peer(connection, CLIENT_SIDE, str(place))
-    peer.send(hello)
+    rest_s = max(1.0, deadline_s - time.monotonic())
     try:
-        answer = await peer.receive(max(1.0, deadline_s - time.monotonic()))
+        peer, _ = await HANDSHAKE.open(connection, place, hello, rest_s)
+    except RefusedError as error:
+        raise LoraServerError(f"the LoRA Server at {place} refused {hello.name}: {error}") from error
     except PeerEndedError as error:
         raise LoraServerError(f"the LoRA Server at {place} closed the connection ({error})") from error
-    if not isinstance(answer, ServerWelcome) or answer.problem is not None:
-        peer.end()
-        problem = answer.problem if isinstance(answer, ServerWelcome) else "it is no LoRA Server"
-        raise LoraServerError(f"the LoRA Server at {place} refused {hello.name}: {problem}")
     hearing = asyncio.create_task(_hear(peer, hear))
     _hearing.add(hearing)
     hearing.add_done_callback(_hearing.discard)
@@ -139,7 +135,7 @@ async def called(peer: Peer, method: str, *args: Any) -> Any:
 
 
 async def ask(
-    address: str, keys: Keys | None, hello: ServerHello, timeout_s: float, method: str, *args: Any
+    address: str, keys: Keys | None, hello: Hello, timeout_s: float, method: str, *args: Any
 ) -> Any:
     """One call over a new connection.  Raises as `join` and `called`."""
     peer = await join(address, keys, hello, timeout_s)
@@ -149,9 +145,7 @@ async def ask(
         peer.end()
 
 
-async def find_rank(
-    address: str, keys: Keys | None, hello: ServerHello, server_rank: int, timeout_s: float
-) -> str:
+async def find_rank(address: str, keys: Keys | None, hello: Hello, server_rank: int, timeout_s: float) -> str:
     """Address of a server rank, from the leader at `address`.
 
     Raises LoraServerError without an answer, or for an absent rank, within timeout_s.
@@ -166,42 +160,11 @@ async def find_rank(
         await asyncio.sleep(0.1)
 
 
-async def stay_joined(
-    name: str,
-    join_again: Callable[[float], Awaitable[Peer]],
-    serve: Callable[[Peer], Awaitable[None]],
-    peer: Peer | None = None,
-) -> None:
-    """`serve` a connection and join again after its end, until cancelled.
-
-    join_again: called with a time limit.  peer: the first connection, if any.
-    """
-    said = LastProblem()
-    while True:
-        try:
-            if peer is None:
-                peer = await join_again(1.0)
-                logger.info("%s: joined the LoRA Server", name)
-                said.over()
-            await serve(peer)
-        except Exception as error:
-            if said.is_new(str(error)):
-                logger.warning("%s: %s", name, error, exc_info=not isinstance(error, LoraServerError))
-        finally:
-            if peer is not None:
-                peer.end()
-        peer = None
-        await asyncio.sleep(RETRY_S)
-
-
 def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], peer: str) -> str | None:
     """The first differing fact of a peer; None if both agree."""
     for name in sorted(theirs):
         if ours.get(name) != theirs[name]:
-            return (
-                f"{name} is {ours.get(name)!r} at the LoRA Server and {theirs[name]!r} at {peer}; both "
-                "must be the same"
-            )
+            return f"{name} is {ours.get(name)!r} at the LoRA Server and {theirs[name]!r} at {peer}"
     return None
 
 
@@ -239,10 +202,11 @@ class ControlServer:
         answers: Mapping[str, Answer],
         pings: Pings = PINGS,
     ) -> None:
-        self._agreed = {**agreed, "admin": ADMIN_VERSION}
+        self._agreed = agreed
         self._answers = answers
         self._listening = AsyncExitStack()
-        listening = net.listen(_SETTING, address, keys, self._visit, pings)
+        visit = partial(HANDSHAKE.receive, self._check, self._serve)
+        listening = net.listen(_SETTING, address, keys, visit, pings)
         try:
             self.address = str(network().run(self._listening.enter_async_context(listening)))
         except ConfigError as error:
@@ -252,32 +216,16 @@ class ControlServer:
         """Close the listener and all connections."""
         network().run(self._listening.aclose())
 
-    async def _visit(self, socket: Connection, host: str) -> None:
-        peer = Peer(socket, SERVER_SIDE, f"a peer from {host}")
-        visitor = Visitor(peer, host)
-        try:
-            async with visitor.left:
-                await self._let_in(visitor)
-                async for asked in peer.messages():
-                    await self._answer(visitor, asked)
-        except PeerEndedError as error:
-            logger.info("%s was turned away: %s", peer.name, error)
-        except Exception:
-            logger.exception("the connection to %s failed", peer.name)
-        finally:
-            peer.end()
-            await peer.closed()
-
-    async def _let_in(self, visitor: Visitor) -> None:
-        peer = visitor.peer
-        hello = await peer.receive(_HELLO_S)
-        if not isinstance(hello, ServerHello):
-            raise PeerEndedError("it said no hello")
-        peer.name = hello.name
-        problem = disagreement(self._agreed, hello.agreed, peer.name)
-        peer.send(ServerWelcome(problem))
+    def _check(self, caller: Caller) -> None:
+        problem = disagreement(self._agreed, caller.payload, caller.name)
         if problem is not None:
-            raise PeerEndedError(problem)
+            raise RefusedError(problem, "both must be the same")
+
+    async def _serve(self, peer: Peer, caller: Caller) -> None:
+        visitor = Visitor(peer, caller.host)
+        async with visitor.left:
+            async for asked in peer.messages():
+                await self._answer(visitor, asked)
 
     async def _answer(self, visitor: Visitor, asked: Message | Asked) -> None:
         if not isinstance(asked, Asked):
@@ -332,5 +280,5 @@ class LoraServerAdmin:
         self._ask("restart", server_rank)
 
     def _ask(self, method: str, *args: Any) -> Any:
-        hello = ServerHello("front-end", {"admin": ADMIN_VERSION})
+        hello = HANDSHAKE.hello("front-end", {})
         return network().run(ask(self._address, self._keys, hello, self._timeout_s, method, *args))

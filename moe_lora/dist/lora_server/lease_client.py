@@ -14,11 +14,12 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.peer import Peer, PeerEndedError
+from moe_lora.dist.net.session import stay_connected
 from moe_lora.lora.row_routing import Lease
 from moe_lora.policies.caching.caching import ANYBODY, Asker
 
 from .content import num_blocks, send_blocks
-from .control import Hear, network, stay_joined
+from .control import REJOIN_S, Hear, network
 from .messages import AdapterFailed, Need
 
 logger = logging.getLogger(__name__)
@@ -99,14 +100,14 @@ class LeaseClient:
 
     async def _start(self, timeout_s: float) -> asyncio.Task[None]:
         first = self._peer = await self._join(timeout_s)
-        return asyncio.create_task(stay_joined("leases", self._join, self._serve, first))
+        return asyncio.create_task(stay_connected("leases", self._join, self._serve, first))
 
     async def _ended(self) -> None:
         await asyncio.wait([self._joined])
         if self._peer is not None:
             await self._peer.closed()
 
-    async def _join(self, timeout_s: float) -> Peer:
+    async def _join(self, timeout_s: float = REJOIN_S) -> Peer:
         return await self._join_leader(timeout_s, self._hear)
 
     async def _serve(self, peer: Peer) -> None:

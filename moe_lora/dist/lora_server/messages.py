@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages on the LoRA Server's control connections: a hello, calls, and the leader's orders."""
+"""Messages on the LoRA Server's control connections: calls, and the leader's orders."""
 
 from __future__ import annotations
 
@@ -8,20 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_lora.core.records import ServerState
-from moe_lora.dist.net.codec import Interface, Message, Protocol
-
-
-class ServerHello(Message, frozen=True):
-    """A connection's first message.  agreed: facts that must match."""
-
-    name: str
-    agreed: dict[str, Any]
-
-
-class ServerWelcome(Message, frozen=True):
-    """problem: reason of a refusal; None: accepted."""
-
-    problem: str | None
+from moe_lora.dist.net.codec import Decoder, Interface, Message, Protocol
+from moe_lora.dist.net.session import Handshake
 
 
 class Need(Message, frozen=True):
@@ -168,9 +156,12 @@ class ServerCalls(typing.Protocol):
 
 
 _CALLS = Interface(ServerCalls)
-SERVER_SIDE = Protocol.of(ServerHello, Block, answers=_CALLS)
-CLIENT_SIDE = Protocol.of(
-    *(ServerWelcome, Need, Content, Block, AdapterFailed),
-    *(LoadOrder, EvictOrder, ResizeOrder, RestartOrder),
-    asks=_CALLS,
+_TO_CLIENT = (Need, Content, Block, AdapterFailed, LoadOrder, EvictOrder, ResizeOrder, RestartOrder)
+HANDSHAKE = Handshake(
+    "LoRA Server",
+    version=7,
+    payload=Decoder(dict[str, Any]),
+    dials=Protocol.of(*_TO_CLIENT, asks=_CALLS),
+    listens=Protocol.of(Block, answers=_CALLS),
 )
+"""The payload: facts that must agree.  The version covers the frames of `deltas.session` too."""

@@ -14,7 +14,6 @@ from moe_lora.core.address import parse_address
 from moe_lora.core.errors import LoraServerError
 from moe_lora.core.partition import Layout
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.deltas.session import PROTOCOL_VERSION
 from moe_lora.dist.transport.contract import Transport, make_transport
 
 
@@ -23,7 +22,6 @@ def agreed_facts(
 ) -> dict[str, Any]:
     """Facts that must agree on all processes of a LoRA Server."""
     return {
-        "protocol": PROTOCOL_VERSION,
         "dtype": str(dtype),
         "layout": str(Layout.parse(server.layout)),
         "transport": server.transport,

@@ -14,14 +14,16 @@ from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import LoraServerError, PeerUnreachableError
 from moe_lora.dist.deltas.session import ClientSession, FrameLayout
 from moe_lora.dist.net.peer import Peer
+from moe_lora.dist.net.session import stay_connected
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 
-from .control import RETRY_S, called, stay_joined
+from .control import REJOIN_S, called
 
 logger = logging.getLogger(__name__)
 
 _SLICE_S = 0.05
 _LOOK_S = 0.2
+_GRACE_S = 0.3
 _NEVER = 2**64 - 1
 
 
@@ -73,14 +75,14 @@ class ServerLink:
     async def start(self, timeout_s: float) -> None:
         """Make the first session, then watch and renew.  Raises LoraServerError."""
         first = await self._connect(timeout_s)
-        self._joined = asyncio.create_task(stay_joined(self._name, self._connect, self._watch, first))
+        self._joined = asyncio.create_task(stay_connected(self._name, self._connect, self._watch, first))
 
     async def stop(self) -> None:
         if self._joined is not None:
             self._joined.cancel()
             await asyncio.wait([self._joined])
 
-    async def _connect(self, timeout_s: float) -> Peer:
+    async def _connect(self, timeout_s: float = REJOIN_S) -> Peer:
         peer = await self._join(timeout_s)
         try:
             await self._open(peer)
@@ -121,7 +123,7 @@ class ServerLink:
             session.break_off()
             peer.end()
         logger.warning("lost the LoRA Server at %s: %s", peer.name, peer.problem)
-        await asyncio.sleep(RETRY_S)
+        await asyncio.sleep(_GRACE_S)
         buffers, self._buffers = self._buffers, None
         if buffers is not None:
             await asyncio.to_thread(self._transport.detach, buffers[0])

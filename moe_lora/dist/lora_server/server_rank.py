@@ -30,10 +30,12 @@ from moe_lora.dist.deltas.session import FrameLayout
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.net.peer import Peer
+from moe_lora.dist.net.session import stay_connected
 from moe_lora.dist.transport.device_puts import check_device_puts, join_device_group
 
 from .content import receive_blocks
 from .control import (
+    REJOIN_S,
     Answer,
     ControlServer,
     Visitor,
@@ -43,13 +45,12 @@ from .control import (
     join,
     network,
     pings_of,
-    stay_joined,
 )
 from .data_loop import DataLoop, HostCompute, ServerSession
 from .device_loop import DeviceLoop
 from .device_members import DeviceMembers
 from .leader import LEADER, Leader
-from .messages import Content, Memory, Order, RestartOrder, ServerHello
+from .messages import HANDSHAKE, Content, Memory, Order, RestartOrder
 from .orders import Orders
 from .rank_memory import check_share, plan_memory, spare_bytes
 from .reach import agreed_facts, server_transport
@@ -113,8 +114,8 @@ class ServerRank:
         self._keys = keys_in(server.certificates)
         self._store = HostStore(server.store_dir)
         name = f"lora-server-{server_rank}"
-        agreed = agreed_facts(shape, self._dtype, server, config.expert_parallel)
-        self._hello = ServerHello(name, agreed)
+        self._agreed = agreed_facts(shape, self._dtype, server, config.expert_parallel)
+        self._hello = HANDSHAKE.hello(name, self._agreed)
         self._transport = server_transport(server, name, put_timeout_s=_PUT_TIMEOUT_S)
         self._session_numbers = itertools.count()
         self._linked: Counter[str] = Counter()
@@ -129,7 +130,7 @@ class ServerRank:
         stage = server_rank // self._partition.layout.ranks_per_stage
         self._stage_leader = self._partition.stage_leader(stage)
         if server_rank != self._stage_leader:
-            self._start(stay_joined("turns", self._join_stage, _until_ended))
+            self._start(stay_connected("turns", self._join_stage, _until_ended))
         arena_gb = self.loop.server_store.arena.numel() / 1e9
         logger.info("LoRA Server %s, %s ready: %.3f GB", server.layout, name, arena_gb)
 
@@ -203,7 +204,7 @@ class ServerRank:
     def _listen(self, address: Address, answers: Mapping[str, Answer]) -> None:
         own: dict[str, Answer] = {"open_session": self._open_session, "tell_turns": self._tell_turns}
         pings = pings_of(self._server.lease_timeout_s)
-        self._control = ControlServer(address, self._keys, self._hello.agreed, {**own, **answers}, pings)
+        self._control = ControlServer(address, self._keys, self._agreed, {**own, **answers}, pings)
 
     @staticmethod
     def _report_by(report: Callable[[str, int, str], None]) -> Callable[[str, int, Exception], None]:
@@ -272,10 +273,10 @@ class ServerRank:
         self._leader: Peer | None = None
         self._orders = Orders(self.loop.server_store, self._store, self._need)
         self.loop.server_store.on_failure = self._report_by(self._fail_load)
-        self._start(stay_joined("membership", self._join_leader, self._obey))
+        self._start(stay_connected("membership", self._join_leader, self._obey))
 
-    async def _join_leader(self, timeout_s: float) -> Peer:
-        return await join(self._server.address, self._keys, self._hello, timeout_s, hear=self._hear)
+    async def _join_leader(self) -> Peer:
+        return await join(self._server.address, self._keys, self._hello, REJOIN_S, hear=self._hear)
 
     async def _obey(self, peer: Peer) -> None:
         """Follow a leader's orders until its end; start over, as the leader may be new."""
@@ -381,12 +382,12 @@ class ServerRank:
         visitor.left.callback(self.loop.tell_no_more, window)
         self.loop.tell(window, num_seen)
 
-    async def _join_stage(self, timeout_s: float) -> Peer:
+    async def _join_stage(self) -> Peer:
         """Let the stage's first rank announce turns (see `data_loop.DataLoop`)."""
         leader = self._server.address, self._keys, self._hello
-        address = await find_rank(*leader, self._stage_leader, timeout_s)
+        address = await find_rank(*leader, self._stage_leader, REJOIN_S)
         begin = "tell_turns", self.loop.turns.descriptor(), self.loop.turns_seen
-        return await join(address, self._keys, self._hello, timeout_s, *begin)
+        return await join(address, self._keys, self._hello, REJOIN_S, *begin)
 
 
 def _tell_links(leader: Peer, clients: tuple[str, ...]) -> None:

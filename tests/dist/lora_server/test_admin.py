@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.dist.lora_server.control import LoraServerAdmin, join, network
 from moe_lora.dist.lora_server.lease_client import LeaseClient
-from moe_lora.dist.lora_server.messages import ServerHello
+from moe_lora.dist.lora_server.messages import HANDSHAKE
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 from tests.dist.lora_server.test_leader import granted, joined
@@ -186,8 +187,10 @@ def test_server_that_is_gone_says_so(cluster):
 
 
 def test_admin_of_another_version_is_refused(cluster):
-    hello = ServerHello("old", {"admin": 0})
-    with pytest.raises(LoraServerError, match=r"refused old: admin is .* 0 at old"):
+    hello = replace(HANDSHAKE, version=0).hello("old", {})
+    with pytest.raises(
+        LoraServerError, match=r"refused old: protocol 0 at old and .*install the same version"
+    ):
         network().run(join(cluster.config.address, None, hello, 5.0))
 
 

@@ -22,7 +22,7 @@ from moe_lora.dist.lora_server.control import (
     network,
     pings_of,
 )
-from moe_lora.dist.lora_server.messages import Block, Content, Need, ServerHello
+from moe_lora.dist.lora_server.messages import HANDSHAKE, Block, Content, Need
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.keys import Keys, make_keys
 from moe_lora.dist.net.peer import Peer, PeerEndedError
@@ -30,7 +30,7 @@ from tests.dist.lora_server.cluster import until
 from tests.patience import PATIENCE_S
 
 AGREED = {"protocol": 3, "dtype": "torch.float32", "num_layers": 4}
-HELLO = ServerHello("me", AGREED)
+HELLO = HANDSHAKE.hello("me", AGREED)
 
 
 class Served:
@@ -131,7 +131,7 @@ def test_certificates_of_another_cluster_are_refused(keys, tmp_path):
 )
 def test_disagreement_is_refused_by_the_name_of_the_field(name, value):
     with serving() as served, pytest.raises(LoraServerError) as caught:
-        Client(served, ServerHello("me", {**AGREED, name: value}))
+        Client(served, HANDSHAKE.hello("me", {**AGREED, name: value}))
     assert f"{name} is {AGREED.get(name)!r} at the LoRA Server and {value!r} at me" in str(caught.value)
     assert not served.visitors
 
