@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,11 +31,12 @@ from bench.harness.interleave import Contestant, interleave, ratio
 from bench.harness.records import Recorder
 from moe_lora.core.address import Address
 from moe_lora.core.request import FinishReason, GenerateRequest, ModelInfo, TokenOutput
-from moe_lora.dist.cluster.instance_links import ENGINE_SIDE, FRONT_END_SIDE
+from moe_lora.dist.cluster.instance_links import HANDSHAKE
 from moe_lora.dist.cluster.listener import DialledClient
 from moe_lora.dist.net.connection import dial, listen
 from moe_lora.dist.net.peer import Peer
-from moe_lora.engine.client.messages import Hello, Outputs, Request
+from moe_lora.dist.net.session import Caller
+from moe_lora.engine.client.messages import InstanceFacts, Outputs, Request
 
 _INFO = ModelInfo(
     name="m",
@@ -139,9 +141,7 @@ class NewPath:
     async def _receive(self, address: Address, num_steps: int) -> float:
         measured: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
-        async def visit(connection: Any, host: str) -> None:
-            peer = Peer(connection, FRONT_END_SIDE, host)
-            await peer.receive(60.0)
+        async def serve(peer: Peer, caller: Caller) -> None:
             client = DialledClient(peer, "sender")
             reading = asyncio.create_task(client.read())
             started_s = time.process_time()
@@ -152,6 +152,7 @@ class NewPath:
             await client.close()
             await reading
 
+        visit = partial(HANDSHAKE.receive, lambda caller: 1.0, serve)
         async with listen("address", address, None, visit):
             sender = start("new", len(self._names), num_steps, address.path)
             cpu_s = await measured
@@ -181,8 +182,9 @@ def send_old(num_streams: int, num_steps: int, fd: int) -> None:
 
 
 async def send_new(num_streams: int, num_steps: int, path: str) -> None:
-    peer = Peer(await dial("address", Address(path=path), None), ENGINE_SIDE, "the front end")
-    peer.send(Hello("sender", "0", _INFO))
+    hello = HANDSHAKE.hello("sender", InstanceFacts(_INFO))
+    connection = await dial("address", Address(path=path), None)
+    peer, _ = await HANDSHAKE.open(connection, "the front end", hello)
     asked = 0
     while asked < num_streams:
         asked += isinstance(await peer.next(), Request)

@@ -14,8 +14,8 @@ MAX_UNDRAINED = 256
 class Drains:
     """Orders for each instance, by name.
 
-    Front ends (`ClusterState`) and instances (`messages.Hello`) remember the controller's orders for a
-    later controller; the higher number counts.
+    Front ends (`ClusterState`) and instances (`messages.InstanceFacts`) remember the controller's orders for
+    a later controller; the higher number counts.
 
     Undrain orders are kept, since a process that missed the order may still report the drain before; only
     the latest `MAX_UNDRAINED`: after a longer absence an old drain may come back.  All drains are kept,

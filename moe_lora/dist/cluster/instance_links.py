@@ -6,21 +6,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import msgspec
-from websockets.asyncio.connection import Connection
 
 from moe_lora.core.address import Address
 from moe_lora.core.request import GenerateRequest, TokenOutput
-from moe_lora.dist.net.codec import Interface, Message, Protocol, verb, verbs_of
-from moe_lora.dist.net.connection import OPEN_S, dial, stay_connected
+from moe_lora.dist.net.codec import Decoder, Interface, Message, Protocol, verb, verbs_of
+from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer
+from moe_lora.dist.net.session import Handshake, Hello, stay_connected
 from moe_lora.engine.client.heartbeat import Pulse
 from moe_lora.engine.client.messages import (
     REQUEST_METHODS,
@@ -31,8 +30,8 @@ from moe_lora.engine.client.messages import (
     DrainOrder,
     Event,
     Generate,
-    Hello,
     Inbox,
+    InstanceFacts,
     Move,
     MoveOrder,
     Outputs,
@@ -40,7 +39,6 @@ from moe_lora.engine.client.messages import (
     Reply,
     Request,
     Stop,
-    Welcome,
 )
 from moe_lora.engine.verbs import ENGINE_VERBS
 
@@ -212,8 +210,15 @@ class ConnectionMux:
 
 
 INSTANCE_INTERFACE = Interface({**ENGINE_VERBS, **verbs_of(ConnectionMux)})
-ENGINE_SIDE = Protocol.of(Welcome, Request, Abort, answers=INSTANCE_INTERFACE)
-FRONT_END_SIDE = Protocol.of(Hello, Outputs, Rejected, Dead, Beat, Move, asks=INSTANCE_INTERFACE)
+HANDSHAKE = Handshake(
+    "front end",
+    version=15,
+    payload=Decoder(InstanceFacts),
+    dials=Protocol.of(Request, Abort, answers=INSTANCE_INTERFACE),
+    listens=Protocol.of(Outputs, Rejected, Dead, Beat, Move, asks=INSTANCE_INTERFACE),
+    welcome=Decoder(float),
+)
+"""The epoch: constant in the engine's process.  The welcome: seconds between beats."""
 
 
 class FrontEndLinks:
@@ -232,7 +237,7 @@ class FrontEndLinks:
         self._mux = ConnectionMux(inbox, max_model_len, self._restart, self._fail)
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
-        self._peers: set[Peer] = set()
+        self._heartbeat_s: dict[Peer, float] = {}
         self.failed = False
         """True if the engine itself ended the service."""
         self.restarts = False
@@ -252,69 +257,56 @@ class FrontEndLinks:
         self.restarts = True
         self._stopping.set()
 
-    async def run(self, hello: Hello, pulse: Pulse) -> None:
-        """Serve until `stop`, then stop the engine loop.  pulse: of the loop."""
-        links = [
-            asyncio.create_task(self._link(name, address, hello, pulse))
-            for name, address in self._addresses.items()
-        ]
+    async def run(self, instance: str, epoch: str, facts: InstanceFacts, pulse: Pulse) -> None:
+        """Serve until `stop`, then stop the engine loop.  epoch: of the process.  pulse: of the loop."""
+
+        def hello() -> Hello:
+            return HANDSHAKE.hello(instance, replace(facts, drain=self._mux.drain), epoch)
+
+        links = []
+        for name, address in self._addresses.items():
+            connect, serve = partial(self._connect, name, address, hello), partial(self._serve, name, pulse)
+            links.append(asyncio.create_task(stay_connected(name, connect, serve)))
         await self._stopping.wait()
         self._inbox.put(Stop())
-        for peer in self._peers:
+        peers = list(self._heartbeat_s)
+        for peer in peers:
             peer.end("the engine was stopped")
-        await asyncio.gather(*(peer.closed() for peer in list(self._peers)))
+        await asyncio.gather(*(peer.closed() for peer in peers))
         for link in links:
             link.cancel()
+        await asyncio.gather(*links, return_exceptions=True)
 
     def _fail(self) -> None:
         self.failed = True
         self._stopping.set()
 
-    def _link(self, name: str, address: Address, hello: Hello, pulse: Pulse) -> Coroutine[Any, Any, None]:
-        session = partial(self._serve, name, address, hello, pulse)
-        return stay_connected(name, lambda: dial(name, address, self._keys), session)
+    async def _connect(self, name: str, address: Address, hello: Callable[[], Hello]) -> Peer:
+        connection = await dial(name, address, self._keys)
+        peer, heartbeat_s = await HANDSHAKE.open(connection, address, hello())
+        self._heartbeat_s[peer] = heartbeat_s
+        return peer
 
-    async def _serve(
-        self, name: str, address: Address, hello: Hello, pulse: Pulse, connection: Connection
-    ) -> str | None:
-        """Take commands until the connection ends, then end its requests; returns the reason of a refusal."""
-        peer = Peer(connection, ENGINE_SIDE, name)
-        self._peers.add(peer)
+    async def _serve(self, name: str, pulse: Pulse, peer: Peer) -> None:
+        """Take commands until the connection ends, then end its requests."""
+        self._mux.open(peer)
+        beats = asyncio.create_task(self._beat(peer, pulse))
         try:
-            welcome = await self._welcome(peer, hello)
-            if not isinstance(welcome, Welcome):
-                return welcome
-            logger.info("joined %s at %s", name, address)
-            self._mux.open(peer)
-            beats = asyncio.create_task(self._beat(peer, welcome.heartbeat_s, pulse))
-            try:
-                # A separate task: a message resumes the reader alone, without its callers.
-                await asyncio.create_task(self._read(peer))
-            finally:
-                beats.cancel()
-                self._mux.close(peer)
+            # A separate task: a message resumes the reader alone, without its callers.
+            await asyncio.create_task(self._read(peer))
         finally:
-            self._peers.discard(peer)
+            beats.cancel()
+            self._mux.close(peer)
+            del self._heartbeat_s[peer]
         if not self._stopping.is_set():
             logger.warning("lost %s: %s; its requests end here", name, peer.problem)
-        return None
 
     async def _read(self, peer: Peer) -> None:
         async for message in peer.messages():
             self._mux.put(peer, message)
 
-    async def _welcome(self, peer: Peer, hello: Hello) -> Welcome | str:
-        peer.send(msgspec.structs.replace(hello, drain=self._mux.drain))
-        welcome = await peer.receive(OPEN_S)
-        if not isinstance(welcome, Welcome):
-            peer.abort("no welcome came first")
-            return "what answers there is no front end"
-        if welcome.refusal is not None:
-            peer.end()
-            return welcome.refusal
-        return welcome
-
-    async def _beat(self, peer: Peer, interval_s: float, pulse: Pulse) -> None:
+    async def _beat(self, peer: Peer, pulse: Pulse) -> None:
+        interval_s = self._heartbeat_s[peer]
         while True:
             peer.send(self._mux.elsewhere(peer, pulse.stuck_s(), pulse.held_back))
             await asyncio.sleep(interval_s)

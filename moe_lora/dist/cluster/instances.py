@@ -56,7 +56,7 @@ class ServedVersion:
 class Holding:
     """An instance holds all served adapters but `missing`.
 
-    problems: known reasons by name.  incarnation: see `messages.Hello`.
+    problems: known reasons by name.  incarnation: see `instance_links.HANDSHAKE`.
     """
 
     incarnation: str | None

@@ -12,33 +12,30 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from websockets.asyncio.connection import Connection
-
 from moe_lora.config import LimitsConfig
 from moe_lora.core.address import Address
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError, EngineDeadError, UnreadError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, ModelInfo, TokenOutput
-from moe_lora.dist.net.connection import OPEN_S, listen
+from moe_lora.dist.net.connection import listen
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Peer, PeerEndedError
+from moe_lora.dist.net.session import Caller, RefusedError
 from moe_lora.engine.client.client import CallableEngine
 from moe_lora.engine.client.heartbeat import Hearing
 from moe_lora.engine.client.messages import (
-    PROTOCOL_VERSION,
     Abort,
     Beat,
     Dead,
-    Hello,
+    InstanceFacts,
     Move,
     Outputs,
     Rejected,
     Request,
-    Welcome,
 )
 from moe_lora.engine.client.step_notes import ReadNotes
 
 from .health import HealthMonitor
-from .instance_links import FRONT_END_SIDE
+from .instance_links import HANDSHAKE
 from .instances import Instance, InstanceRegistry, Served, ServedVersion, reason
 
 if TYPE_CHECKING:
@@ -366,77 +363,64 @@ class InstanceListener:
 
         Raises ConfigError if the address is unavailable.
         """
-        async with listen(setting, address, keys, self._receive) as place:
+        visit = partial(HANDSHAKE.receive, self._register, self._serve)
+        async with listen(setting, address, keys, visit) as place:
             self._place = place
             logger.info("LLM instances are awaited at %s", place)
             yield place
 
-    async def _receive(self, connection: Connection, host: str) -> None:
-        peer = Peer(connection, FRONT_END_SIDE, f"an engine from {host}")
-        try:
-            hello = await peer.receive(OPEN_S)
-        except PeerEndedError as error:
-            logger.warning("what dialled in from %s was turned away: %s", host, error)
-            return
-        if not isinstance(hello, Hello):
-            peer.abort("an engine begins with a hello")
-            return
-        refusal = self._refusal(hello)
-        peer.send(Welcome(refusal, self._instance_registry.heartbeat.interval_s))
-        if refusal is not None:
-            logger.warning("instance %s from %s was refused: %s", hello.name, host, refusal)
-            peer.end()
-            await peer.closed()
-            return
-        try:
-            await self._host(peer, hello, host)
-        finally:
-            self._inside.discard(hello.name)
-
-    def _refusal(self, hello: Hello) -> str | None:
-        """Reason to refuse this engine; None: admitted, and its name is in use."""
-        if hello.protocol != PROTOCOL_VERSION:
-            return f"protocol {hello.protocol} there and {PROTOCOL_VERSION} here; install the same version"
-        first = self._info or hello.info
+    def _register(self, caller: Caller) -> float:
+        """Take the engine's name; returns seconds between beats.  Raises RefusedError."""
+        info: ModelInfo = caller.payload.info
+        first = self._info or info
         for fact in _ALIKE:
-            there, here = getattr(hello.info, fact), getattr(first, fact)
+            there, here = getattr(info, fact), getattr(first, fact)
             if there != here:
-                return f"{fact} is {there!r} there and {here!r} at the other instances"
-        if hello.name in self._inside:
-            return f"an instance named {hello.name} is here already; give each its own --name"
+                reason = f"{fact} is {there!r} there and {here!r} at the other instances"
+                raise RefusedError(reason, "start all with the same model and settings")
+        if caller.name in self._inside:
+            reason = f"an instance named {caller.name} is here already"
+            raise RefusedError(reason, "give each its own --name")
         self._info = first
-        self._inside.add(hello.name)
-        return None
+        self._inside.add(caller.name)
+        return self._instance_registry.heartbeat.interval_s
 
-    async def _host(self, peer: Peer, hello: Hello, host: str) -> None:
-        client = DialledClient(peer, hello.name, self._max_unread, hello.notes)
+    async def _serve(self, peer: Peer, caller: Caller) -> None:
+        try:
+            await self._follow(peer, caller)
+        finally:
+            self._inside.discard(caller.name)
+
+    async def _follow(self, peer: Peer, caller: Caller) -> None:
+        facts: InstanceFacts = caller.payload
+        client = DialledClient(peer, caller.name, self._max_unread, facts.notes)
         client.on_move = self._instance_registry.on_move
-        client.on_death = partial(self._instance_registry.suspects.note_death, hello.name)
+        client.on_death = partial(self._instance_registry.suspects.note_death, caller.name)
         reading = asyncio.create_task(client.read())
 
         async def come() -> None:
             was_silent = instance.silent
-            await self._admit(instance, client, hello.incarnation)
-            how = "gets on again" if was_silent else f"dialled in from {host}"
-            logger.info("instance %s %s", hello.name, how)
+            await self._admit(instance, client, caller.epoch)
+            how = "gets on again" if was_silent else f"dialled in from {caller.host}"
+            logger.info("instance %s %s", caller.name, how)
 
         def give_up() -> None:
             client.hang_up("it does not get on")
-            self._on_give_up(hello.name)
+            self._on_give_up(caller.name)
 
         try:
-            instance = self._instance_registry.enter(hello.name, client)
-            instance.devices = hello.info.devices
-            self._instance_registry.hear_drain(hello.name, hello.drain)
+            instance = self._instance_registry.enter(caller.name, client)
+            instance.devices = facts.info.devices
+            self._instance_registry.hear_drain(caller.name, facts.drain)
             await HealthMonitor(self._instance_registry, instance, client, come, give_up).run()
             if not self._instance_registry.closed.is_set():
                 logger.warning(
-                    "instance %s left (%s); its requests go on elsewhere", hello.name, peer.problem
+                    "instance %s left (%s); its requests go on elsewhere", caller.name, peer.problem
                 )
                 if not self._instance_registry.live:
                     logger.warning("no LLM instance is left; one may dial in at %s", self._place)
         except (EngineDeadError, ConfigError) as error:
-            logger.warning("instance %s left before it took part: %s", hello.name, error)
+            logger.warning("instance %s left before it took part: %s", caller.name, error)
         finally:
             peer.end("the front end lets it go")
             await reading

@@ -260,7 +260,7 @@ def _serve_engine(
     gc.disable()
     from moe_lora.dist.cluster.instance_links import FrontEndLinks
     from moe_lora.engine.build import build_engine
-    from moe_lora.engine.client.messages import Hello, Inbox
+    from moe_lora.engine.client.messages import Inbox, InstanceFacts
     from moe_lora.engine.client.step_notes import StepNotes
     from moe_lora.engine.loop import EngineLoop
 
@@ -282,8 +282,8 @@ def _serve_engine(
         loop.start()
         say_started(status)
         watching = asyncio.create_task(end_stuck(loop.pulse, stuck_s))
-        hello = Hello(config.instance, secrets.token_hex(8), core.info, notes.place)
-        await links.run(hello, loop.pulse)
+        facts = InstanceFacts(core.info, notes.place)
+        await links.run(config.instance, secrets.token_hex(8), facts, loop.pulse)
         watching.cancel()
         if links.restarts:
             end_for_restart()

@@ -105,8 +105,6 @@ class Move(Message, frozen=True):
 REQUEST_METHODS = frozenset({"hold_request", "resume_request", "kv_window", "kv_send"})
 """Methods whose first argument is the id of the caller's request."""
 
-PROTOCOL_VERSION = 14
-
 
 @dataclass(frozen=True)
 class DrainOrder:
@@ -119,27 +117,16 @@ class DrainOrder:
     number: int = 0
 
 
-class Hello(Message, frozen=True):
-    """An engine's first message.  incarnation: constant in the process's lifetime.
+@dataclass(frozen=True)
+class InstanceFacts:
+    """Facts of an engine's process for its front ends.
 
     notes: place (see `step_notes`). drain: the process's last order, for a restarted controller.
     """
 
-    name: str
-    incarnation: str
     info: ModelInfo
     notes: str = ""
     drain: DrainOrder = DrainOrder()
-    protocol: int = PROTOCOL_VERSION
-
-
-class Welcome(Message, frozen=True):
-    """The front end's answer.  refusal: reason of a refusal; None: admitted, with a beat every
-    heartbeat_s.
-    """
-
-    refusal: str | None = None
-    heartbeat_s: float = 1.0
 
 
 class Generate(Message, frozen=True):

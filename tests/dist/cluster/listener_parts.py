@@ -22,7 +22,7 @@ from moe_lora.dist.cluster.listener import CatchUp, InstanceListener
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.thread import LoopThread
 from moe_lora.engine.client.heartbeat import Heartbeat, Pulse
-from moe_lora.engine.client.messages import Abort, Call, Generate, Hello, Inbox, Outputs, Reply, Stop
+from moe_lora.engine.client.messages import Abort, Call, Generate, Inbox, InstanceFacts, Outputs, Reply, Stop
 from moe_lora.policies.routing.routing import RoundRobin
 from tests.patience import PATIENCE_S
 
@@ -156,10 +156,9 @@ class Instance:
         self.dial = self._thread.run(make())
         self.loop = ScriptedLoop(self.dial.emit, inbox, number, dict(adapters or {}))
         self.loop.refused = set(refused)
-        hello = Hello(name, self.incarnation, info)
         self.loop.start()
         self._running = asyncio.run_coroutine_threadsafe(
-            self.dial.run(hello, self.loop.pulse), self._thread.loop
+            self.dial.run(name, self.incarnation, InstanceFacts(info), self.loop.pulse), self._thread.loop
         )
 
     def in_its_loop(self, function: Callable[[], object]) -> None:
