@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections between processes: a Unix socket on one host, mutual TLS between hosts; redialled if lost."""
+"""Connections between processes: a Unix socket on one host, mutual TLS between hosts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from websockets.asyncio.server import ServerConnection, serve, unix_serve
 from websockets.exceptions import WebSocketException
 
 from moe_lora.core.address import Address, needs_keys, unix_socket
-from moe_lora.core.errors import ConfigError, LastProblem
+from moe_lora.core.errors import ConfigError
 
 from .codec import MAX_FRAME_BYTES
 from .keys import Keys
-
-logger = logging.getLogger(__name__)
 
 OPEN_S = 10.0
 _CLOSE_S = 1.0
@@ -113,37 +111,6 @@ async def dial(setting: str, address: Address, keys: Keys | None, pings: Pings |
 
 
 _SAME_KEYS = "are its certificates of the same authority?"
-
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.1, 1.0, 1.5
-"""Growing pauses between dials, reset by an accepted connection."""
-
-
-async def stay_connected(
-    name: str,
-    connection: Callable[[], Awaitable[Connection]],
-    session: Callable[[Connection], Awaitable[str | None]],
-) -> None:
-    """Dial, run `session` on the connection, and dial again, until cancelled.
-
-    session: returns the reason of a refusal; None: accepted.  A repeated problem is logged once.
-    """
-    said, pause_s = LastProblem(), FIRST_PAUSE_S
-    while True:
-        try:
-            problem = await session(await connection())
-        except ConnectionError as error:
-            problem = str(error)
-        except Exception as error:
-            logger.exception("%s: the connection failed", name)
-            problem = repr(error)
-        if problem is None:
-            said.over()
-            pause_s = FIRST_PAUSE_S
-        elif said.is_new(problem):
-            logger.warning("%s: %s; trying on", name, problem)
-        await asyncio.sleep(pause_s)
-        pause_s = min(LONGEST_PAUSE_S, pause_s * PAUSE_GROWTH)
 
 
 def _context(setting: str, address: Address, keys: Keys | None, *, server: bool) -> ssl.SSLContext:

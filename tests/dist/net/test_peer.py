@@ -12,9 +12,8 @@ import pytest
 
 from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
-from moe_lora.dist.net import connection
 from moe_lora.dist.net.codec import CallFrame, Protocol, encode
-from moe_lora.dist.net.connection import Pings, dial, stay_connected
+from moe_lora.dist.net.connection import Pings, dial
 from moe_lora.dist.net.peer import Peer, PeerEndedError
 from tests.patience import PATIENCE_S
 
@@ -256,70 +255,6 @@ def test_what_answers_and_is_none_of_ours_is_an_error_that_says_so(place):
             assert "turned this process away" in str(error)
 
     asyncio.run(talk())
-
-
-def test_dialling_goes_on_until_someone_is_there_and_after_each_end(place):
-    async def talk() -> None:
-        seen: list[Peer] = []
-
-        async def session(connection) -> None:
-            peer = Peer(connection, CLIENT, "the server")
-            seen.append(peer)
-            async for _ in peer.messages():
-                pass
-
-        work = asyncio.create_task(stay_connected("a link", lambda: dial("address", place, None), session))
-        await asyncio.sleep(0.2)
-        for count in (1, 2):
-            async with serving(place) as (server, _):
-                await until(lambda count=count: len(seen) == count and server.peers)
-        assert all(peer.ended.is_set() for peer in seen)
-        work.cancel()
-
-    asyncio.run(talk())
-
-
-def test_same_problem_is_logged_once(place, caplog):
-    async def talk() -> None:
-        refused = 0
-
-        async def refuse(connection) -> str:
-            nonlocal refused
-            refused += 1
-            await connection.close()
-            return "no place for this one"
-
-        async with serving(place):
-            work = asyncio.create_task(stay_connected("a", lambda: dial("address", place, None), refuse))
-            await until(lambda: refused == 3)
-            work.cancel()
-
-    asyncio.run(talk())
-    assert caplog.text.count("no place for this one") == 1
-
-
-def test_pauses_grow_up_to_a_bound_and_begin_anew_once_it_went_well(monkeypatch):
-    problems = ["refused"] * 8 + [None, "refused"]
-    pauses: list[float] = []
-
-    async def sleep(pause_s: float) -> None:
-        pauses.append(pause_s)
-        if not problems:
-            raise asyncio.CancelledError
-
-    async def connect() -> None: ...
-
-    async def session(_: None) -> str | None:
-        return problems.pop(0)
-
-    monkeypatch.setattr(connection, "asyncio", SimpleNamespace(sleep=sleep))
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(stay_connected("a link", connect, session))
-    first, bound = connection.FIRST_PAUSE_S, connection.LONGEST_PAUSE_S
-    grown = [min(bound, first * connection.PAUSE_GROWTH**number) for number in range(8)]
-    assert pauses[:8] == pytest.approx(grown)
-    assert pauses[7] == bound
-    assert pauses[8:] == pytest.approx([first, first * connection.PAUSE_GROWTH])
 
 
 def test_socket_that_a_dead_process_left_is_taken_and_one_in_use_is_not(place):

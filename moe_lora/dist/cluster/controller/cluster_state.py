@@ -25,7 +25,6 @@ if typing.TYPE_CHECKING:
     from .placement_controller import PlacementController
     from .routes import Routes
 
-PROTOCOL_VERSION = 6
 PINGS = Pings()
 
 
@@ -47,20 +46,6 @@ class ClusterState(Message, frozen=True, kw_only=True):
     table: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     table_version: int = 0
     demand: Mapping[str, float] = field(default_factory=dict)
-
-
-class FrontEndHello(Message, frozen=True, kw_only=True):
-    """A front end's first message.  state: the last from a controller."""
-
-    name: str
-    state: ClusterState | None
-    protocol: int = PROTOCOL_VERSION
-
-
-class Admitted(Message, frozen=True):
-    """The controller's answer.  refusal: reason, or None for admitted."""
-
-    refusal: str | None = None
 
 
 @dataclass(frozen=True)

@@ -8,30 +8,27 @@ import itertools
 import logging
 from typing import Any
 
-from websockets.asyncio.connection import Connection
-
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ControllerAwayError
 from moe_lora.core.request import RequestTiming
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.net.codec import Message
-from moe_lora.dist.net.connection import OPEN_S, dial, stay_connected
+from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
+from moe_lora.dist.net.session import stay_connected
 from moe_lora.provision.online import Visit
 
 from .cluster_state import (
     PINGS,
-    Admitted,
     ClusterState,
     Figures,
-    FrontEndHello,
     FrontEndReport,
     Taken,
     VisitEvent,
     take_table,
 )
-from .protocol import FRONT_END_SIDE
+from .protocol import HANDSHAKE
 from .routes import Routes
 
 logger = logging.getLogger(__name__)
@@ -133,13 +130,7 @@ class ControllerLink:
 
     async def run(self) -> None:
         """Keep the connection and report events, until cancelled."""
-        dialling = asyncio.create_task(
-            stay_connected(
-                "the controller",
-                lambda: dial("controller.address", self._address, self._keys, PINGS),
-                self._serve,
-            )
-        )
+        dialling = asyncio.create_task(stay_connected("the controller", self._connect, self._serve))
         reported: tuple[Peer | None, dict[str, str | None]] = None, {}
         try:
             while True:
@@ -157,14 +148,12 @@ class ControllerLink:
                 self._peer.end("the front end was stopped")
                 await self._peer.closed()
 
-    async def _serve(self, connection: Connection) -> str | None:
-        peer = Peer(connection, FRONT_END_SIDE, "the controller")
-        peer.send(FrontEndHello(name=self.name, state=self.state))
-        admitted = await peer.receive(OPEN_S)
-        if not isinstance(admitted, Admitted) or admitted.refusal is not None:
-            peer.end()
-            return admitted.refusal if isinstance(admitted, Admitted) else "it is no controller"
-        logger.info("joined the controller at %s", self._address)
+    async def _connect(self) -> Peer:
+        connection = await dial("controller.address", self._address, self._keys, PINGS)
+        hello = HANDSHAKE.hello(self.name, self.state)
+        return (await HANDSHAKE.open(connection, self._address, hello))[0]
+
+    async def _serve(self, peer: Peer) -> None:
         self._peer = peer
         self.num_joins += 1
         try:
@@ -173,7 +162,6 @@ class ControllerLink:
         finally:
             self._peer = None
         logger.warning("lost the controller: %s; requests go on by what it said last", peer.problem)
-        return None
 
     def receive(self, message: Message | Asked) -> None:
         """Execute a message of the controller."""

@@ -10,32 +10,31 @@ import signal
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from anyio import fail_after
-from websockets.asyncio.connection import Connection
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import MoeLoraError
 from moe_lora.dist.cluster.listener import RECOVERY_S
 from moe_lora.dist.net.codec import Message
-from moe_lora.dist.net.connection import OPEN_S, listen
+from moe_lora.dist.net.connection import listen
 from moe_lora.dist.net.keys import Keys
-from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
+from moe_lora.dist.net.peer import Asked, Peer
+from moe_lora.dist.net.session import Caller
 from moe_lora.provision.online import DemandWindow, Visit
 
 from .cluster_controller import ControlledFleet
 from .cluster_state import (
     PINGS,
-    PROTOCOL_VERSION,
-    Admitted,
+    ClusterState,
     ClusterStateLog,
-    FrontEndHello,
     FrontEndReport,
     Taken,
     VisitEvent,
 )
-from .protocol import CONTROLLER_SIDE
+from .protocol import HANDSHAKE
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +98,8 @@ class FrontEndListener:
     @asynccontextmanager
     async def open(self, address: Address, keys: Keys | None) -> AsyncIterator[Address]:
         """Listen for front ends until the context ends.  Raises ConfigError if the address is unavailable."""
-        async with listen("controller.address", address, keys, self._receive, PINGS) as place:
+        visit = partial(HANDSHAKE.receive, lambda caller: None, self._serve)
+        async with listen("controller.address", address, keys, visit, PINGS) as place:
             yield place
 
     async def run(self) -> None:
@@ -162,26 +162,9 @@ class FrontEndListener:
         for session in self.sessions:
             session.peer.send(self._state_log.state)
 
-    async def _receive(self, connection: Connection, host: str) -> None:
-        peer = Peer(connection, CONTROLLER_SIDE, f"a front end from {host}")
-        try:
-            hello = await peer.receive(OPEN_S)
-        except PeerEndedError as error:
-            logger.warning("what dialled the controller from %s was turned away: %s", host, error)
-            return
-        if not isinstance(hello, FrontEndHello) or hello.protocol != PROTOCOL_VERSION:
-            there = getattr(hello, "protocol", None)
-            problem = (
-                f"protocol {there} there and {PROTOCOL_VERSION} at the controller; install the same version"
-            )
-            logger.warning("what dialled the controller from %s was refused: %s", host, problem)
-            peer.send(Admitted(problem))
-            peer.end()
-            await peer.closed()
-            return
-        peer.send(Admitted())
-        session = Session(hello.name, peer)
-        self._join(session, hello)
+    async def _serve(self, peer: Peer, caller: Caller) -> None:
+        session = Session(caller.name, peer)
+        self._join(session, caller.payload)
         try:
             async for message in peer.messages():
                 self._hear(session, message)
@@ -192,15 +175,15 @@ class FrontEndListener:
                 visit.end(None)
             self._changed.set()
 
-    def _join(self, session: Session, hello: FrontEndHello) -> None:
+    def _join(self, session: Session, before: ClusterState | None) -> None:
         logger.info("front end %s dialled in", session.name)
         self.sessions.append(session)
         self._awaited.discard(session.name)
         if not self._ready.is_set():
-            if hello.state is not None:
-                self._state_log.recover(hello.state)
+            if before is not None:
+                self._state_log.recover(before)
             return
-        before, now = hello.state, self._state_log.state
+        now = self._state_log.state
         if before is not None:
             self._state_log.learn_drains(before)
         if before is not None and before.number >= now.number and before != now:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from moe_lora.dist.cluster.adapter_calls import ADAPTER_CHANGES
-from moe_lora.dist.net.codec import Interface, Protocol, verbs_of
+from moe_lora.dist.net.codec import Decoder, Interface, Protocol, verbs_of
+from moe_lora.dist.net.session import Handshake
 
 from .capacity_controller import CapacityController
-from .cluster_state import Admitted, ClusterState, Figures, FrontEndHello, FrontEndReport, Taken
+from .cluster_state import ClusterState, Figures, FrontEndReport, Taken
 from .instance_control import InstanceControl
 from .served_registry import RegistryVerbs
 
@@ -15,5 +16,11 @@ _PARTS = (InstanceControl, CapacityController, RegistryVerbs)
 CONTROLLER_INTERFACE = Interface(
     {**ADAPTER_CHANGES, **{name: method for part in _PARTS for name, method in verbs_of(part).items()}}
 )
-CONTROLLER_SIDE = Protocol.of(FrontEndHello, FrontEndReport, Taken, answers=CONTROLLER_INTERFACE)
-FRONT_END_SIDE = Protocol.of(Admitted, ClusterState, Figures, asks=CONTROLLER_INTERFACE)
+HANDSHAKE = Handshake(
+    "controller",
+    version=7,
+    payload=Decoder(ClusterState | None),
+    dials=Protocol.of(ClusterState, Figures, asks=CONTROLLER_INTERFACE),
+    listens=Protocol.of(FrontEndReport, Taken, answers=CONTROLLER_INTERFACE),
+)
+"""The payload: the front end's last state from a controller."""

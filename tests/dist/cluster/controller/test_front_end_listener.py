@@ -6,17 +6,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.cluster.controller.cluster_state import Admitted, FrontEndHello, Taken
-from moe_lora.dist.cluster.controller.protocol import FRONT_END_SIDE
-from moe_lora.dist.net.codec import Protocol
+from moe_lora.dist.cluster.controller.cluster_state import Taken
+from moe_lora.dist.cluster.controller.protocol import HANDSHAKE
 from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import Keys, make_keys
-from moe_lora.dist.net.peer import Peer, PeerEndedError
+from moe_lora.dist.net.session import RefusedError
 from moe_lora.engine.client.messages import Beat
 
 from .parts import ControllerSide, FrontEndSide, until
@@ -47,13 +47,11 @@ def address(tmp_path) -> Address:
 def test_front_end_of_another_version_is_refused_with_the_difference(address):
     async def run() -> None:
         async with listening(address) as (controller, _):
-            peer = Peer(await dial("controller.address", address, None), FRONT_END_SIDE, "the controller")
-            peer.send(FrontEndHello(name="old", state=None, protocol=0))
-            admitted = await peer.receive(10)
-            assert isinstance(admitted, Admitted)
-            assert "install the same version" in (admitted.refusal or "")
-            with pytest.raises(PeerEndedError):
-                await peer.receive(10)
+            connection = await dial("controller.address", address, None)
+            old = replace(HANDSHAKE, version=0).hello("old", None)
+            with pytest.raises(RefusedError, match="install the same version"):
+                await HANDSHAKE.open(connection, address, old)
+            await connection.wait_closed()
             assert inside(controller) == []
 
     asyncio.run(run())
@@ -62,14 +60,14 @@ def test_front_end_of_another_version_is_refused_with_the_difference(address):
 def test_message_of_another_link_ends_the_connection(address):
     async def run() -> None:
         async with listening(address) as (controller, _):
-            peer = Peer(await dial("controller.address", address, None), Protocol.of(Admitted), "it")
-            peer.send(FrontEndHello(name="one", state=None))
-            await peer.receive(10)
+            connection = await dial("controller.address", address, None)
+            peer, _ = await HANDSHAKE.open(connection, address, HANDSHAKE.hello("one", None))
             peer.send(Taken(1))
             await until(lambda: [one.taken for one in controller.listener.sessions] == [1])
             peer.send(Beat())
-            with pytest.raises(PeerEndedError, match="not understood"):
-                await peer.receive(10)
+            async for _ in peer.messages():
+                pass
+            assert "one sent what is not understood here" in peer.problem
             await until(lambda: inside(controller) == [])
 
     asyncio.run(run())
