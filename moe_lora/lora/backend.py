@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 AddTo: TypeAlias = Callable[[torch.Tensor], None]
 """Adds the deltas of one site to its output y: [T or T*K, sum of the site's out_features], in the model's
-dtype or in fp32; called once, except for `local.LocalDeltas`.
+dtype or in fp32.
 """
 
 
@@ -77,8 +77,7 @@ class LoraBackend(ABC):
     def abandon_step(self) -> None:  # noqa: B027
         """Drop a step that failed between `begin_step` and its last `add_to`; harmless without a step.
 
-        The next step gets its own deltas, never an answer to a request of the dropped step.  Default:
-        nothing, for backends in the engine's thread.
+        The next step gets its own deltas, never an answer to a request of the dropped step.
         """
 
 
@@ -100,8 +99,8 @@ class RoutedBackend(LoraBackend):
 
     backends: in the order of `begin`, remote ones first.  Under a negated source: the backend that subtracts.
     At sites with subtracted terms, a row's terms are summed in fp32 and rounded once.
-    present: [slots, layers] bool, layers on this device; a HOST row is LOCAL in these layers (see
-    `RowRouting.here`).  None: no HOST source.  num_taken_over: such rows, once per layer.
+    present: [slots, layers] bool, layers on this device, with HOST rows computed here (see
+    `RowRouting.here`).  None: no HOST source.  num_taken_over: these rows, once per layer.
     """
 
     def __init__(self, backends: Mapping[int, LoraBackend], present: np.ndarray | None = None) -> None:

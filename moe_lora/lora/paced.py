@@ -40,9 +40,9 @@ def prefill_shares(shape: ModelShape) -> list[float]:
 class PacedBackend(OuterBackend):
     """LoraBackend around another that sleeps up to each stage's time by `profile`.
 
-    Decode rows count, and prompt rows if the profile has their time, divided over a layer's sites by
-    multiply-adds.  Due times follow from each other, so a late stage shortens later sleeps.  Late deltas of
-    host workers delay the device.  remote: a LoRA Server computes deltas and sleeps for its own part.
+    Decode rows count, and prompt rows if the profile has their time.  A late stage shortens later sleeps.
+    Late deltas of host workers delay the device.  remote: a LoRA Server computes deltas and sleeps for its
+    own part.
     """
 
     def __init__(

@@ -8,8 +8,8 @@ Members of the group are the server's ranks in order, then the instances.  Every
         answers: for each served site the deltas
         for each server rank and served site: number of missing rows of the answer
 
-A put copies a request or answer to the same place of the peer.  An instance sends the next request for a
-place only after it has added the last answers, so one place per site suffices.
+A put copies a request or answer to the same place of the peer.  An instance adds all answers before it
+sends the next request to a place, so one place per site suffices.
 
 Legend: T token rows of a step, K experts per token, C instances, S served sites.
 """
@@ -24,7 +24,16 @@ import torch
 
 from moe_lora.core.partition import Partition
 from moe_lora.core.shape import ModelShape, Site
-from moe_lora.dist.transport.device_puts import PUT_BLOCKS, STATUS_BYTES
+from moe_lora.dist.transport.device_puts import (
+    POLLS_PER_S,
+    PUT_BLOCKS,
+    STATUS_BYTES,
+    DevicePuts,
+    SymmetricWindow,
+)
+from moe_lora.kernels.triton.configs import kernels
+
+from .session import starts
 
 _ALIGN = 256
 
@@ -68,6 +77,7 @@ class DeviceFrames:
 
     @property
     def frame_bytes(self) -> int:
+        """Size of a step frame."""
         return 8 * (1 + 2 * self.max_rows)
 
     def ids_at(self, client: int, site: int) -> int:
@@ -89,6 +99,7 @@ class DeviceFrames:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the window."""
         return self.num_clients * self._client_bytes
 
     def asked(self, client: int, site: int | None = None) -> int:
@@ -123,14 +134,13 @@ class DeviceFrames:
 
     @cached_property
     def _places(self) -> dict[int, _Places]:
-        at, found = _aligned(self.frame_bytes), {}
+        at, found = starts(0, self.frame_bytes, align=_ALIGN)[-1], {}
         for number in self.sites:
-            site = self.shape.sites[number]
-            x = at + (_aligned(4 * self.outputs(number)) if site.num_experts else 0)
-            answer = x + _aligned(self.inputs(number) * site.in_features * self.dtype.itemsize)
-            end = answer + _aligned(self.outputs(number) * site.total_out_features * self.dtype.itemsize)
-            found[number] = _Places(at, x, answer, end)
-            at = end
+            site, inputs, outputs = self.shape.sites[number], self.inputs(number), self.outputs(number)
+            widths = inputs * site.in_features, outputs * site.total_out_features
+            sizes = 4 * outputs * (site.num_experts > 0), *(width * self.dtype.itemsize for width in widths)
+            found[number] = _Places(*starts(at, *sizes, align=_ALIGN))
+            at = found[number].end
         return found
 
     @property
@@ -139,7 +149,49 @@ class DeviceFrames:
 
     @property
     def _client_bytes(self) -> int:
-        return self._statuses + _aligned(self.num_ranks * len(self.sites) * PUT_BLOCKS * STATUS_BYTES)
+        num_statuses = self.num_ranks * len(self.sites) * PUT_BLOCKS
+        return starts(self._statuses, num_statuses * STATUS_BYTES, align=_ALIGN)[-1]
+
+
+class DeviceHalf:
+    """A member's half of an instance's puts: the places in its window, and bounded waits for signals.
+
+    client: the instance's number.  state: int64 [1], of `triton.exchange`.
+    """
+
+    def __init__(
+        self,
+        group: DevicePuts,
+        window: SymmetricWindow,
+        frames: DeviceFrames,
+        client: int,
+        answer_timeout_s: float,
+    ) -> None:
+        self._exchange = kernels("exchange")
+        self._group, self._window, self._frames, self._client = group, window, frames, client
+        self._max_polls = max(1, int(answer_timeout_s * POLLS_PER_S))
+        self._expected = torch.zeros(frames.num_signals, dtype=torch.int64, device=group.device)
+        self.state = torch.zeros(1, dtype=torch.int64, device=group.device)
+        self._rows = {site: self._at(site) for site in frames.sites}
+
+    def _at(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """x, ids and deltas of a site, of max_rows tokens."""
+        frames, site, view = self._frames, self._frames.shape.sites[number], self._window.rows
+        client, outputs, inputs = self._client, frames.outputs(number), frames.inputs(number)
+        x = view(frames.x_at(client, number), inputs, site.in_features, frames.dtype)
+        out = view(frames.answer_at(client, number), outputs, site.total_out_features, frames.dtype)
+        ids = None
+        if site.num_experts:
+            top_k = outputs // frames.max_rows
+            ids = view(frames.ids_at(client, number), frames.max_rows, top_k, torch.int32)
+        return x, ids, out
+
+    def _wait(
+        self, numbers: range, more: int, max_polls: int, status: tuple[torch.Tensor, int] | None = None
+    ) -> None:
+        """Wait until each signal is `more` above its last wait."""
+        signals = self._exchange.Signals(self._window.words, self._expected, numbers)
+        self._exchange.launch_wait(signals, more, self.state, max_polls, status)
 
 
 class _Places(NamedTuple):
@@ -147,7 +199,3 @@ class _Places(NamedTuple):
     x: int
     answer: int
     end: int
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN) * _ALIGN

@@ -19,7 +19,7 @@ from moe_lora.dist.transport.shm_library import SignalWaiter, SignalWords, lines
 from .session import DONE, DeltaRequest, FrameLayout, answer_rows, read_request
 
 SPIN_S, FIRST_SLEEP_S, LONGEST_SLEEP_S = 1e-3, 50e-6, 1e-3
-"""A worker spins for about a layer's time, then sleeps for growing intervals."""
+"""A worker spins for a layer's time, then sleeps longer and longer."""
 
 Compute = Callable[[DeltaRequest, torch.Tensor], int]
 """Fills the deltas [R, N] of a request; returns the answer's state."""
@@ -42,8 +42,8 @@ class FrameSlots:
         self.layout = layout
         self.request_words: SignalWords = requests.words
         self.answer_words: SignalWords = answers.words
-        self.request_frames = list(_bytes(requests).view(depth, layout.request_bytes))
-        self.answer_frames = list(_bytes(answers).view(depth, layout.answer_bytes))
+        self.request_frames = _frames(requests, depth)
+        self.answer_frames = _frames(answers, depth)
         self._requests = requests
         self._first = 0
         bell = lines(1)
@@ -70,7 +70,7 @@ class FrameSlots:
     def serve(self, slot: int, compute: Compute) -> None:
         """Answer the slot's pending use, or refuse after an error of `compute`.
 
-        A single thread of a single process serves at a time: the answer's frame is written in place.
+        A single thread of one process serves at a time, in place.
         """
         use = self._asked(slot)
         request = read_request(self.request_frames[slot], self.layout)
@@ -78,6 +78,10 @@ class FrameSlots:
         done = compute(request, out) == DONE
         self.answer_words.raise_to(slot if done else self.depth + slot, use)
         self._first = (slot + 1) % self.depth
+
+    def serve_next(self, compute: Compute) -> None:
+        """Wait for a pending slot, and serve the slot."""
+        self.serve(self.wait(), compute)
 
     def wait(self) -> int:
         """Wait for a pending slot."""
@@ -108,9 +112,7 @@ class FrameSlots:
         return self.answer_words.read(self.depth + slot)
 
 
-def _bytes(window: Window | ShmRemoteWindow) -> torch.Tensor:
-    if isinstance(window, Window):
-        return window.bytes
-    found = window.view(0, window.num_bytes)
-    assert found is not None
-    return found
+def _frames(window: Window | ShmRemoteWindow, depth: int) -> list[torch.Tensor]:
+    memory = window.bytes if isinstance(window, Window) else window.view(0, window.num_bytes)
+    assert memory is not None
+    return list(memory.view(depth, -1))

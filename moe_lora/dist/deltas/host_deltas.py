@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -47,33 +47,32 @@ def request_deltas(
     as in `kernels.lora`.
     """
 
-    def delta(ids: torch.Tensor | None, target: torch.Tensor) -> None:
-        operands = LoraOperands(x, ids, site, layer, token_slots, slots, arena)
-        lora_delta(operands, target, kernel=kernel, max_lora_rank=max_lora_rank)
-
-    site = shape.sites[request.site]
-    token_slots = torch.from_numpy(np.ascontiguousarray(slot)).to(arena.device)
-    x = request.x.to(arena.device)
-    if request.ids is None:
-        _into(lambda full: delta(None, full), out, arena.device)
-        return
-    ids = torch.from_numpy(np.ascontiguousarray(request.ids)).to(arena.device)
-    if request.num_rows == request.ids.size:
-        _into(lambda full: delta(ids, full), out, arena.device)
-        return
-    full = torch.empty(request.ids.size, out.shape[1], dtype=out.dtype, device=arena.device)
-    delta(ids, full)
-    rows = torch.from_numpy(np.flatnonzero(request.ids.reshape(-1) >= 0)).to(arena.device)
-    _into(lambda target: torch.index_select(full, 0, rows, out=target), out, arena.device)
+    device, ids = arena.device, request.ids
+    token_slots = torch.from_numpy(np.ascontiguousarray(slot)).to(device)
+    ids_there = None if ids is None else torch.from_numpy(np.ascontiguousarray(ids)).to(device)
+    place = shape.sites[request.site], layer, token_slots, slots, arena
+    operands = LoraOperands(request.x.to(device), ids_there, *place)
+    target = out if out.device == device else torch.empty_like(out, device=device)
+    compute = partial(lora_delta, operands, kernel=kernel, max_lora_rank=max_lora_rank)
+    compute_chosen(ids, compute, target)
+    if target is not out:
+        out.copy_(target)
 
 
-def _into(compute: Callable[[torch.Tensor], object], out: torch.Tensor, device: torch.device) -> None:
-    if out.device == device:
+def compute_chosen(
+    ids: np.ndarray | None, compute: Callable[[torch.Tensor], object], out: torch.Tensor
+) -> None:
+    """out [R, N] = the rows with an expert of the deltas that `compute` fills.
+
+    ids: [T, K], -1 for the other rows; None at a dense site: all rows.  compute: fills [T * K, N], or [R, N].
+    """
+    if ids is None or len(out) == ids.size:
         compute(out)
         return
-    target = torch.empty_like(out, device=device)
-    compute(target)
-    out.copy_(target)
+    deltas = out.new_empty(ids.size, out.shape[1])
+    compute(deltas)
+    rows = torch.from_numpy(np.flatnonzero(ids.reshape(-1) >= 0)).to(out.device)
+    torch.index_select(deltas, 0, rows, out=out)
 
 
 class FailureLog:
@@ -97,7 +96,7 @@ class FailureLog:
 
 
 class HostDeltas:
-    """Deltas from adapters in host memory, by the CPU library, one adapter after another.
+    """Deltas from adapters in host memory, by the CPU library.
 
     Equal in bits to a server on CPU with any kernel; close to a server on CUDA.
     """
@@ -118,17 +117,22 @@ class HostDeltas:
 
         Raises AdapterError, with the content hash, for a bad adapter.
         """
+        compute_chosen(request.ids, partial(self._compute, request, adapters, row_adapter), out)
+
+    def _compute(
+        self,
+        request: DeltaRequest,
+        adapters: Sequence[RoutedAdapter],
+        row_adapter: np.ndarray,
+        deltas: torch.Tensor,
+    ) -> None:
         ids = None if request.ids is None else torch.from_numpy(np.ascontiguousarray(request.ids))
-        some = None if ids is None or request.num_rows == ids.numel() else ids.view(-1) >= 0
-        deltas = out if some is None else out.new_empty(len(some), out.shape[1])
         deltas.zero_()
         for index in np.unique(row_adapter[row_adapter >= 0]).tolist():
             arena, table = self._layer(adapters[index].content_hash, request.layer)
             slot = torch.from_numpy(np.where(row_adapter == index, 0, -1).astype(np.int32))
             site = self._shape.sites[request.site]
             lora_expand(lora_shrink(LoraOperands(request.x, ids, site, 0, slot, table, arena)), deltas)
-        if some is not None:
-            torch.index_select(deltas, 0, some.nonzero()[:, 0], out=out)
 
     def _map(self, content_hash: str) -> tuple[PackedAdapter, dict[int, SlotTable]]:
         return self._store.get(content_hash, content_hash), {}

@@ -17,18 +17,17 @@ from functools import partial
 
 import torch
 
-from moe_lora.dist.transport.device_puts import POLLS_PER_S, PUT_BLOCKS, STATUS_BYTES, DevicePuts
+from moe_lora.dist.transport.device_puts import PUT_BLOCKS, STATUS_BYTES, DevicePuts
 from moe_lora.kernels.operands import StepTables
-from moe_lora.kernels.triton.configs import kernels
 from moe_lora.lora.backend import AddTo, LoraBackend
 from moe_lora.lora.row_routing import RowRouting, Source
 
-from .device_frames import DeviceFrames
+from .device_frames import DeviceFrames, DeviceHalf
 
 logger = logging.getLogger(__name__)
 
 
-class PushedBackend(LoraBackend):
+class PushedBackend(LoraBackend, DeviceHalf):
     """The backend of a single-process instance.
 
     group, frames: see `DeviceFrames`.  client: the instance's number.  num_steps: started; num_redone:
@@ -37,13 +36,8 @@ class PushedBackend(LoraBackend):
     """
 
     def __init__(self, group: DevicePuts, frames: DeviceFrames, client: int, answer_timeout_s: float) -> None:
-        self._exchange = kernels("exchange")
-        self._group, self._frames, self._client = group, frames, client
-        self._max_polls = max(1, int(answer_timeout_s * POLLS_PER_S))
-        self._window = group.alloc(frames.num_bytes, frames.num_signals)
-        zeros = partial(torch.zeros, dtype=torch.int64, device=group.device)
-        self._expected, self._state = zeros(frames.num_signals), zeros(1)
-        self._answers = {site: self._answer(site) for site in frames.sites}
+        window = group.alloc(frames.num_bytes, frames.num_signals)
+        super().__init__(group, window, frames, client, answer_timeout_s)
         self._frame: torch.Tensor | None = None
         self._is_under_way = False
         self.lost = False
@@ -66,7 +60,7 @@ class PushedBackend(LoraBackend):
         """True if the last step was answered in full; waits for the step.  Logs the cause otherwise."""
         self._is_under_way = False
         self.num_steps += 1
-        state = int(self._state.item())
+        state = int(self.state.item())
         if not state:
             return True
         self.num_redone += 1
@@ -77,7 +71,7 @@ class PushedBackend(LoraBackend):
                 "together again, it is asked over lora_server.transport"
             )
         else:
-            self._state.zero_()
+            self.state.zero_()
             logger.info("the LoRA Server lacked rows of a step, which is computed again")
         return False
 
@@ -118,22 +112,13 @@ class PushedBackend(LoraBackend):
         return partial(self._add_to, range(ranks[0], ranks[-1] + 1), site, ids)
 
     def _add_to(self, ranks: range, site: int, ids: torch.Tensor | None, y: torch.Tensor) -> None:
-        exchange, frames, frame = self._exchange, self._frames, self._frame
+        frames, frame = self._frames, self._frame
         assert frame is not None, "begin_step comes first"
         numbers = frames.answers_of(ranks, site)
         first, last = (frames.status_at(self._client, rank, site) for rank in (ranks[0], ranks[-1]))
         status = self._window.bytes[first : last + PUT_BLOCKS * STATUS_BYTES].view(torch.int64)
-        exchange.launch_wait(
-            exchange.Signals(self._window.words, self._expected, numbers),
-            *(PUT_BLOCKS, self._state, self._max_polls),
-            status=(status, PUT_BLOCKS),
-        )
-        exchange.launch_add_rows(y, self._answers[site][: len(y)], frame, ids)
-
-    def _answer(self, site: int) -> torch.Tensor:
-        frames, width = self._frames, self._frames.shape.sites[site].total_out_features
-        start_bytes = frames.answer_at(self._client, site)
-        return self._window.rows(start_bytes, frames.outputs(site), width, frames.dtype)
+        self._wait(numbers, PUT_BLOCKS, self._max_polls, (status, PUT_BLOCKS))
+        self._exchange.launch_add_rows(y, self._rows[site][2][: len(y)], frame, ids)
 
     def close(self) -> None:
         self._group.close()

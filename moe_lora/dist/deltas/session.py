@@ -27,11 +27,15 @@ HEADER_BYTES = 64
 _ALIGN = 64
 
 DONE, STALE = 1, 2
-"""States of an answer: with deltas; or some slot has lost its generation's content."""
+"""States of an answer: with deltas; or a slot has lost its generation's content."""
 
 
-def aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN) * _ALIGN
+def starts(first: int, *sizes: int, align: int = _ALIGN) -> list[int]:
+    """Offsets of arrays of these sizes, one behind another, and of the end."""
+    found = [first]
+    for size in sizes:
+        found.append(found[-1] + -(-size // align) * align)
+    return found
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,18 @@ class FrameLayout:
         top_k = max(1, self.shape.num_experts_per_token)
         width = max(site.in_features for site in self.shape.sites) * self.dtype.itemsize
         rows = self.max_rows
-        return HEADER_BYTES + sum(map(aligned, (4 * rows, 8 * rows, 4 * rows * top_k, width * rows)))
+        return starts(HEADER_BYTES, 4 * rows, 8 * rows, 4 * rows * top_k, width * rows)[-1]
 
     @property
     def answer_bytes(self) -> int:
         """Largest answer."""
         width = max(site.total_out_features for site in self.shape.sites) * self.dtype.itemsize
-        return HEADER_BYTES + aligned(width * self.max_rows)
+        return starts(HEADER_BYTES, width * self.max_rows)[-1]
 
 
 @dataclass(frozen=True)
 class DeltaRequest:
-    """One site's work for one server rank: views of a frame."""
+    """One site's work for one server: views of a frame."""
 
     layer: int
     site: int
@@ -133,19 +137,16 @@ def request_at(
     num_rows: int,
 ) -> DeltaRequest:
     """The request of these sizes in `frame`; ignores the header."""
-    raw = frame.numpy()
-    at = HEADER_BYTES
-    slot = raw[at : at + 4 * num_tokens].view(np.int32)
-    at += aligned(4 * num_tokens)
-    generation = raw[at : at + 8 * num_tokens].view(np.int64)
-    at += aligned(8 * num_tokens)
+    raw, num_ids = frame.numpy(), num_tokens * top_k
+    of_slot, of_generation, of_ids, of_x = starts(HEADER_BYTES, 4 * num_tokens, 8 * num_tokens, 4 * num_ids)
+    slot = raw[of_slot : of_slot + 4 * num_tokens].view(np.int32)
+    generation = raw[of_generation : of_generation + 8 * num_tokens].view(np.int64)
     ids = None
     if top_k:
-        ids = raw[at : at + 4 * num_tokens * top_k].view(np.int32).reshape(num_tokens, top_k)
-        at += aligned(4 * num_tokens * top_k)
+        ids = raw[of_ids : of_ids + 4 * num_ids].view(np.int32).reshape(num_tokens, top_k)
     width = layout.shape.sites[site].in_features
-    end = at + num_tokens * width * layout.dtype.itemsize
-    x = frame[at:end].view(layout.dtype).view(num_tokens, width)
+    end = of_x + num_tokens * width * layout.dtype.itemsize
+    x = frame[of_x:end].view(layout.dtype).view(num_tokens, width)
     return DeltaRequest(layer, site, num_rows, slot, generation, ids, x, end)
 
 
@@ -167,9 +168,7 @@ def check_ids(request: DeltaRequest, layout: FrameLayout) -> None:
 def write_answer_header(
     frame: torch.Tensor, state: int, started_ns: int, finished_ns: int, num_host_rows: int = 0
 ) -> None:
-    """started_ns, finished_ns: monotonic clock of the server's host around the computation.  num_host_rows:
-    rows of the answer from host workers.
-    """
+    """started_ns, finished_ns: monotonic clock of the server's host.  num_host_rows: from host workers."""
     frame.numpy()[:HEADER_BYTES].view(np.int64)[:4] = (state, started_ns, finished_ns, num_host_rows)
 
 
@@ -198,10 +197,11 @@ class PeerFrames:
         self.window = window
         self._transport = transport
         self._frame_bytes = frame_bytes
-        views = [window.view(i * frame_bytes, frame_bytes) for i in range(depth)]
-        mapped = [view for view in views if view is not None]
-        self._in_place = bool(mapped)
-        self._frames = mapped or list(torch.empty(depth, frame_bytes, dtype=torch.uint8))
+        mapped = window.view(0, depth * frame_bytes)
+        self._in_place = mapped is not None
+        if mapped is None:
+            mapped = torch.empty(depth * frame_bytes, dtype=torch.uint8)
+        self._frames = list(mapped.view(depth, frame_bytes))
 
     def frame(self, number: int) -> torch.Tensor:
         """Memory for the frame of this number, uint8."""
@@ -244,8 +244,8 @@ class ExchangeTimes:
 class Sent:
     """A request under way.
 
-    request: in its frame, or a copy after the frame's reuse.  delta: its answer, if taken for the reuse.
-    refused: the server can't compute the deltas.  num_host_rows: of the answer.
+    request: in its frame, or a copy after the frame's reuse.  delta: the answer, if taken for the reuse.
+    refused: by the server.  num_host_rows: of the answer.
     """
 
     number: int
@@ -294,7 +294,7 @@ class ClientSession:
         self._broken = True
 
     def abandon(self) -> None:
-        """Drop the requests under way.  `frame` waits for each answer before the frame is used again."""
+        """Drop the requests under way; `frame` waits for each answer before a reuse."""
         self._first_kept = self._next
 
     def frame(self) -> torch.Tensor:
@@ -334,7 +334,7 @@ class ClientSession:
     def take(self, sent: Sent) -> torch.Tensor:
         """The deltas [R, N] of a request; valid until the next `frame()`.
 
-        Raises SessionLostError; `sent.request` stays usable for a computation elsewhere.
+        Raises SessionLostError; `sent.request` stays usable.
         """
         delta = sent.delta
         if delta is None and not sent.refused:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host backend of a device with streams: calls of workers are queued, without waits of the host.
 
-Stream operations copy rows to a worker's frame, raise its signal, wait for the answer and add the deltas; the
-engine's thread continues at once.
+Stream operations copy rows to a worker's frame, raise its signal, wait for the answer and add the deltas.
 Source: Toppings section 4.2, "Sync-free CPU LoRA invocation".
 
 Legend: T token rows of the step, P rows of a piece, K experts per token, R rows of an answer.
@@ -76,7 +75,7 @@ class SlotUse:
 class StreamSession:
     """The engine's half of one worker's slots, used in turn by one thread.
 
-    Any number of requests may precede the first `take`: before a slot's reuse the stream takes its answer.
+    Any number of requests may precede the first `take`: the stream takes an answer before a slot's reuse.
     """
 
     def __init__(self, slots: FrameSlots, stream: Stream) -> None:
@@ -123,10 +122,7 @@ class StreamSession:
         self._stream.queue(copy)
 
     def abandon(self) -> None:
-        """Drop the uses of a step without their answers.
-
-        The stream waits for each answer; then the slot is free.
-        """
+        """Drop the uses of a step; the stream waits for each answer."""
         for slot, asked in enumerate(self._asked):
             if asked is not None:
                 self._asked[slot] = None
@@ -157,8 +153,8 @@ class _Piece:
 class StreamBackend(DividedBackend):
     """Over host workers and a device's stream.
 
-    Only the device knows the chosen experts: a worker gets all of a row's ids and answers with a row for
-    each, zero without an adapter.
+    Only the device knows the chosen experts: a worker answers with a row for each of a row's ids, zero
+    without an adapter.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A host worker of a device's stream, with guaranteed answers.
 
-A stream's wait has no time limit.  So the link's thread answers for a dead, late or refusing worker, and
-during the engine's end.
+A stream's wait has no time limit: the link's thread answers for a dead, late or refusing worker.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ _LOOK_S, _SERVING_LOOK_S = 0.02, 10 * FIRST_SLEEP_S
 class StreamWorkerLink(WorkerLink):
     """Keeps one worker process and its slots for a stream; the slots outlive processes.
 
-    Either the worker serves, until its end, or this thread.  serving: the worker serves.  num_fallback_rows,
-    problems: see `stream_backend.StreamLink`.
+    serving: the worker serves, not this thread.  num_fallback_rows, problems: see
+    `stream_backend.StreamLink`.
     """
 
     _end_s = 0.0
@@ -55,6 +55,8 @@ class StreamWorkerLink(WorkerLink):
         self._registered = [
             stream.register(memory) for window in windows for memory in (window.words.memory, window.bytes)
         ]
+        self._asked: list[tuple[int, float]] = []
+        """By slot, the owed use and its start time."""
         self._ended = threading.Event()
         self.serving = threading.Event()
         self.num_fallback_rows = 0
@@ -81,28 +83,24 @@ class StreamWorkerLink(WorkerLink):
     def _let_go(self) -> None:
         """The slots stay."""
 
-    def _live(self, held: contextlib.ExitStack) -> None:
-        with self._process() as (process, connection):
-            connection.send(self._set_up(self.name, self._answers.descriptor(), self._requests.descriptor()))
-            until_s = time.monotonic() + START_TIMEOUT_S
-            self._serve_until(
-                lambda: connection.poll() or self._closing.is_set() or time.monotonic() > until_s
-            )
-            if not connection.poll():
-                raise EOFError("it says nothing")
-            connection.recv()
-            connection.send(None)
-            self.serving.set()
-            self._ready.set()
-            held.callback(self.serving.clear)
-            asked: list[tuple[int, float]] = [(0, 0.0)] * DEPTH
-            while process.poll() is None and not self._is_late(asked):
-                if not self._serve(self._slots.refused) and self._closing.wait(_LOOK_S):
-                    break
+    def _windows(self, held: contextlib.ExitStack) -> tuple[str, bytes, bytes | None]:
+        return self.name, self._answers.descriptor(), self._requests.descriptor()
 
-    def _is_late(self, asked: list[tuple[int, float]]) -> bool:
-        """asked: by slot, the owed use and its start time; updated."""
-        now_s = time.monotonic()
+    def _hears(self, connection: Connection) -> bool:
+        until_s = time.monotonic() + START_TIMEOUT_S
+        self._serve_until(lambda: connection.poll() or self._closing.is_set() or time.monotonic() > until_s)
+        return connection.poll()
+
+    def _open(self, requests: bytes | None, held: contextlib.ExitStack) -> None:
+        self.serving.set()
+        held.callback(self.serving.clear)
+        self._asked = [(0, 0.0)] * DEPTH
+
+    def _goes_on(self) -> bool:
+        return not self._is_late() and (self._serve(self._slots.refused) or not self._closing.wait(_LOOK_S))
+
+    def _is_late(self) -> bool:
+        now_s, asked = time.monotonic(), self._asked
         for slot, use in enumerate(self._slots.uses()):
             if asked[slot][0] != use:
                 asked[slot] = (use, now_s)
@@ -120,7 +118,7 @@ class StreamWorkerLink(WorkerLink):
         return slot is not None
 
     def _compute(self, request: DeltaRequest, out: torch.Tensor) -> int:
-        """Always answers, for the stream; the engine's thread reads the problems."""
+        """Always answers; the engine's thread reads the problems."""
         self.num_fallback_rows += request.num_rows
         try:
             self._deltas.fill(request, out)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A host worker: a process on its own core that computes deltas from adapters in host memory.
 
-Run as `python -m moe_lora.dist.host_workers.worker FD`.  Serves one session over shared memory,
-`dist.deltas.session` or a device stream's `frame_slots`, and ends with the engine.
+Run as `python -m moe_lora.dist.host_workers.worker FD`.  Serves one `dist.deltas.session`, or a device
+stream's `frame_slots`, and ends with the engine.
 Source: Toppings section 4.2.
 """
 
@@ -15,10 +15,11 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -28,11 +29,10 @@ from moe_lora.core.errors import PeerGoneError
 from moe_lora.core.processes import wait_for_hang_up
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.teardown import quick_teardown
-from moe_lora.dist.deltas.frame_slots import FrameSlots
+from moe_lora.dist.deltas.frame_slots import Compute, FrameSlots
 from moe_lora.dist.deltas.host_deltas import FailureLog, HostDeltas
 from moe_lora.dist.deltas.session import DONE, STALE, DeltaRequest, FrameLayout
 from moe_lora.dist.lora_server.data_loop import ServerSession
-from moe_lora.dist.transport.contract import make_transport
 from moe_lora.dist.transport.shm import ShmTransport
 from moe_lora.lora.row_routing import RoutedAdapter, content_prefix
 
@@ -113,34 +113,10 @@ def serve(connection: Connection) -> None:
     if setup.core is not None:
         os.sched_setaffinity(0, {setup.core})
     torch.set_num_threads(1)
-    if setup.requests is not None:
-        _serve_slots(connection, setup, setup.requests)
-    layout = FrameLayout(setup.shape, setup.dtype, setup.max_rows)
-    transport = make_transport("shm", name=setup.name)
-    requests = transport.alloc("requests", setup.depth * layout.request_bytes, 1)
-    answers = transport.attach(setup.answers)
-    connection.send(requests.descriptor())
-    threading.Thread(target=_end_with_engine, args=(connection.fileno(), setup), daemon=True).start()
-    session = ServerSession(setup.name, setup.name, transport, requests, answers, layout, setup.depth)
-    deltas = StoreDeltas(setup.shape, HostStore(setup.store_dir))
-    while True:
-        transport.signal_wait_until(requests, 0, session.handled + 1, None)
-        started_ns = time.monotonic_ns()
-        request = session.pending()
-        assert request is not None
-        state = deltas.compute(request, session.deltas(request))
-        slow_down(started_ns, setup.slowdown)
-        session.answer(request, state, started_ns)
-
-
-def _serve_slots(connection: Connection, setup: WorkerSetUp, requests: bytes) -> NoReturn:
     layout = FrameLayout(setup.shape, setup.dtype, setup.max_rows)
     transport = ShmTransport(name=setup.name)
-    slots = FrameSlots(transport.attach(requests), transport.attach(setup.answers), layout, setup.depth)
+    answers = transport.attach(setup.answers)
     deltas = StoreDeltas(setup.shape, HostStore(setup.store_dir))
-    connection.send(None)
-    connection.recv()
-    threading.Thread(target=_end_with_engine, args=(connection.fileno(), setup), daemon=True).start()
 
     def compute(request: DeltaRequest, out: torch.Tensor) -> int:
         started_ns = time.monotonic_ns()
@@ -148,12 +124,31 @@ def _serve_slots(connection: Connection, setup: WorkerSetUp, requests: bytes) ->
         slow_down(started_ns, setup.slowdown)
         return state
 
+    serve_next: Callable[[Compute], None]
+    if setup.requests is not None:
+        serve_next = FrameSlots(transport.attach(setup.requests), answers, layout, setup.depth).serve_next
+        connection.send(None)
+    else:
+        requests = transport.alloc("requests", setup.depth * layout.request_bytes, 1)
+        session = ServerSession(setup.name, setup.name, transport, requests, answers, layout, setup.depth)
+        serve_next = partial(_serve_next, transport, session)
+        connection.send(requests.descriptor())
+    threading.Thread(target=_end_with_engine, args=(connection.fileno(), setup), daemon=True).start()
+    connection.recv()
     while True:
-        slots.serve(slots.wait(), compute)
+        serve_next(compute)
+
+
+def _serve_next(transport: ShmTransport, session: ServerSession, compute: Compute) -> None:
+    transport.signal_wait_until(session.requests, 0, session.handled + 1, None)
+    started_ns = time.monotonic_ns()
+    request = session.pending()
+    assert request is not None
+    session.answer(request, compute(request, session.deltas(request)), started_ns)
 
 
 def slow_down(started_ns: int, factor: float) -> None:
-    """Return after `factor` times the time since started_ns (spins: a sleep would be late)."""
+    """Return after `factor` times the time since started_ns; a sleep would be late."""
     due_ns = started_ns + factor * (time.monotonic_ns() - started_ns)
     while time.monotonic_ns() < due_ns:
         pass

@@ -106,27 +106,42 @@ class WorkerLink(threading.Thread):
         self._closing.wait(_GRACE_S)
 
     def _live(self, held: contextlib.ExitStack) -> None:
-        label = f"{self.name}-{next(self._starts)}"
-        answers = self._transport.alloc(label, DEPTH * self._layout.answer_bytes, 1)
-        held.callback(answers.free)
-        with self._process() as (process, connection):
-            connection.send(self._set_up(label, answers.descriptor()))
-            if not connection.poll(START_TIMEOUT_S):
-                raise EOFError("it says nothing")
-            requests = self._transport.attach(connection.recv())
-            held.callback(self._transport.detach, requests)
-            self.session = ClientSession(
-                self._transport, requests, answers, self._layout, DEPTH, self._answer_timeout_s
-            )
-            self._ready.set()
-            while process.poll() is None and not self.session.broken:
-                if self._closing.wait(_LOOK_S):
-                    break
-
-    def _set_up(self, label: str, answers: bytes, requests: bytes | None = None) -> WorkerSetUp:
         layout = self._layout
+        label, answers, requests = self._windows(held)
         facts = (label, layout.shape, layout.dtype, layout.max_rows, DEPTH, self._store.directory)
-        return WorkerSetUp(*facts, answers, self._core, self._owned, os.getpid(), self._slowdown, requests)
+        options = self._core, self._owned, os.getpid(), self._slowdown
+        with self._process() as (process, connection):
+            connection.send(WorkerSetUp(*facts, answers, *options, requests))
+            if not self._hears(connection):
+                raise EOFError("it says nothing")
+            self._open(connection.recv(), held)
+            connection.send(None)
+            self._ready.set()
+            while process.poll() is None and self._goes_on():
+                pass
+
+    def _windows(self, held: contextlib.ExitStack) -> tuple[str, bytes, bytes | None]:
+        """A name for the worker, and descriptors of windows for answers and requests."""
+        label = f"{self.name}-{next(self._starts)}"
+        self._answers = self._transport.alloc(label, DEPTH * self._layout.answer_bytes, 1)
+        held.callback(self._answers.free)
+        return label, self._answers.descriptor(), None
+
+    def _hears(self, connection: Connection) -> bool:
+        return connection.poll(START_TIMEOUT_S)
+
+    def _open(self, requests: bytes, held: contextlib.ExitStack) -> None:
+        """The worker is ready; requests: descriptor of its window."""
+        there = self._transport.attach(requests)
+        held.callback(self._transport.detach, there)
+        self.session = ClientSession(
+            self._transport, there, self._answers, self._layout, DEPTH, self._answer_timeout_s
+        )
+
+    def _goes_on(self) -> bool:
+        """False to end the worker; waits a little."""
+        session = self.session
+        return session is not None and not session.broken and not self._closing.wait(_LOOK_S)
 
     @contextlib.contextmanager
     def _process(self) -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import OwnFolder
 from moe_lora.core.processes import STOP_TIMEOUT_S, allowed_core_numbers, usable_cores
+from moe_lora.dist.deltas.host_deltas import compute_chosen
 from moe_lora.dist.deltas.remote_backend import DividedBackend, RemoteBackend, Shares
 from moe_lora.dist.deltas.session import DeltaRequest, FrameLayout
 from moe_lora.dist.deltas.stream_backend import Stream, StreamBackend
@@ -115,18 +117,18 @@ class HostWorkers:
             terms[number, 0, 0] = (Source.HOST, number, number, content_number(adapter.content_hash))
         rows = RowRouting(groups=self._groups, row_route=row_adapter, terms=terms, adapters=adapters)
         self.backend.begin_step(_NO_STEP, rows)
-        ids = None if request.ids is None else torch.from_numpy(request.ids)
-        deltas = out if ids is None else out.new_empty(ids.numel(), out.shape[1])
-        deltas.zero_()
         try:
-            add_to = self.backend.begin(request.layer, request.site, request.x, ids)
-            if add_to is not None:
-                add_to(deltas)
+            compute_chosen(request.ids, partial(self._compute, request), out)
         except BaseException:
             self.backend.abandon_step()
             raise
-        if ids is not None:
-            torch.index_select(deltas, 0, (ids.view(-1) >= 0).nonzero()[:, 0], out=out)
+
+    def _compute(self, request: DeltaRequest, deltas: torch.Tensor) -> None:
+        ids = None if request.ids is None else torch.from_numpy(request.ids)
+        add_to = self.backend.begin(request.layer, request.site, request.x, ids)
+        deltas.zero_()
+        if add_to is not None:
+            add_to(deltas)
 
     @property
     def pids(self) -> list[int | None]:

@@ -126,7 +126,7 @@ class DataLoop:
 
     host: computes rows of adapters with a layer still loading (`HostShare`); None: these requests wait.
     Ready requests pass them either way.  num_host_rows: rows computed on the host.  A stage's first rank
-    announces turns, and the stage's ranks prefer the announced instance, to work on the same one (section
+    announces turns, and the stage's ranks prefer the announced instance (section
     5.1).  lora_time: of an emulated device's layer; None: no emulation.
     """
 

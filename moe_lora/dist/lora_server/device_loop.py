@@ -21,18 +21,11 @@ import numpy as np
 import torch
 
 from moe_lora.core.shape import MAX_CUDA_LORA_RANK
-from moe_lora.dist.deltas.device_frames import DeviceFrames
-from moe_lora.dist.transport.device_puts import (
-    POLLS_PER_S,
-    PUT_BLOCKS,
-    AnswerRows,
-    DevicePuts,
-    SymmetricWindow,
-)
+from moe_lora.dist.deltas.device_frames import DeviceFrames, DeviceHalf
+from moe_lora.dist.transport.device_puts import PUT_BLOCKS, AnswerRows, DevicePuts, SymmetricWindow
 from moe_lora.kernels.lora import lora_delta
 from moe_lora.kernels.operands import LoraOperands, SlotTable
 from moe_lora.kernels.page_locked import Staging
-from moe_lora.kernels.triton.configs import kernels
 
 from .server_store import ServerAdapterStore, on_stream
 
@@ -106,10 +99,10 @@ class ResidentTables:
             yield
 
 
-class DeviceSession:
+class DeviceSession(DeviceHalf):
     """One instance's half at this rank.
 
-    client: the instance's number.  num_steps: queued so far.  answer_timeout_s: the instance's; work is
+    num_steps: queued so far.  answer_timeout_s: the instance's; work is
     abandoned well before, so that the instance learns of missing rows.
     """
 
@@ -125,19 +118,15 @@ class DeviceSession:
         lora_kernel: str,
         answer_timeout_s: float,
     ) -> None:
-        self._max_polls = max(1, int(answer_timeout_s * POLLS_PER_S))
-        self._exchange = kernels("exchange")
-        self._client, self._server_rank = client, server_rank
-        self._group, self._window, self._frames = group, window, frames
+        super().__init__(group, window, frames, client, answer_timeout_s)
+        self._server_rank = server_rank
         self._store, self._tables, self._kernel = server_store, tables, lora_kernel
         self._member = frames.member(client)
         make = partial(torch.zeros, device=group.device)
-        self._expected = make(frames.num_signals, dtype=torch.int64)
-        self.state, self._missing = make(1, dtype=torch.int64), make(1, dtype=torch.int64)
+        self._missing = make(1, dtype=torch.int64)
         self._token_slots = make(1 << (frames.max_rows - 1).bit_length(), dtype=torch.int32)
         start = frames.frame_at(client)
         self._frame = window.bytes[start : start + frames.frame_bytes].view(torch.int64)
-        self._rows = {site: self._places(site) for site in frames.sites}
         partition = frames.partition
         self._work = [
             (
@@ -157,7 +146,7 @@ class DeviceSession:
         """Queue one step's operations, after `prepare`."""
         assert self._bound is not None
         exchange, is_first, (resident, _) = self._exchange, True, self._bound
-        self._wait(self._frames.asked(self._client), PUT_BLOCKS, exchange.NO_BOUND)
+        self._wait_for(self._frames.asked(self._client), PUT_BLOCKS, exchange.NO_BOUND)
         for layer, sites in self._work:
             if not sites:
                 continue
@@ -227,14 +216,13 @@ class DeviceSession:
             graph.capture_end()
             self._again = graph.replay
 
-    def _wait(self, signal: int, more: int, max_polls: int) -> None:
-        signals = self._exchange.Signals(self._window.words, self._expected, range(signal, signal + 1))
-        self._exchange.launch_wait(signals, more, self.state, max_polls)
+    def _wait_for(self, signal: int, more: int, max_polls: int) -> None:
+        self._wait(range(signal, signal + 1), more, max_polls)
 
     def _serve(self, layer: int, number: int, resident: Resident, slots: SlotTable) -> None:
         frames, site = self._frames, self._frames.shape.sites[number]
         x, ids, out = self._rows[number]
-        self._wait(
+        self._wait_for(
             frames.asked(self._client, number), PUT_BLOCKS * (1 if ids is None else 2), 2 * self._max_polls
         )
         token_slots = self._token_slots[: frames.max_rows]
@@ -258,17 +246,6 @@ class DeviceSession:
         status_at = frames.status_at(self._client, self._server_rank, number)
         signal = frames.answered(self._server_rank, number)
         self._group.put_rows(self._window, answer, status_at, signal, self._member)
-
-    def _places(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        frames, site, view = self._frames, self._frames.shape.sites[number], self._window.rows
-        client, outputs, inputs = self._client, frames.outputs(number), frames.inputs(number)
-        x = view(frames.x_at(client, number), inputs, site.in_features, frames.dtype)
-        out = view(frames.answer_at(client, number), outputs, site.total_out_features, frames.dtype)
-        ids = None
-        if site.num_experts:
-            top_k = outputs // frames.max_rows
-            ids = view(frames.ids_at(client, number), frames.max_rows, top_k, torch.int32)
-        return x, ids, out
 
 
 _capturing = threading.Lock()

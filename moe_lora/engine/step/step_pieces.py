@@ -128,10 +128,8 @@ class HostCalled(OuterBackend):
     """LoraBackend over a backend called by the host: each call cuts a captured step.
 
     At a replay the backend begins on a copy of x and ids, and adds deltas to zeros; the next graph adds the
-    result to y.  x and ids have fixed memory per site; deltas of one shape share memory, since each is
-    added before the next call.  y gets the same bits as from the backend's own `add_to`, if the backend
-    adds to each element once. `begin_step` passes each replay's step to the backend; without a begun site
-    no copy is made.
+    result to y.  x and ids have fixed memory per site; deltas of one shape share memory.  y gets the same
+    bits as from the backend's own `add_to`, if the backend adds to each element once.
     """
 
     def __init__(self, backend: LoraBackend, capture: StepCapture) -> None:
