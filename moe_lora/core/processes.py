@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cores, environment and start of compute processes.  Imports no torch."""
+"""The keeper of this host's processes: cores, environment, start, end, restart.  Imports no torch.
+
+Each child has a session of its own, so Ctrl-C in the terminal reaches only the keeper.  A socket joins both:
+the child's first word goes over the socket, and the keeper's end hangs the socket up.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+
+from .errors import PeerGoneError
+from .teardown import quick_teardown
 
 STOP_TIMEOUT_S = 10.0
 _SPIN_COUNT = "10000"
@@ -61,6 +73,83 @@ def worker_environment(num_threads: int | None) -> dict[str, str]:
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """A process that ends within `quick_s` of its start died quickly; repeated quick deaths delay the next
+    start, to spare the cores.
+    """
+
+    quick_s: float = 30.0
+    first_pause_s: float = 0.5
+    longest_pause_s: float = 5.0
+
+    def num_deaths(self, before: int, lived_s: float) -> int:
+        """Quick deaths in a row, counted on from `before` by a death after lived_s."""
+        return before + 1 if lived_s < self.quick_s else 1
+
+    def pause_s(self, num_deaths: int) -> float:
+        """Seconds before the next start after num_deaths quick deaths in a row; 0 after the first."""
+        if num_deaths <= 1:
+            return 0.0
+        return min(self.longest_pause_s, self.first_pause_s * 2 ** (num_deaths - 2))
+
+
+class Child:
+    """A running child process.
+
+    words: command after the interpreter; the number of the child's end of `socket` follows.  fds: further
+    inherited descriptors.  environment: added to this process's.  ended: exit code, negative for a signal.
+    Raises OSError or RuntimeError for lack of handles, memory or threads, and then leaves no process.
+    """
+
+    def __init__(
+        self, *words: str, fds: Sequence[int] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.ended: Future[int] = Future()
+        self.ended.set_running_or_notify_cancel()
+        with ExitStack() as undo:
+            ours, theirs = map(undo.enter_context, socket.socketpair())
+            self.process = subprocess.Popen(
+                [sys.executable, *words, str(theirs.fileno())],
+                pass_fds=[*fds, theirs.fileno()],
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+            undo.callback(self.process.wait)
+            undo.callback(self.process.kill)
+            threading.Thread(target=self._wait, name=f"child-{self.pid}", daemon=True).start()
+            undo.pop_all()
+            theirs.close()
+        self.socket = ours
+
+    def _wait(self) -> None:
+        self.ended.set_result(self.process.wait())
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self.process.pid
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if the process is stopped, for example by SIGSTOP."""
+        return is_stopped(self.pid)
+
+    @property
+    def how_ended(self) -> str:
+        """Exit code or signal in words, after the end."""
+        code = self.ended.result()
+        if code >= 0:
+            return f"ended with exit code {code}"
+        with suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
+
+    def end(self, limit_s: float) -> None:
+        """Wait for the end, and kill the process after limit_s."""
+        end_children([self], limit_s)
+
+
 def is_stopped(pid: int) -> bool:
     """True if this child process is stopped, for example by SIGSTOP."""
     try:
@@ -69,30 +158,43 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def start_child(
-    module: str, *options: str, num_threads: int | None
-) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Run `python -m module options FD` with FD connected to the returned connection.
-
-    The process has its own session: Ctrl-C in this terminal does not reach it first.
-    """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *options, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=worker_environment(num_threads),
-            start_new_session=True,
-        )
-    return process, Connection(ours.detach())
+def end_children(children: Sequence[Child], limit_s: float) -> None:
+    """Wait for the end of processes that were told to end, and kill the rest after limit_s."""
+    wait([child.ended for child in children], limit_s)
+    for child in children:
+        child.process.kill()
+    wait([child.ended for child in children])
 
 
-def wait_for_hang_up(fd: int) -> None:
-    """Return once the process at the other end of this socket has hung up or ended."""
+def start_child(module: str, *options: str, num_threads: int | None) -> tuple[Child, Connection]:
+    """Run `python -m module options FD`, whose main is `run_child`; returns also the connection."""
+    child = Child("-m", module, *options, environment=worker_environment(num_threads))
+    return child, Connection(child.socket.detach())
+
+
+def run_child(serve: Callable[[Connection], None]) -> None:
+    """Main of a child: serve the keeper's connection, until the keeper hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    quick_teardown()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    with suppress(EOFError, ConnectionError, PeerGoneError):
+        serve(Connection(int(sys.argv[-1])))
+
+
+def end_at_hang_up(connection: Connection, clean_up: Callable[[], None]) -> None:
+    """Once the other end has hung up or ended, clean up and end this process, even in a computation."""
     hang_up = select.poll()
     # poll always reports hang-ups; POLLRDHUP, if present, reports a half-closed peer.
-    hang_up.register(fd, getattr(select, "POLLRDHUP", 0))
-    hang_up.poll()
+    hang_up.register(connection.fileno(), getattr(select, "POLLRDHUP", 0))
+
+    def end() -> None:
+        try:
+            hang_up.poll()
+            clean_up()
+        finally:
+            os._exit(0)
+
+    threading.Thread(target=end, name="keeper-watch", daemon=True).start()
 
 
 def set_log_level(level: str) -> None:

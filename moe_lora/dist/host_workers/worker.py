@@ -11,9 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,10 +22,8 @@ import numpy as np
 import torch
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.errors import PeerGoneError
-from moe_lora.core.processes import wait_for_hang_up
+from moe_lora.core.processes import end_at_hang_up, run_child
 from moe_lora.core.shape import ModelShape
-from moe_lora.core.teardown import quick_teardown
 from moe_lora.dist.deltas.frame_slots import Compute, FrameSlots
 from moe_lora.dist.deltas.host_deltas import FailureLog, HostDeltas
 from moe_lora.dist.deltas.session import DONE, STALE, DeltaRequest, FrameLayout
@@ -133,7 +128,7 @@ def serve(connection: Connection) -> None:
         session = ServerSession(setup.name, setup.name, transport, requests, answers, layout, setup.depth)
         serve_next = partial(_serve_next, transport, session)
         connection.send(requests.descriptor())
-    threading.Thread(target=_end_with_engine, args=(connection.fileno(), setup), daemon=True).start()
+    end_at_hang_up(connection, partial(_remove_store, setup))
     connection.recv()
     while True:
         serve_next(compute)
@@ -154,22 +149,10 @@ def slow_down(started_ns: int, factor: float) -> None:
         pass
 
 
-def _end_with_engine(fd: int, setup: WorkerSetUp) -> None:
-    wait_for_hang_up(fd)
-    if setup.owned and os.getppid() != setup.engine_pid:  # the engine was killed: remove its store
+def _remove_store(setup: WorkerSetUp) -> None:
+    if setup.owned and os.getppid() != setup.engine_pid:  # the engine was killed
         shutil.rmtree(setup.store_dir, ignore_errors=True)
-    os._exit(0)
-
-
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine ends its workers
-    quick_teardown()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    try:
-        serve(Connection(int(sys.argv[1])))
-    except (EOFError, ConnectionError, PeerGoneError):
-        logger.info("the engine hung up")
 
 
 if __name__ == "__main__":
-    main()
+    run_child(serve)

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import logging
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from multiprocessing.connection import Connection
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import EngineDeadError, PeerUnreachableError
-from moe_lora.core.processes import start_child
+from moe_lora.core.processes import STOP_TIMEOUT_S, Child, RestartPolicy, start_child
 from moe_lora.dist.deltas.session import ClientSession, FrameLayout
 from moe_lora.dist.transport.contract import Transport
 
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 DEPTH = 4
 """Frames of a session: sites of a layer in flight, and one to spare."""
-_FIRST_PAUSE_S, _MAX_PAUSE_S, _LONG_LIFE_S = 0.5, 5.0, 30.0
+_RESTARTS = RestartPolicy()
 _LOOK_S, _GRACE_S = 0.05, 0.5
 
 
@@ -80,20 +79,19 @@ class WorkerLink(threading.Thread):
         """The stream no longer waits."""
 
     def run(self) -> None:
-        pause_s = 0.0
-        while not self._pause(pause_s):
+        num_deaths = 0
+        while not self._pause(_RESTARTS.pause_s(num_deaths)):
             start_s = time.monotonic()
             with contextlib.ExitStack() as held:
                 try:
                     self._live(held)
-                except (OSError, EOFError, PeerUnreachableError) as error:
+                except (OSError, EngineDeadError, PeerUnreachableError) as error:
                     logger.warning("%s can't be started: %s", self.name, error)
                 except Exception:  # without this thread no worker restarts, and a stream waits for ever
                     logger.exception("%s can't be started", self.name)
                 if not self._closing.is_set():
                     logger.warning("%s ended; the engine computes its rows until it is back", self.name)
-                long_life = time.monotonic() - start_s > _LONG_LIFE_S
-                pause_s = _FIRST_PAUSE_S if long_life else min(max(_FIRST_PAUSE_S, 2 * pause_s), _MAX_PAUSE_S)
+                num_deaths = _RESTARTS.num_deaths(num_deaths, time.monotonic() - start_s)
                 self._let_go()
 
     def _pause(self, seconds: float) -> bool:
@@ -110,14 +108,14 @@ class WorkerLink(threading.Thread):
         label, answers, requests = self._windows(held)
         facts = (label, layout.shape, layout.dtype, layout.max_rows, DEPTH, self._store.directory)
         options = self._core, self._owned, os.getpid(), self._slowdown
-        with self._process() as (process, connection):
+        with self._child() as (child, connection):
             connection.send(WorkerSetUp(*facts, answers, *options, requests))
             if not self._hears(connection):
-                raise EOFError("it says nothing")
+                raise TimeoutError("it says nothing")
             self._open(connection.recv(), held)
             connection.send(None)
             self._ready.set()
-            while process.poll() is None and self._goes_on():
+            while not child.ended.done() and self._goes_on():
                 pass
 
     def _windows(self, held: contextlib.ExitStack) -> tuple[str, bytes, bytes | None]:
@@ -144,16 +142,18 @@ class WorkerLink(threading.Thread):
         return session is not None and not session.broken and not self._closing.wait(_LOOK_S)
 
     @contextlib.contextmanager
-    def _process(self) -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
-        process, connection = start_child("moe_lora.dist.host_workers.worker", num_threads=1)
-        self.pid = process.pid
+    def _child(self) -> Iterator[tuple[Child, Connection]]:
+        child, connection = start_child("moe_lora.dist.host_workers.worker", num_threads=1)
+        self.pid = child.pid
         try:
             with connection:
-                yield process, connection
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(self._end_s)
+                yield child, connection
+        except (EOFError, ConnectionError) as error:
+            until_s = time.monotonic() + STOP_TIMEOUT_S
+            while not child.ended.done() and time.monotonic() < until_s and not self._pause(_LOOK_S):
+                pass
+            how = child.how_ended if child.ended.done() else "hung up"
+            raise EngineDeadError(f"it {how}") from error
         finally:
             self.pid = None
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            child.end(self._end_s)

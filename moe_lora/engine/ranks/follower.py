@@ -6,14 +6,11 @@ Run as `python -m moe_lora.engine.ranks.follower FD`.
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import shutil
-import signal
-import sys
-import threading
 import time
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -27,8 +24,7 @@ from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import OwnFolder
-from moe_lora.core.processes import wait_for_hang_up
-from moe_lora.core.teardown import quick_teardown
+from moe_lora.core.processes import end_at_hang_up, run_child
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.engine.adapters.copies import Steps
 from moe_lora.engine.adapters.transfers import LOOK_S, Mover
@@ -51,15 +47,12 @@ from .followers import (
 )
 from .rank import Rank
 
-logger = logging.getLogger(__name__)
-
 
 def follow(connection: Connection) -> None:
     """Follow rank 0; the process ends at once when rank 0 ends or hangs up."""
-    try:
+    with suppress(EOFError, ConnectionError):
         setup: SetUp = _receive(connection)
-        watch = (connection.fileno(), setup.directory)
-        threading.Thread(target=_end_with_leader, args=watch, name="leader-watch", daemon=True).start()
+        end_at_hang_up(connection, partial(shutil.rmtree, setup.directory, ignore_errors=True))
         try:
             rank, runner, host = _set_up(connection, setup)
         except Exception as error:
@@ -67,8 +60,6 @@ def follow(connection: Connection) -> None:
             return
         _send(connection, Done())
         _obey(connection, rank, runner, host, setup.directory)
-    except (EOFError, ConnectionError):
-        logger.info("rank 0 hung up")
 
 
 def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner, HostWorkers | None]:
@@ -173,21 +164,6 @@ def _send(connection: Connection, message: Done) -> None:
     connection.send_bytes(packed_message(message))
 
 
-def _end_with_leader(fd: int, directory: Path) -> None:
-    """End this process with rank 0, whatever the main thread waits for."""
-    wait_for_hang_up(fd)
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(0)
-
-
-def main() -> None:
-    # Rank 0 ends the followers; a Ctrl-C in the terminal must not end them first.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    quick_teardown()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    follow(Connection(int(sys.argv[1])))
-
-
 _DIRECTORY_KEY = "moe_lora/instance_directory"
 _SOCKET = "control"
 
@@ -227,4 +203,4 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
 
 
 if __name__ == "__main__":
-    main()
+    run_child(follow)

@@ -8,10 +8,9 @@ slots to fill.  A hang-up ends followers; each side detects the other's end at o
 from __future__ import annotations
 
 import pickle
-import signal
-import subprocess
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.host import OwnFolder
-from moe_lora.core.processes import STOP_TIMEOUT_S, start_child
+from moe_lora.core.processes import STOP_TIMEOUT_S, Child, end_children, start_child
 from moe_lora.engine.step.step_batch import packed_message
 
 HOST_STORE = "adapters"
@@ -78,18 +77,17 @@ class Followers:
     """Ranks 1 .. P-1.
 
     connections: in rank order; empty for a single rank.  folder: see `SetUp.directory`; file permissions
-    replace passwords between the ranks; None for a single rank.  processes: followers started by this
-    process.
+    replace passwords between the ranks; None for a single rank.  children: followers of this keeper.
     """
 
     def __init__(
         self,
         connections: Sequence[Connection] = (),
         folder: OwnFolder | None = None,
-        processes: Sequence[subprocess.Popen[bytes]] = (),
+        children: Sequence[Child] = (),
     ) -> None:
         self._connections = connections
-        self._processes = processes
+        self._children = children
         self._ending = threading.Event()
         self._folder = folder
         self._host_counts: list[np.ndarray] = []
@@ -138,27 +136,20 @@ class Followers:
 
     def watch(self, on_loss: Callable[[EngineDeadError], None]) -> None:
         """Set `on_loss`, called from another thread at a follower's unexpected end."""
-        for dist_rank, process in enumerate(self._processes, start=1):
-            watcher = threading.Thread(
-                target=self._await_end, args=(dist_rank, process, on_loss), name="follower-watch", daemon=True
-            )
-            watcher.start()
+        for dist_rank, child in enumerate(self._children, start=1):
 
-    def _await_end(
-        self, dist_rank: int, process: subprocess.Popen[bytes], on_loss: Callable[[EngineDeadError], None]
-    ) -> None:
-        process.wait()
-        if not self._ending.is_set():
-            on_loss(self._lost(dist_rank))
+            def tell(_: Future[int], dist_rank: int = dist_rank) -> None:
+                if not self._ending.is_set():
+                    on_loss(self._lost(dist_rank))
+
+            child.ended.add_done_callback(tell)
 
     def _lost(self, dist_rank: int) -> EngineDeadError:
         how = "is gone"
-        if self._processes:
-            try:
-                code = self._processes[dist_rank - 1].wait(STOP_TIMEOUT_S)
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-            except subprocess.TimeoutExpired:
-                how = "closed its connection"
+        if self._children:
+            child = self._children[dist_rank - 1]
+            wait([child.ended], STOP_TIMEOUT_S)
+            how = child.how_ended if child.ended.done() else "closed its connection"
         return EngineDeadError(f"rank {dist_rank} of this instance {how}; restart the instance")
 
     def host_fallback_rows(self) -> int:
@@ -178,12 +169,7 @@ class Followers:
         self._ending.set()
         for connection in self._connections:
             connection.close()
-        for process in self._processes:
-            try:
-                process.wait(0 if at_once else STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_children(self._children, 0 if at_once else STOP_TIMEOUT_S)
         if self._folder is not None:
             self._folder.remove()
 
@@ -191,14 +177,19 @@ class Followers:
 def start_followers(config: EngineConfig) -> Followers:
     """Start ranks 1 .. num_ranks - 1 as processes that end with this one."""
     connections: list[Connection] = []
-    processes: list[subprocess.Popen[bytes]] = []
-    for _ in range(1, config.num_ranks):
-        process, connection = start_child(
-            "moe_lora.engine.ranks.follower", num_threads=config.threads_per_process
-        )
-        processes.append(process)
-        connections.append(connection)
-    return Followers(connections, OwnFolder(), processes)
+    children: list[Child] = []
+    followers = Followers(connections, OwnFolder(), children)
+    try:
+        for _ in range(1, config.num_ranks):
+            child, connection = start_child(
+                "moe_lora.engine.ranks.follower", num_threads=config.threads_per_process
+            )
+            children.append(child)
+            connections.append(connection)
+    except BaseException:
+        followers.close()
+        raise
+    return followers
 
 
 def host_counts(directory: Path, dist_rank: int) -> np.ndarray:

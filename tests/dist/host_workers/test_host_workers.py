@@ -19,14 +19,20 @@ from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.dist.deltas import host_deltas as deltas
 from moe_lora.dist.deltas.session import DONE, STALE, FrameLayout, lay_out_request
 from moe_lora.dist.host_workers import worker
+from moe_lora.dist.host_workers.stream_link import StreamWorkerLink
+from moe_lora.dist.host_workers.worker_link import WorkerLink
 from moe_lora.dist.host_workers.workers import HostWorkers, RowShares
+from moe_lora.dist.transport.shm import ShmTransport
 from moe_lora.lora.backend import RoutedBackend
 from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content_number, no_terms
+from tests.dist.cluster_jobs import until
 from tests.dist.lora_server.cluster import random_adapter
 from tests.dist.lora_server.shapes import model_shape
 from tests.families import make_adapter, make_checkpoint
 from tests.models.harness import Harness
 from tests.stopped_processes import stop
+
+from .queued_stream import InlineStream
 
 PROMPTS = [[5, 40, 7, 11], [9, 3], [5, 40, 7, 11], [33, 8, 60], [70, 4, 21, 90, 12]]
 NUM_TOKENS = 4
@@ -184,6 +190,22 @@ def test_worker_that_stops_is_given_up_and_started_again(served):
     served.backend.num_fallback_rows = 0
     assert same_bits(served.logits(STREAMS, nothing), expected)
     assert served.backend.num_fallback_rows == 0
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_worker_that_dies_in_its_start_says_how_in_the_log(tmp_path, caplog, streamed):
+    no_core = 1 << 14
+    layout, store = FrameLayout(model_shape(0), torch.float32, 4), HostStore(tmp_path)
+    place = (0, ShmTransport(name=f"dying-{os.getpid()}"), layout, store, no_core, 5.0, False, 1.0)
+    link = StreamWorkerLink(InlineStream(), *place) if streamed else WorkerLink(*place)
+    until(
+        lambda: "host-worker-0 can't be started: it ended with exit code 1" in caplog.text,
+        lambda: caplog.text,
+    )
+    link.close()
+    link.end()
+    link.join()
+    assert link.pid is None
 
 
 def test_rows_occupy_as_many_workers_as_their_pieces_need():

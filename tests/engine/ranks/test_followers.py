@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keeper's part for an instance's ranks, with real followers: start, loss and end."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from moe_lora.config import EngineConfig
+from moe_lora.core.errors import EngineDeadError
+from moe_lora.engine.ranks import followers as module
+from moe_lora.engine.ranks.followers import Followers, start_followers
+from tests.dist.cluster_jobs import alive, until
+from tests.patience import PATIENCE_S
+from tests.stopped_processes import stop
+
+
+@dataclass
+class Started:
+    """Two followers that wait for their set-up."""
+
+    followers: Followers
+    pids: list[int]
+    directory: Path
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    followers = start_followers(EngineConfig(model_dir="none", expert_parallel=3, num_threads=3))
+    found = Started(followers, [child.pid for child in followers._children], followers.directory)
+    yield found
+    followers.close(at_once=True)
+    assert not any(map(alive, found.pids))
+    assert not found.directory.exists()
+
+
+def test_two_ranks_that_die_at_once_are_both_told_with_their_cause(started):
+    told: queue.Queue[EngineDeadError] = queue.Queue()
+    started.followers.watch(told.put)
+    for pid, number in zip(started.pids, (signal.SIGKILL, signal.SIGSEGV), strict=True):
+        os.kill(pid, number)
+    found = sorted(str(told.get(timeout=PATIENCE_S)) for _ in range(2))
+    assert found == [
+        "rank 1 of this instance was killed by SIGKILL; restart the instance",
+        "rank 2 of this instance was killed by SIGSEGV; restart the instance",
+    ]
+
+
+def test_a_rank_killed_by_a_signal_without_a_name_is_told_too(started):
+    told: queue.Queue[EngineDeadError] = queue.Queue()
+    started.followers.watch(told.put)
+    os.kill(started.pids[0], 40)
+    assert "rank 1 of this instance was killed by signal 40" in str(told.get(timeout=PATIENCE_S))
+
+
+def test_a_rank_that_dies_in_its_start_is_named_to_who_waits_for_it(started):
+    os.kill(started.pids[0], signal.SIGABRT)
+    with pytest.raises(EngineDeadError, match="rank 1 of this instance was killed by SIGABRT"):
+        started.followers.settle()
+    with pytest.raises(EngineDeadError, match="rank 1 of this instance was killed by SIGABRT"):
+        started.followers.tell(None)
+
+
+def test_the_end_of_a_rank_whose_instance_ends_is_no_loss(started):
+    told: queue.Queue[EngineDeadError] = queue.Queue()
+    started.followers.watch(told.put)
+    started.followers.close()
+    started.followers.close()
+    assert told.empty()
+    assert [child.ended.result() for child in started.followers._children] == [0, 0]
+
+
+def test_ranks_that_stand_still_are_killed_after_one_limit(started, monkeypatch):
+    monkeypatch.setattr(module, "STOP_TIMEOUT_S", 0.2)
+    for pid in started.pids:
+        stop(pid)
+    started.followers.close()
+    assert [child.ended.result() for child in started.followers._children] == [-9, -9]
+
+
+def test_a_rank_that_can_not_be_started_leaves_no_other(monkeypatch, tmp_path):
+    start, found = module.start_child, []
+
+    def start_one(*words, **options):
+        if found:
+            raise OSError(24, "Too many open files")
+        found.append(start(*words, **options))
+        return found[0]
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(module, "start_child", start_one)
+    with pytest.raises(OSError, match="Too many open files"):
+        start_followers(EngineConfig(model_dir="none", expert_parallel=3, num_threads=3))
+    until(lambda: not alive(found[0][0].pid), lambda: "the first rank is left")
+    assert not list(tmp_path.iterdir())
