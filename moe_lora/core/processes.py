@@ -133,7 +133,10 @@ class Child:
     @property
     def is_stopped(self) -> bool:
         """True if the process is stopped, for example by SIGSTOP."""
-        return is_stopped(self.pid)
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return False
 
     @property
     def how_ended(self) -> str:
@@ -148,14 +151,6 @@ class Child:
     def end(self, limit_s: float) -> None:
         """Wait for the end, and kill the process after limit_s."""
         end_children([self], limit_s)
-
-
-def is_stopped(pid: int) -> bool:
-    """True if this child process is stopped, for example by SIGSTOP."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return False
 
 
 def end_children(children: Sequence[Child], limit_s: float) -> None:

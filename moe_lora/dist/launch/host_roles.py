@@ -8,19 +8,18 @@ import errno
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from moe_lora.config import ControllerConfig, EngineConfig, FrontEndConfig, FrontEndPlace
 from moe_lora.config.cluster import ClusterConfig, cluster_text
 from moe_lora.config.devices import instance_names
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError, RegistryError
-from moe_lora.core.processes import is_stopped
+from moe_lora.core.processes import Child, RestartPolicy
 from moe_lora.dist.net.codec import Decoder, Message, encode
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ _LOOKS = 20
 
 
 class Started(Message, frozen=True):
-    """First message over a process's status descriptor.  error: cause of a failed start."""
+    """First word of a child to its keeper.  error: cause of a failed start."""
 
     error: Exception | None = None
 
@@ -72,28 +71,11 @@ def failure_told(status: int | None) -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestartPolicy:
-    """A process that ends within `quick_s` of its start died quickly; repeated quick deaths delay the next
-    start, to spare the cores.
-    """
-
-    quick_s: float = 30.0
-    first_pause_s: float = 0.5
-    longest_pause_s: float = 5.0
-
-    def pause_s(self, num_deaths: int) -> float:
-        """Seconds before the next start after num_deaths quick deaths in a row; 0 after the first."""
-        if num_deaths <= 1:
-            return 0.0
-        return min(self.longest_pause_s, self.first_pause_s * 2 ** (num_deaths - 2))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Role:
     """A process to keep running.
 
-    kind: roles of one kind can replace each other.  words: command after the interpreter, plus `--status-fd`
-    and `--starts` (number of earlier starts).  fds: inherited.
+    kind: roles of one kind can replace each other.  words: command after the interpreter, plus `--starts`
+    (number of earlier starts) and `--status-fd`.  fds: inherited.
     """
 
     name: str
@@ -132,7 +114,7 @@ class HostRoles:
         self._clock = clock or WallClock()
         self._policy = policy or RestartPolicy()
         self._stopping = False
-        self._running: dict[str, tuple[Role, asyncio.subprocess.Process]] = {}
+        self._running: dict[str, tuple[Role, Child]] = {}
         self._kept = [role.kind for role in roles]
         self._ready = {role.name: asyncio.get_running_loop().create_future() for role in roles}
         self._tasks = [asyncio.create_task(self._keep(role)) for role in roles]
@@ -149,15 +131,14 @@ class HostRoles:
         """Kill a stopped or stuck process, for a restart."""
         found = self._running.get(name)
         if found is not None:
-            with suppress(ProcessLookupError):
-                found[1].kill()
+            found[1].process.kill()
 
     async def _end_stopped(self) -> None:
         since_s: dict[int, float] = {}
         while True:
             await asyncio.sleep(max(_LOOK_S, self._stopped_s / _LOOKS))
             now_s, running = self._clock.now_s(), dict(self._running)
-            stopped = {name: one.pid for name, (_, one) in running.items() if is_stopped(one.pid)}
+            stopped = {name: one.pid for name, (_, one) in running.items() if one.is_stopped}
             since_s = {pid: since_s.get(pid, now_s) for pid in stopped.values()}
             for name, pid in stopped.items():
                 if now_s - since_s[pid] >= self._stopped_s:
@@ -169,9 +150,8 @@ class HostRoles:
 
         A process without a handler yet ends, and reads the settings on restart.
         """
-        for _, process in self._running.values():
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGHUP)
+        for _, child in self._running.values():
+            child.process.send_signal(signal.SIGHUP)
 
     async def stop(self) -> None:
         """Stop all, dependents first; return after their end."""
@@ -180,7 +160,7 @@ class HostRoles:
             await self._spare.stop()
         running = [found for role in self._roles if (found := self._running.get(role.name)) is not None]
         for first, limit_s in ((True, STOP_S + self._drain_s), (False, STOP_S)):
-            some = [process for role, process in running if (role.kind == FRONT_END) == first]
+            some = [child for role, child in running if (role.kind == FRONT_END) == first]
             await _end(some, limit_s, self._at_once)
         for task in self._tasks:
             task.cancel()
@@ -195,7 +175,7 @@ class HostRoles:
                 return
             num_starts += 1
             lived_s = self._clock.now_s() - started_s
-            num_deaths = num_deaths + 1 if lived_s < self._policy.quick_s else 1
+            num_deaths = self._policy.num_deaths(num_deaths, lived_s)
             logger.warning("%s ended after %.1f s: %s", role.name, lived_s, error)
             was_said = not isinstance(error, _Died)
             if (was_said or num_starts >= START_TRIES) and not self._ready[role.name].done():
@@ -218,29 +198,28 @@ class HostRoles:
 
     async def _run(self, role: Role, num_starts: int) -> Exception:
         spare = self._spare if role.kind == INSTANCE else None
-        starts = ("--starts", str(num_starts))
-        process, pipe = (spare and spare.acquire(role.name, num_starts)) or await start_process(
-            role.words, starts, role.fds, role.environment
+        child = (spare and spare.acquire(role.name, num_starts)) or Child(
+            *(*role.words, "--starts", str(num_starts), "--status-fd"),
+            fds=role.fds,
+            environment=role.environment,
         )
-        with pipe:
-            self._running[role.name] = role, process
+        with child.socket:
+            self._running[role.name] = role, child
             try:
-                logger.info("%s started (process %d)", role.name, process.pid)
+                logger.info("%s started (process %d)", role.name, child.pid)
                 if self._stopping:
-                    await _end([process], STOP_S, self._at_once)
-                said = await _all_of(pipe)
-                started: Started | None = _DECODE(said) if said else None
+                    await _end([child], STOP_S, self._at_once)
+                started = await _first_word(child)
                 if started is not None and started.error is None:
                     self._does_its_part(role, spare)
-                code = await process.wait()
+                await asyncio.wrap_future(child.ended)
             finally:
-                if process.returncode is None:
-                    await _end([process], STOP_S, self._at_once)
+                if not child.ended.done():
+                    await _end([child], STOP_S, self._at_once)
                 del self._running[role.name]
         if started is not None and started.error is not None:
             return started.error
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return _Died(f"process {process.pid} {how}{'' if started else ' while starting'}")
+        return _Died(f"process {child.pid} {child.how_ended}{'' if started else ' while starting'}")
 
     def _does_its_part(self, role: Role, spare: Spare | None) -> None:
         if not self._ready[role.name].done():
@@ -255,56 +234,30 @@ class HostRoles:
             self.failed.set_result(error)
 
 
-async def start_process(
-    words: Sequence[str],
-    options: Sequence[str],
-    fds: Sequence[int],
-    environment: Mapping[str, str] | None = None,
-) -> tuple[asyncio.subprocess.Process, BinaryIO]:
-    """A Python process with these words, `--status-fd` and options; and its status pipe."""
-    status, theirs = os.pipe()
+async def _first_word(child: Child) -> Started | None:
+    """The start report; None if the child has ended or hung up silently."""
+    reader, writer = await asyncio.open_connection(sock=child.socket)
     try:
-        # A session of its own: Ctrl-C in the terminal reaches only the keeper.
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, *words, "--status-fd", str(theirs), *options),
-            pass_fds=(*fds, theirs),
-            env={**os.environ, **(environment or {})},
-            start_new_session=True,
-        )
-    except BaseException:
-        os.close(status)
-        raise
+        said = await reader.read()
+    except ConnectionError:
+        said = b""
     finally:
-        os.close(theirs)
-    return process, os.fdopen(status, "rb")
+        writer.close()
+    return _DECODE(said) if said else None
 
 
-async def _all_of(pipe: BinaryIO) -> bytes:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-    try:
-        return await reader.read()
-    finally:
-        transport.close()
+async def _end(children: Sequence[Child], limit_s: float, at_once: asyncio.Event) -> None:
+    for child in children:
+        child.process.terminate()
+    await asyncio.gather(*(_ended(child, limit_s, at_once) for child in children))
 
 
-async def _end(
-    processes: Sequence[asyncio.subprocess.Process], limit_s: float, at_once: asyncio.Event
-) -> None:
-    for process in processes:
-        with suppress(ProcessLookupError):
-            process.terminate()
-    await asyncio.gather(*(_ended(process, limit_s, at_once) for process in processes))
-
-
-async def _ended(process: asyncio.subprocess.Process, limit_s: float, at_once: asyncio.Event) -> None:
-    ended, told = asyncio.create_task(process.wait()), asyncio.create_task(at_once.wait())
+async def _ended(child: Child, limit_s: float, at_once: asyncio.Event) -> None:
+    ended, told = asyncio.wrap_future(child.ended), asyncio.create_task(at_once.wait())
     await asyncio.wait((ended, told), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-    if not ended.done():
-        logger.warning("process %d does not end and is killed", process.pid)
-        with suppress(ProcessLookupError):
-            process.kill()
+    if not child.ended.done():
+        logger.warning("process %d does not end and is killed", child.pid)
+        child.process.kill()
     told.cancel()
     await ended
 

@@ -26,8 +26,9 @@ def main() -> None:
     )
     parser.add_argument("--role", choices=("lora-server", "instance"), required=True)
     parser.add_argument("--name", help="of the instance, unlike all others'  [default: instance-0]")
-    for hidden in ("--parent", "--status-fd", "--starts", "--spare"):
+    for hidden in ("--parent", "--status-fd", "--starts"):
         parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--spare", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     quiet_teardown()
     quick_teardown()
@@ -58,11 +59,11 @@ def main() -> None:
                 code = serve_lora_server(cluster, place, status)
             else:
                 name, starts = options.name or "instance-0", options.starts
-                if options.spare is not None:
+                if options.spare:
                     from .spare import wait_for_name
 
                     set_environment(cluster.instance(name), starts=1)
-                    starts, name = wait_for_name(options.spare, compiles=not cluster.engine.eager)
+                    starts, name = wait_for_name(status, compiles=not cluster.engine.eager)
                     cluster = read_cluster(options.config)
                     set_log_level(cluster.front_end.log_level)
                 code = serve_instance(cluster, place, name, status, starts)

@@ -10,16 +10,12 @@ import asyncio
 import importlib
 import logging
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import BinaryIO, NamedTuple
 
 from moe_lora.core.clock import Clock, WallClock
-from moe_lora.core.processes import is_stopped
-
-from .host_roles import start_process
+from moe_lora.core.processes import Child
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +28,6 @@ _IMPORTED = (
 )
 
 
-class _Waiting(NamedTuple):
-    process: asyncio.subprocess.Process
-    status: BinaryIO
-    ours: socket.socket
-
-    def close(self) -> None:
-        self.status.close()
-        self.ours.close()
-
-
 class Spare:
     """Keeps at most one spare process; belongs to one event loop.
 
@@ -51,7 +37,7 @@ class Spare:
     def __init__(self, words: Sequence[str], fds: Sequence[int], clock: Clock | None = None) -> None:
         self._words, self._fds = words, fds
         self._clock = clock or WallClock()
-        self._waiting: _Waiting | None = None
+        self._waiting: Child | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._stopping = False
@@ -71,57 +57,41 @@ class Spare:
                     await asyncio.wait_for(self._changed.wait(), pause_s)
                 continue
             try:
-                waiting = await self._start()
+                child = Child(*self._words, "--spare", "--status-fd", fds=self._fds)
             except Exception as error:
                 logger.warning("no spare process can be started: %r", error)
             else:
-                await self._watch(waiting)
+                await self._watch(child)
             self.put_off()
 
-    async def _start(self) -> _Waiting:
-        ours, name = socket.socketpair()
-        with name:
-            fd = name.fileno()
-            try:
-                process, status = await start_process(self._words, ("--spare", str(fd)), (*self._fds, fd))
-            except BaseException:
-                ours.close()
-                raise
-        return _Waiting(process, status, ours)
-
-    async def _watch(self, waiting: _Waiting) -> None:
-        self._waiting = waiting
+    async def _watch(self, child: Child) -> None:
+        self._waiting = child
         self._changed.clear()
-        died, changed = asyncio.create_task(waiting.process.wait()), asyncio.create_task(self._changed.wait())
+        died, changed = asyncio.wrap_future(child.ended), asyncio.create_task(self._changed.wait())
         if not self._stopping:
             await asyncio.wait((died, changed), return_when=asyncio.FIRST_COMPLETED)
         changed.cancel()
         if self._waiting is None:
-            died.cancel()
             return
         self._waiting = None
-        waiting.close()
+        child.socket.close()
         if died.done():
             logger.warning("the spare process ended: exit code %d", died.result())
-        with suppress(ProcessLookupError):
-            waiting.process.kill()
+        child.process.kill()
         await died
 
-    def acquire(self, name: str, num_starts: int) -> tuple[asyncio.subprocess.Process, BinaryIO] | None:
-        """Turn the spare process into this instance; returns process and status
-        pipe.  None: no spare waits.
-        """
+    def acquire(self, name: str, num_starts: int) -> Child | None:
+        """Turn the spare process into this instance.  None: no spare waits."""
         waiting = self._waiting
-        if waiting is None or waiting.process.returncode is not None or is_stopped(waiting.process.pid):
+        if waiting is None or waiting.ended.done() or waiting.is_stopped:
             return None
         try:
-            waiting.ours.sendall(f"{num_starts} {name}\n".encode())
+            waiting.socket.sendall(f"{num_starts} {name}\n".encode())
         except OSError:
             return None
         self._waiting = None
-        waiting.ours.close()
         self._changed.set()
-        return waiting.process, waiting.status
+        return waiting
 
     async def stop(self) -> None:
         """End the spare process; returns after its end."""
@@ -134,12 +104,13 @@ class Spare:
 def wait_for_name(fd: int, *, compiles: bool) -> tuple[int, str]:
     """Import the engine, then wait; returns the number of earlier starts and the instance's name.
 
-    fd: the spare's end of a socket.  compiles: the engine will compile.  Set the threads' environment before.
+    fd: the child's end of the keeper's socket.  compiles: the engine will compile.  Set the threads'
+    environment before.
     """
     for module in (*_IMPORTED, *(["torch._inductor.compile_fx"] if compiles else [])):
         importlib.import_module(module)
     logger.info("a spare process waits to replace an instance (process %d)", os.getpid())
-    with socket.socket(fileno=fd) as ours, ours.makefile("r") as told:
+    with open(os.dup(fd)) as told:
         line = told.readline()
     if not line:
         sys.exit(0)

@@ -7,8 +7,10 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -22,10 +24,10 @@ from moe_lora.config import EngineConfig, FrontEndConfig, ProvisionConfig, Regis
 from moe_lora.config.cluster import ClusterConfig, cluster_text, read_cluster
 from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.host import num_open_files
+from moe_lora.core.processes import RestartPolicy
 from moe_lora.dist.launch import host_roles
 from moe_lora.dist.launch.host_roles import (
     HostRoles,
-    RestartPolicy,
     Role,
     cluster_file,
     on_sockets,
@@ -169,6 +171,30 @@ def test_one_that_is_killed_again_and_again_is_there_again(caplog):
         assert alive(pids(caplog, "sleeper")[-1])
 
 
+def test_two_that_die_at_once_are_both_there_again(caplog):
+    caplog.set_level("INFO", logger="moe_lora")
+    with keeping(SLEEPING, replace(SLEEPING, name="other")):
+        until(lambda: pids(caplog, "sleeper") and pids(caplog, "other"), lambda: caplog.text)
+        first = [*pids(caplog, "sleeper"), *pids(caplog, "other")]
+        for pid in first:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: len(pids(caplog, "sleeper")) == len(pids(caplog, "other")) == 2, lambda: caplog.text)
+        assert not any(map(alive, first))
+        again = [pids(caplog, "sleeper")[1], pids(caplog, "other")[1]]
+        assert all(map(alive, again))
+    assert not any(map(alive, again))
+
+
+@pytest.mark.parametrize(("number", "how"), [(signal.SIGSEGV, "SIGSEGV"), (40, "signal 40")])
+def test_what_a_signal_ends_in_its_start_is_told_with_the_signal(number, how):
+    words = ("-c", f"import os; os.kill(os.getpid(), {int(number)})")
+    with (
+        keeping(Role(name="dying", kind="one", words=words)) as (kept, thread),
+        pytest.raises(EngineDeadError, match=f"was killed by {how} while starting"),
+    ):
+        thread.run(kept.ready(), 60)
+
+
 def test_setting_that_keeps_a_role_from_its_part_ends_it(caplog):
     with keeping(SLEEPING, UNFIT) as (kept, _):
         until(kept.failed.done, lambda: caplog.text)
@@ -213,9 +239,9 @@ def test_death_after_a_long_life_begins_the_count_anew(caplog):
 @pytest.mark.parametrize(
     ("module", "name", "error"),
     [
-        (os, "pipe", OSError(24, "Too many open files")),
-        (asyncio, "create_subprocess_exec", OSError(24, "Too many open files")),
-        (asyncio, "create_subprocess_exec", RuntimeError("can't start new thread")),
+        (socket, "socketpair", OSError(24, "Too many open files")),
+        (subprocess, "Popen", OSError(24, "Too many open files")),
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
     ],
 )
 def test_lack_of_handles_or_threads_for_a_while_costs_no_role(caplog, monkeypatch, module, name, error):

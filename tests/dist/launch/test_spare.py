@@ -7,6 +7,7 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -15,11 +16,11 @@ import pytest
 
 from moe_lora.config import EngineConfig
 from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core.processes import Child, RestartPolicy
 from moe_lora.dist.launch import spare as module
 from moe_lora.dist.launch.host_roles import (
     INSTANCE,
     HostRoles,
-    RestartPolicy,
     Role,
     cluster_file,
     on_sockets,
@@ -33,13 +34,13 @@ from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
 
 PLAYED = """
-import os, socket, sys, time
+import os, sys, time
 from moe_lora.dist.launch.host_roles import say_started
 option = lambda name: int(sys.argv[sys.argv.index(name) + 1])
 told = open({told!r}, "a")
 if "--spare" in sys.argv:
     print("spare", os.getpid(), file=told, flush=True)
-    line = socket.socket(fileno=option("--spare")).makefile("r").readline()
+    line = open(os.dup(option("--status-fd"))).readline()
     if not line:
         sys.exit(0)
     print("is", os.getpid(), line, end="", file=told, flush=True)
@@ -133,10 +134,9 @@ def test_a_real_spare_reads_the_cluster_when_it_is_acquired(tmp_path, capfd):
         write_cluster(file, cluster("second"))
         taken = spare.acquire("instance-1", 3)
         assert taken is not None
-        process, status = taken
-        with status:
-            said = await asyncio.to_thread(status.read)
-        await process.wait()
+        with taken.socket as status:
+            said = await asyncio.to_thread(status.makefile("rb").read)
+        await asyncio.wrap_future(taken.ended)
         await spare.stop()
         return said
 
@@ -150,17 +150,30 @@ def test_a_real_spare_reads_the_cluster_when_it_is_acquired(tmp_path, capfd):
     assert b"first" not in said
 
 
-def test_a_spare_that_can_not_start_is_tried_again(monkeypatch, tmp_path, caplog):
-    start, tries = asyncio.create_subprocess_exec, []
+def test_a_real_spare_ends_with_its_keeper(tmp_path, capfd):
+    engine = EngineConfig(model_dir=str(tmp_path / "model"), num_instances=2, eager=True)
+    cluster = on_sockets(ClusterConfig(engine=engine, served_model_name="served"), 2, str(tmp_path))
+    with cluster_file(cluster) as file:
+        spare = spare_of(cluster, file)
+        assert spare is not None
+        child = Child(*spare._words, "--spare", "--status-fd", fds=(file,))
+        until(lambda: "a spare process waits" in capfd.readouterr().err, lambda: "no spare waits")
+        child.socket.close()
+        child.end(PATIENCE_S)
+    assert child.ended.result() == 0
 
-    async def short_of_handles(*words, **options):
+
+def test_a_spare_that_can_not_start_is_tried_again(monkeypatch, tmp_path, caplog):
+    start, tries = subprocess.Popen, []
+
+    def short_of_handles(words, **options):
         if "--spare" in words:
             tries.append(words)
             if len(tries) < 3:
                 raise OSError(24, "Too many open files")
-        return await start(*words, **options)
+        return start(words, **options)
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", short_of_handles)
+    monkeypatch.setattr(subprocess, "Popen", short_of_handles)
     with keeping(tmp_path) as kept:
         kept.until(lambda: len(kept.spares()) == 1)
     assert caplog.text.count("no spare process can be started: OSError(24, 'Too many open files')") == 2
