@@ -28,7 +28,8 @@ OPEN_TABLES = Path(__file__).with_name("open_tables.json")
 _BLOCK = re.compile(r"^(<!-- generated: ([^\n]*?) -->\n)(.*?)^(<!-- end -->)$", re.DOTALL | re.MULTILINE)
 _COMMAND = re.compile(r"python -m bench\.pages\.table ([\w-]+)")
 _MADE = re.compile(
-    r"<!-- (?:generated|settings|options|vllm|docstrings): .*?<!-- end -->|^```.*?^```", re.DOTALL | re.MULTILINE
+    r"<!-- (?:generated|settings|options|vllm|docstrings): .*?<!-- end -->|^```.*?^```",
+    re.DOTALL | re.MULTILINE,
 )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics: vLLM's names if there are such, our own under moe_lora: (docs/reference/prometheus.md)."""
+"""Prometheus metrics: vLLM's names, and our own under moe_lora: (docs/reference/prometheus.md)."""
 
 from __future__ import annotations
 
