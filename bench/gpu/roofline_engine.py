@@ -193,7 +193,7 @@ def packed_adapters(shape: ModelShape, lora_rank: int, names: Sequence[str]) -> 
                     source=site.name,
                 )
             )
-    layer = pack_layer(pairs, shape, torch.bfloat16, "roofline")
+    layer = pack_layer(pairs, shape.num_entries, torch.bfloat16, "roofline")
     first = assemble(names[0], [layer] * shape.num_layers, shape)
     return [replace(first, name=name, content_hash=f"{i:064x}") for i, name in enumerate(names)]
 

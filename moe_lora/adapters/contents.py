@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +20,19 @@ from .packed import PackedAdapter
 
 logger = logging.getLogger(__name__)
 
+OUTER_BESIDE_LORA_SERVER = (
+    "LoRA on lm_head or embed_tokens is computed by an instance alone, and lora_server keeps the adapters "
+    "outside; serve the adapter without a LoRA Server, or train without these targets"
+)
+
 
 class AdapterContents:
     """Reads adapters from their folders, or from a store of earlier contents.
 
     store: of contents, or None.  owned: True deletes contents after their last use.  root: folder that must
-    contain every path.  max_lora_rank: larger adapters are refused.  For the
-    engine's and the reader's threads.
+    contain every path.  max_lora_rank: larger adapters are refused.  base_dir: checkpoint of the base, to
+    compare copies of its weights; None: copies are refused.  outer_problem: reason to refuse LoRA on the head
+    and the embedding.  For the engine's and the reader's threads.
     """
 
     def __init__(
@@ -37,9 +44,13 @@ class AdapterContents:
         owned: bool = True,
         root: str | None = None,
         max_lora_rank: int | None = None,
+        base_dir: Path | None = None,
+        outer_problem: str | None = None,
     ) -> None:
         self.store = store
         self.max_lora_rank = max_lora_rank
+        self._base_dir = base_dir
+        self._outer_problem = outer_problem
         self._root = root
         self.shape = shape
         self.dtype = dtype
@@ -50,7 +61,14 @@ class AdapterContents:
 
     def pack(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """The adapter of these tensors in memory (see `pack_state_dict`); the store does not keep it."""
-        return pack_state_dict(tensors, config, self.shape, self.dtype, name, self.max_lora_rank)
+        packed = pack_state_dict(tensors, config, self.shape, self.dtype, name, self.max_lora_rank)
+        self._check_outer(packed)
+        if packed.base_copies:
+            from .peft.base_weights import check_copies, parts_in_memory
+
+            copies = {key: parts_in_memory(tensors[key]) for key in packed.base_copies}
+            check_copies(copies, self._base_dir, f"adapter {name!r}")
+        return packed
 
     def read(
         self, name: str, path: str, expected: str | None = None, *, must_keep: bool | None = None
@@ -76,6 +94,11 @@ class AdapterContents:
                 root=self._root,
                 max_lora_rank=self.max_lora_rank,
             )
+            self._check_outer(packed)
+            if packed.base_copies:
+                from .peft.base_weights import check_copies_in
+
+                check_copies_in(Path(path), packed.base_copies, self._base_dir, called)
         except AdapterError as error:
             logger.warning("%s (in %s)", error, path)
             raise
@@ -136,6 +159,10 @@ class AdapterContents:
         """The name is not served any more."""
         with self._lock:
             self._remove(self._served.pop(name, []))
+
+    def _check_outer(self, packed: PackedAdapter) -> None:
+        if self._outer_problem is not None and len(packed.layers) > self.shape.num_layers:
+            raise AdapterError(f"adapter {packed.name!r}: {self._outer_problem}")
 
     def _remove(self, hashes: Sequence[str]) -> None:
         if self.store is None or not self._owned:

@@ -47,7 +47,8 @@ class PackedAdapter:
     """A whole adapter.  nbytes: bytes of all layers' data.  targets: module names with deltas.
 
     content_hash: sha256 over dtype, data, offsets, ranks and scales: equal hashes compute equal deltas.
-    warnings: config fields without effect, with reasons.
+    warnings: config fields without effect, with reasons.  base_copies: keys of base weights in the file,
+    still to compare with the base (`peft.base_weights`).
     """
 
     name: str
@@ -57,6 +58,7 @@ class PackedAdapter:
     content_hash: str
     targets: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+    base_copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +78,17 @@ class Pair:
     source: str
 
 
-def pack_layer(pairs: Sequence[Pair], shape: ModelShape, dtype: torch.dtype, where: str) -> PackedLayer:
+def pack_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, where: str) -> PackedLayer:
     """Copy each matrix of the pairs once into a PackedLayer.
+
+    num_entries: rows of the table; see `num_table_entries`.
 
     Raises AdapterError with `where` and the key for NaN or infinity, also after conversion to dtype.
     """
     offsets, size = _offsets(pairs, dtype.itemsize)
     data = torch.zeros(size, dtype=dtype)
-    table = torch.zeros(shape.num_entries, 3, dtype=torch.int64)
-    scale = torch.zeros(shape.num_entries, dtype=torch.float32)
+    table = torch.zeros(num_entries, 3, dtype=torch.int64)
+    scale = torch.zeros(num_entries, dtype=torch.float32)
     rows, scales = table.numpy(), scale.numpy()
     positions = iter(offsets)
     for pair in pairs:
@@ -97,6 +101,11 @@ def pack_layer(pairs: Sequence[Pair], shape: ModelShape, dtype: torch.dtype, whe
     if size and not all(math.isfinite(bound) for bound in map(float, torch.aminmax(data))):
         raise _not_finite(pairs, dtype, where)
     return PackedLayer(data=data, table=table, scale=scale)
+
+
+def num_table_entries(shape: ModelShape, num_layers: int) -> int:
+    """Entries in each table of an adapter with this number of layers; one more than the model's is outer."""
+    return shape.num_entries + (len(shape.outer_sites) if num_layers > shape.num_layers else 0)
 
 
 def packed_bytes(pairs: Sequence[Pair], dtype: torch.dtype) -> int:
@@ -164,9 +173,10 @@ def assemble(
     """The packed layers of a whole model as one adapter, with derived fields."""
     ranks = torch.stack([layer.table[:, 2] for layer in layers])
     used = ranks.amax(dim=0)
+    sites = shape.sites if len(layers) <= shape.num_layers else (*shape.sites, *shape.outer_sites)
     targets = tuple(
         module
-        for site in shape.sites
+        for site in sites
         for index, module in enumerate(site.modules)
         if bool(used[site.entry_base + index : site.entry_base + site.num_entries : len(site.modules)].any())
     )
@@ -219,11 +229,13 @@ class LayerShard:
 
 
 @lru_cache(maxsize=8)
-def _entry_widths(shape: ModelShape) -> tuple[np.ndarray, np.ndarray]:
-    """Row widths of A and B of each entry: [X] int64 each."""
-    a_width = np.zeros(shape.num_entries, dtype=np.int64)
-    b_width = np.zeros(shape.num_entries, dtype=np.int64)
-    for site in shape.sites:
+def _entry_widths(held: ModelShape | ModelShard) -> tuple[np.ndarray, np.ndarray]:
+    """Row widths of A and B of each entry, with the outer sites: [X] int64 each."""
+    shape = held.shape if isinstance(held, ModelShard) else held
+    sites = (*shape.sites, *held.outer_sites)
+    a_width = np.zeros(sites[-1].entry_base + 1, dtype=np.int64)
+    b_width = np.zeros_like(a_width)
+    for site in sites:
         entries = slice(site.entry_base, site.entry_base + site.num_entries)
         a_width[entries] = site.in_features
         b_width[entries] = np.tile(site.out_features, max(1, site.num_experts))
@@ -233,8 +245,9 @@ def _entry_widths(shape: ModelShape) -> tuple[np.ndarray, np.ndarray]:
 @lru_cache(maxsize=8)
 def _held_columns(shard: ModelShard) -> np.ndarray:
     """[2, X, C, 2] int64: of A and of B of each entry, (first, number) of its column ranges."""
-    found = np.zeros((2, shard.whole.num_entries, 3, 2), dtype=np.int64)
-    for site in shard.whole.sites:
+    sites = (*shard.whole.sites, *shard.whole.outer_sites)
+    found = np.zeros((2, sites[-1].entry_base + 1, 3, 2), dtype=np.int64)
+    for site in sites:
         entries = slice(site.entry_base, site.entry_base + site.num_entries)
         found[0, entries, 0] = shard.inputs(site).start, len(shard.inputs(site))
         for module, parts in enumerate(shard.outputs(site)):
@@ -248,13 +261,14 @@ def shard_layer(
 ) -> LayerShard:
     """The part of `layer` with the entries `kept` ([X] bool); shared matrices stay shared.
 
-    shard: division of sites; None: matrices stay whole.
+    Outer entries are always kept.  shard: division of sites; None: matrices stay whole.
     """
     table = layer.table.numpy()
+    kept = np.concatenate([kept, np.ones(len(table) - len(kept), dtype=bool)])
     rows = np.flatnonzero(kept & (table[:, 2] > 0))
     lora_rank = table[rows, 2]
     starts = np.concatenate([table[rows, 0], table[rows, 1]])
-    held = shape if shard is None else shard.shape
+    held = shape if shard is None else shard
     sizes = np.concatenate([lora_rank * width[rows] for width in _entry_widths(held)])
     align = MATRIX_ALIGN_BYTES // layer.data.element_size()
     sizes = -(-sizes // align) * align
@@ -299,7 +313,7 @@ def _divided(
     where: from, to, number of elements.
     """
     starts, places, sizes = where
-    strides, out_strides = (np.stack(_entry_widths(one))[matrices] for one in (shard.whole, shard.shape))
+    strides, out_strides = (np.stack(_entry_widths(one))[matrices] for one in (shard.whole, shard))
     whole = strides == out_strides
     found: list[tuple[int, ...]] = []
     column = np.zeros_like(starts)

@@ -23,6 +23,7 @@ MAX_CUDA_LORA_RANK = 512
 """Largest rank in the launch tables of the CUDA kernels."""
 DEFAULT_LORA_RANK = 16
 """Assumed for unknown adapters."""
+HEAD_MODULE, EMBEDDING_MODULE = "lm_head", "embed_tokens"
 DEFAULT_TARGETS = ("qkv", "o", "gate_up", "down")
 RANK_LIMITS: Mapping[str, int | None] = {"cpu": None, "cuda": MAX_CUDA_LORA_RANK}
 """Largest LoRA rank of each type of device; None: any."""
@@ -143,6 +144,18 @@ class ModelShape:
     def num_entries(self) -> int:
         """Rows of one layer's offset table."""
         return sum(site.num_entries for site in self.sites)
+
+    @cached_property
+    def outer_sites(self) -> tuple[Site, ...]:
+        """Sites outside the layers: the vocabulary head, then the embedding of one-hot tokens.
+
+        Their pairs form one more layer, after the last.  Their entries follow a layer's entries.
+        """
+        vocab, hidden, first = self.vocab_size, self.hidden_size, self.num_entries
+        return (
+            Site("head", (HEAD_MODULE,), hidden, (vocab,), 0, first),
+            Site("embedding", (EMBEDDING_MODULE,), vocab, (hidden,), 0, first + 1),
+        )
 
     def site(self, name: str) -> Site:
         """The site of this name. Raises ConfigError if the model has none."""

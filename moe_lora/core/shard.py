@@ -77,6 +77,14 @@ class ModelShard:
             intermediate_size=inner // self.tensor_parallel if self.divides_inner else inner,
         )
 
+    @cached_property
+    def outer_sites(self) -> tuple[Site, ...]:
+        """`ModelShape.outer_sites` with this rank's rows of the head."""
+        head, embedding = self.whole.outer_sites
+        first = self.shape.num_entries
+        rows = (len(self.vocabulary),)
+        return replace(head, out_features=rows, entry_base=first), replace(embedding, entry_base=first + 1)
+
     @property
     def heads(self) -> range:
         """Query heads."""
@@ -119,6 +127,8 @@ class ModelShard:
                 return self._qkv(len(site.modules))
             case "gate_up":
                 return ((self._inner,),) * 2
+            case "head":
+                return ((self.vocabulary,),)
         return tuple((range(width),) for width in site.out_features)
 
     @property

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from moe_lora.adapters.contents import AdapterContents
+from moe_lora.adapters.contents import OUTER_BESIDE_LORA_SERVER, AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.unified import UnifiedCache
@@ -320,6 +320,8 @@ def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
         owned=rank.lora_server is None,
         root=config.adapter_root,
         max_lora_rank=rank_limit(config.max_lora_rank, [rank.device.type]),
+        base_dir=None if config.load_format == "dummy" else Path(config.model_dir),
+        outer_problem=None if rank.lora_server is None else OUTER_BESIDE_LORA_SERVER,
     )
 
 
@@ -375,11 +377,13 @@ def _store(
 
 
 def site_ranks(shape: ModelShape, adapters: list[PackedAdapter]) -> list[int]:
-    """The largest rank of the adapters at each site."""
-    entries = np.zeros(shape.num_entries, dtype=np.int64)
+    """The largest rank of the adapters at each site, the outer sites last."""
+    sites = (*shape.sites, *shape.outer_sites)
+    entries = np.zeros(sites[-1].entry_base + 1, dtype=np.int64)
     for layer in (layer for packed in adapters for layer in packed.layers):
-        np.maximum(entries, layer.table[:, 2].numpy(), out=entries)
-    return [int(entries[s.entry_base : s.entry_base + s.num_entries].max(initial=0)) for s in shape.sites]
+        seen = entries[: len(layer.table)]
+        np.maximum(seen, layer.table[:, 2].numpy(), out=seen)
+    return [int(entries[s.entry_base : s.entry_base + s.num_entries].max(initial=0)) for s in sites]
 
 
 def model_info(

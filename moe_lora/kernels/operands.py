@@ -88,8 +88,9 @@ class SlotTable:
         """Point the slot's entries of one layer at matrices in these bytes of the arena.
 
         table: [X, 3] int64 on the host (offset of A, offset of B, rank), offsets in elements of itemsize
-        bytes from the first byte.  scale: [X] fp32.  The matrices must be loaded: ranks are written last, and
-        rank 0 hides the rest.  Raises ValueError for impossible offsets and ranks.
+        bytes from the first byte.  scale: [X] fp32.  X: of the first entries, the rest stays.  The matrices
+        must be loaded: ranks are written last, and rank 0 hides the rest.  Raises ValueError for impossible
+        offsets and ranks.
         """
         starts = table[:, :2] * itemsize + where.start
         ranks = table[:, 2].numpy()
@@ -107,12 +108,13 @@ class SlotTable:
                 f"slot {slot}, layer {layer} has ranks {ranks.min()}..{ranks.max()}; this device computes "
                 f"ranks from 0 to {'any' if limit is None else limit}"
             )
-        np.maximum(self.ranks[slot], ranks, out=self.ranks[slot])
+        num = len(ranks)
+        np.maximum(self.ranks[slot, :num], ranks, out=self.ranks[slot, :num])
         self.end_bytes = max(self.end_bytes, where.stop)
-        self.a_offset[slot, layer].copy_(starts[:, 0])
-        self.b_offset[slot, layer].copy_(starts[:, 1])
-        self.scale[slot, layer].copy_(scale)
-        self.lora_rank[slot, layer].copy_(table[:, 2])
+        self.a_offset[slot, layer, :num].copy_(starts[:, 0])
+        self.b_offset[slot, layer, :num].copy_(starts[:, 1])
+        self.scale[slot, layer, :num].copy_(scale)
+        self.lora_rank[slot, layer, :num].copy_(table[:, 2])
 
     def largest_rank(self, site: Site) -> int:
         """Largest rank of any adapter at the site.  Raises ValueError for a site outside the table."""

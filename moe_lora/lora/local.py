@@ -150,7 +150,7 @@ def open_slot(slots: SlotTable, slot: int, packed: PackedAdapter) -> None:
     """
     slots.clear(slot)
     ranks = torch.stack([layer.table[:, 2] for layer in packed.layers])
-    slots.ranks[slot] = ranks.amax(0).numpy()
+    slots.ranks[slot, : ranks.shape[1]] = ranks.amax(0).numpy()
 
 
 def point_layer(

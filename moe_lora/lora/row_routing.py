@@ -90,7 +90,8 @@ class RowRouting:
     term, all others subtract it.  adapters: may be empty if all sources are LOCAL.  here: [N, L] bool, layers
     with HOST terms computed on the device; None: layers present at `begin`.  on_device: `slots_here` and
     `frames_pushed` on the device.  site_ranks: largest rank per site for this
-    device's launches; None: of the rows.
+    device's launches; None: of the rows.  outer: group of the sites outside the layers; None: no row has
+    deltas there.
     """
 
     groups: Sequence[Sequence[int]]
@@ -100,6 +101,7 @@ class RowRouting:
     here: np.ndarray | None = None
     on_device: Mapping[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     site_ranks: Sequence[int] | None = None
+    outer: int | None = None
 
     @property
     def has_deltas(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,9 @@ from moe_lora.kernels.operands import Rotation
 from .linear import LoraLinear, linear, parameter
 from .mlp import DenseMlp, MoeMlp, has_bias
 from .quantised_weight import QuantisedWeight
+
+if TYPE_CHECKING:
+    from moe_lora.lora.outer import OuterDeltas
 
 
 class Norm(nn.Module):
@@ -136,17 +140,23 @@ class CausalLM(nn.Module):
         logit_rows: torch.Tensor,
         channels: Sequence[torch.Tensor],
         layer_forward: LayerForward = DecoderLayer.__call__,
+        outer: OuterDeltas | None = None,
     ) -> torch.Tensor:
         """Logits [len(logit_rows), vocab] fp32; with a divided head at rank 0 only, elsewhere undefined.
 
         tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: rows that need
-        logits. layer_forward: runs a layer (compiled or eager).
+        logits. layer_forward: runs a layer (compiled or eager).  outer: deltas of the embedding and the head.
         """
         cos, sin = self.rope(positions)
         x = F.embedding(tokens, self.embedding)
+        if outer is not None:
+            outer.add_to_embedding(x, tokens)
         for layer, channel in zip(self.layers, channels, strict=True):
             x = layer_forward(layer, x, channel, cos, sin, live)
-        logits = linear(self.norm(x.index_select(0, logit_rows)), self.head, None)
+        x = self.norm(x.index_select(0, logit_rows))
+        logits = linear(x, self.head, None)
+        if outer is not None:
+            outer.add_to_logits(logits, x)
         if self.shard.tensor_parallel > 1:
             logits = ops.gather_logits(channels[0], logits, self.spec.shape.vocab_size)
         return logits.float()

@@ -47,7 +47,7 @@ def random_adapter(
         for site in (shape.site(target) for target in targets)
         for module in range(len(site.modules))
     ]
-    layer = pack_layer(pairs, shape, dtype, name)
+    layer = pack_layer(pairs, shape.num_entries, dtype, name)
     return assemble(name, [layer] * shape.num_layers, shape)
 
 

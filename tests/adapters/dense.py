@@ -20,7 +20,7 @@ def packed_deltas(packed: PackedAdapter, shape: ModelShape) -> Deltas:
     """Each entry's delta, computed from data, table and scale alone."""
     deltas: Deltas = {}
     for number, layer in enumerate(packed.layers):
-        for site in shape.sites:
+        for site in (*shape.sites, *(shape.outer_sites if number == shape.num_layers else ())):
             for module, name in enumerate(site.modules):
                 for expert in range(max(1, site.num_experts)):
                     row = site.entry(module, expert)
@@ -55,8 +55,17 @@ _LEAVES = {
 }
 
 
+def _num_layers(before: dict[str, Any]) -> int:
+    return 1 + max(int(key.split(".")[2]) for key in before if key.split(".")[1] in ("layers", "blocks"))
+
+
 def _cut(family: str, key: str, delta: torch.Tensor, deltas: Deltas, before: dict[str, Any]) -> None:
     parts = key.split(".")
+    if parts[-2] in ("lm_head", "embed_tokens", "wte"):
+        is_head = parts[-2] == "lm_head"
+        module = "lm_head" if is_head else "embed_tokens"
+        deltas[_num_layers(before), module, 0] = delta if is_head else delta.T
+        return
     layer = int(parts[2])
     leaf = parts[-2] if parts[-1] == "weight" else parts[-1]
     if delta.ndim == 2 and leaf in _LEAVES:

@@ -108,14 +108,15 @@ class ExpertLayout:
 # Keys without effect on inference of a trained adapter.
 _WITHOUT_EFFECT = frozenset(
     (
-        *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
+        *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config"),
         *("inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core"),
         *("peft_version", "qalora_group_size", "revision", "runtime_config", "task_type", "velora_config"),
     )
 )
 _READ = frozenset(
     (
-        *("alpha_pattern", "bias", "exclude_modules", "init_lora_weights", "layers_pattern"),
+        *("alpha_pattern", "bias", "ensure_weight_tying", "exclude_modules", "init_lora_weights"),
+        "layers_pattern",
         *("layers_to_transform", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules"),
         *("target_parameters", "use_rslora", FLAT_KEY, DETAIL_KEY),
     )
@@ -206,6 +207,7 @@ _ALLOWED = {
     "r": _RANKS,
     "lora_alpha": "a number between -1000000 and 1000000",
     "use_rslora": "true or false",
+    "ensure_weight_tying": "true or false",
     "rank_pattern": f"an object of regular expressions mapped to {_RANKS}",
     "alpha_pattern": "an object of regular expressions mapped to numbers between -1000000 and 1000000",
     "target_modules": _NAMES,
@@ -240,6 +242,7 @@ class AdapterConfig(
     layers_to_transform: frozenset[_Layer] = frozenset()
     layers_pattern: tuple[str, ...] = ()
     base_model: str = ""
+    ensure_weight_tying: bool = False
     where: str = ""
     expert_layout: ExpertLayout = ExpertLayout({}, "")
 

@@ -6,7 +6,7 @@ over, no tensor missing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from moe_lora.core.shape import ModelShape, rank_problem
 
 from .base import check_base, quantised_base
 from .config import AdapterConfig, shown, suffixes
-from .names import Names, TensorName, read_names, stranger, unplaced
+from .names import TINKER_HEAD, Names, TensorName, read_names, stranger, unplaced
 from .places import (
     STRANGERS,
     PairSource,
@@ -28,18 +28,23 @@ from .places import (
     max_tensors,
     place_map,
 )
-from .training_state import check_embeddings
+from .training_state import base_copies
 
 _MAX_SHOWN_NAMES = 10
 
 
 @dataclass(frozen=True)
 class Match:
-    """layers: LoRA pairs per layer.  swapped: see `is_swapped`.  warnings: config fields without effect."""
+    """layers: LoRA pairs per layer, and one more layer with pairs on the head and the embedding, if any.
+
+    swapped: see `is_swapped`.  warnings: config fields without effect.  copies: keys of base weights (see
+    `base_weights`).
+    """
 
     layers: list[list[PairSource]]
     swapped: bool
     warnings: tuple[str, ...]
+    copies: tuple[str, ...]
 
 
 def match(
@@ -62,8 +67,9 @@ def match(
             f"{max_tensors(shape)}; serve it with the base it was trained for, and save one adapter only"
         )
     _check_gathered(tensors, where)
-    check_embeddings(tensors, shape, where)
-    names = read_names(tensors, place_map(shape).layer_prefix, where)
+    copies = base_copies(tensors, shape, where)
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in copies}
+    names = read_names(tensors, place_map(shape).layer_prefix, place_map(shape).outer, where)
     paths = {name.path for name in names.by_key.values()}
     places = place_map(shape, has_older_names(shape, paths))
     expected = _expected(config, places, paths, names)
@@ -77,7 +83,8 @@ def match(
                 "belongs to the adapter, and remove the other"
             )
         parts[name.part] = key
-    layers: list[list[PairSource]] = [[] for _ in range(shape.num_layers)]
+    _check_tying(config, expected, places, where)
+    layers: list[list[PairSource]] = [[] for _ in range(shape.num_layers + 1)]
     for path, targeted in expected.items():
         for depth, place in enumerate(reversed(targeted)):
             source = _source(path, place, found.get((path, depth), {}), config, names, where)
@@ -89,7 +96,7 @@ def match(
     for source in sources:
         check_pair(source, tensors, shape, where, swapped)
     warnings = *names.notes, *_unmatched_names(config, expected, names), *quantised_base(config, base)
-    return Match(layers, swapped, warnings)
+    return Match(layers if layers[-1] else layers[:-1], swapped, warnings, copies)
 
 
 def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
@@ -140,14 +147,18 @@ def _expected(
             targeted = any(config.targets_parameter(f"{one}.{place.parameter}") for one in readings)
             is_linear = has_gate or place.site != "router" or not place.optional_linear
             if place.form == "matrix" and is_linear and not targeted:
-                targeted = any(_targets_module(config, one) for one in readings)
+                targeted = any(_targets_module(config, one, place) for one in readings)
             if targeted:
                 expected.setdefault(path, []).append(place)
     return expected
 
 
-def _targets_module(config: AdapterConfig, path: str) -> bool:
-    return not config.excludes(path) if config.all_linear else config.targets_module(path)
+def _targets_module(config: AdapterConfig, path: str, place: Place) -> bool:
+    """PEFT's "all-linear" leaves out the head and the embedding, Tinker's leaves out the embedding."""
+    if not config.all_linear:
+        return config.targets_module(path)
+    is_outer = place.site in ("head", "embedding")
+    return not config.excludes(path) and (not is_outer or path.endswith(f".{TINKER_HEAD}"))
 
 
 def _check_known(
@@ -176,10 +187,31 @@ def _check_known(
                 "was trained for"
             )
         )
+    if name.is_embedding != (name.path == places.outer.embedding):
+        raise AdapterError(
+            f"{where}: {key}: PEFT writes lora_embedding_A and lora_embedding_B for the embedding alone, and "
+            "lora_A.weight and lora_B.weight for every other module; save the adapter again with PEFT"
+        )
     if name.depth >= len(expected.get(name.path, ())):
         raise AdapterError(
             f"{where}: {key}: no target_modules or target_parameters of {config.where} names it, "
             "so it is unclear whether it belongs to the adapter; add the target or remove the tensor"
+        )
+
+
+def _check_tying(
+    config: AdapterConfig, expected: Mapping[str, Sequence[Place]], places: PlaceMap, where: str
+) -> None:
+    """Refuses a pair that PEFT also computes, transposed, at a tied head without tensors in the file."""
+    if (
+        config.ensure_weight_tying
+        and places.outer.embedding in expected
+        and places.outer.head not in expected
+    ):
+        raise AdapterError(
+            f"{where}: {config.where} has ensure_weight_tying=True, which ties a pair of lm_head to "
+            f"{places.outer.embedding}, and names no lm_head; set ensure_weight_tying to false if the base "
+            "has a head of its own, or train with lm_head and embed_tokens as targets without tying"
         )
 
 

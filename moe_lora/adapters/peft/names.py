@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moe_lora.core.errors import AdapterError
 
@@ -28,19 +29,25 @@ _LANGUAGE_PARTS = frozenset(("language_model", "text_model", "language_tower", "
 _PEFT_PREFIX = "base_model.model."
 _KEY = re.compile(
     rf"(?P<peft>(?:{re.escape(_PEFT_PREFIX)})*)(?P<path>.+?)(?P<nested>(?:\.base_layer)*)"
-    r"\.lora_(?P<part>[AB])(?:\.(?P<adapter>[^.]+))?\.weight"
+    r"\.(?:lora_(?P<part>[AB])(?:\.(?P<adapter>[^.]+))?\.weight|"
+    r"lora_embedding_(?P<embedding_part>[AB])(?:\.(?P<embedding_adapter>[^.]+))?)"
 )
+TINKER_HEAD = "unembed_tokens"
+"""Tinker's name of lm_head, below `model`."""
 _WRAPPER = "|".join(map(re.escape, WRAPPERS))
 _OUTERMOST = re.compile(rf"(?:(?:{_WRAPPER})\.)*base_model\.(?:(?:{_WRAPPER})\.)*model\.")
 _IN_STACK = re.compile(r"(?P<front>(?:[^.]+\.)*?)(?P<stack>layers|blocks)\.(?P<rest>\d+\..+)")
 _STRANGERS = (
     (r"lora_magnitude_vector", "DoRA is not supported; train with use_dora=false"),
-    (r"lora_embedding_|embed_tokens|wte", "LoRA on embeddings is not supported; train without that target"),
-    (r"lm_head", "LoRA on the output head is not supported; train without that target"),
     (r"\.bias$", "biases are not supported; train with bias='none' and lora_bias=false"),
     (
         r"modules_to_save",
         "an adapter that replaces base modules is not supported; train without modules_to_save",
+    ),
+    (
+        r"lora_embedding_|embed_tokens|wte|lm_head",
+        "unknown tensor of the embedding or the head; expected are lora_embedding_A and lora_embedding_B of "
+        "the embedding, and lora_A.weight and lora_B.weight of lm_head; save the adapter again with PEFT",
     ),
     (
         r"flat_param",
@@ -69,7 +76,8 @@ class TensorName:
 
     path: of the module, by the served model's names.  depth: nesting of the module's wrapper in PEFT.  part:
     "A" or "B".  adapter: the adapter's name in the key, or None.  front: prefix of the layers, without
-    wrappers.  read_as: the path with all wrappers, below PEFT's outermost prefix.
+    wrappers.  read_as: the path with all wrappers, below PEFT's outermost prefix.  is_embedding: of PEFT's
+    LoRA layer of an embedding.
     """
 
     path: str
@@ -78,6 +86,7 @@ class TensorName:
     adapter: str | None
     front: str
     read_as: str
+    is_embedding: bool
 
 
 @dataclass(frozen=True)
@@ -95,20 +104,28 @@ class Names:
 
     def readings(self, path: str) -> tuple[str, ...]:
         """Paths of the module in the config: the served model's first."""
-        if not self._fronts:
+        if not self._read_as:
             return (path,)
+        fronts = self._fronts if _in_model(path, self._layer_prefix) else ()
         rest = path.removeprefix(self._layer_prefix)
-        others = (*(front + rest for front in self._fronts), *self._read_as.get(path, ()))
+        others = (*(front + rest for front in fronts), *self._read_as.get(path, ()))
         return tuple(dict.fromkeys((path, *others)))
 
 
-def read_names(keys: Iterable[str], layer_prefix: str, where: str) -> Names:
+class OuterPaths(NamedTuple):
+    """Module paths of the served family outside the layers."""
+
+    head: str
+    embedding: str
+
+
+def read_names(keys: Iterable[str], layer_prefix: str, outer: OuterPaths, where: str) -> Names:
     """The keys of a file in parts.  layer_prefix: e.g. `model.layers`, by the served family.
 
     Raises AdapterError with `where` and the key for a name of no LoRA tensor, and for tensors of two adapters
     or below two prefixes.
     """
-    by_key = {key: _read_name(key, layer_prefix, where) for key in sorted(keys)}
+    by_key = {key: _read_name(key, layer_prefix, outer, where) for key in sorted(keys)}
     _check_one_adapter(by_key, where)
     _check_one_front(by_key, layer_prefix, where)
     fronts: dict[str, None] = {}
@@ -117,6 +134,8 @@ def read_names(keys: Iterable[str], layer_prefix: str, where: str) -> Names:
         found = _IN_STACK.fullmatch(name.read_as)
         if name.read_as != name.path and found and _in_model(name.path, layer_prefix):
             fronts[found["front"] + found["stack"]] = None
+            read_as.setdefault(name.path, {})[name.read_as] = None
+        elif name.read_as != name.path and name.path in outer:
             read_as.setdefault(name.path, {})[name.read_as] = None
     readings = {path: tuple(paths) for path, paths in read_as.items()}
     notes = tuple(_notes(by_key, layer_prefix, where))
@@ -161,10 +180,10 @@ def without_wrappers(key: str) -> str:
     return plain
 
 
-def _read_name(key: str, layer_prefix: str, where: str) -> TensorName:
+def _read_name(key: str, layer_prefix: str, outer: OuterPaths, where: str) -> TensorName:
     plain = ".".join(part for part in key.split(".") if part not in WRAPPERS)
     found = _KEY.fullmatch(plain)
-    if found is None or "lora_embedding" in key:
+    if found is None:
         raise AdapterError(
             f"{where}: {key}: "
             + (
@@ -179,6 +198,8 @@ def _read_name(key: str, layer_prefix: str, where: str) -> TensorName:
     if inside and inside["stack"] == stack and _is_known_front(inside["front"], layer_prefix):
         front += inside["front"]
         path = f"{layer_prefix}.{inside['rest']}"
+    elif inside is None:
+        path = _outer_path(path, layer_prefix, outer)
     raw = key[: key.rindex(".lora_")]
     while raw.endswith(".base_layer"):
         raw = raw.removesuffix(".base_layer")
@@ -186,11 +207,23 @@ def _read_name(key: str, layer_prefix: str, where: str) -> TensorName:
     return TensorName(
         path=path,
         depth=found["nested"].count("."),
-        part=found["part"],
-        adapter=found["adapter"],
+        part=found["part"] or found["embedding_part"],
+        adapter=found["adapter"] or found["embedding_adapter"],
         front=front,
         read_as=raw[outermost.end() :] if outermost else raw,
+        is_embedding=found["part"] is None,
     )
+
+
+def _outer_path(path: str, layer_prefix: str, outer: OuterPaths) -> str:
+    """The served model's path of its head or embedding; other paths unchanged."""
+    front, _, leaf = path.rpartition(".")
+    own = layer_prefix.rpartition(".")[0]
+    if leaf == TINKER_HEAD and front == own:
+        return outer.head
+    parts = set(front.split(".")) - {""}
+    in_language = len(_LANGUAGE_PARTS & parts) == 1 and parts <= {own, "model", *_LANGUAGE_PARTS}
+    return next((one for one in outer if in_language and leaf == one.rpartition(".")[2]), path)
 
 
 def _is_known_front(front: str, layer_prefix: str) -> bool:

@@ -24,6 +24,8 @@ from moe_lora.core.shape import ModelShape, Site
 from moe_lora.families import family_named
 from moe_lora.families.schema.family import Place, of_all_experts
 
+from .names import OuterPaths
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,10 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlaceMap:
-    """All places of a model: module path → (layer, places in order of definition)."""
+    """All places of a model: module path → (layer, places in order of definition).
+
+    The head and the embedding are in one more layer, after the last.
+    """
 
     by_path: dict[str, tuple[int, tuple[Place, ...]]]
     layer_prefix: str
+    outer: OuterPaths
 
 
 @lru_cache(maxsize=8)
@@ -53,7 +59,15 @@ def place_map(shape: ModelShape, older_names: bool = False) -> PlaceMap:
         for layer in range(shape.num_layers)
         for path, places in in_layer.items()
     }
-    return PlaceMap(by_path, family.stack)
+    outer = OuterPaths(family.head.removesuffix(".weight"), family.embedding.removesuffix(".weight"))
+    for path, site in zip(outer, shape.outer_sites, strict=True):
+        by_path[path] = shape.num_layers, (Place(path=path, site=site.name),)
+    return PlaceMap(by_path, family.stack, outer)
+
+
+def site_named(shape: ModelShape, name: str) -> Site:
+    """A site of the layers, or an outer site."""
+    return next((site for site in shape.outer_sites if site.name == name), None) or shape.site(name)
 
 
 def has_older_names(shape: ModelShape, paths: Iterable[str]) -> bool:
@@ -106,7 +120,7 @@ def make_pair(
     """Views [N, R, D] of the pair's tensors, after `check_pair`; no copy."""
     from moe_lora.adapters.packed import Pair
 
-    place, site = source.place, shape.site(source.place.site)
+    place, site = source.place, site_named(shape, source.place.site)
     a, b = tensors[source.key_a], tensors[source.key_b]
     experts = range(max(1, site.num_experts))
     if place.expert is not None:
@@ -142,7 +156,7 @@ def expected_shapes(
     source: PairSource, shape: ModelShape, swapped: bool
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Required shapes of lora_A and lora_B of this pair."""
-    place, site, rank = source.place, shape.site(source.place.site), source.lora_rank
+    place, site, rank = source.place, site_named(shape, source.place.site), source.lora_rank
     inputs = site.in_features
     outputs = sum(site.out_features[module] for module in place.modules)
     if place.form == "fused":

@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_lora.adapters.packed import PackedAdapter, assemble, pack_layer, packed_bytes
+from moe_lora.adapters.packed import (
+    PackedAdapter,
+    assemble,
+    num_table_entries,
+    pack_layer,
+    packed_bytes,
+)
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.host import free_memory_bytes
 from moe_lora.core.shape import ModelShape
@@ -57,24 +64,21 @@ def _read_tensors(found: OpenAdapter, needed: int) -> dict[str, torch.Tensor]:
     needed: bytes of the packed adapter, held at the same time.  Raises AdapterError without memory for both,
     or for a file cut meanwhile.
     """
-    first = min(entry.span[0] for entry in found.entries.values())
-    num_bytes = max(entry.span[1] for entry in found.entries.values()) - first
+    entries = {key: entry for key, entry in found.entries.items() if key not in found.match.copies}
+    num_bytes = sum(entry.span[1] - entry.span[0] for entry in entries.values())
     if num_bytes + needed > free_memory_bytes():
         raise AdapterError(
             f"{found.where}: {num_bytes} bytes of tensors, and {needed} packed, are more than the host has "
             "memory free; free some, or save the adapter with a lower rank or in bfloat16"
         )
-    data = torch.empty(num_bytes, dtype=torch.uint8)
-    found.weights.seek(first)
-    if found.weights.readinto(data.numpy()) != num_bytes:  # type: ignore[attr-defined]
-        raise AdapterError(f"{found.where}: cut while it was read; load it again once it is whole")
     tensors = {}
-    for key, entry in found.entries.items():
-        part = data[entry.span[0] - first : entry.span[1] - first]
-        if part.data_ptr() % 8 or part.storage_offset() % 8:
-            part = part.clone()  # to where a tensor of any dtype may begin
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].span):
         dtype = getattr(torch, entry.dtype.removeprefix("torch."))
-        tensors[key] = part.view(dtype).view(entry.shape)
+        tensor = tensors[key] = torch.empty(entry.shape, dtype=dtype)
+        found.weights.seek(entry.span[0])
+        size = found.weights.readinto(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[attr-defined]
+        if size != entry.span[1] - entry.span[0]:
+            raise AdapterError(f"{found.where}: cut while it was read; load it again once it is whole")
     return tensors
 
 
@@ -145,11 +149,11 @@ def _pack(
     name: str,
     where: str,
 ) -> PackedAdapter:
-    layers = []
+    layers, num_entries = [], num_table_entries(shape, len(matched.layers))
     for sources in matched.layers:
         pairs = [make_pair(source, tensors, shape, matched.swapped) for source in sources]
-        layers.append(pack_layer(pairs, shape, dtype, where))
-    return assemble(name, layers, shape, matched.warnings)
+        layers.append(pack_layer(pairs, num_entries, dtype, where))
+    return replace(assemble(name, layers, shape, matched.warnings), base_copies=matched.copies)
 
 
 def _logged(packed: PackedAdapter, log: bool) -> PackedAdapter:

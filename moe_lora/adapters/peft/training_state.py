@@ -18,7 +18,7 @@ from .names import without_wrappers
 from .places import Shaped
 
 _EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|lm_head)(?:\.base_layer)?\.weight")
-_LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|lm_head)\.(?:.*\.)?lora_")
+_LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head)\.(?:.*\.)?lora_")
 _BASE_WEIGHT = re.compile(r"(?:base_model\.model\.)?(?:model|transformer|lm_head)\.")
 _TRAINED = ("lora_", "modules_to_save", "trainable_tokens")
 
@@ -69,22 +69,26 @@ def lora_tensors(state_dict: Mapping[str, Tensor], shape: ModelShape, where: str
     }
 
 
-def check_embeddings(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -> None:
-    """Raises AdapterError for base embeddings among an adapter's tensors, with the cause.
+def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -> tuple[str, ...]:
+    """Keys of the base's weights that PEFT saves beside a LoRA pair on the embedding or the head.
 
-    PEFT saves them after a change of vocabulary, or on request.  `match` refuses LoRA on embeddings.
+    Raises AdapterError for other base embeddings, with the cause: PEFT saves them after a change of
+    vocabulary, or on request.
     """
-    copies = sorted(key for key in tensors if _EMBEDDING.fullmatch(key))
-    if not copies or any(_LORA_ON_EMBEDDING.search(key) for key in tensors):
-        return
+    copies = tuple(sorted(key for key in tensors if _EMBEDDING.fullmatch(key)))
+    adapted = {found[1] for key in tensors if (found := _LORA_ON_EMBEDDING.search(key))}
     for key in copies:
         if tuple(tensors[key].shape)[:1] != (shape.vocab_size,):
             raise _resized(key, tensors[key], shape, where)
-    raise AdapterError(
-        f"{where}: {copies[0]}: the base model's own embeddings, which PEFT adds with save_embedding_layers; "
-        "they may have been trained, and an adapter that replaces base weights is not supported; if they "
-        "were not, save the adapter again with save_pretrained(..., save_embedding_layers=False)"
-    )
+        [leaf] = {"embed_tokens", "wte", "lm_head"} & set(key.split("."))
+        if leaf not in adapted:
+            raise AdapterError(
+                f"{where}: {key}: the base model's own embeddings, which PEFT adds with "
+                "save_embedding_layers; they may have been trained, and an adapter that replaces base "
+                "weights is not supported; if they were not, save the adapter again with "
+                "save_pretrained(..., save_embedding_layers=False)"
+            )
+    return copies
 
 
 def _resized(key: str, tensor: Shaped, shape: ModelShape, where: str) -> AdapterError:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moe_lora.adapters.contents import AdapterContents
+from moe_lora.adapters.contents import OUTER_BESIDE_LORA_SERVER, AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.config import EngineConfig
@@ -225,6 +225,7 @@ class ServerRank:
             owned=False,
             root=config.adapter_root,
             max_lora_rank=config.max_lora_rank,
+            outer_problem=OUTER_BESIDE_LORA_SERVER,
         )
         packed = [adapter for adapter, _ in contents.read_all(config.adapters, leave_out_bad=True)]
         num_sharers = self._partition.layout.num_ranks

@@ -206,6 +206,10 @@ class ShardSizes:
         self._shard = shard
         self._all_kept = all(entries.all() for entries in kept) and shard is None
 
+    def has_outer(self, packed: PackedAdapter) -> bool:
+        """True for pairs on the head or the embedding, which no host worker computes."""
+        return len(packed.layers) > self._shape.num_layers
+
     def layer_pages(self, packed: PackedAdapter) -> list[int]:
         if self._all_kept:
             return [self.num_pages(layer.nbytes) for layer in packed.layers]

@@ -331,6 +331,8 @@ class AdapterManager:
             self._check_fits(adapter)
             adapter.packed = self.store.keep(adapter.packed, adapter.path)
             undo.callback(self.store.forget, adapter.packed)
+            if self._sizes.has_outer(adapter.packed):
+                self.store.stop_host(adapter.packed.content_hash)
             previous = self._current.get(adapter.name)
             inherits = None if previous is None else previous.uid
             self._cache.add_adapter(adapter.uid, layer_pages, self._clock.now_s(), inherits=inherits)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from moe_lora.dist.lora_server.attach import LoraServerClient
     from moe_lora.engine.adapters.pool_store import PoolAdapters
     from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
+    from moe_lora.lora.outer import OuterDeltas
     from moe_lora.models.weight_merge import WeightMerge
 
 logger = logging.getLogger(__name__)
@@ -137,9 +138,9 @@ class Rank:
         try:
             self.arena = torch.empty(arena_bytes, dtype=torch.uint8, device=self.device)
             advise_huge_pages(self.arena)
-            self.slots = SlotTable(
-                config.max_loras, self.shape.num_layers, self.shape.num_entries, self.device
-            )
+            num_layers = self.shape.num_layers + 1  # one for the sites outside the layers
+            num_entries = self.shape.num_entries + len(self.shape.outer_sites)
+            self.slots = SlotTable(config.max_loras, num_layers, num_entries, self.device)
         except (RuntimeError, MemoryError, OverflowError) as error:
             sizes = {name: getattr(config, name) for name in ("arena_mb", "kv_cache_gb", "lora_memory_gb")}
             given = "".join(f"{name}={size:g}, " for name, size in sizes.items() if size is not None)
@@ -305,13 +306,14 @@ class Rank:
             exchanges = between_graphs(exchanges, self._capture)
         context = ExecutionContext(self.arena, self.layout, backend, exchanges)
         sources = [Source.LOCAL if s.name in self.local_sites else Source.LEASED for s in self.shape.sites]
-        return ModelRunner(
+        in_layers = self.slots.present[:, : self.shape.num_layers]
+        runner = ModelRunner(
             self.model,
             context,
             self.device,
             sources,
             num_taken_over=lambda: routed.num_taken_over,
-            present=self.slots.present if announce is not None and host is not None else None,
+            present=in_layers if announce is not None and host is not None else None,
             eager=self.config.eager,
             decode_buckets=self.config.decode_buckets or (),
             announce=announce,
@@ -319,6 +321,14 @@ class Rank:
             pushed=pushed,
             graphs=self._graphs(backends, sources),
         )
+        runner.outer = cache(self._outer_deltas)
+        return runner
+
+    def _outer_deltas(self) -> OuterDeltas:
+        from moe_lora.lora.outer import OuterDeltas
+
+        where = (self.shape.num_layers, self.arena, self.slots, self.config.lora_kernel)
+        return OuterDeltas(self.shard.outer_sites, *where)
 
     @cached_property
     def _capture(self) -> StepCapture | None:
@@ -342,7 +352,7 @@ class Rank:
         return StepGraphs(
             StepBuffer(self.device),
             capture,
-            partial(self.slots.site_ranks, sites=self.shape.sites),
+            partial(self.slots.site_ranks, sites=(*self.shape.sites, *self.shape.outer_sites)),
             rows=config.decode_buckets or (),
             max_tokens=max_model_len(config, self.shape),
             block_size=config.block_size,

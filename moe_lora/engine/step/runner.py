@@ -38,6 +38,7 @@ from .step_graphs import RANK_STEP, CaptureSteps, StepGraphs, with_places
 
 if TYPE_CHECKING:
     from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
+    from moe_lora.lora.outer import OuterDeltas
 
 logger = logging.getLogger(__name__)
 _NO_LEASE = Lease(-1, 0)
@@ -84,6 +85,8 @@ class ModelRunner:
         pushed: PushedSteps | None = None,
         graphs: StepGraphs | None = None,
     ) -> None:
+        self.outer: Callable[[], OuterDeltas]
+        """The deltas of the embedding and the head, from the first step with such rows on."""
         self._pushed = pushed
         self.merged = merged
         self._graphs = graphs
@@ -224,7 +227,11 @@ class ModelRunner:
         if batch.any_rows:
             layer_forward = _marking_rows_dynamic(layer_forward)
         rows = (batch.tokens, batch.positions, batch.live, batch.logit_rows)
-        return self._model(*rows, self._context.channels, layer_forward)
+        outer = None
+        if batch.routing.outer is not None:
+            outer = self.outer()
+            outer.begin_step(batch.tables, batch.routing, batch.logit_rows)
+        return self._model(*rows, self._context.channels, layer_forward, outer)
 
     def _batch(self, plan: Seq[Scheduled[Sequence]], num_rows: int, *, any_rows: bool = False) -> StepBatch:
         """The plan's rows, then padding; each padding row is a sequence (seq_lens 0)."""
@@ -301,7 +308,13 @@ class ModelRunner:
         beside_weights = row_route >= 0
         if self.merged is not None and self.merged.is_whole:
             beside_weights &= row_route != merged
-        terms = no_terms(len(routes), len(self._sources))
+        has_outer = [len(adapter.packed.layers) > len(self._groups) for adapter in routes]
+        outer = len(self._sources) if any(has_outer) else None
+        terms = no_terms(len(routes), len(self._sources) + (outer is not None))
+        if outer is not None:
+            term = terms[:-1, outer, 0]
+            term["source"] = np.where(has_outer, Source.LOCAL, 0)
+            term["slot"] = [-1 if adapter.slot is None else adapter.slot for adapter in routes]
         adapters: list[RoutedAdapter] = []
         cold = [n for a, n in routes.items() if a.slot is None and a.loading_slot is not None]
         for group, source in enumerate(self._sources if routes else ()):
@@ -320,7 +333,9 @@ class ModelRunner:
                 term[[self._modules[source].isdisjoint(a.packed.targets) for a in routes]] = NO_TERM
                 adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
             self._lora_rows[source] += np.count_nonzero(beside_weights) * len(self._groups)
-        routing = RowRouting(groups=self._groups, row_route=row_route, terms=terms, adapters=adapters)
+        routing = RowRouting(
+            groups=self._groups, row_route=row_route, terms=terms, adapters=adapters, outer=outer
+        )
         if cold:
             self._count_cold(row_route, cold)
             if self._present is not None:
@@ -330,7 +345,8 @@ class ModelRunner:
                 routing = replace(routing, here=here)
         if self.merged is None or not self.merged.any_merged:
             return routing
-        return self.merged.corrected(routing, self._sources, merged, sum(counts[: len(plan)]))
+        sources = self._sources if outer is None else [*self._sources, Source.LOCAL]
+        return self.merged.corrected(routing, sources, merged, sum(counts[: len(plan)]))
 
     def _merged_route(self, routes: Mapping[AdapterVersion, int]) -> int:
         """Route of the merged adapter; -1 without rows."""

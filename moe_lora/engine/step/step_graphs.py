@@ -114,7 +114,7 @@ class StepGraphs:
         if not tables.decode or num_rows not in self._rows:
             return None
         places = self._places_of(routing)
-        if places is None:
+        if places is None or self._changes_embedding(routing):
             return None
         longest = int(tables.seq_lens.max())
         context = next((bound for bound in self._contexts if bound >= longest), None)
@@ -132,12 +132,18 @@ class StepGraphs:
         """Sources of deltas; None if no graph has this combination."""
         groups, merged = set(range(len(routing.sources))), routing.terms.shape[2] > 1
         if merged:  # a merged adapter's sites form separate groups
-            groups = set().union(*routing.groups)
+            groups = set().union(*routing.groups) | ({routing.outer} - {None})
         places = tuple((s, group) for group in sorted(groups) for s in sorted(routing.sources[group]))
         # A graph has all sites of each captured group.
         if places and (merged or {s for s, _ in places} - {Source.LOCAL, Source.PUSHED} - self._hosts.keys()):
             return None
         return places
+
+    def _changes_embedding(self, routing: RowRouting) -> bool:
+        """True for rows with a delta of the embedding, whose launches depend on the adapters."""
+        if routing.outer is None:
+            return False
+        return self._site_ranks(routing.terms_from(Source.LOCAL, routing.outer)["slot"])[-1] > 0
 
     def run(self, shape: GraphShape, batch: StepBatch, compute: Compute) -> torch.Tensor:
         """The batch's logits, valid until the next step.  compute: launches a step on the device."""

@@ -234,7 +234,7 @@ BAD_TENSORS = {
     "bias tensor": (_replace(Q_B.replace("weight", "bias"), torch.zeros(64)), ("lora_B.bias", "biases")),
     "output head": (
         _replace("base_model.model.lm_head.lora_A.weight", torch.zeros(4, 32)),
-        ("lm_head", "output head"),
+        ("lm_head.lora_A.weight", "no target_modules"),
     ),
     "resized output head": (
         _replace("base_model.model.lm_head.weight", torch.zeros(100, 32)),
@@ -246,7 +246,15 @@ BAD_TENSORS = {
     ),
     "embedding": (
         _replace("base_model.model.model.embed_tokens.lora_embedding_A", torch.zeros(4, 96)),
-        ("embed_tokens", "embeddings"),
+        ("embed_tokens.lora_embedding_A", "no target_modules"),
+    ),
+    "embedding's names at the head": (
+        _replace("base_model.model.lm_head.lora_embedding_B", torch.zeros(96, 4)),
+        ("lm_head.lora_embedding_B", "lora_A.weight"),
+    ),
+    "linear layer's names at the embedding": (
+        _replace("base_model.model.model.embed_tokens.lora_A.weight", torch.zeros(4, 96)),
+        ("embed_tokens.lora_A.weight", "lora_embedding_A"),
     ),
     "layer out of range": (_add_layer_2, ("layers.2.", "out of range", "2 layers")),
     "module of another family": (_rename(Q_A, "transformer.h.0.attn.c_attn.lora_A.weight"), ("c_attn",)),
@@ -293,7 +301,7 @@ def test_a_file_with_far_too_many_tensors_is_refused_by_its_header(
     message = refusal(path, shape_of("mixtral"))
     assert str(path / WEIGHTS) in message
     assert "an adapter" in message
-    assert "at most 76" in message
+    assert "at most 80" in message
     lora = {f"model.layers.{n}.self_attn.q_proj.lora_A.weight": torch.zeros(0) for n in range(2_000)}
     config = json.loads((per_expert / CONFIG).read_text())
     with pytest.raises(AdapterError, match="2000 tensors"):

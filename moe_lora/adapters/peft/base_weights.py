@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of the base's embeddings in an adapter's file, compared with the served checkpoint.
+
+PEFT saves a targeted module's base weights beside the LoRA pair.  A trained copy would change the base.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, TypeAlias
+
+import torch
+
+from moe_lora.core.errors import AdapterError
+from moe_lora.core.hf_config import read_config, read_json_file
+from moe_lora.families import family_of
+
+from .files import TensorEntry, header_entries, open_file, weights_file
+
+_CHUNK = 1 << 22
+_WAY_OUT = (
+    "an adapter that replaces base weights is not supported; if the embeddings were not trained, save the "
+    "adapter again with save_pretrained(..., save_embedding_layers=False)"
+)
+
+
+Parts: TypeAlias = Callable[[int, int], torch.Tensor]
+"""(first element, number) -> these elements of a tensor, 1-D."""
+
+
+def check_copies_in(folder: Path, copies: Sequence[str], model_dir: Path | None, called: str | None) -> None:
+    """`check_copies` of the adapter's file in a folder.  called: as in `files.weights_file`."""
+    path = weights_file(folder, called)
+    where = str(path) if called is None else f"{called}{path.name}"
+    with open_file(path, where) as file:
+        entries = header_entries(file, where)
+        check_copies({key: _parts_of(file, entries[key]) for key in copies}, model_dir, where)
+
+
+def check_copies(copies: Mapping[str, Parts], model_dir: Path | None, where: str) -> None:
+    """Raises AdapterError unless each copy has the values of the checkpoint in model_dir.
+
+    None for model_dir: the base has no checkpoint.
+    """
+    for key, parts in copies.items():
+        file, entry = _base_tensor(key, model_dir, where)
+        with file:
+            if not _same_values(parts, _parts_of(file, entry), math.prod(entry.shape)):
+                raise AdapterError(f"{where}: {key}: values other than the base model's: {_WAY_OUT}")
+
+
+def parts_in_memory(tensor: torch.Tensor) -> Parts:
+    """The parts of a tensor in memory."""
+    flat = tensor.detach().flatten()
+    return lambda first, number: flat[first : first + number].cpu()
+
+
+def _parts_of(file: BinaryIO, entry: TensorEntry) -> Parts:
+    dtype = getattr(torch, entry.dtype.removeprefix("torch."))
+
+    def read(first: int, number: int) -> torch.Tensor:
+        file.seek(entry.span[0] + first * dtype.itemsize)
+        return torch.frombuffer(bytearray(file.read(number * dtype.itemsize)), dtype=dtype)
+
+    return read
+
+
+def _base_tensor(key: str, model_dir: Path | None, where: str) -> tuple[BinaryIO, TensorEntry]:
+    """The open file and the entry of the checkpoint's tensor with the copied values."""
+    try:
+        if model_dir is None:
+            raise ValueError("the served base model has no checkpoint")
+        family = family_of(read_config(model_dir))
+        names = [family.head, family.embedding] if "lm_head" in key else [family.embedding]
+        for name in names:  # a tied head has no tensor
+            path = model_dir / _file_of(name, model_dir)
+            file = open_file(path, str(path))
+            if (entry := header_entries(file, str(path)).get(name)) is not None:
+                return file, entry
+            file.close()
+        raise ValueError(f"the checkpoint has no {names[-1]}")
+    except (OSError, ValueError, KeyError, AdapterError) as error:
+        raise AdapterError(
+            f"{where}: {key}: a copy of the base model's weights, and they can't be compared ({error}): "
+            f"{_WAY_OUT}"
+        ) from error
+
+
+def _file_of(name: str, model_dir: Path) -> str:
+    index = model_dir / "model.safetensors.index.json"
+    if not index.exists():
+        return "model.safetensors"
+    names = read_json_file(index)["weight_map"]
+    return str(names.get(name, next(iter(names.values()))))
+
+
+def _same_values(copy: Parts, base: Parts, num_elements: int) -> bool:
+    """True if the copy has the base's values, rounded to the copy's dtype."""
+    for first in range(0, num_elements, _CHUNK):
+        number = min(_CHUNK, num_elements - first)
+        part = copy(first, number)
+        if not torch.equal(part, base(first, number).to(part.dtype)):
+            return False
+    return True

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA on the head and the embedding, served beside other rows, against transformers and peft."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_lora import LLM, SamplingParams
+from tests.adapters.peft.test_outer_sites import outer_adapter
+from tests.families import ALL_FAMILIES, make_adapter, make_checkpoint
+from tests.models.test_oracle import make_prompts
+from tests.oracle import greedy_reference
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NUM_TOKENS = 16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SEEDS = {"dbrx": 20}
+"""First seed of a family's adapters, where gates are close with others."""
+KINDS = {"head": ("lm_head",), "embedding": ("embed_tokens",), "both": ("lm_head", "embed_tokens")}
+WAYS = {
+    "all_at_once": {},
+    "chunked_prefill": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
+    "one_adapter_resident": {"max_loras": 1},
+    "compiled": {"eager": False},
+    "host_arena": {"max_loras": 2, "host_arena_mb": 2},
+    "merging": {"batching": "auto", "verify_merge": True},
+    "dlora": {"batching": "dlora", "verify_merge": True},
+    "host_workers": {"host_workers": 1, "max_loras": 2},
+    "tensor_parallel": {"tensor_parallel": 2},
+    "expert_parallel": {"expert_parallel": 2},
+}
+DENSE = ("llama", "qwen3")
+QUICK = {
+    "llama": ("all_at_once", "compiled", "host_arena", "merging", "tensor_parallel"),
+    "gpt_oss": ("all_at_once", "expert_parallel", "host_workers"),
+}
+"""Ways in the default run; other families go the first."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """family -> checkpoint and adapters: each kind, and one of the layers alone."""
+    known = {}
+
+    def make(family, **changes):
+        key = family, *changes.items()
+        if key not in known:
+            folder = tmp_path_factory.mktemp(family)
+            base = make_checkpoint(family, folder / "base", **changes)
+            adapters = {
+                name: outer_adapter(
+                    family,
+                    base,
+                    folder / name,
+                    *modules,
+                    lora_rank=3 + number,
+                    seed=SEEDS.get(family, 0) + number,
+                )
+                for number, (name, modules) in enumerate(KINDS.items())
+            }
+            adapters["layers"] = make_adapter(
+                family, base, folder / "layers", 4, seed=SEEDS.get(family, 0) + 9
+            )
+            known[key] = base, adapters
+        return known[key]
+
+    return make
+
+
+def assert_tokens_of_peft(base, adapters, **settings):
+    prompts = make_prompts()[:5]
+    names = [None, *adapters]
+    paths = {name: str(path) for name, path in adapters.items()}
+    with LLM(base, adapters=paths, dtype="float32", **{"eager": True, **settings}) as llm:
+        found = llm.generate([prompts[i % 5] for i in range(10)], [names[i % 5] for i in range(10)], GREEDY)
+    for i, completion in enumerate(found):
+        adapter = adapters.get(names[i % 5])
+        expected = greedy_reference(base, adapter, [prompts[i % 5]], NUM_TOKENS)
+        expected.check_margins()
+        assert completion.token_ids == expected.tokens[0], names[i % 5]
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        pytest.param(family, way, marks=() if way in QUICK.get(family, "all_at_once") else pytest.mark.slow)
+        for family in ALL_FAMILIES
+        for way in WAYS
+        if not (family in DENSE and way == "expert_parallel")
+    ],
+)
+def test_a_mixed_batch_continues_as_peft_does(family, way, made):
+    assert_tokens_of_peft(*made(family), **WAYS[way])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_tied_head_is_adapted_apart_from_the_embedding(family, made):
+    assert_tokens_of_peft(*made(family, tie_word_embeddings=True))
