@@ -21,7 +21,7 @@ from moe_lora.dist.cluster.controller.front_end_listener import FrontEndListener
 from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.cluster.controller.served_registry import opened_registry
 from moe_lora.dist.cluster.instances import InstanceRegistry
-from moe_lora.dist.cluster.listener import RECOVERY_S, AsItIs, InstanceListener
+from moe_lora.dist.cluster.listener import RECOVERY_S, InstanceListener
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.net.keys import keys_of
 from moe_lora.engine.client.heartbeat import Heartbeat
@@ -130,9 +130,7 @@ async def serve_directed(
         adapter_texts=adapter_texts(cluster, instance_registry),
         checks=checks,
     )
-    listener = InstanceListener(
-        instance_registry, AsItIs(instance_registry), max_unread=cluster.front_end.max_unread_steps
-    )
+    listener = InstanceListener(instance_registry, max_unread=cluster.front_end.max_unread_steps)
     async with checks.started(), listener.open(f"front_ends.{name}.engines_address", place, keys):
         try:
             await serve_forever(frontend, socks, cluster.front_end.drain_s, reload)

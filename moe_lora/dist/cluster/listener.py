@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -114,12 +114,6 @@ RECOVERY_S = 2.0
 """Running engines dial in at least once a second."""
 
 
-Admit = Callable[["Instance", "DialledClient", str], Awaitable[None]]
-"""Puts an instance of this incarnation into routing.  Raises EngineDeadError after its end, or after
-`close`.
-"""
-
-
 class CatchUp:
     """Loads missing adapters before an engine enters routing, unloads unserved adapters, and pins.
 
@@ -142,6 +136,7 @@ class CatchUp:
         self._holding.close()
 
     async def __call__(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
+        """Put an engine into routing.  Raises EngineDeadError after the engine's end, or after `close`."""
         registry = self._instance_registry
         have, missing = await held_by(client, registry.pool), set[str]()
         instance.problems = {}
@@ -154,16 +149,6 @@ class CatchUp:
         order = registry.drains.orders.get(instance.name)
         if order is not None:  # its process may be younger than the order
             await client.call("remember_drain", order)
-
-
-class AsItIs:
-    """Accepts an engine unchanged: another process's controller manages its adapters."""
-
-    def __init__(self, instance_registry: InstanceRegistry) -> None:
-        self._instance_registry = instance_registry
-
-    async def __call__(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
-        self._instance_registry.join_as_it_is(instance, client, await held_by(client), incarnation)
 
 
 class _Stream(AsyncIterator[TokenOutput]):
@@ -338,6 +323,7 @@ class DialledClient(CallableEngine):
 class InstanceListener:
     """Admits engines of this cluster to the `InstanceRegistry`.
 
+    catch_up: None: another process's controller manages the adapters, and engines enter routing unchanged.
     on_give_up: called with the name of an engine given up as dead, after its connection's end. max_unread:
     see `DialledClient`.
     """
@@ -345,14 +331,14 @@ class InstanceListener:
     def __init__(
         self,
         instance_registry: InstanceRegistry,
-        admit: Admit,
+        catch_up: CatchUp | None = None,
         on_give_up: Callable[[str], None] = lambda name: None,
         max_unread: int = LimitsConfig.max_unread_steps,
     ) -> None:
         self._max_unread = max_unread
         self._instance_registry = instance_registry
         self._on_give_up = on_give_up
-        self._admit = admit
+        self._catch_up = catch_up
         self._inside: set[str] = set()
         self._info: ModelInfo | None = None
         self._place: Address | None = None
@@ -400,7 +386,11 @@ class InstanceListener:
 
         async def come() -> None:
             was_silent = instance.silent
-            await self._admit(instance, client, caller.epoch)
+            if self._catch_up is not None:
+                await self._catch_up(instance, client, caller.epoch)
+            else:
+                have = await held_by(client)
+                self._instance_registry.join_as_it_is(instance, client, have, caller.epoch)
             how = "gets on again" if was_silent else f"dialled in from {caller.host}"
             logger.info("instance %s %s", caller.name, how)
 

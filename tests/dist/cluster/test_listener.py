@@ -18,7 +18,7 @@ from moe_lora.core.errors import ConfigError, EngineDeadError, UnreadError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, TokenOutput
 from moe_lora.dist.cluster import instances
 from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served, ServedVersion
-from moe_lora.dist.cluster.listener import AsItIs, CatchUp, DialledClient
+from moe_lora.dist.cluster.listener import CatchUp, DialledClient
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.engine.client.heartbeat import Heartbeat
 from moe_lora.engine.client.messages import Abort, Dead, Outputs
@@ -418,7 +418,7 @@ def test_what_is_found_after_the_recovery_is_not_served(front_end, join, made):
 def directed(front_end, made) -> FrontEnd:
     """A front end whose adapters a controller looks after."""
     front_end.close()
-    made.insert(0, FrontEnd(front_end.socket, [("start", "places/start")], make_entry=AsItIs))
+    made.insert(0, FrontEnd(front_end.socket, [("start", "places/start")], make_entry=lambda _: None))
     return made[0]
 
 
