@@ -8,8 +8,16 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from moe_lora.config.cluster import ClusterConfig
@@ -20,9 +28,10 @@ from moe_lora.policies.routing.routing import Router
 from .config import ONE_FRONT_END, EngineConfig, FrontEndConfig, LoraServerConfig
 
 if TYPE_CHECKING:
-    from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet
+    from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet, ServedFleet
     from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
     from moe_lora.dist.launch.host_roles import HostRoles
+    from moe_lora.engine.text.text import Tokenizer
 
     from .serve.reload import Reload
 
@@ -38,33 +47,57 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     administrators. reload: see `serve_forever`.  Raises ConfigError, RegistryError or AdapterError for
     errors known at start.
     """
+    from moe_lora.serve.served_text import read_served_text
+    from moe_lora.serve.server import bound
+
+    cluster, at_once = _checked(cluster), asyncio.Event()
+    tokenizer = read_served_text(cluster)
+    with bound(cluster.front_end) as socks, _opened_registry(cluster) as (started, registry):
+        fleet = _local_fleet(started, registry, at_once, reload)
+        _run(serve_http(cluster, fleet, tokenizer, socks, reload, at_once))
+
+
+@asynccontextmanager
+async def _local_fleet(
+    cluster: ClusterConfig, registry: ServedRegistry | None, at_once: asyncio.Event, reload: Reload | None
+) -> AsyncIterator[ControlledFleet]:
+    """`local_instances`, with the cluster's LoRA Server."""
+    async with (
+        local_lora_server(cluster, at_once, reload) as joined,
+        local_instances(joined, registry, at_once=at_once, reload=reload) as controlled,
+    ):
+        yield controlled
+
+
+async def serve_http(
+    cluster: ClusterConfig,
+    fleet: AbstractAsyncContextManager[ServedFleet],
+    tokenizer: Tokenizer | None,
+    socks: Sequence[socket.socket],
+    reload: Reload | None = None,
+    at_once: asyncio.Event | None = None,
+) -> None:
+    """Serve HTTP over a fleet until a signal.
+
+    fleet: opened here, beside the checking process's start.  socks, reload, at_once: see `serve_forever`.
+    """
     from moe_lora.serve.frontend import Frontend
     from moe_lora.serve.openai.checking_process import CheckingProcess
-    from moe_lora.serve.served_text import adapter_texts, read_served_text
-    from moe_lora.serve.server import bound, serve_forever
+    from moe_lora.serve.served_text import adapter_texts
+    from moe_lora.serve.server import serve_forever
 
-    cluster = _checked(cluster)
-    tokenizer, front_end = read_served_text(cluster), cluster.front_end
-
-    async def run(cluster: ClusterConfig, registry: ServedRegistry | None) -> None:
-        at_once, checks = asyncio.Event(), CheckingProcess(tokenizer)
-        async with (
-            checks.started(),  # during the instances' loads
-            local_lora_server(cluster, at_once, reload) as joined,
-            local_instances(joined, registry, at_once=at_once, reload=reload) as controlled,
-        ):
-            frontend = Frontend(
-                client=controlled.fleet,
-                tokenizer=tokenizer,
-                cluster=joined,
-                controller=controlled.controller,
-                adapter_texts=adapter_texts(joined, controlled.instance_registry),
-                checks=checks,
-            )
-            await serve_forever(frontend, socks, front_end.drain_s, reload, at_once)
-
-    with bound(front_end) as socks, _opened_registry(cluster) as (cluster, registry):
-        _run(run(cluster, registry))
+    checks = CheckingProcess(tokenizer)
+    async with checks.started(), fleet as served:
+        frontend = Frontend(
+            client=served.fleet,
+            tokenizer=tokenizer,
+            cluster=cluster,
+            controller=served.controller,
+            name=served.name,
+            adapter_texts=adapter_texts(cluster, served.instance_registry),
+            checks=checks,
+        )
+        await serve_forever(frontend, socks, cluster.front_end.drain_s, reload, at_once)
 
 
 def _opened_registry(
@@ -82,9 +115,16 @@ def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> No
 
     reload: effect of SIGHUP.  Raises ConfigError, RegistryError or AdapterError for errors known at start.
     """
-    from .serve import cluster_roles
+    from moe_lora.dist.cluster.controller.front_end_listener import run_controller
 
-    _run(cluster_roles.serve_controller(cluster, reload))
+    if cluster.controller is None:
+        raise ConfigError(
+            "the file has no controller section, so there is none to start; add one with address and "
+            "engines_address"
+        )
+    hang_up = None if reload is None else partial(reload.begin, None)
+    with _opened_registry(cluster) as (started, registry):
+        _run(run_controller(started, registry, hang_up))
 
 
 def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | None = None) -> int:
@@ -160,7 +200,6 @@ def serve_front_end(
     see `serve_forever`.  Raises ConfigError for errors known at start.
     """
     from moe_lora.serve.access import checked_keys
-    from moe_lora.serve.cluster_roles import serve_deciding, serve_directed
     from moe_lora.serve.served_text import read_served_text
     from moe_lora.serve.server import bound
 
@@ -169,11 +208,31 @@ def serve_front_end(
     checked_keys(front_end)
     tokenizer = read_served_text(cluster)
     inherited = [socket.socket(fileno=one) for one in listen_fds]
-    with nullcontext(inherited) if inherited else bound(front_end) as socks:
-        if cluster.controller is None:
-            _run(serve_deciding(cluster, tokenizer, socks, reload))
-        else:
-            _run(serve_directed(cluster, name, tokenizer, socks, reload))
+    with (
+        nullcontext(inherited) if inherited else bound(front_end) as socks,
+        _dialled_fleet(cluster, name) as fleet,
+    ):
+        _run(serve_http(cluster, fleet, tokenizer, socks, reload))
+
+
+@contextmanager
+def _dialled_fleet(cluster: ClusterConfig, name: str) -> Iterator[AbstractAsyncContextManager[ServedFleet]]:
+    """Instances that dial the front end of this name; without a controller's process, it is here."""
+    if cluster.controller is not None:
+        from moe_lora.dist.cluster.controller.controller_link import directed_fleet
+
+        yield directed_fleet(cluster, name)
+        return
+    from moe_lora.core.address import parse_address
+    from moe_lora.dist.cluster.controller.cluster_controller import controlled_fleet
+    from moe_lora.dist.cluster.controller.routes import make_routes
+    from moe_lora.dist.cluster.listener import RECOVERY_S
+
+    setting = "front_end.engines_address"
+    place = parse_address(setting, cluster.engines_address())
+    with _opened_registry(cluster) as (started, registry):
+        routes = make_routes(started)
+        yield controlled_fleet(started, routes, setting, place, registry=registry, recovery_s=RECOVERY_S)
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bench.lora_server.disagg_client import EngineCompletions
-from moe_lora.config import RoutingConfig
+from moe_lora.config import FrontEndConfig, RoutingConfig
 from moe_lora.config.plan import ReplayOptions
 from moe_lora.core.clock import WallClock
 from moe_lora.core.records import PlacementQuality
 from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.placement_controller import PlacementController
+from moe_lora.dist.cluster.controller.routes import Routes
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.policies.routing.demand import DemandMeter
@@ -121,9 +122,9 @@ async def _connected(
     context = RoutingContext(max_num_seqs=fleet.plan.max_num_seqs, model=model, ranks=ranks)
     router = make_router(system.router, context)
     noted = _NotedRouter(router, outcome)
-    client = _NotedFleet(
-        instance_registry, noted, WallClock(), FleetAdapters(instance_registry, ranks), meter
-    )
+    routes = Routes(config=FrontEndConfig(), router=noted, meter=meter, ranks=ranks)
+    adapters = FleetAdapters(instance_registry, ranks)
+    client = _NotedFleet(instance_registry, routes, WallClock(), adapters.call)
     client.outcome = outcome
     before = await idle(fleet.clients)
     await client.model_info()

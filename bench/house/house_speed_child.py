@@ -41,7 +41,7 @@ LAYOUTS = {
 }
 ALIKE = {
     "command line": "moe_lora.cli.main:main",
-    "front end": "moe_lora.serve.cluster_roles:serve_deciding",
+    "front end": "moe_lora.serve.server:serve_forever",
     "library": "moe_lora.api:LLM",
     "lora_server_processes": "moe_lora.assemble:lora_server_processes",
     "build_engine": "moe_lora.engine.build:build_engine",

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moe_lora.config.cluster import ClusterConfig
-from moe_lora.dist.cluster.controller.cluster_state import Controller
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.serve.metrics.metrics import Metrics
 
@@ -19,6 +18,8 @@ from .openai.checking_process import CheckingProcess
 from .openai.fields import IgnoredFields
 
 if TYPE_CHECKING:
+    from moe_lora.dist.cluster.controller.cluster_controller import ClusterController
+    from moe_lora.dist.cluster.controller.controller_link import ControllerLink
     from moe_lora.engine.text.text import Tokenizer
 
     from .served_text import AdapterTexts
@@ -56,7 +57,7 @@ class Frontend:
     client: FleetClient
     tokenizer: Tokenizer | None
     cluster: ClusterConfig
-    controller: Controller
+    controller: ClusterController | ControllerLink
     name: str | None = None
     adapter_texts: Callable[[], AdapterTexts] | None = None
     checks: CheckingProcess | None = None

@@ -27,7 +27,8 @@ from moe_lora.cli.main import main
 from moe_lora.config import ControllerConfig, FrontEndPlace
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.serve import access, api_keys, cluster_roles
+from moe_lora.dist.cluster.controller.controller_link import directed_fleet
+from moe_lora.serve import access, api_keys
 from moe_lora.serve.api_keys import ApiKey, KeyRing, add_key, read_keys, remove_key
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.server import create_app
@@ -402,8 +403,9 @@ def test_one_of_several_front_ends_has_the_place_for_administrators_that_is_its_
     async def note(frontend: Frontend, *_: object) -> None:
         made.append(frontend)
 
-    monkeypatch.setattr(cluster_roles, "serve_forever", note)
-    asyncio.run(cluster_roles.serve_directed(of_several, name, tokenizer, ()))
+    monkeypatch.setattr("moe_lora.serve.server.serve_forever", note)
+    fleet = directed_fleet(of_several, name)
+    asyncio.run(assemble.serve_http(of_several, fleet, tokenizer, ()))
     with ServerThread(create_app(made[0])) as thread, as_served(thread.url, engine) as served:
         assert served.http.get("/metrics").status_code == status
 

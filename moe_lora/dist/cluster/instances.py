@@ -31,6 +31,8 @@ DIAL_IN_S = 20.0
 ends.
 """
 _LOOK_S = 0.1
+ABSENCE = "none has dialled in, or all have left; send the request again in a while"
+"""Text for tenants; the log has the instances' dial-in address."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class InstanceRegistry:
         self,
         clients: Sequence[EngineClient],
         adapters: Sequence[tuple[str, str]] = (),
-        advice: str = "none has dialled in",
+        advice: str = ABSENCE,
         heartbeat: Heartbeat | None = None,
         pool: PoolDirectory | None = None,
     ) -> None:
@@ -209,6 +211,7 @@ class InstanceRegistry:
 
     @property
     def live(self) -> list[Instance]:
+        """The instances in routing."""
         return [instance for instance in self.instances if instance.live]
 
     @property
@@ -418,6 +421,7 @@ class InstanceRegistry:
         return dict(self._adapters)
 
     def served_version(self, name: str | None) -> ServedVersion | None:
+        """The version under a name; None for the base model and unserved names."""
         return None if name is None else self._adapters.get(name)
 
     def version(self, name: str | None) -> int | None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError, EngineSilentError
@@ -21,7 +21,7 @@ from moe_lora.core.request import (
     MoveStats,
     TokenOutput,
 )
-from moe_lora.policies.routing.routing import RequestListener, Router, listeners
+from moe_lora.policies.routing.routing import listeners
 
 from .failover import MAX_RESENDS, Attempt, ResumableRequest
 from .fan_out import ask_live
@@ -30,6 +30,7 @@ from .reports import merge_adapters, merge_stats
 from .suspects import Trial
 
 if TYPE_CHECKING:
+    from .controller.routes import Routes
     from .migration import MoveKind, RequestMover
 
 logger = logging.getLogger(__name__)
@@ -41,45 +42,36 @@ ABORT_S = 5.0
 _NO_MOVES = MoveStats(num_moved={"tokens": 0, "kv": 0})
 
 
-class AdapterCalls(Protocol):
-    """Manages the served adapters: `FleetAdapters` here, or a link to another process."""
-
-    ranks: dict[str, int]
-
-    async def call(self, verb: str, *args: Any, **words: Any) -> Any: ...
-
-
 class FleetClient:
     """`EngineClient` over the instances of an `InstanceRegistry` (see `EngineClient` for the contract).
 
-    At an instance's end, unfinished requests continue at another from the last token. adapters: loads,
-    unloads and pins, with ranks known before the first request. meter: counts each request's tokens by
-    adapter; None: no count. seed: source of seeds for requests without a seed, so that answers can continue
-    elsewhere.
+    At an instance's end, unfinished requests continue at another from the last token.  routes: gets the
+    ranks of adapters before the first request.  call: has the controller run a verb on the instances.
+    seed: source of seeds for requests without a seed, so that answers can continue elsewhere.
     """
 
     def __init__(
         self,
         instance_registry: InstanceRegistry,
-        router: Router,
+        routes: Routes,
         clock: Clock,
-        adapters: AdapterCalls,
-        meter: RequestListener | None = None,
+        call: Callable[..., Coroutine[Any, Any, Any]],
         seed: int | str = 0,
     ) -> None:
         self._seeds = random.Random(seed)
         self._instance_registry = instance_registry
-        self._router = router
+        self._routes = routes
+        self._router = routes.router
         self._clock = clock
-        self._listeners = listeners(router, meter)
-        self._adapters = adapters
+        self._listeners = listeners(routes.router, routes.meter)
+        self.call = call
         self._running: dict[str, ResumableRequest] = {}
         self._mover: RequestMover | None = None
         instance_registry.on_move = lambda order: self.mover.follow(order)
         instance_registry.on_unheard = self._leave
         instance_registry.on_drain = lambda instance: self.mover.move_off(instance)
-        if meter is not None:
-            instance_registry.on_forget = meter.forget
+        if routes.meter is not None:
+            instance_registry.on_forget = routes.meter.forget
         self._info: ModelInfo | None = None
 
     @property
@@ -298,13 +290,9 @@ class FleetClient:
         """Of one instance, since all are alike.  max_loras counts for each."""
         if self._info is None:
             info = (await ask_live(self._instance_registry, lambda client: client.model_info()))[0][1]
-            self._adapters.ranks.update({one.name: one.lora_rank for one in await self.list_adapters()})
+            self._routes.ranks.update({one.name: one.lora_rank for one in await self.list_adapters()})
             self._info = info
         return self._info
-
-    async def call(self, verb: str, *args: Any, **words: Any) -> Any:
-        """Have the controller run a verb on the instances."""
-        return await self._adapters.call(verb, *args, **words)
 
     def is_refused(self, name: str) -> bool:
         """True after instances died with the adapter; a load replaces the adapter."""
@@ -340,6 +328,7 @@ class FleetClient:
         return replace(merged, moves=moves, routing=routing)
 
     async def is_alive(self) -> bool:
+        """True if an instance is in routing."""
         return bool(self._instance_registry.live)
 
     async def close(self) -> None:

@@ -28,7 +28,8 @@ from .collectors import (
 )
 
 if TYPE_CHECKING:
-    from moe_lora.dist.cluster.controller.cluster_state import Controller
+    from moe_lora.dist.cluster.controller.cluster_controller import ClusterController
+    from moe_lora.dist.cluster.controller.controller_link import ControllerLink
     from moe_lora.provision.online import Visit
 
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 40)
@@ -71,7 +72,12 @@ class Metrics:
     is 0.  refusals: reasons of refusals, each counted from 0.
     """
 
-    def __init__(self, cluster: ClusterConfig, controller: Controller, refusals: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        controller: ClusterController | ControllerLink,
+        refusals: Iterable[str] = (),
+    ) -> None:
         self.stats: EngineStats | None = None
         self.info: ModelInfo | None = None
         self.adapters: Sequence[AdapterInfo] | None = None

@@ -14,6 +14,7 @@ from moe_lora.core.clock import Clock, VirtualClock
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, CapacityError, EngineDeadError
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
+from moe_lora.dist.cluster.controller.routes import Routes
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.engine.client.messages import DrainOrder
@@ -49,8 +50,9 @@ def fleet_client(
     ranks: dict[str, int] | None = None,
 ) -> FleetClient:
     """A client of the instances that are there."""
-    adapters = FleetAdapters(instance_registry, ranks)
-    return FleetClient(instance_registry, router, clock or VirtualClock(), adapters, meter)
+    routes = Routes(config=FrontEndConfig(), router=router, meter=meter, ranks={} if ranks is None else ranks)
+    adapters = FleetAdapters(instance_registry, routes.ranks)
+    return FleetClient(instance_registry, routes, clock or VirtualClock(), adapters.call)
 
 
 @dataclass(eq=False)

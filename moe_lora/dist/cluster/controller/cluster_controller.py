@@ -14,7 +14,7 @@ from moe_lora.core.address import Address
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.dist.cluster.adapter_calls import ADAPTER_CHANGES, FleetAdapters
-from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.dist.cluster.instances import ABSENCE, InstanceRegistry
 from moe_lora.dist.cluster.listener import CatchUp, InstanceListener
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.net.codec import verbs_of
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from moe_lora.provision.online import DemandWindow
 
     from .capacity_controller import CapacityController
+    from .controller_link import ControllerLink
     from .migration_controller import MigrationController
     from .placement_controller import PlacementController
     from .served_registry import ServedRegistry
@@ -68,6 +69,7 @@ class ClusterController:
 
     @property
     def figures(self) -> Figures:
+        """The latest figures."""
         placement = self.placement
         return Figures(
             num_tables=0 if placement is None else placement.version,
@@ -78,6 +80,7 @@ class ClusterController:
         )
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
+        """Run a verb by name (see `protocol`).  Raises the errors of the verb."""
         if verb in ADAPTER_CHANGES:
             return await self.adapters.call(verb, *args, **words)
         if verb not in self._verbs:
@@ -85,7 +88,7 @@ class ClusterController:
         return await self._verbs[verb](*args, **words)
 
     async def ready(self) -> None:
-        pass
+        """Return at once: the served adapters are known."""
 
     async def run(self) -> None:
         """Place adapters, move requests, watch the load and keep the pool, until cancelled."""
@@ -98,12 +101,20 @@ def _verbs_of(part: object | None) -> dict[str, Callable[..., Any]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlledFleet:
-    """A controller with the fleet."""
+class ServedFleet:
+    """The fleet of a front end, with the front end's controller.  name: among several front ends."""
 
-    controller: ClusterController
+    controller: ClusterController | ControllerLink
     fleet: FleetClient
     instance_registry: InstanceRegistry
+    name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlledFleet(ServedFleet):
+    """A controller of this process, with the fleet."""
+
+    controller: ClusterController
     routes: Routes
     catch_up: CatchUp
 
@@ -158,7 +169,7 @@ async def controlled_fleet(
     setting: str,
     address: Address,
     *,
-    advice: str,
+    advice: str = ABSENCE,
     registry: ServedRegistry | None = None,
     recovery_s: float | None = None,
     on_give_up: Callable[[str], None] = lambda name: None,
@@ -178,9 +189,7 @@ async def controlled_fleet(
     heartbeat = Heartbeat.of(cluster.front_end)
     instance_registry = InstanceRegistry((), config.adapters, advice, heartbeat, pool)
     adapters = FleetAdapters(instance_registry, routes.ranks)
-    fleet = FleetClient(
-        instance_registry, routes.router, WallClock(), adapters, routes.meter, seed=config.seed
-    )
+    fleet = FleetClient(instance_registry, routes, WallClock(), adapters.call, seed=config.seed)
     controller = ClusterController(
         adapters,
         _capacity_controller(cluster, fleet),

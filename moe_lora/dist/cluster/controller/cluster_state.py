@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from msgspec import field
 from msgspec.structs import replace
@@ -18,10 +17,7 @@ from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import Pings
 from moe_lora.engine.client.messages import DrainOrder
 
-if typing.TYPE_CHECKING:
-    from moe_lora.provision.online import VisitWindow
-
-    from .controller_link import ControllerLink
+if TYPE_CHECKING:
     from .placement_controller import PlacementController
     from .routes import Routes
 
@@ -87,36 +83,6 @@ class Figures(Message, frozen=True, kw_only=True):
     num_problems: int = 0
     quality: PlacementQuality | None = None
     outlook: Outlook | None = None
-
-
-class Controller(typing.Protocol):
-    """The controller of a front end: a `ClusterController` in its process, or a `ControllerLink`.
-
-    figures: the latest.  window: records requests for adapters; None: no watch on the load.
-    """
-
-    @property
-    def figures(self) -> Figures: ...
-
-    @property
-    def window(self) -> VisitWindow | None: ...
-
-    @property
-    def link(self) -> ControllerLink | None:
-        """None: the controller is in this process."""
-        ...
-
-    async def call(self, verb: str, *args: Any, **words: Any) -> Any:
-        """Run a verb by name (see `protocol`).  Raises the errors of the verb, ControllerAwayError."""
-        ...
-
-    async def ready(self) -> None:
-        """Return once the served adapters are known."""
-        ...
-
-    async def run(self) -> None:
-        """Run beside the requests, until cancelled."""
-        ...
 
 
 class ClusterStateLog:

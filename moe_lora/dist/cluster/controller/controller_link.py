@@ -6,19 +6,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
-from moe_lora.core.address import Address
+from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core.address import Address, parse_address
+from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import ControllerAwayError
 from moe_lora.core.request import RequestTiming
 from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.dist.cluster.listener import InstanceListener
+from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import dial
-from moe_lora.dist.net.keys import Keys
+from moe_lora.dist.net.keys import Keys, keys_of
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
 from moe_lora.dist.net.session import stay_connected
+from moe_lora.engine.client.heartbeat import Heartbeat
 from moe_lora.provision.online import Visit
 
+from .cluster_controller import ServedFleet
 from .cluster_state import (
     PINGS,
     ClusterState,
@@ -29,7 +37,7 @@ from .cluster_state import (
     take_table,
 )
 from .protocol import HANDSHAKE
-from .routes import Routes
+from .routes import Routes, make_routes
 
 logger = logging.getLogger(__name__)
 
@@ -181,3 +189,25 @@ class ControllerLink:
                 take_table(state, self._routes, self._instance_registry)
         if self._peer is not None:
             self._peer.send(Taken(self.state.number))
+
+
+@asynccontextmanager
+async def directed_fleet(cluster: ClusterConfig, name: str) -> AsyncIterator[ServedFleet]:
+    """Instances that dial the front end of this name, and the link to the controller's process.
+
+    Raises ConfigError for errors known at start.
+    """
+    assert cluster.controller is not None
+    place, keys = cluster.dialled_addresses()[name], keys_of(cluster)
+    address = parse_address("controller.address", cluster.controller.address)
+    registry = InstanceRegistry((), cluster.engine.adapters, heartbeat=Heartbeat.of(cluster.front_end))
+    routes = make_routes(cluster)
+    watched = cluster.provisioning is not None
+    link = ControllerLink(address, keys, name, registry, routes, watched=watched)
+    fleet = FleetClient(registry, routes, WallClock(), link.call, seed=f"{name} {cluster.engine.seed}")
+    listener = InstanceListener(registry, max_unread=cluster.front_end.max_unread_steps)
+    async with listener.open(f"front_ends.{name}.engines_address", place, keys):
+        try:
+            yield ServedFleet(controller=link, fleet=fleet, instance_registry=registry, name=name)
+        finally:
+            await fleet.close()

@@ -7,25 +7,27 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anyio import fail_after
 
-from moe_lora.core.address import Address
+from moe_lora.config import CONTROLLER, ONE_FRONT_END
+from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import MoeLoraError
 from moe_lora.dist.cluster.listener import RECOVERY_S
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import listen
-from moe_lora.dist.net.keys import Keys
+from moe_lora.dist.net.keys import Keys, keys_of
 from moe_lora.dist.net.peer import Asked, Peer
 from moe_lora.dist.net.session import Caller
 from moe_lora.provision.online import DemandWindow, Visit
 
-from .cluster_controller import ControlledFleet
+from .cluster_controller import ControlledFleet, controlled_fleet
 from .cluster_state import (
     PINGS,
     ClusterState,
@@ -35,6 +37,10 @@ from .cluster_state import (
     VisitEvent,
 )
 from .protocol import HANDSHAKE
+from .routes import make_routes
+
+if TYPE_CHECKING:
+    from .served_registry import ServedRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -244,15 +250,27 @@ class FrontEndListener:
         task.add_done_callback(self._tasks.discard)
 
 
-async def run_listener(listener: FrontEndListener, address: Address, keys: Keys | None) -> None:
-    """Direct the front ends that dial in until SIGINT or SIGTERM.  Raises ConfigError if the address is
-    unavailable.
+async def run_controller(
+    cluster: ClusterConfig, registry: ServedRegistry | None, hang_up: Callable[[], object] | None = None
+) -> None:
+    """Run the controller of a cluster until SIGINT or SIGTERM.
+
+    registry: see `controlled_fleet`.  hang_up: effect of SIGHUP.  Raises ConfigError for errors known at
+    start.
     """
+    assert cluster.controller is not None
     loop = asyncio.get_running_loop()
-    async with listener.open(address, keys) as place:
-        task = asyncio.create_task(listener.run())
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
-        logger.info("the controller listens at %s", place)
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+    if hang_up is not None:
+        loop.add_signal_handler(signal.SIGHUP, hang_up)
+    address = parse_address("controller.address", cluster.controller.address)
+    setting, engines = "controller.engines_address", cluster.dialled_addresses()[CONTROLLER]
+    fleet = controlled_fleet(cluster, make_routes(cluster), setting, engines, registry=registry)
+    async with fleet as controlled:
+        listener = FrontEndListener(controlled, cluster.front_ends or (ONE_FRONT_END,))
+        async with listener.open(address, keys_of(cluster)) as place:
+            task = asyncio.create_task(listener.run())
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, task.cancel)
+            logger.info("the controller listens at %s", place)
+            with contextlib.suppress(asyncio.CancelledError):
+                await task

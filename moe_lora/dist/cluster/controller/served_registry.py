@@ -97,6 +97,7 @@ class RegistryVerbs:
 
     @verb
     async def registry_base(self) -> str:
+        """The hash of the served base model."""
         return self.served.base_hash
 
     @verb
@@ -122,6 +123,7 @@ class RegistryVerbs:
 
     @verb
     async def registry_check(self) -> list[tuple[RegisteredAdapter, str | None]]:
+        """Each adapter with the problem of its files, if any."""
         return await in_daemon_thread(self.served.registry.check)
 
     @verb

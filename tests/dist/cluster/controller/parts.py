@@ -58,9 +58,7 @@ class ControllerSide:
             cluster_config(FrontEndConfig(placement=placement, placement_interval_s=3600.0))
         )
         adapters = FleetAdapters(self.instance_registry, self.routes.ranks)
-        self.fleet = FleetClient(
-            self.instance_registry, self.routes.router, self.clock, adapters, self.routes.meter
-        )
+        self.fleet = FleetClient(self.instance_registry, self.routes, self.clock, adapters.call)
         self.placement = self.routes.placement(self.fleet)
         self.provision = CapacityController(ProvisionConfig(), self.fleet, None, self.clock)
         self.controller = ClusterController(
@@ -103,9 +101,7 @@ class FrontEndSide:
         self.instance_registry = InstanceRegistry(fleet_engines, START)
         self.routes = make_routes(cluster_config(FrontEndConfig(placement=placement)))
         self.link = ControllerLink(address, keys, name, self.instance_registry, self.routes)
-        self.fleet = FleetClient(
-            self.instance_registry, self.routes.router, VirtualClock(), self.link, self.routes.meter
-        )
+        self.fleet = FleetClient(self.instance_registry, self.routes, VirtualClock(), self.link.call)
         self.task = asyncio.create_task(self.link.run())
 
     async def ask(self, request_id: str, adapter: str | None = None, max_tokens: int = 4) -> list[int]:

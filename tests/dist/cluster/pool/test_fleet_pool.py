@@ -15,7 +15,7 @@ from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
-from moe_lora.dist.cluster.controller.routes import make_routes
+from moe_lora.dist.cluster.controller.routes import Routes, make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion
 from moe_lora.dist.cluster.listener import catch_up, held_by
 from moe_lora.dist.cluster.pool.directory import PoolDirectory
@@ -159,7 +159,8 @@ class Fleet:
         asyncio.run(self.directory.fill(self.engines, pairs))
         self.instance_registry = InstanceRegistry(self.engines, pairs, pool=self.directory)
         adapters = FleetAdapters(self.instance_registry)
-        self.client = FleetClient(self.instance_registry, LeastOutstanding(), VirtualClock(), adapters)
+        routes = Routes(config=FrontEndConfig(), router=LeastOutstanding())
+        self.client = FleetClient(self.instance_registry, routes, VirtualClock(), adapters.call)
         assert adapters.pool is not None
         self.pool = adapters.pool
 
