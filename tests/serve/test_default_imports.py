@@ -44,14 +44,17 @@ SERVE = """
 import sys
 import moe_lora.assemble
 import moe_lora.serve.frontend, moe_lora.serve.server
-from moe_lora.config import EngineConfig
+from moe_lora.config import ONE_FRONT_END, EngineConfig, FrontEndConfig
 from moe_lora.config.cluster import ClusterConfig
-from moe_lora.dist.cluster.controller.cluster_controller import controlled_fleet
-from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.launch.host_roles import HostRoles
 
-make_routes(ClusterConfig(engine=EngineConfig(model_dir="base"), served_model_name="base"))
-print(*sys.modules)
+cluster = ClusterConfig(
+    engine=EngineConfig(model_dir="base"),
+    served_model_name="base",
+    front_end=FrontEndConfig(engines_address="/nowhere/engines"),
+)
+with moe_lora.assemble._dialled_fleet(cluster, ONE_FRONT_END):
+    print(*sys.modules)
 """
 
 
