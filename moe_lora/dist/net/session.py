@@ -41,10 +41,14 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
+    """The reply to an admitted caller."""
+
     payload: msgspec.Raw
 
 
 class Refusal(Message, frozen=True):
+    """The reply to a refused caller; the connection ends."""
+
     reason: str
     way_out: str
 
@@ -87,6 +91,7 @@ class Handshake:
     welcome: Decoder = _NOTHING
 
     def hello(self, name: str, payload: Any, epoch: str = "") -> Hello:
+        """The first message of a process with this payload."""
         return Hello(self.listener, self.version, name, epoch, msgspec.Raw(encode(payload)))
 
     async def open(
