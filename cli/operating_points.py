@@ -15,7 +15,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.config.engine import QUANTISATION
 
 from .errors import user_errors
-from .numbers import WholeNumbers
+from .options import WholeNumbers
 from .setting_options import setting_options
 
 if TYPE_CHECKING:

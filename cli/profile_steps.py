@@ -15,7 +15,7 @@ from moe_lora.config.engine import WEIGHTS
 from moe_lora.core.progress import progress
 
 from .errors import user_errors
-from .numbers import WholeNumbers
+from .options import WholeNumbers
 from .setting_options import setting_options
 
 LEAST_R2 = 0.9

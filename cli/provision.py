@@ -14,7 +14,7 @@ from moe_lora.config.engine import QUANTISATION
 from moe_lora.config.plan import PlanGoals
 
 from .errors import input_errors
-from .load_options import FORMAT, POPULARITY, ZIPF
+from .options import FORMAT, POPULARITY, ZIPF
 from .setting_options import setting_options
 
 _FILE = click.Path(exists=True, dir_okay=False)

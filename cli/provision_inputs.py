@@ -21,9 +21,8 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.core.weight_format import refuse_widths
 from moe_lora.families import shape_of
 from moe_lora.provision.device_profile import read_profile, with_rates
-from moe_lora.provision.plan.inputs import PlanInputs
+from moe_lora.provision.plan.inputs import PlanInputs, prompt_load
 from moe_lora.provision.plan.memory import AdapterMix, KnownModel, known_model
-from moe_lora.provision.plan.prompts import prompt_load
 from moe_lora.workload.popularity.named import USUAL_ZIPF, parse_popularity
 from moe_lora.workload.popularity.popularity import Popularity
 from moe_lora.workload.statistics import TraceStatistics, trace_statistics

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from moe_lora.provision.plan.inputs import PlanInputs
-    from moe_lora.provision.plan.place import SizedCluster
+    from moe_lora.provision.plan.inputs import PlanInputs, SizedCluster
     from moe_lora.provision.plan.plan import Plan
     from moe_lora.provision.plan.two_simulators import Latencies
     from moe_lora.provision.plan.verify import Replay, Verdict

@@ -53,8 +53,8 @@ def quantize(
     of compressed-tensors.  Tokenizer and config files come along.
     """
     from moe_lora.config import EngineConfig
-    from moe_lora.core.hf_config import read_config
     from moe_lora.core.progress import progress
+    from moe_lora.core.wrong_files import read_config
     from moe_lora.engine.ranks.rank import DTYPES, resolved
     from moe_lora.models.checkpoint import Checkpoint
     from moe_lora.models.quantised_checkpoint import quantise_checkpoint

@@ -10,9 +10,8 @@ import click
 from moe_lora.config.plan import ARRIVALS, ReplayOptions, WorkloadOptions
 
 from .errors import user_errors
-from .load_options import FORMAT, POPULARITY, ZIPF
+from .options import FORMAT, POPULARITY, ZIPF, VariadicCommand
 from .setting_options import setting_options
-from .variadic import VariadicCommand
 
 _FILE = click.Path(exists=True, dir_okay=False)
 _OUT = click.Path(dir_okay=False)

@@ -12,7 +12,7 @@ import click
 
 from moe_lora.config.settings import MISSING, Setting, meanings, settings_of
 
-from .variadic import HeadedOption
+from .options import HeadedOption
 
 _SEPARATOR = "__"
 

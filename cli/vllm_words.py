@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import click
 
+from moe_lora.config.cluster import SECTIONS
+from moe_lora.config.settings import former_settings, settings_of
 from moe_lora.config.vllm_option import ANY, MODEL, VllmOption
 from moe_lora.config.vllm_options import VLLM_OPTIONS, by_name
 
-from .variadic import VariadicCommand, expand
-
-if TYPE_CHECKING:
-    from .former_options import Place
+from .options import VariadicCommand, expand
 
 _NUMBER = re.compile(r"-\.?\d")
 _LEVEL = re.compile(r"-O\d")
@@ -26,6 +27,55 @@ _SWITCH = {"true": "true", "1": "true", "false": "false", "0": "false"}
 SET = "--set"
 NOTES = "moe_lora.vllm_notes"
 """Key of the lines for the log in a context's `meta`."""
+
+
+class Place(NamedTuple):
+    """A setting of a section of the file.  reason: why the section has it no more, else empty."""
+
+    section: str
+    name: str
+    kinds: tuple[Any, ...]
+    reason: str = ""
+
+    @property
+    def is_list(self) -> bool:
+        return any(kind in self.kinds for kind in (tuple[str, ...], tuple[int, ...]))
+
+    def words(self, values: Sequence[str]) -> str:
+        """The option --set with these values, as a shell reads it."""
+        text = values[-1]
+        if self.is_list:
+            numbers = tuple[int, ...] in self.kinds
+            text = f"[{', '.join(values)}]" if numbers else json.dumps(list(values), ensure_ascii=False)
+        return f"--set {shlex.quote(f'{self.section}.{self.name}={text}')}"
+
+
+@functools.cache
+def former_options() -> dict[str, list[Place]]:
+    """Name with dashes → places, for every setting without an option, and every former setting."""
+    found: dict[str, list[Place]] = {}
+    for section, kind in SECTIONS.items():
+        for name, one in settings_of(kind).items():
+            if one.rule.in_file and not one.rule.option:
+                dashed = name.replace("_", "-")
+                names = {f"--{dashed}", one.rule.former or f"--{dashed}"}
+                for option in names | ({f"--no-{dashed}"} if bool in one.kinds else set()):
+                    found.setdefault(option, []).append(Place(section, name, one.kinds))
+    for section, kind in SECTIONS.items():
+        for name, reason in former_settings(kind).items():
+            found.setdefault("--" + name.replace("_", "-"), [Place(section, name, (), reason)])
+    return found
+
+
+def new_place(option: str, values: Sequence[str]) -> str:
+    """Where the setting of an option stands now.  values: those given with the option."""
+    places = former_options()[option]
+    if places[0].reason:
+        return f"{option} is no setting any more: {places[0].reason}"
+    if bool in places[0].kinds:
+        values = values or ["false" if option.startswith("--no-") else "true"]
+    shown = " or ".join(place.words(values or ["VALUE"]) for place in places)
+    return f"{option} is a setting of the file now: {shown}"
 
 
 def _count(text: str) -> list[str]:
@@ -70,8 +120,6 @@ CONVERTERS: dict[str, Callable[[str], list[str]]] = {
 
 def _places(name: str) -> list[Place]:
     """Settings of the file that an option of this name stood for."""
-    from .former_options import former_options
-
     return former_options().get(name, [])
 
 
@@ -98,8 +146,6 @@ class VllmWords:
         while self._left and self._left[0] != "--":
             self._read(self._left.pop(0))
         if self._moved:
-            from .former_options import new_place
-
             raise click.UsageError("\n".join(new_place(*one) for one in self._moved.items()))
         ranks = self._found.get("--tensor-parallel-size")
         self._tensor = ranks[2] if ranks else self._given.get("--tensor-parallel", ("", "1"))[1]

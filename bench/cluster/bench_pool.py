@@ -26,12 +26,12 @@ import torch
 from bench.harness.interleave import interleave, ratio, repeated
 from bench.harness.random_model import FULL, TINY, ModelSize, write_adapter, write_config
 from bench.harness.records import Recorder
-from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.adapters.host_store import adapter_without_data, facts_of, is_intact
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft.reader import read_adapter
-from moe_lora.core.hf_config import read_config
+from moe_lora.core.request import AdapterFacts
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.wrong_files import read_config
 from moe_lora.dist.transport import make_transport
 from moe_lora.engine.adapters.pool_fetch import fetch_layers
 from moe_lora.engine.adapters.pool_store import PoolAdapters

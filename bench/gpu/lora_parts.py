@@ -104,7 +104,7 @@ def whole_delta(by_tma: bool, one_launch: bool = False) -> dict[str, tuple[float
 def delta_of(c: Any, one_launch: bool) -> torch.Tensor:
     import torch
 
-    from moe_lora.kernels.triton.lora.segments import Zeros
+    from moe_lora.kernels.operands import Zeros
     from moe_lora.kernels.triton.lora.triton_lora import lora_delta
 
     out = torch.empty_like(c.y[0])
@@ -230,7 +230,7 @@ class Site:
 
     def time_whole(self, log: Log, part: str, *, one_launch: bool, **about: Any) -> None:
         """Both halves, as one launch or two."""
-        from moe_lora.kernels.triton.lora.segments import Zeros
+        from moe_lora.kernels.operands import Zeros
         from moe_lora.kernels.triton.lora.triton_lora import lora_expand
 
         def run() -> None:

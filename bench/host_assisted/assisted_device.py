@@ -19,8 +19,8 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.config.optional_parts import StageTime, StepProfile
-from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.wrong_files import read_config
 from moe_lora.dist.deltas.session import FrameLayout
 from moe_lora.dist.host_workers.profile import host_section
 from moe_lora.dist.host_workers.workers import HostWorkers

@@ -38,7 +38,7 @@ from bench.harness.tables import table
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft.reader import read_adapter
-from moe_lora.core.hf_config import read_config
+from moe_lora.core.wrong_files import read_config
 from moe_lora.dist.deltas.host_deltas import HostDeltas
 from moe_lora.dist.deltas.session import DeltaRequest, FrameLayout, lay_out_request, read_request
 from moe_lora.dist.host_workers.worker import StoreDeltas

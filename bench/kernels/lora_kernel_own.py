@@ -57,8 +57,8 @@ def _decode_sites(case: Case, options: dict[str, Any]) -> Call:
     """A delta as in a decode step of the engine: one launch per site if weights come by pointer, and one fill
     of counters for all sites of a step (here: all copies of a pass).
     """
+    from moe_lora.kernels.operands import Zeros
     from moe_lora.kernels.triton.lora import triton_lora as lora
-    from moe_lora.kernels.triton.lora.segments import Zeros
 
     zeros = Zeros()
 

@@ -29,11 +29,9 @@ from moe_lora.provision.plan.checked import PlaceSearch, place_of, searched_load
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.compared import checked_plan
 from moe_lora.provision.plan.coupled_search import CoupledSearch
-from moe_lora.provision.plan.inputs import PlanInputs
+from moe_lora.provision.plan.inputs import PlanInputs, SizedCluster, prompt_load
 from moe_lora.provision.plan.memory import KNOWN_MODELS
-from moe_lora.provision.plan.place import SizedCluster
 from moe_lora.provision.plan.plan import Plan
-from moe_lora.provision.plan.prompts import prompt_load
 from moe_lora.provision.plan.verify import NUM_REQUESTS, OTHER_DRAWS, holds, planned_load, replays, verdicts
 from moe_lora.report.results import append_result
 from moe_lora.workload.statistics import trace_statistics

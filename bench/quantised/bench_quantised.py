@@ -231,7 +231,7 @@ def main(name: str, out: str | None, threads: int, head: bool, quick: bool) -> N
 
 def read_config_of(runs: dict[Cell, EngineRun]) -> dict[str, Any]:
     """The served model's config.json."""
-    from moe_lora.core.hf_config import read_config
+    from moe_lora.core.wrong_files import read_config
 
     return read_config(Path(next(iter(runs.values())).core.info.model_dir))
 

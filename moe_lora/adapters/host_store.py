@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.host import OwnFolder, sweep_folders
+from moe_lora.core.request import AdapterFacts
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES
 
-from .facts import AdapterFacts
 from .packed import PackedAdapter, PackedLayer, content_hash
 
 logger = logging.getLogger(__name__)

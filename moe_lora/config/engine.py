@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.hf_config import read_config
+from moe_lora.core.wrong_files import read_config
 from moe_lora.families import cut_to
 
 from .devices import DeviceShare

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from .errors import ConfigError
+from .errors import ConfigError, LoraServerError
 
 MAKE_KEYS = "moe-lora cluster init"
 
@@ -91,3 +91,21 @@ def _remove_dead(path: str) -> None:
         except BlockingIOError:  # its queue of connections is full
             pass
     raise OSError(errno.EADDRINUSE, f"{path} is in use")
+
+
+def own_host(address: str) -> str:
+    """This host's IP address on the route to a control address.
+
+    Raises LoraServerError without a route.
+    """
+    place = parse_address("lora_server.address", address)
+    if place.path:
+        return "127.0.0.1"
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect((place.host, place.port))
+            return str(sock.getsockname()[0])
+    except OSError as error:
+        raise LoraServerError(
+            f"there is no way to the address {address} from this host ({error}); correct it"
+        ) from error

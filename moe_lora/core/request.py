@@ -360,3 +360,29 @@ class FleetStats(EngineStats):
     instances: tuple[InstanceStats, ...]
     moves: MoveStats = field(default_factory=MoveStats)
     routing: RoutingStats | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterFacts:
+    """A packed adapter without its bytes; plain picklable data.
+
+    dtype: torch's name without "torch.".  num_entries: rows of each layer's table.  layer_elements: elements
+    of each layer's data.  The rest as in `PackedAdapter`.
+    """
+
+    name: str
+    content_hash: str
+    max_lora_rank: int
+    nbytes: int
+    targets: tuple[str, ...]
+    dtype: str
+    num_entries: int
+    layer_elements: tuple[int, ...]
+
+
+def token_work(request: GenerateRequest, max_model_len: int) -> int:
+    """Rows that the request may need: prompt and longest allowed answer."""
+    num_prompt = len(request.prompt_token_ids)
+    room = max(0, max_model_len - num_prompt)
+    limit = request.sampling.max_tokens
+    return num_prompt + (room if limit is None else min(limit, room))

@@ -23,6 +23,7 @@ from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.config.engine import AUTO
 from moe_lora.core.clock import WallClock
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, check_expert_parallel, rank_limit
 from moe_lora.core.shard import ModelShard
@@ -33,14 +34,13 @@ from moe_lora.engine.ranks.followers import HOST_STORE, Allocate, Followers, Ran
 from moe_lora.engine.ranks.rank import Rank
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.engine.step.sampler import Sampler
-from moe_lora.engine.step.steps_ahead import check_ahead, schedules_ahead
 from moe_lora.engine.text.generation_config import read_sampling_defaults
 from moe_lora.engine.text.tokenizer_files import read_eos_token_ids
 from moe_lora.families import shape_of
 from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
-from moe_lora.scheduling.queues import RequestQueue, shortest_first
 from moe_lora.scheduling.scheduler import Scheduler
+from moe_lora.scheduling.views import RequestQueue, shortest_first
 
 from .arena_size import ArenaSize, arena_size, free_bytes, kept_originals, max_model_len, within_share
 from .core import EngineCore
@@ -53,6 +53,38 @@ if TYPE_CHECKING:
     from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
     from moe_lora.engine.adapters.pool_store import PoolAdapters
     from moe_lora.engine.moving.kv_transfer import KvTransfer
+
+
+def schedules_ahead(config: EngineConfig, rank: Rank, store: AdapterStore) -> bool:
+    """True if steps are launched before the tokens of the step before are read.
+
+    Raises ConfigError if required but impossible.
+    """
+    reason = check_ahead(config, host=store.host is not None, merges=rank.merges)
+    wanted = config.async_scheduling == "on" or (
+        config.async_scheduling == "auto" and rank.device.type == "cuda"
+    )
+    return wanted and reason is None
+
+
+def check_ahead(config: EngineConfig, *, host: bool, merges: bool) -> str | None:
+    """Reason against steps ahead, or None.  host: with host workers; merges: weights may carry an adapter.
+
+    Raises ConfigError if steps ahead are required.
+    """
+    reasons = {
+        "several ranks, all but one of which are told of tokens": config.num_ranks > 1,
+        "a LoRA Server, whose answers a step waits for": config.lora_server is not None,
+        "host_workers, whose answers a step waits for": host,
+        f"batching={config.batching!r}, which times steps": merges,
+        "an emulated step_profile": config.emulation.step_profile is not None,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if config.async_scheduling == "on" and reason is not None:
+        raise ConfigError(
+            f"async_scheduling='on' does not go together with {reason}; use 'auto' or 'off', or do without it"
+        )
+    return reason
 
 
 def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> CachingPolicy:

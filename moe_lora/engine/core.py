@@ -36,7 +36,6 @@ from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.scheduling.views import Scheduled
 
 from .sequence import Sequence, check_request
-from .suspects import run_apart
 
 if TYPE_CHECKING:
     from moe_lora.engine.adapters.pool_store import PoolAdapters
@@ -227,6 +226,8 @@ class EngineCore:
         return [self._take(*gain) for gain in drawn if gain[0].adapter not in spoilt]
 
     def _run_apart(self, plan: SequenceOf[Scheduled[Sequence]], error: Exception) -> list[TokenOutput]:
+        from .suspects import run_apart
+
         gains = self.catch_up()
 
         def complete(items: SequenceOf[Scheduled[Sequence]]) -> None:

@@ -33,7 +33,7 @@ from moe_lora.engine.client.messages import Stop
 from moe_lora.engine.text.adapter_text import log_adapter_text
 from moe_lora.engine.text.detokenize import TextDelta, TextStream
 from moe_lora.engine.text.generation_config import log_generation_config
-from moe_lora.engine.text.served_tokenizer import served_tokenizer
+from moe_lora.engine.text.text import served_tokenizer
 
 from .build import build_engine
 from .core import EngineCore

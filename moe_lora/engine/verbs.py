@@ -11,9 +11,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.core.errors import AdapterNotFoundError
-from moe_lora.core.request import AdapterInfo, EngineStats, ModelInfo
+from moe_lora.core.request import AdapterFacts, AdapterInfo, EngineStats, ModelInfo
 from moe_lora.dist.net.codec import Interface, Method, verb, verbs_of
 
 from .client.messages import HeldRequest, KvSent, KvWindow, PoolEntry, RequestLoad

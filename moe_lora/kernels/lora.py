@@ -19,8 +19,9 @@ from .cpu import cpu
 from .operands import LoraOperands
 
 if TYPE_CHECKING:
+    from moe_lora.kernels.operands import Zeros
     from moe_lora.kernels.triton.lora.problem import Deltas
-    from moe_lora.kernels.triton.lora.segments import RowsToSort, Segments, Zeros
+    from moe_lora.kernels.triton.lora.segments import RowsToSort, Segments
     from moe_lora.kernels.triton.lora.triton_lora import Shrunk as GpuShrunk
 
 Shrunk = Union[cpu.CpuShrunk, "GpuShrunk", torch.Tensor]
@@ -39,7 +40,7 @@ class SharedSegments:
 
     @cached_property
     def zeros(self) -> Zeros:
-        from moe_lora.kernels.triton.lora.segments import Zeros
+        from moe_lora.kernels.operands import Zeros
 
         return Zeros()
 

@@ -237,3 +237,24 @@ class AttentionOperands(NamedTuple):
     step: StepTables
     layout: KvLayout
     arena: torch.Tensor
+
+
+_ZEROS, _LINE = 1 << 16, 32
+
+
+class Zeros:
+    """Zero integers on a device: one fill serves many launches.
+
+    For launches on one stream during the object's life, and for replays of a graph captured meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._left: torch.Tensor | None = None
+
+    def take(self, count: int, device: torch.device) -> torch.Tensor:
+        """[count] unshared int32 zeros, aligned to a cache line."""
+        if self._left is None or self._left.numel() < count:
+            self._left = torch.zeros(max(count, _ZEROS), dtype=torch.int32, device=device)
+        taken = self._left[:count]
+        self._left = self._left[-(-count // _LINE) * _LINE :]
+        return taken

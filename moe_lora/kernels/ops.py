@@ -20,7 +20,7 @@ import torch
 
 from . import reference
 from .cpu import cpu
-from .cpu.step_calls import StepCalls
+from .cpu.site_linear import StepCalls
 from .operands import Rotation
 from .quantised import QuantisedOperand, format_named
 

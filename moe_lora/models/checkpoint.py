@@ -12,13 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.hf_config import read_json_file
 from moe_lora.core.wrong_files import (
     file_content,
     listed,
     missing_shards,
     other_content,
     pickled_weights,
+    read_json_file,
 )
 
 from .stored_weight import StoredWeight, scheme_of

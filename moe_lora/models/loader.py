@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.hf_config import read_config
 from moe_lora.core.progress import Show, silent
 from moe_lora.core.shard import ModelShard
+from moe_lora.core.wrong_files import read_config
 from moe_lora.families import family_named, model_spec
 from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels.cpu.library import advise_huge_pages

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.hf_config import read_config
 from moe_lora.core.progress import Show
+from moe_lora.core.wrong_files import read_config
 from moe_lora.families import family_named, model_spec
 from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels import quantised

@@ -13,8 +13,7 @@ from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.policies.admission.admission import admissible
 
-from .queues import RequestQueue
-from .views import Adapters, Scheduled, Sequence
+from .views import Adapters, RequestQueue, Scheduled, Sequence
 
 if TYPE_CHECKING:
     from .tenant_queue import TenantQueue

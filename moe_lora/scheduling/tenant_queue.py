@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from moe_lora.policies.admission.fairness import VirtualTokenCounter
 
-from .queues import RequestQueue
-from .views import Sequence
+from .views import RequestQueue, Sequence
 
 LEAST_CREDIT = 2048.0
 """For a tenant after an absence: some requests, however few tokens a step takes."""

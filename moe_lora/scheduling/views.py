@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import collections.abc
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from moe_lora.cache.orders import Namespace, Readiness
 from moe_lora.cache.pages import BlockTable
+from moe_lora.policies.admission import admission
 
 
 @dataclass(slots=True)
@@ -189,3 +192,21 @@ class Scheduled(Generic[Sequence]):
     @property
     def samples(self) -> bool:
         return self.sequence.num_uncomputed == self.num_tokens
+
+
+class RequestQueue(deque[Sequence], Generic[Sequence]):
+    """Waiting requests in the order of their arrival, preempted requests first.
+
+    order: sorts the requests that may start.  The default is first come, first served.
+    """
+
+    def __init__(self, order: Callable[[Iterable[Sequence]], Iterable[Sequence]] = list) -> None:
+        super().__init__()
+        self.order = order
+
+
+def shortest_first(requests: Iterable[Sequence]) -> list[Sequence]:
+    """Preempted requests, then the others by `policies.admission.admission.shortest_first`."""
+    return sorted(
+        admission.shortest_first(requests), key=lambda request: not request.matched or request.gave_way
+    )

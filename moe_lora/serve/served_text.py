@@ -12,7 +12,7 @@ from moe_lora.config.cluster import ClusterConfig
 from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion
 from moe_lora.engine.text.adapter_text import log_adapter_text, with_adapter_text
 from moe_lora.engine.text.generation_config import log_generation_config
-from moe_lora.engine.text.served_tokenizer import served_tokenizer
+from moe_lora.engine.text.text import served_tokenizer
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer

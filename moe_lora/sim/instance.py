@@ -24,8 +24,7 @@ from moe_lora.timing.transformer_time import TransformerTime
 from moe_lora.workload.conversations import TurnRequest
 from moe_lora.workload.statistics import mean, percentile
 
-from .adapters import CachedAdapters
-from .copy_links import CopyLinks
+from .adapters import CachedAdapters, CopyLinks
 from .events import EventQueue
 from .lora_server import SimLeases, SimServer
 from .merged_weights import LoraWork, SimMergedWeights, SimMerging

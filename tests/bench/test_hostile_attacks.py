@@ -15,7 +15,7 @@ from bench.hostile.hostile_adapters import hostile_configs, lying_headers
 from bench.hostile.openapi_calls import draw
 from moe_lora.adapters.peft.file_check import opened
 from moe_lora.core.errors import AdapterError
-from moe_lora.core.hf_config import read_config
+from moe_lora.core.wrong_files import read_config
 from moe_lora.families import shape_of
 from tests.serve.conftest import app_of, scripted
 from tests.small_tokenizers import characters, wrapped

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora.cli.main import COMMANDS, main
-from moe_lora.cli.variadic import expand
+from moe_lora.cli.options import expand
 
 
 def test_help_lists_every_command_without_importing_one() -> None:

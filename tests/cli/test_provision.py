@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from moe_lora.cli import load_options, provision_verify
+from moe_lora.cli import provision_verify
 from moe_lora.cli.main import main
+from moe_lora.cli.options import FORMATS as OPTION_FORMATS
 from moe_lora.config.cluster import read_cluster
 from moe_lora.provision.admission.iar import expected_active
 from moe_lora.provision.plan import two_simulators
@@ -180,7 +181,7 @@ def test_functions_stand_for_adapters(trace: Path, tmp_path: Path) -> None:
 
 
 def test_formats_of_the_options_are_those_that_are_read() -> None:
-    assert set(load_options.FORMATS) == set(FORMATS)
+    assert set(OPTION_FORMATS) == set(FORMATS)
 
 
 def test_requests_of_the_trace_for_the_base_model_take_no_slot(tmp_path: Path) -> None:

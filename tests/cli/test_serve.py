@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import save_file
 
-from moe_lora.cli.former_options import former_options
 from moe_lora.cli.main import main
 from moe_lora.cli.serve import serve
 from moe_lora.cli.serve_settings import _setting
+from moe_lora.cli.vllm_words import former_options
 from moe_lora.config import FrontEndConfig, LoraServerConfig, PoolConfig, ProvisionConfig, RegistryConfig
 from moe_lora.config.cluster import SECTIONS, ClusterConfig
 from moe_lora.config.settings import settings_of

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moe_lora.config.weight_format import weight_format
-from moe_lora.core.hf_config import read_config
 from moe_lora.core.progress import silent
 from moe_lora.core.weight_format import WeightFormat
+from moe_lora.core.wrong_files import read_config
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_checkpoint import quantise_checkpoint
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.hf_config import read_config
+from moe_lora.core.wrong_files import read_config
 
 
 @pytest.mark.parametrize(("text", "message"), [(None, "does not exist"), ("{", "not valid JSON")])

@@ -17,7 +17,7 @@ from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.ranks.exchange import ALONE, Exchanges
 from moe_lora.engine.step.execution_context import ExecutionContext
 from moe_lora.engine.step.runner import ModelRunner
-from moe_lora.engine.step.step_buffer import StepBuffer
+from moe_lora.engine.step.step_batch import StepBuffer
 from moe_lora.engine.step.step_graphs import StepGraphs
 from moe_lora.engine.step.step_pieces import HostCalled, StepCapture, between_graphs
 from moe_lora.lora.backend import AddTo, LoraBackend, OuterBackend, RoutedBackend

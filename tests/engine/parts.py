@@ -27,9 +27,9 @@ from moe_lora.engine.ranks.followers import Followers
 from moe_lora.engine.sequence import Sequence
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.policies.admission.host_start import HostLoads
-from moe_lora.scheduling.queues import RequestQueue
-from moe_lora.scheduling.queues import shortest_first as shortest_first_order
 from moe_lora.scheduling.scheduler import Scheduler
+from moe_lora.scheduling.views import RequestQueue
+from moe_lora.scheduling.views import shortest_first as shortest_first_order
 
 PAGE_BYTES = 64
 BLOCK_SIZE = 4

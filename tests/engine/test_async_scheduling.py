@@ -17,11 +17,10 @@ from moe_lora import SamplingParams
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import GenerateRequest
-from moe_lora.engine.build import build_engine
+from moe_lora.engine.build import build_engine, schedules_ahead
 from moe_lora.engine.client.messages import Abort, Call, Generate, Inbox, Outputs, Reply, Stop
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.loop import EngineLoop
-from moe_lora.engine.step.steps_ahead import schedules_ahead
 
 DEMO = Path(__file__).parents[2] / "demo"
 NAMES = [None, *list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:3]]

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from moe_lora.engine.step.step_batch import StepBatch
-from moe_lora.engine.step.step_buffer import StepBuffer
+from moe_lora.engine.step.step_batch import StepBatch, StepBuffer
 from moe_lora.engine.step.step_graphs import StepGraphs
 from moe_lora.engine.step.step_pieces import StepCapture
 from moe_lora.kernels.operands import StepTables

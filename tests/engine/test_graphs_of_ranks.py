@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moe_lora.engine.ranks.exchange import Exchanges
-from moe_lora.engine.step.step_graphs import CaptureSteps
+from moe_lora.engine.step.step_batch import CaptureSteps
 from moe_lora.kernels.triton.configs import interpreted
 from tests.families import ALL_TARGETS, make_adapter, make_checkpoint, shard_of
 from tests.models.harness import MAX_TOKENS, Harness

@@ -17,7 +17,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.config.cluster import cluster_of
 from moe_lora.config.optional_parts import EmulationConfig, StageTime, StepProfile
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.hf_config import read_config
+from moe_lora.core.wrong_files import read_config
 from moe_lora.dist.host_workers.profile import emulated, host_section, read_host_times
 from moe_lora.engine.adapters import copies
 from moe_lora.engine.ranks.host_settings import HostSettings, host_settings, machine_of, model_of

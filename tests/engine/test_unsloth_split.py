@@ -15,8 +15,8 @@ from torch import nn
 from moe_lora import LLM, SamplingParams
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.errors import AdapterError
-from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.wrong_files import read_config
 from moe_lora.families import shape_of
 from tests.families import NUM_EXPERTS, VOCAB_SIZE, load_model, make_checkpoint
 from tests.oracle import MIN_MARGIN

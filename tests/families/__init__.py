@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from moe_lora.core.hf_config import read_config
 from moe_lora.core.shard import ModelShard
+from moe_lora.core.wrong_files import read_config
 from moe_lora.families import shape_of
 
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")

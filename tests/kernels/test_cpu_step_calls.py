@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_lora.kernels import ops
-from moe_lora.kernels.cpu import cpu, step_calls
+from moe_lora.kernels.cpu import cpu, site_linear
 from moe_lora.kernels.cpu.site_linear import NO_ROWS, SiteLinear, lora_rows
 from moe_lora.kernels.operands import KvLayout
 from moe_lora.kernels.quantised import QuantisedOperand
@@ -21,7 +21,7 @@ from .test_cpu_attention import operands as attention_operands
 from .test_cpu_quantised import ident
 from .test_cpu_site_linear import FIRST_EXPERT, FORMS, HELD_EXPERTS, SITES, weights_of
 
-pytestmark = pytest.mark.skipif(not step_calls.are_built, reason="built without torch's headers")
+pytestmark = pytest.mark.skipif(not site_linear.has_step_calls, reason="built without torch's headers")
 
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float32)
@@ -41,7 +41,7 @@ class Handler:
     arena: object = None
 
     def __post_init__(self) -> None:
-        self.calls = step_calls.StepCalls(LAYER + 1)
+        self.calls = site_linear.StepCalls(LAYER + 1)
         self.channel = ops.open_channels(self, LAYER + 1, self.calls)[LAYER]
         if self.linear is not None:
             self.calls.see(LAYER, 0, self.linear)
@@ -180,11 +180,11 @@ def test_channels_of_a_handler_that_is_gone_lead_nowhere(generator):
 
 def test_a_library_for_another_torch_is_left_alone(monkeypatch, caplog):
     monkeypatch.setattr(torch, "__version__", "9.9.9+cpu")
-    assert step_calls._load() is None
+    assert site_linear._load() is None
     assert "not for torch 9.9.9+cpu" in caplog.text
 
 
 def test_a_library_for_other_tables_is_left_alone(monkeypatch, caplog):
-    monkeypatch.setattr(step_calls, "_TABLES", step_calls._TABLES[::-1])
-    assert step_calls._load() is None
+    monkeypatch.setattr(site_linear, "_TABLES", site_linear._TABLES[::-1])
+    assert site_linear._load() is None
     assert "install moe_lora again" in caplog.text

@@ -8,7 +8,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_lora.core.hf_config import read_config
+from moe_lora.core.wrong_files import read_config
 from moe_lora.families import model_spec
 from moe_lora.kernels import ops, reference
 from moe_lora.models.causal_lm import CausalLM, DecoderLayer

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from moe_lora.kernels.cpu import step_calls
+from moe_lora.kernels.cpu import site_linear
 from moe_lora.kernels.cpu.site_linear import SiteLinear
 from moe_lora.lora.backend import RoutedBackend
 from moe_lora.lora.row_routing import Source
@@ -19,7 +19,7 @@ from .harness import Harness
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_site_of_a_decode_step_is_one_call(family, served, monkeypatch):
-    monkeypatch.setattr(step_calls, "are_built", False)
+    monkeypatch.setattr(site_linear, "has_step_calls", False)
     model = served(family)
     harness = Harness(model.model_dir, model.adapters, max_sequences=4)
     harness.context.backend = RoutedBackend({Source.LOCAL: harness.context.backend})  # as engines have it
@@ -42,14 +42,14 @@ def test_every_site_of_a_decode_step_is_one_call(family, served, monkeypatch):
     assert calls == {(True, False): num_sites}, "a step of the base model"
 
 
-@pytest.mark.skipif(not step_calls.are_built, reason="built without torch's headers")
+@pytest.mark.skipif(not site_linear.has_step_calls, reason="built without torch's headers")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_operation_of_a_decode_step_is_in_python(family, served, monkeypatch):
     """Once weights were seen; same bits as with all in Python."""
     model, steps = served(family), []
     for in_cpp in (True, False):
         with monkeypatch.context() as patched:
-            patched.setattr(step_calls, "are_built", in_cpp)
+            patched.setattr(site_linear, "has_step_calls", in_cpp)
             harness = Harness(model.model_dir, model.adapters, max_sequences=4, dtype=torch.bfloat16)
             harness.context.backend = RoutedBackend({Source.LOCAL: harness.context.backend})
             streams, _ = harness.prefill([[5, 40, 7], [9], [11, 3]], [1, -1, 3])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_lora.adapters.registry.base_model import base_model_hash, model_shape
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.hf_config import read_config
+from moe_lora.core.wrong_files import read_config
 from moe_lora.models.checkpoint import INDEX_NAME, SINGLE_NAME
 from moe_lora.models.loader import load_model
 from tests.core.test_wrong_files import KINDS, POINTER

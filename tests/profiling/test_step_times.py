@@ -12,7 +12,7 @@ import torch
 
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError
-from moe_lora.core.hf_config import read_config
+from moe_lora.core.wrong_files import read_config
 from moe_lora.families import shape_of
 from moe_lora.profiling.step_times import OverloadError, StepClock, random_adapter, serve_open_loop
 from moe_lora.timing.step_model import Row

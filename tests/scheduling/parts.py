@@ -14,9 +14,9 @@ from moe_lora.core.clock import VirtualClock
 from moe_lora.policies.admission.host_start import ColdAdapter, HostLoads
 from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching.caching_policies import make_caching_policy
-from moe_lora.scheduling.queues import RequestQueue
-from moe_lora.scheduling.queues import shortest_first as shortest_first_order
 from moe_lora.scheduling.scheduler import Scheduler
+from moe_lora.scheduling.views import RequestQueue
+from moe_lora.scheduling.views import shortest_first as shortest_first_order
 from moe_lora.sim.adapters import CachedAdapters
 from moe_lora.sim.requests import CachedRequest
 from moe_lora.workload.conversations import TurnRequest

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from moe_lora.cache.orders import Copy, LoadAdapter
-from moe_lora.sim.copy_links import CopyLinks
+from moe_lora.sim.adapters import CopyLinks
 from moe_lora.sim.events import EventQueue
 
 

@@ -23,12 +23,12 @@ from unittest.mock import patch
 import torch
 
 from moe_lora.core.shape import Site
-from moe_lora.kernels.operands import AttentionOperands, KvLayout, Rotation, SlotTable, StepTables
+from moe_lora.kernels.operands import AttentionOperands, KvLayout, Rotation, SlotTable, StepTables, Zeros
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.attention import triton_attention
 from moe_lora.kernels.triton.lora import steps
 from moe_lora.kernels.triton.lora.problem import Problem
-from moe_lora.kernels.triton.lora.segments import Segments, Zeros, build_segments, unsorted_rows
+from moe_lora.kernels.triton.lora.segments import Segments, build_segments, unsorted_rows
 
 from .aot_check import check
 from .sass import COPIES, MARKS, TENSOR_CORES, TMA

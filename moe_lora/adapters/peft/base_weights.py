@@ -14,7 +14,7 @@ from typing import BinaryIO, TypeAlias
 import torch
 
 from moe_lora.core.errors import AdapterError
-from moe_lora.core.hf_config import read_config, read_json_file
+from moe_lora.core.wrong_files import read_config, read_json_file
 from moe_lora.families import family_of
 
 from .files import TensorEntry, header_entries, open_file, weights_file

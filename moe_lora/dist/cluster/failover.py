@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from msgspec import structs
 
 from moe_lora.core.errors import EngineDeadError
-from moe_lora.core.request import GenerateRequest, RequestTiming, TokenOutput
+from moe_lora.core.request import GenerateRequest, RequestTiming, TokenOutput, token_work
 from moe_lora.engine.client.client import CallableEngine
 
 from .instances import Instance
@@ -177,11 +177,3 @@ class ResumableRequest:
     def _leave(self, now_s: float) -> None:
         if not self.delivered:
             self._waited_s = now_s - self.arrival_s
-
-
-def token_work(request: GenerateRequest, max_model_len: int) -> int:
-    """Rows that the request may need: prompt and longest allowed answer."""
-    num_prompt = len(request.prompt_token_ids)
-    room = max(0, max_model_len - num_prompt)
-    limit = request.sampling.max_tokens
-    return num_prompt + (room if limit is None else min(limit, room))

@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from moe_lora.core.address import Address
-from moe_lora.core.request import GenerateRequest, TokenOutput
+from moe_lora.core.request import GenerateRequest, TokenOutput, token_work
 from moe_lora.dist.net.codec import Decoder, Interface, Message, Protocol, verb, verbs_of
 from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import Keys
@@ -41,8 +41,6 @@ from moe_lora.engine.client.messages import (
     Stop,
 )
 from moe_lora.engine.verbs import ENGINE_VERBS
-
-from .failover import token_work
 
 logger = logging.getLogger(__name__)
 

@@ -181,7 +181,7 @@ def serve_instance(
 
     starts: number of earlier starts by a keeper; None: no keeper.  The rest as `serve_lora_server`.
     """
-    from moe_lora.dist.lora_server.reach import own_host
+    from moe_lora.core.address import own_host
 
     config = cluster.instance(name)
     addresses, keys = cluster.dialled_addresses(), keys_of(cluster)

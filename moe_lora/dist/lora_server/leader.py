@@ -28,9 +28,8 @@ from moe_lora.core.errors import (
 from moe_lora.core.partition import Partition
 from moe_lora.policies.caching.caching import Asker
 
-from .content import num_blocks, receive_blocks, send_blocks
+from .content import LostContent, num_blocks, receive_blocks, send_blocks
 from .control import Answer, Visitor
-from .lost_content import LostContent
 from .messages import (
     AdapterFailed,
     Content,

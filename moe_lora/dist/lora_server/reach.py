@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from moe_lora.config import LoraServerConfig
-from moe_lora.core.address import parse_address
+from moe_lora.config import EngineConfig, LoraServerConfig
+from moe_lora.core.address import own_host, parse_address
 from moe_lora.core.errors import LoraServerError
 from moe_lora.core.partition import Layout
 from moe_lora.core.shape import ModelShape
+from moe_lora.dist.lora_server.control import Visitor
 from moe_lora.dist.transport.contract import Transport, make_transport
 
 
@@ -37,24 +38,6 @@ def client_name(instance: str, client_rank: int) -> str:
     return f"{instance}/{client_rank}"
 
 
-def own_host(address: str) -> str:
-    """This host's IP address on the route to a control address.
-
-    Raises LoraServerError without a route.
-    """
-    place = parse_address("lora_server.address", address)
-    if place.path:
-        return "127.0.0.1"
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.connect((place.host, place.port))
-            return str(sock.getsockname()[0])
-    except OSError as error:
-        raise LoraServerError(
-            f"there is no way to the address {address} from this host ({error}); correct it"
-        ) from error
-
-
 def server_transport(server: LoraServerConfig, name: str, put_timeout_s: float | None = None) -> Transport:
     """This process's end of the configured transport.
 
@@ -64,3 +47,37 @@ def server_transport(server: LoraServerConfig, name: str, put_timeout_s: float |
         host = own_host(server.address)
         return make_transport("gloo", name=name, host=host, put_timeout_s=put_timeout_s)
     return make_transport(server.transport, name=name)
+
+
+class DeviceMembers:
+    """Kept by a LoRA Server's leader for its life.  config: of its instances."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        assert config.lora_server is not None
+        self._config = config
+        place = parse_address("lora_server.address", config.lora_server.address)
+        host = place.host or own_host(config.lora_server.address)
+        with socket.socket() as free:
+            free.bind(("", 0))
+            self.address = f"{host}:{free.getsockname()[1]}"
+        self.max_rows = max(config.decode_buckets or (config.max_num_seqs,))
+        self._instances: dict[str, int] = {}
+
+    async def join(self, visitor: Visitor, instance: str) -> tuple[str, int, int, int]:
+        """Meeting address, the instance's number, number of instances, and rows of a step.
+
+        instance: "" for a server rank.  Raises LoraServerError for a late member.
+        """
+        number = -1
+        if instance:
+            if instance in self._instances or len(self._instances) == self._config.num_instances:
+                raise LoraServerError(
+                    f"{instance} comes too late: devices of {self._known} put to the LoRA Server; start it "
+                    "and all instances together"
+                )
+            number = self._instances[instance] = len(self._instances)
+        return self.address, number, self._config.num_instances, self.max_rows
+
+    @property
+    def _known(self) -> str:
+        return ", ".join(self._instances)

@@ -48,12 +48,11 @@ from .control import (
 )
 from .data_loop import DataLoop, HostCompute, ServerSession
 from .device_loop import DeviceLoop
-from .device_members import DeviceMembers
 from .leader import LEADER, Leader
 from .messages import HANDSHAKE, Content, Memory, Order, RestartOrder
 from .orders import Orders
 from .rank_memory import check_share, plan_memory, spare_bytes
-from .reach import agreed_facts, server_transport
+from .reach import DeviceMembers, agreed_facts, server_transport
 from .server_store import ServerAdapterStore
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,11 @@ from moe_lora.cache.orders import Copy
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
 from moe_lora.kernels.operands import SlotTable
-from moe_lora.kernels.page_locked import Staging
 from moe_lora.lora.local import LayerPart, open_slot, part_bytes, point_layer, point_slot
 
 if TYPE_CHECKING:
+    from moe_lora.kernels.page_locked import Staging
+
     from .pool_fetch import LayerReader
     from .pool_store import PoolAdapters
 
@@ -83,7 +84,11 @@ class RankCopier:
         self._shape = shape
         self._kept = None if kept.all() and shard is None else kept
         self._shard = shard
-        self._staging = Staging() if device.is_cuda else None
+        self._staging: Staging | None = None
+        if device.is_cuda:
+            from moe_lora.kernels.page_locked import Staging
+
+            self._staging = Staging()
         self._find = find
         self._pool = pool
         assert pool is None or self._kept is None, "adapters are fetched whole"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.adapters.host_store import adapter_in, adapter_without_data, is_intact, layout_of, write_adapter
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import AdapterError, PeerGoneError, PeerUnreachableError, StorageError
+from moe_lora.core.request import AdapterFacts
 
 if TYPE_CHECKING:
     from moe_lora.dist.transport.contract import RemoteWindow, Transport

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.adapters.host_store import (
     adapter_in,
     adapter_without_data,
@@ -25,7 +24,7 @@ from moe_lora.adapters.host_store import (
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.host import allow_many_files, num_open_files
-from moe_lora.core.request import AdapterInfo, AdapterResidency
+from moe_lora.core.request import AdapterFacts, AdapterInfo, AdapterResidency
 from moe_lora.engine.client.messages import PoolEntry
 
 from .adapter_store import AdapterStore

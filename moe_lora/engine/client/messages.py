@@ -10,9 +10,9 @@ from typing import Any
 
 from msgspec import DecodeError, Raw
 
-from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.request import (
+    AdapterFacts,
     AdapterInfo,
     GenerateRequest,
     ModelInfo,

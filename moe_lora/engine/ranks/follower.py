@@ -30,8 +30,7 @@ from moe_lora.engine.adapters.copies import Steps
 from moe_lora.engine.adapters.transfers import LOOK_S, Mover
 from moe_lora.engine.merging.merged_weights import MergeOrder
 from moe_lora.engine.step.runner import ModelRunner
-from moe_lora.engine.step.step_batch import StepBatch, packed_message
-from moe_lora.engine.step.step_graphs import CaptureSteps
+from moe_lora.engine.step.step_batch import CaptureSteps, StepBatch, packed_message
 from moe_lora.lora.row_routing import RowRouting
 
 from .followers import (

@@ -27,14 +27,10 @@ from moe_lora.engine.adapters.transfers import Mover
 from moe_lora.engine.arena_size import free_bytes, max_model_len, most_sharers
 from moe_lora.engine.step.execution_context import ExecutionContext
 from moe_lora.engine.step.runner import ModelRunner
-from moe_lora.engine.step.step_batch import StepBatch
-from moe_lora.engine.step.step_buffer import StepBuffer
-from moe_lora.engine.step.step_graphs import CaptureSteps, StepGraphs
-from moe_lora.engine.step.step_pieces import CudaRecorder, HostCalled, StepCapture, between_graphs
+from moe_lora.engine.step.step_batch import CaptureSteps, StepBatch, StepBuffer
 from moe_lora.families import shape_of
 from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.operands import KvLayout, SlotTable
-from moe_lora.kernels.page_locked import page_locked
 from moe_lora.lora.backend import LoraBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import Source
@@ -51,7 +47,6 @@ from .exchange import (
     RowExchange,
     open_group,
 )
-from .host_settings import HostSettings, host_settings
 
 if TYPE_CHECKING:
     from moe_lora.dist.deltas.stream_backend import Stream
@@ -59,8 +54,12 @@ if TYPE_CHECKING:
     from moe_lora.dist.lora_server.attach import LoraServerClient
     from moe_lora.engine.adapters.pool_store import PoolAdapters
     from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
+    from moe_lora.engine.step.step_graphs import StepGraphs
+    from moe_lora.engine.step.step_pieces import StepCapture
     from moe_lora.lora.outer import OuterDeltas
     from moe_lora.models.weight_merge import WeightMerge
+
+    from .host_settings import HostSettings
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +152,8 @@ class Rank:
         try:
             if host_bytes:
                 if self.device.type == "cuda":
+                    from moe_lora.kernels.page_locked import page_locked
+
                     self.host_arena = page_locked(host_bytes, self.device)
                 else:
                     self.host_arena = torch.empty(host_bytes, dtype=torch.uint8)
@@ -224,9 +225,9 @@ class Rank:
         Raises ConfigError (see `host_settings`), also if the LoRA Server computes all sites,
         EngineDeadError if a worker does not start.
         """
-        host = self.host
-        if not host.num_workers:
+        if not self.config.host_workers or not self.host.num_workers:
             return None
+        host = self.host
         from moe_lora.dist.deltas.session import FrameLayout
         from moe_lora.dist.host_workers.workers import HostWorkers
 
@@ -260,6 +261,8 @@ class Rank:
     @cached_property
     def host(self) -> HostSettings:
         """The settings of this rank's host workers.  Raises ConfigError."""
+        from .host_settings import host_settings
+
         return host_settings(
             self.config,
             shape=self.shape,
@@ -285,9 +288,12 @@ class Rank:
         pushed = None
         if self.lora_server is not None:
             backends[Source.LEASED] = self.lora_server.backend
-            if self._capture is not None:
-                backends[Source.LEASED] = HostCalled(self.lora_server.backend, self._capture)
             pushed = self.lora_server.pushed
+        if self._capture is not None:
+            from moe_lora.engine.step.step_pieces import HostCalled, between_graphs
+
+            exchanges = between_graphs(exchanges, self._capture)
+            backends = {source: HostCalled(one, self._capture) for source, one in backends.items()}
         if pushed is not None:
             backends[Source.PUSHED] = pushed
         if host is not None:
@@ -302,8 +308,6 @@ class Rank:
             from moe_lora.lora.paced import PacedBackend
 
             backend = PacedBackend(backend, self.shape, profile, remote=self.lora_server is not None)
-        if self._capture is not None:
-            exchanges = between_graphs(exchanges, self._capture)
         context = ExecutionContext(self.arena, self.layout, backend, exchanges)
         sources = [Source.LOCAL if s.name in self.local_sites else Source.LEASED for s in self.shape.sites]
         in_layers = self.slots.present[:, : self.shape.num_layers]
@@ -336,6 +340,8 @@ class Rank:
         config = self.config
         if self.device.type != "cuda" or config.eager or config.emulation.step_profile is not None:
             return None
+        from moe_lora.engine.step.step_pieces import CudaRecorder, StepCapture
+
         return StepCapture(CudaRecorder())
 
     def _graphs(self, backends: Mapping[int, LoraBackend], sources: Sequence[Source]) -> StepGraphs | None:
@@ -345,6 +351,9 @@ class Rank:
         config, capture = self.config, self._capture
         if capture is None:
             return None
+        from moe_lora.engine.step.step_graphs import StepGraphs
+        from moe_lora.engine.step.step_pieces import HostCalled
+
         hosts = {source: one for source, one in backends.items() if isinstance(one, HostCalled)}
         found = enumerate(sorted(set(sources)))
         leased = Source.PUSHED if Source.PUSHED in backends else Source.LEASED

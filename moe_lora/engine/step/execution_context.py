@@ -3,24 +3,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe_lora.engine.ranks.exchange import ALONE, Exchanges
 from moe_lora.kernels import ops, reference
-from moe_lora.kernels.cpu import cpu, step_calls
-from moe_lora.kernels.cpu.site_linear import SiteLinear
-from moe_lora.kernels.cpu.step_calls import StepCalls
-from moe_lora.kernels.operands import AttentionOperands, KvLayout, Rotation, StepTables
+from moe_lora.kernels.cpu import cpu
+from moe_lora.kernels.cpu.site_linear import SiteLinear, StepCalls, has_step_calls
+from moe_lora.kernels.operands import AttentionOperands, KvLayout, Rotation, StepTables, Zeros
 from moe_lora.kernels.quantised import QuantisedOperand
-from moe_lora.kernels.triton.attention import triton_attention
-from moe_lora.kernels.triton.lora.problem import Deltas
-from moe_lora.kernels.triton.lora.segments import RowsToSort, Zeros
 from moe_lora.lora.backend import AddTo, LoraBackend
 from moe_lora.lora.local import LocalDeltas
 from moe_lora.lora.row_routing import RowRouting
 from moe_lora.models.linear import numbered_from
+
+if TYPE_CHECKING:
+    from moe_lora.kernels.triton.lora.problem import Deltas
+    from moe_lora.kernels.triton.lora.segments import RowsToSort
 
 
 class ExecutionContext:
@@ -46,7 +46,7 @@ class ExecutionContext:
         self._begun: dict[tuple[int, int], AddTo] = {}
         self._linears: dict[tuple[int, int], SiteLinear] = {}
         self._attention: cpu.StepAttention | None = None
-        self._calls = StepCalls(layout.num_layers) if arena.is_cpu and step_calls.are_built else None
+        self._calls = StepCalls(layout.num_layers) if arena.is_cpu and has_step_calls else None
         self.channels = ops.open_channels(self, layout.num_layers, self._calls)
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
@@ -136,14 +136,18 @@ class ExecutionContext:
             return self._attention(layer, *operands)
         assert self._step is not None, "begin_step comes first"
         attention = AttentionOperands._make((*operands, layer, self._step, self._layout, self._arena))
-        on_cuda = attention.q.device.type == "cuda"
-        attend = triton_attention.paged_attention if on_cuda else reference.paged_attention
-        return attend(attention)
+        if attention.q.device.type != "cuda":
+            return reference.paged_attention(attention)
+        from moe_lora.kernels.triton.attention import triton_attention
+
+        return triton_attention.paged_attention(attention)
 
     def rotary_attention(
         self, layer: int, qkv: torch.Tensor, rotation: Rotation, num_kv_heads: int, *rest: Any
     ) -> torch.Tensor:
         """On CUDA.  rest: sinks to window of `AttentionOperands`."""
+        from moe_lora.kernels.triton.attention import triton_attention
+
         assert self._step is not None, "begin_step comes first"
         q, k, v = reference.heads_of(qkv, num_kv_heads, self._layout.head_dim)
         about = (*rest, layer, self._step, self._layout, self._arena)

@@ -32,13 +32,13 @@ from moe_lora.models.causal_lm import CausalLM, DecoderLayer, LayerForward
 from moe_lora.scheduling.views import Scheduled
 
 from .execution_context import ExecutionContext
-from .step_batch import StepBatch
-from .step_buffer import StepBuffer
-from .step_graphs import RANK_STEP, CaptureSteps, StepGraphs, with_places
+from .step_batch import RANK_STEP, CaptureSteps, StepBatch, StepBuffer, with_places
 
 if TYPE_CHECKING:
     from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
     from moe_lora.lora.outer import OuterDeltas
+
+    from .step_graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
 _NO_LEASE = Lease(-1, 0)

@@ -8,15 +8,62 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from moe_lora.kernels.operands import StepBounds, StepTables
 from moe_lora.lora.row_routing import RowRouting
 
-from .step_buffer import StepBuffer
+_ALIGN_BYTES = 64
+
+
+RANK_STEP = 64
+"""Bounds of ranks are multiples of this, like workspaces."""
+Place: TypeAlias = tuple[int, int]
+"""Source and group of sites (see `RowRouting.sources`)."""
+
+
+@dataclass(frozen=True)
+class CaptureSteps:
+    """Have all ranks capture all shapes in the same order.  ranks: the largest at each site of adapters to
+    come.
+    """
+
+    ranks: tuple[int, ...]
+
+
+class StepBuffer:
+    """Device memory for a step's input, filled from page-locked memory.
+
+    `memory` stays the same tensor while large enough.  A step's copy follows the earlier step's kernels on
+    the device's stream: each reads the right input.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def fill(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """The arrays on the device, valid until the next call."""
+        sizes = [-(-array.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for array in arrays]
+        starts = np.cumsum([0, *sizes]).tolist()
+        if starts[-1] > self.memory.numel():
+            self.memory = self.memory.new_empty(1 << starts[-1].bit_length())
+        staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+        for start, array in zip(starts, arrays, strict=False):
+            staged.numpy()[start : start + array.nbytes] = (
+                np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            )
+        self.memory[: starts[-1]].copy_(staged, non_blocking=True)
+        return [
+            self.memory[start : start + array.nbytes]
+            .view(torch.from_numpy(array[:0]).dtype)
+            .view(array.shape)
+            for start, array in zip(starts, arrays, strict=False)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,3 +134,11 @@ def packed_message(message: Any) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(message)
     return buffer.getvalue()
+
+
+def with_places(batch: StepBatch, places: Sequence[Place]) -> RowRouting:
+    """The batch's routing with terms at these places: a further route without rows."""
+    terms = np.concatenate([batch.routing.terms[-1:], batch.routing.terms])
+    for source, group in places:
+        terms["source"][0, group, 0] = source
+    return replace(batch.routing, terms=terms)

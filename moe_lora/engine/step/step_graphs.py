@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,29 +18,13 @@ from moe_lora.kernels.operands import StepBounds, StepTables
 from moe_lora.lora.backend import LoraBackend
 from moe_lora.lora.row_routing import RowRouting, Source
 
-from .step_batch import StepBatch
-from .step_buffer import StepBuffer
+from .step_batch import RANK_STEP, Place, StepBatch, StepBuffer, with_places
 from .step_pieces import Piece, StepCapture
 
 logger = logging.getLogger(__name__)
 
 FIRST_CONTEXT, CONTEXT_FACTOR = 1024, 4
 """Bounds of the longest sequence's tokens: attention programs beyond a step's own lengths end at once."""
-RANK_STEP = 64
-"""Bounds of ranks are multiples of this, like workspaces."""
-
-
-@dataclass(frozen=True)
-class CaptureSteps:
-    """Have all ranks capture all shapes in the same order.  ranks: the largest at each site of adapters to
-    come.
-    """
-
-    ranks: tuple[int, ...]
-
-
-Place: TypeAlias = tuple[int, int]
-"""Source and group of sites (see `RowRouting.sources`)."""
 Compute: TypeAlias = Callable[[StepBatch], torch.Tensor]
 
 
@@ -217,11 +201,3 @@ class StepGraphs:
         graph = self._graphs[shape] = _Captured(pieces, logits, self._buffer.memory)
         self.num_captured += 1
         return graph
-
-
-def with_places(batch: StepBatch, places: Sequence[Place]) -> RowRouting:
-    """The batch's routing with terms at these places: a further route without rows."""
-    terms = np.concatenate([batch.routing.terms[-1:], batch.routing.terms])
-    for source, group in places:
-        terms["source"][0, group, 0] = source
-    return replace(batch.routing, terms=terms)

@@ -14,8 +14,7 @@ from moe_lora.config.optional_parts import DLoraConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.admission.admission import WaitingView
 
-from .merging_costs import MergingCosts, Mode, Rows, Uid
-from .merging_credits import Credits, Period, Thresholds
+from .merging_costs import Credits, MergingCosts, Mode, Period, Rows, Thresholds, Uid
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from moe_lora.config.optional_parts import DLoraConfig
 from moe_lora.timing.step_model import Row, StepModel
 
 Uid: TypeAlias = Hashable
@@ -96,3 +98,137 @@ class MergingCosts:
 
     def _row(self, uid: Uid, num_rows: int) -> Row:
         return Row(None, 0, num_rows) if uid is None else Row(str(uid), self._lora_rank(uid), num_rows)
+
+
+class Credits:
+    """Credits of adapters, whole numbers >= 0.  Transfers move credits, and create or remove none.
+
+    share: credits of an adapter for each other adapter, so n adapters start with share (n - 1) each.
+    starve, normal: credits above the start.  An adapter starves from more than `starve` until less than
+    `normal`.  Source: dLoRA, Algorithm 3 (A.1); the start and its growth with n: the authors' artifact.
+    """
+
+    def __init__(self, share: int, starve: int, normal: int) -> None:
+        self.of: dict[Uid, int] = {}
+        self.starving: set[Uid] = set()
+        self._share = share
+        self._starve = starve
+        self._normal = normal
+
+    @property
+    def start(self) -> int:
+        """First credit of each of today's adapters."""
+        return self._share * max(0, len(self.of) - 1)
+
+    def update(self, uids: Iterable[Uid]) -> None:
+        """Add new adapters with requests, and update the starving set (lines 6-10)."""
+        for uid in uids:
+            if uid not in self.of:
+                self._add(uid)
+            above = self.of[uid] - self.start
+            if uid in self.starving and above < self._normal:
+                self.starving.discard(uid)
+            elif above > self._starve:
+                self.starving.add(uid)
+
+    def _add(self, uid: Uid) -> None:
+        for other in self.of:
+            self.of[other] += self._share
+        self.of[uid] = 0
+        self.of[uid] = self.start
+
+    def transfer(self, served: Iterable[Uid], passed_over: Rows) -> None:
+        """For each passed-over request, the richest served adapter pays one credit, if any.
+
+        served: at least one.
+        """
+        payers = sorted(served, key=str)
+        for uid, num in passed_over.items():
+            for _ in range(num):
+                payer = max(payers, key=self.of.__getitem__)
+                if not self.of[payer]:
+                    return
+                self.of[payer] -= 1
+                self.of[uid] += 1
+
+    def forget(self, uid: Uid) -> None:
+        """Remove an adapter, and from each other adapter its share for this one.
+
+        The poorest get the credits that the adapter gained.  The richest pay for the credits that it lost.
+        """
+        self.starving.discard(uid)
+        if self.of.pop(uid, None) is None:
+            return
+        rest = {other: max(0, credit - self._share) for other, credit in self.of.items()}
+        self.of = _levelled(rest, self.start * len(rest))
+
+
+def _levelled(credits: dict[Uid, int], total: int) -> dict[Uid, int]:
+    """Credits with this sum: the richest fall to one level, or the poorest rise to one level."""
+    surplus = sum(credits.values()) - total
+    sign = 1 if surplus > 0 else -1
+    ordered = sorted(credits, key=lambda uid: -sign * credits[uid])
+    left = abs(surplus)
+    for number, uid in enumerate(ordered, start=1):
+        level = credits[uid]
+        step = left if number == len(ordered) else abs(level - credits[ordered[number]])
+        if left <= number * step:
+            each, more = divmod(left, number)
+            changed = {
+                one: level - sign * (each + (place < more)) for place, one in enumerate(ordered[:number])
+            }
+            return credits | changed
+        left -= number * step
+    return credits
+
+
+@dataclass(slots=True)
+class Period:
+    """Steps since the last break point, in the actual and in the alternative mode.
+
+    rows, seconds: served requests and time, by mode.  Source: dLoRA, Algorithm 2.
+    """
+
+    merged: bool
+    adapter: Uid
+    num_steps: int = 0
+    merged_rows: int = 0
+    merged_s: float = 0.0
+    fcfs_rows: int = 0
+    fcfs_s: float = 0.0
+
+    def add(self, merged: tuple[int, float], fcfs: tuple[int, float]) -> None:
+        """One step: rows and seconds of the merged batch, and of the FCFS batch unmerged."""
+        self.num_steps += 1
+        self.merged_rows += merged[0]
+        self.merged_s += merged[1]
+        self.fcfs_rows += fcfs[0]
+        self.fcfs_s += fcfs[1]
+
+    def other_is_better(self, swap_s: float) -> bool:
+        """True if the other mode, with the swap, would have served more per second."""
+        merged_s = self.merged_s + (0.0 if self.merged else swap_s)
+        fcfs_s = self.fcfs_s + (swap_s if self.merged else 0.0)
+        merged_wins = self.merged_rows * fcfs_s > self.fcfs_rows * merged_s
+        fcfs_wins = self.merged_rows * fcfs_s < self.fcfs_rows * merged_s
+        return fcfs_wins if self.merged else merged_wins
+
+
+class Thresholds:
+    """alpha_switch and beta_switch, tuned at break points (Algorithm 2; beta mirrored: += and /=)."""
+
+    def __init__(self, settings: DLoraConfig) -> None:
+        self.alpha = settings.alpha_switch
+        self.beta = min(settings.beta_switch, settings.alpha_switch)
+        self._settings = settings
+
+    def tune(self, period: Period, swap_s: float) -> None:
+        """A period has ended."""
+        settings, easier = self._settings, period.other_is_better(swap_s)
+        if period.merged:
+            self.beta = self.beta + settings.gamma_dec if easier else self.beta / settings.gamma_mul
+        else:
+            self.alpha = self.alpha - settings.gamma_dec if easier else self.alpha * settings.gamma_mul
+        least, most = settings.least_threshold, settings.most_threshold
+        self.alpha = min(max(self.alpha, least), most)
+        self.beta = min(max(self.beta, least), self.alpha)

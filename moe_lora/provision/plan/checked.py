@@ -19,10 +19,8 @@ from moe_lora.workload.traces.records import Trace
 
 from . import verify
 from .cluster_size import Cluster
-from .inputs import PlanInputs
-from .place import SizedCluster
+from .inputs import CHUNK_TOKENS, PlanInputs, SizedCluster
 from .plan import CHECK, Plan, make_plan, plan_of
-from .prompts import CHUNK_TOKENS
 from .sizing import candidate
 from .verify import PlannedLoad, Replay, holds, missed_texts, planned_load, replays, verdicts
 

@@ -20,8 +20,7 @@ from .cluster_size import MS, Cluster
 from .coupled import Coupled
 from .coupled_search import CoupledSearch
 from .evidence import evidence
-from .inputs import PlanInputs
-from .place import SizedCluster
+from .inputs import PlanInputs, SizedCluster
 from .plan import CHECK, TAIL, Plan, assumptions
 
 MOST = 4

@@ -12,8 +12,8 @@ from functools import cached_property
 from moe_lora.provision.admission.iar import expected_active
 
 from .cluster_size import Cluster
+from .inputs import SizedCluster
 from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, base_bytes, miss_share
-from .place import SizedCluster
 from .sizing import most_running
 from .stages import StepTokens
 

@@ -11,7 +11,7 @@ from moe_lora.core.errors import SloError
 from .cluster_size import MS, Cluster
 from .coupled import MOST_PROMPTS, Coupled
 from .evidence import bound_of
-from .place import SizedCluster
+from .inputs import SizedCluster
 from .verify import PlannedLoad, Replay, holds, missed_texts, replays, verdicts
 
 GROWTH = 16

@@ -9,9 +9,8 @@ from moe_lora.core.errors import SloError
 from moe_lora.provision.device_profile import Part
 from moe_lora.provision.lower_bound import LowerBound, Work, lower_bound
 
-from .inputs import PlanInputs
+from .inputs import PlanInputs, SizedCluster
 from .memory import base_bytes
-from .place import SizedCluster
 
 TEXTS: dict[Part, str] = {
     "decode": "decode steps",

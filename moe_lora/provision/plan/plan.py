@@ -17,9 +17,8 @@ from moe_lora.workload.popularity.popularity import checked_probabilities
 
 from .cluster_size import MS, Cluster
 from .evidence import evidence
-from .inputs import PlanInputs
+from .inputs import PlanInputs, SizedCluster
 from .memory import KNOWN_MODELS, bytes_text, server_bytes
-from .place import SizedCluster
 from .sizing import (
     Candidate,
     ServerSize,

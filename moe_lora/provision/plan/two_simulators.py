@@ -33,10 +33,8 @@ from moe_lora.workload.traces.records import Trace
 
 from . import verify
 from .cluster_size import Cluster
-from .inputs import PlanInputs
+from .inputs import CHUNK_TOKENS, PlanInputs, SizedCluster
 from .memory import base_parameters
-from .place import SizedCluster
-from .prompts import CHUNK_TOKENS
 from .verify import WARM_UP_SHARE, planned_load, system_of, under_way
 
 FAST, REAL = "provision.replayed", "moe_lora.sim"

@@ -33,8 +33,7 @@ from moe_lora.workload.traces.records import Trace, TraceRequest
 
 from .cluster_size import Cluster
 from .coupled import Coupled
-from .inputs import PlanInputs
-from .place import SizedCluster
+from .inputs import PlanInputs, SizedCluster
 from .sizing import most_rows
 from .stages import SimulatedLayers
 

@@ -101,7 +101,7 @@ def contents(shape, base_dir):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_base_weights_that_peft_saves_beside_a_pair_must_be_the_bases(tied, tmp_path):
-    from moe_lora.core.hf_config import read_config
+    from moe_lora.core.wrong_files import read_config
     from moe_lora.families import shape_of
     from tests.families import make_checkpoint
 

@@ -12,7 +12,7 @@ from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.config.optional_parts import EmulationConfig, StepProfile
 from moe_lora.core.errors import ConfigError, LoraServerError
 from moe_lora.dist.lora_server.attach import LoraServerClient
-from moe_lora.dist.lora_server.device_members import DeviceMembers
+from moe_lora.dist.lora_server.reach import DeviceMembers
 from tests.dist.lora_server.cluster import Cluster
 from tests.dist.lora_server.shapes import model_shape
 

@@ -22,8 +22,7 @@ from moe_lora.dist.deltas.session import FrameLayout
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.lora_server.attach import LoraServerClient
 from moe_lora.engine.ranks.exchange import Exchanges
-from moe_lora.engine.step.step_batch import StepBatch
-from moe_lora.engine.step.step_buffer import StepBuffer
+from moe_lora.engine.step.step_batch import StepBatch, StepBuffer
 from moe_lora.engine.step.step_graphs import StepGraphs
 from moe_lora.engine.step.step_pieces import HostCalled, StepCapture, between_graphs
 from moe_lora.kernels.operands import StepTables

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from moe_lora.engine.text.content_forms import MAX_PROBES
+from moe_lora.engine.text.chat_template import MAX_PROBES
 from moe_lora.engine.text.text import Tokenizer
 from tests.small_tokenizers import characters
 

@@ -9,7 +9,7 @@ import logging
 import pytest
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.engine.text.served_tokenizer import served_tokenizer
+from moe_lora.engine.text.text import served_tokenizer
 from tests.core.test_wrong_files import KINDS, POINTER
 from tests.small_tokenizers import TEMPLATE, characters, write_dir
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from moe_lora.kernels import reference
-from moe_lora.kernels.operands import LoraOperands
+from moe_lora.kernels.operands import LoraOperands, Zeros
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton import configs as launch
 from moe_lora.kernels.triton.lora import steps
 from moe_lora.kernels.triton.lora import triton_lora as lora
-from moe_lora.kernels.triton.lora.segments import Zeros, build_segments, unsorted_rows
+from moe_lora.kernels.triton.lora.segments import build_segments, unsorted_rows
 
 from .conftest import SMALL
 from .gpu_cases import DOWN, EVEN_QKV, GATE_UP, ODD, QKV, SITES, assert_delta, make_batch

@@ -24,8 +24,7 @@ from moe_lora.policies.merging.merging import (
     UnmergedOnly,
     make_merging_policy,
 )
-from moe_lora.policies.merging.merging_costs import MergingCosts, mode_of
-from moe_lora.policies.merging.merging_credits import Credits, Period, Thresholds
+from moe_lora.policies.merging.merging_costs import Credits, MergingCosts, Period, Thresholds, mode_of
 from moe_lora.timing.step_model import StepModel
 
 BASE_S, RANK_S, SWAP_S = 0.010, 0.0001, 0.050

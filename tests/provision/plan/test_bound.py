@@ -17,9 +17,8 @@ from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.provision.device_profile import MeasuredProfile, read_profile, with_rates
 from moe_lora.provision.plan import verify
 from moe_lora.provision.plan.compared import checked_plan
-from moe_lora.provision.plan.inputs import PlanInputs
+from moe_lora.provision.plan.inputs import PlanInputs, prompt_load
 from moe_lora.provision.plan.plan import make_plan
-from moe_lora.provision.plan.prompts import prompt_load
 from moe_lora.workload.traces.records import Trace, TraceRequest
 
 from .plans import inputs, zipf

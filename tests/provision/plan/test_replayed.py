@@ -12,8 +12,8 @@ import pytest
 from moe_lora.core.partition import Layout
 from moe_lora.provision.plan.checked import place_of
 from moe_lora.provision.plan.cluster_size import Cluster
+from moe_lora.provision.plan.inputs import SizedCluster
 from moe_lora.provision.plan.memory import AdapterMix
-from moe_lora.provision.plan.place import SizedCluster
 from moe_lora.provision.plan.plan import make_plan
 from moe_lora.provision.plan.verify import (
     PlannedLoad,

@@ -12,9 +12,7 @@ import pytest
 
 from moe_lora.core.partition import Layout
 from moe_lora.provision.plan import two_simulators, verify
-from moe_lora.provision.plan.inputs import PlanInputs
-from moe_lora.provision.plan.place import SizedCluster
-from moe_lora.provision.plan.prompts import prompt_load
+from moe_lora.provision.plan.inputs import PlanInputs, SizedCluster, prompt_load
 from moe_lora.provision.plan.two_simulators import FAST, REAL, Latencies, both, num_replayed
 from moe_lora.workload.conversations import MOONCAKE_BLOCK
 from moe_lora.workload.traces.records import Trace

@@ -7,7 +7,7 @@ import pytest
 
 from moe_lora.config.optional_parts import StageTime, StepProfile
 from moe_lora.core.errors import ConfigError
-from moe_lora.provision.replayed.step_time import StepTime, delayed_step_s
+from moe_lora.provision.replayed.instance import StepTime, delayed_step_s
 from moe_lora.provision.replayed.system_config import InstanceConfig
 
 ATTENTION, EXPERTS = StageTime(fixed_s=5.0, per_row_s=0.5), StageTime(least_s=12.0, per_row_s=1.0)

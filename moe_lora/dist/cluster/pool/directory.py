@@ -10,8 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
-from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.core.errors import AdapterError, EngineDeadError
+from moe_lora.core.request import AdapterFacts
 from moe_lora.engine.client.client import CallableEngine
 from moe_lora.engine.client.messages import PoolEntry
 from moe_lora.policies.migration.pool_moves import place_holders

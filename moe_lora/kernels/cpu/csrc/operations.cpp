@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operations of a decode step for torch's dispatcher, without Python, over the kernels of the library.
 //
-// They compute the local part of the step's tables (see kernels/cpu/step_calls.py). The rest, and operands that
+// They compute the local part of the step's tables (see kernels/cpu/site_linear.py). The rest, and operands that
 // don't fit, go to the operation in Python, stack untouched; its exceptions come back through here.
 // The only file with torch's headers: a separate library for one version of torch.
 #include <ATen/Parallel.h>
@@ -159,7 +159,7 @@ void here_or_in_python(const c10::OperatorHandle& operation, c10::DispatchKeySet
 
 MOE_LORA_API const char* moe_lora_torch_version() { return MOE_LORA_TORCH_VERSION; }
 
-// Sizes of the tables, to detect a library built for another step_calls.py.
+// Sizes of the tables, to detect a library built for another site_linear.py.
 MOE_LORA_API void moe_lora_table_bytes(int64_t* bytes) {
     bytes[0] = sizeof(SeenSite), bytes[1] = sizeof(StepRows), bytes[2] = sizeof(StepAttention), bytes[3] = sizeof(StepCalls);
 }

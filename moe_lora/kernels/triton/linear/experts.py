@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_lora.kernels.operands import Zeros
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.lora.problem import Deltas
-from moe_lora.kernels.triton.lora.segments import RowsToSort, Zeros, rows_to_sort
+from moe_lora.kernels.triton.lora.segments import RowsToSort, rows_to_sort
 
 ROW_MAX_TOKENS = 8
 """Up to this number of tokens, with at most E rows, each row is a tile."""

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_lora.kernels.operands import Zeros
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.configs import Choice, Config
 
 from .problem import Problem, config_of
-from .segments import Zeros
 
 if TYPE_CHECKING:
     from moe_lora.core.shape import Site

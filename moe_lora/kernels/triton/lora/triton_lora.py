@@ -27,13 +27,13 @@ import torch
 
 from moe_lora.config import LORA_KERNELS
 from moe_lora.core.shape import MAX_CUDA_LORA_RANK
-from moe_lora.kernels.operands import LoraOperands
+from moe_lora.kernels.operands import LoraOperands, Zeros
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.configs import Choice, ConfigTable, matches
 
 from . import steps
 from .problem import Deltas, Problem, check_output, checked_problem
-from .segments import Segments, Zeros, rows_for
+from .segments import Segments, rows_for
 
 if TYPE_CHECKING:
     from moe_lora.core.shape import Site

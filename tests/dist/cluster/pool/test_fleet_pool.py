@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.config import FrontEndConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
-from moe_lora.core.request import AdapterInfo
+from moe_lora.core.request import AdapterFacts, AdapterInfo
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.routes import Routes, make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion

@@ -10,12 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moe_lora.core.shard import ModelShard
 from moe_lora.families import model_spec
 from moe_lora.kernels import ops, reference
+from moe_lora.kernels.operands import Zeros
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.configs import interpreted
 from moe_lora.kernels.triton.linear import experts
 from moe_lora.kernels.triton.lora import triton_lora as lora
 from moe_lora.kernels.triton.lora.problem import Deltas
-from moe_lora.kernels.triton.lora.segments import Zeros, build_segments, rows_to_sort
+from moe_lora.kernels.triton.lora.segments import build_segments, rows_to_sort
 from moe_lora.models.linear import glu
 from moe_lora.models.mlp import MoeMlp
 from tests.kernels.kernel_cases import popularity, random

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that take several values after one name (`--lora-modules a b c`), and options in groups."""
+"""Kinds of options: several values after one name (`--lora-modules a b c`), groups, whole numbers, loads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
+
+FORMATS = ("azure", "burstgpt", "mooncake", "sharegpt", "lmsys", "vllm", "own")
+"""Keys of `workload.FORMATS`, which are not imported for a --help."""
+
+FORMAT = click.option("--format", type=click.Choice(FORMATS), help="The trace's format.  [default: detected]")
+ZIPF = click.option("--zipf", type=float, help="Popularity ~ 1 / place**ZIPF; 0: uniform.  [default: 1.2]")
+POPULARITY = click.option(
+    "--popularity",
+    metavar="NAME|FILE",
+    help="Popularity of another shape than --zipf, e.g. uniform, long-tail, loraserve:shifting, "
+    "functions:10:TRACE.csv; or counts: CSV adapter,count or JSON.",
+)
 
 
 class VariadicCommand(click.Command):
@@ -69,3 +81,25 @@ def expand(args: Sequence[str], variadic: Sequence[str]) -> list[str]:
             expanded.append(name)
         expanded.append(word)
     return expanded
+
+
+class WholeNumbers(click.ParamType):
+    """Whole numbers between least and most, separated by commas; sorted, each once."""
+
+    name = "n,n,..."
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least, self._most = least, most
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = sorted({int(word) for word in value.split(",")})
+        except ValueError:
+            self.fail(f"{value!r} is not a list of whole numbers, as 8,16,32", param, ctx)
+        if numbers[0] < self._least or numbers[-1] > self._most:
+            self.fail(f"{value!r} has a number outside {self._least} to {self._most}", param, ctx)
+        return tuple(numbers)
