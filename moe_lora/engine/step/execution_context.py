@@ -9,8 +9,8 @@ import torch
 
 from moe_lora.engine.ranks.exchange import ALONE, Exchanges
 from moe_lora.kernels import ops, reference
-from moe_lora.kernels.cpu import cpu
-from moe_lora.kernels.cpu.site_linear import SiteLinear, StepCalls, has_step_calls
+from moe_lora.kernels.cpu import cpu, site_linear
+from moe_lora.kernels.cpu.site_linear import SiteLinear, StepCalls
 from moe_lora.kernels.operands import AttentionOperands, KvLayout, Rotation, StepTables, Zeros
 from moe_lora.kernels.quantised import QuantisedOperand
 from moe_lora.lora.backend import AddTo, LoraBackend
@@ -46,7 +46,7 @@ class ExecutionContext:
         self._begun: dict[tuple[int, int], AddTo] = {}
         self._linears: dict[tuple[int, int], SiteLinear] = {}
         self._attention: cpu.StepAttention | None = None
-        self._calls = StepCalls(layout.num_layers) if arena.is_cpu and has_step_calls else None
+        self._calls = StepCalls(layout.num_layers) if arena.is_cpu and site_linear.has_step_calls else None
         self.channels = ops.open_channels(self, layout.num_layers, self._calls)
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
