@@ -89,7 +89,9 @@ def _model(model: str) -> tuple[str, ModelShape, dict[str, Any], KnownModel | No
         raise ConfigError(f"{path}: {error.strerror}; --model takes a checkpoint's folder") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error})") from error
-    return model, shape_of(config), config, None
+    shape = shape_of(config)
+    shape.check_equal_layers("moe-lora provision")
+    return model, shape, config, None
 
 
 def _mix(options: dict[str, Any], popularity: Popularity, known: KnownModel | None) -> AdapterMix:

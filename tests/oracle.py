@@ -7,7 +7,7 @@ Each adapter is applied alone to a fresh model. Results are cached for the sessi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -90,7 +90,8 @@ class _GateMargins:
         config = model.config
         ffn = getattr(config, "ffn_config", None)
         self._top_k = ffn.moe_top_k if ffn else getattr(config, "num_experts_per_tok", 0)
-        gates = [m for m in model.modules() if type(m).__name__.endswith(("TopKRouter", "DbrxRouter"))]
+        known = ("TopKRouter", "TopkRouter", "DbrxRouter")
+        gates = [m for m in model.modules() if type(m).__name__.endswith(known)]
         assert bool(gates) == bool(self._top_k), "the gates of this model are not known by name"
         for gate in gates:
             gate.register_forward_hook(self._see)
@@ -98,8 +99,26 @@ class _GateMargins:
     def _see(self, module: Any, args: Any, output: Any) -> None:
         scores = output[0] if isinstance(output, tuple) else output
         assert scores.shape[-1] > self._top_k, "these are not scores of all experts"
-        top = scores.float().topk(self._top_k + 1, dim=-1).values
-        self.smallest = min(self.smallest, float((top[..., -2] - top[..., -1]).min()))
+        for ranked, num_chosen in _decisions(module, scores.float(), self._top_k):
+            top = ranked.topk(num_chosen + 1, dim=-1).values
+            self.smallest = min(self.smallest, float((top[..., -2] - top[..., -1]).min()))
+
+
+def _decisions(gate: Any, logits: torch.Tensor, top_k: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """Scores and number of the chosen: of experts, and of groups of experts where there are groups."""
+    correction = getattr(gate, "e_score_correction_bias", None)
+    if correction is None:
+        yield logits, top_k
+        return
+    scores = logits.sigmoid() + correction
+    num_groups, top_groups = gate.num_group, gate.topk_group
+    if top_groups < num_groups:
+        by_group = scores.unflatten(-1, (num_groups, -1))
+        groups = by_group.topk(2, dim=-1).values.sum(-1)
+        yield groups, top_groups
+        kept = groups >= groups.topk(top_groups, dim=-1).values[..., -1:]
+        scores = by_group.masked_fill(~kept.unsqueeze(-1), -1e9).flatten(-2)
+    yield scores, top_k
 
 
 @lru_cache(maxsize=8)

@@ -159,7 +159,7 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
     InCi(
         device="CPU",
         feature="merged",
-        families=("qwen3_moe", "dbrx"),
+        families=("qwen3_moe", "dbrx", "glm4_moe", "qwen2_moe"),
         test="tests/models/test_weight_merge.py::test_mixed_steps_give_the_tokens_of_peft",
     ),
     InCi(

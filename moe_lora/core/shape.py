@@ -24,6 +24,11 @@ MAX_CUDA_LORA_RANK = 512
 DEFAULT_LORA_RANK = 16
 """Assumed for unknown adapters."""
 HEAD_MODULE, EMBEDDING_MODULE = "lm_head", "embed_tokens"
+ATTENTION_SITES = ("qkv", "o")
+DENSE_SITES = ("dense_gate_up", "dense_down")
+"""Sites of dense layers among layers with experts."""
+NEVER_QUANTISED = ("router", "shared_gate")
+"""Sites with weights in the model's dtype."""
 DEFAULT_TARGETS = ("qkv", "o", "gate_up", "down")
 RANK_LIMITS: Mapping[str, int | None] = {"cpu": None, "cuda": MAX_CUDA_LORA_RANK}
 """Largest LoRA rank of each type of device; None: any."""
@@ -84,7 +89,9 @@ class ModelShape:
     """Sizes of one base model; `num_experts` is 0 for a dense model.
 
     `intermediate_size`: of one expert (or of the dense MLP).  fused_qkv: one module for q, k and v.
-    num_windowed_layers: layers with windowed attention.  Raises ConfigError for impossible sizes.
+    num_windowed_layers: layers with windowed attention.  shared_size: width of the expert of all tokens, 0 =
+    none.  has_shared_gate: a gate scales its output.  dense_layers: layers with a dense MLP of width
+    dense_size in place of experts.  Raises ConfigError for impossible sizes.
     `families.shape_of` reads a checkpoint's config.json.
     """
 
@@ -102,6 +109,10 @@ class ModelShape:
     dtype_bytes: int
     fused_qkv: bool = False
     num_windowed_layers: int = 0
+    shared_size: int = 0
+    has_shared_gate: bool = False
+    dense_size: int = 0
+    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -117,10 +128,17 @@ class ModelShape:
                 f"num_experts_per_token={self.num_experts_per_token} must lie between "
                 f"{min(1, self.num_experts)} and num_experts={self.num_experts}"
             )
+        if self.num_experts and len(self.dense_layers) == self.num_layers:
+            raise ConfigError(
+                f"all of num_layers={self.num_layers} layers are dense; the model needs a layer with experts"
+            )
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        """LoRA sites of one layer in the order qkv, o, router (MoE only), gate_up, down."""
+        """LoRA sites: qkv, o, router (MoE only), gate_up, down, then of shared experts, then of dense layers.
+
+        A layer may lack some: see `has_site`.
+        """
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden, inner, experts = self.hidden_size, self.intermediate_size, self.num_experts
         qkv: tuple[tuple[str, ...], tuple[int, ...]] = (("q", "k", "v"), (q_size, kv_size, kv_size))
@@ -134,11 +152,39 @@ class ModelShape:
         ]
         if experts:
             rows.insert(2, ("router", ("router",), hidden, (experts,), 0))
+        if shared := self.shared_size:
+            rows.append(("shared_gate_up", ("shared_gate", "shared_up"), hidden, (shared, shared), 0))
+            rows.append(("shared_down", ("shared_down",), shared, (hidden,), 0))
+            if self.has_shared_gate:
+                rows.append(("shared_gate", ("shared_expert_gate",), hidden, (1,), 0))
+        if self.dense_layers:
+            dense = self.dense_size
+            rows.append(("dense_gate_up", ("dense_gate", "dense_up"), hidden, (dense, dense), 0))
+            rows.append(("dense_down", ("dense_down",), dense, (hidden,), 0))
         sites: list[Site] = []
         for row in rows:
             entry_base = sites[-1].entry_base + sites[-1].num_entries if sites else 0
             sites.append(Site(*row, entry_base))
         return tuple(sites)
+
+    def has_site(self, layer: int, name: str) -> bool:
+        """True if the layer has the site of this name."""
+        if name in ATTENTION_SITES or name not in self._site_names:
+            return name in ATTENTION_SITES
+        return (layer in self.dense_layers) == (name in DENSE_SITES)
+
+    def check_equal_layers(self, what: str) -> None:
+        """Raises ConfigError for a model with dense layers beside experts, or shared experts."""
+        if self.dense_layers or self.shared_size:
+            raise ConfigError(
+                f"{what} counts equal layers of attention and one MLP or routed experts; {self.family} has "
+                f"{len(self.dense_layers)} dense layers and shared_size={self.shared_size}; time whole steps "
+                "with moe-lora profile-steps instead"
+            )
+
+    @cached_property
+    def _site_names(self) -> frozenset[str]:
+        return frozenset(site.name for site in self.sites)
 
     @cached_property
     def num_entries(self) -> int:
@@ -180,15 +226,16 @@ class ModelShape:
         """
         if lora_rank < 1:
             raise ConfigError(f"lora_rank={lora_rank} must be 1 or more")
-        per_layer = 0
+        num_bytes = 0
         for site in {self.site(name) for name in targets}:
             shared = shared_gate_up_a and site.name == "gate_up"
             num_a = 1 if shared else len(site.modules)
             features = [site.in_features] * num_a + list(site.out_features)
-            per_layer += max(1, site.num_experts // expert_parallel) * sum(
+            of_layer = max(1, site.num_experts // expert_parallel) * sum(
                 _aligned(lora_rank * size * self.dtype_bytes) for size in features
             )
-        return per_layer * self.num_layers
+            num_bytes += of_layer * sum(self.has_site(layer, site.name) for layer in range(self.num_layers))
+        return num_bytes
 
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""

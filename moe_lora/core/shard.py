@@ -16,8 +16,10 @@ from functools import cached_property
 from .errors import ConfigError
 from .shape import ModelShape, Site, experts_of_rank
 
-ROW_PARALLEL = ("o", "down")
+ROW_PARALLEL = ("o", "down", "shared_down", "dense_down")
 """Sites with divided inputs."""
+INNER_SIZES = ("intermediate_size", "shared_size", "dense_size")
+"""Widths of an MLP between gate_up and down, by `ModelShape`'s names."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class ModelShard:
         size, shape = self.tensor_parallel, self.whole
         parts = {"num_heads": shape.num_heads}
         if self.divides_inner:
-            parts["intermediate_size"] = shape.intermediate_size
+            parts |= {name: getattr(shape, name) for name in INNER_SIZES}
         for name, number in parts.items():
             if number % size:
                 raise ConfigError(
@@ -69,12 +71,12 @@ class ModelShard:
     @cached_property
     def shape(self) -> ModelShape:
         """The model's sizes on this rank; num_experts and vocab_size stay those of the whole model."""
-        inner = self.whole.intermediate_size
+        by = self.tensor_parallel if self.divides_inner else 1
         return replace(
             self.whole,
             num_heads=len(self.heads),
             num_kv_heads=len(self._kv_heads),
-            intermediate_size=inner // self.tensor_parallel if self.divides_inner else inner,
+            **{name: getattr(self.whole, name) // by for name in INNER_SIZES},
         )
 
     @cached_property
@@ -116,8 +118,8 @@ class ModelShard:
         match site.name:
             case "o":
                 return _wide(self.heads, self.whole.head_dim)
-            case "down":
-                return self._inner
+            case "down" | "shared_down" | "dense_down":
+                return self._inner(site.in_features)
         return range(site.in_features)
 
     def outputs(self, site: Site) -> tuple[tuple[range, ...], ...]:
@@ -125,15 +127,13 @@ class ModelShard:
         match site.name:
             case "qkv":
                 return self._qkv(len(site.modules))
-            case "gate_up":
-                return ((self._inner,),) * 2
+            case "gate_up" | "shared_gate_up" | "dense_gate_up":
+                return ((self._inner(site.out_features[0]),),) * 2
             case "head":
                 return ((self.vocabulary,),)
         return tuple((range(width),) for width in site.out_features)
 
-    @property
-    def _inner(self) -> range:
-        size = self.whole.intermediate_size
+    def _inner(self, size: int) -> range:
         return _share(size, self.tensor_parallel, self.dist_rank) if self.divides_inner else range(size)
 
     def _qkv(self, num_modules: int) -> tuple[tuple[range, ...], ...]:

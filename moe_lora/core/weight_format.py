@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .errors import ConfigError
-from .shape import ModelShape
+from .shape import NEVER_QUANTISED, ModelShape
 
 DEFAULT_GROUP_SIZE = 64
 """Default number of inputs of an int4 weight that share a scale."""
@@ -39,7 +39,7 @@ def refuse_widths(shape: ModelShape, quantize: str, quantize_group_size: int | N
         return
     for site in shape.sites:
         refusal = group_refusal(site.in_features, quantize_group_size or DEFAULT_GROUP_SIZE)
-        if refusal and site.name != "router":
+        if refusal and site.name not in NEVER_QUANTISED:
             raise ConfigError(
                 f"quantize={quantize!r} can't hold {site.name}: {refusal}; choose a quantize_group_size that "
                 "divides it, or int8"

@@ -26,6 +26,8 @@ _NAMES = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "mistral": ("mistral", "MistralForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM"),
+    "qwen2_moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
 }
 """Module of a family -> its values of model_type, and of architectures."""
 FAMILIES = tuple(_NAMES)

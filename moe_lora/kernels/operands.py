@@ -207,8 +207,8 @@ class StepTables:
 class Rotation(NamedTuple):
     """Changes of q and k before attention: clamp, RMS norm over head_dim, rotation (v: clamp only).
 
-    cos, sin: [T, head_dim / 2] fp32.  q_weight, k_weight: [head_dim] of RMS norms with this eps, or None.
-    clip: to -clip .. clip, or None.
+    cos, sin: [T, R / 2] fp32; the first R of head_dim are rotated.  q_weight, k_weight: [head_dim] of RMS
+    norms with this eps, or None.  clip: to -clip .. clip, or None.  head_dim: 0 = R.
     """
 
     cos: torch.Tensor
@@ -217,6 +217,7 @@ class Rotation(NamedTuple):
     k_weight: torch.Tensor | None
     eps: float
     clip: float | None
+    head_dim: int = 0
 
 
 class AttentionOperands(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,11 +81,12 @@ def _rotary_attention(
     k_weight: torch.Tensor | None,
     eps: float,
     clip: float | None,
+    head_dim: int,
     num_kv_heads: int,
     *rest: Any,
 ) -> torch.Tensor:
     handle, layer, _ = channel.tolist()
-    rotation = Rotation(cos, sin, q_weight, k_weight, eps, clip)
+    rotation = Rotation(cos, sin, q_weight, k_weight, eps, clip, head_dim)
     return _handlers[handle].rotary_attention(layer, qkv, rotation, num_kv_heads, *rest)
 
 
@@ -201,19 +202,20 @@ def _choose_experts(
     channel: torch.Tensor,
     logits: torch.Tensor,
     live: torch.Tensor,
-    top_k: int,
-    softmax_first: bool,
-    norm: float,
+    correction: torch.Tensor | None,
+    choice: Sequence[float],
     first_expert: int,
     num_held: int,
     site: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """site: expert site to sort LoRA rows for, with these ids; -1: no site."""
+    """choice: fields of `experts.Choice`.  site: expert site to sort LoRA rows for; -1: no site."""
     handle, layer, _ = channel.tolist()
     handler, held = _handlers[handle], range(first_expert, first_expert + num_held)
     to_sort = None if site < 0 else partial(handler.rows_to_sort, layer, site, logits)
-    choose = _experts().choose_and_order
-    return choose(logits, live, top_k, softmax_first, norm, held, handler.zeros, to_sort)
+    experts = _experts()
+    top_k, scores, norm, num_groups, top_groups, scale = choice
+    how = experts.Choice(int(top_k), int(scores), norm, int(num_groups), int(top_groups), scale)
+    return experts.choose_and_order(logits, live, how, correction, held, handler.zeros, to_sort)
 
 
 def _gated_expert_linear(
@@ -324,11 +326,11 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda channel, q, *_: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     ),
     "rotary_attention(Tensor(a!) channel, Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, "
-    "Tensor? k_weight, float eps, float? clip, int num_kv_heads, Tensor? sinks, float scale, int window) "
-    "-> Tensor": (
+    "Tensor? k_weight, float eps, float? clip, int head_dim, int num_kv_heads, Tensor? sinks, float scale, "
+    "int window) -> Tensor": (
         _rotary_attention,
-        lambda channel, qkv, cos, sin, q_weight, k_weight, eps, clip, num_kv_heads, *_: qkv.new_empty(
-            qkv.shape[0], qkv.shape[1] // (2 * cos.shape[1]) - 2 * num_kv_heads, 2 * cos.shape[1]
+        lambda channel, qkv, cos, sin, q_weight, k_weight, eps, clip, head_dim, num_kv_heads, *_: (
+            qkv.new_empty(qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim)
         ),
     ),
     "exchange_experts(Tensor(a!) channel, Tensor(b!) y, Tensor ids) -> ()": (
@@ -348,13 +350,13 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         _expert_linear,
         lambda x, weight, bias, ids, order=None: x.new_empty(ids.numel(), weight.shape[1]),
     ),
-    "choose_experts(Tensor(a!) channel, Tensor logits, Tensor live, int top_k, bool softmax_first, "
-    "float norm, int first_expert, int num_held, int site) -> (Tensor, Tensor, Tensor)": (
+    "choose_experts(Tensor(a!) channel, Tensor logits, Tensor live, Tensor? correction, float[] choice, "
+    "int first_expert, int num_held, int site) -> (Tensor, Tensor, Tensor)": (
         _choose_experts,
-        lambda channel, logits, live, top_k, softmax_first, norm, first_expert, num_held, site: (
-            logits.new_empty(logits.shape[0], top_k, dtype=torch.float32),
-            logits.new_empty(logits.shape[0], top_k, dtype=torch.int32),
-            logits.new_empty(num_held + 2 + logits.shape[0] * top_k, dtype=torch.int32),
+        lambda channel, logits, live, correction, choice, first_expert, num_held, site: (
+            logits.new_empty(logits.shape[0], int(choice[0]), dtype=torch.float32),
+            logits.new_empty(logits.shape[0], int(choice[0]), dtype=torch.int32),
+            logits.new_empty(num_held + 2 + logits.shape[0] * int(choice[0]), dtype=torch.int32),
         ),
     ),
     "gated_expert_linear(Tensor(a!) channel, Tensor x, Tensor weight, Tensor? bias, Tensor ids, "

@@ -134,10 +134,14 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool = Fals
 
 
 def rotate(x_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of the two halves of head_dim.  cos, sin: [T, D / 2] fp32."""
-    first, second = x_TND.float().chunk(2, dim=-1)
+    """Rotary embedding of the two halves of the first R of head_dim.  cos, sin: [T, R / 2] fp32."""
+    num_dims = 2 * cos_TD.shape[1]
+    first, second = x_TND[..., :num_dims].float().chunk(2, dim=-1)
     cos, sin = cos_TD.unsqueeze(1), sin_TD.unsqueeze(1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_TND.dtype)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_TND.dtype)
+    if num_dims == x_TND.shape[-1]:
+        return rotated
+    return torch.cat([rotated, x_TND[..., num_dims:]], dim=-1)
 
 
 def heads_of(qkv: torch.Tensor, num_kv_heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:
@@ -148,10 +152,10 @@ def heads_of(qkv: torch.Tensor, num_kv_heads: int, head_dim: int) -> tuple[torch
 
 def rotated_heads(qkv: torch.Tensor, num_kv_heads: int, rotation: Rotation) -> tuple[torch.Tensor, ...]:
     """`heads_of`, changed by `rotation`."""
-    cos, sin, q_weight, k_weight, eps, clip = rotation
+    cos, sin, q_weight, k_weight, eps, clip, head_dim = rotation
     if clip is not None:
         qkv = qkv.clamp(-clip, clip)
-    q, k, v = heads_of(qkv, num_kv_heads, 2 * cos.shape[1])
+    q, k, v = heads_of(qkv, num_kv_heads, head_dim or 2 * cos.shape[1])
     if q_weight is not None and k_weight is not None:
         q, k = norm(q, q_weight, eps), norm(k, k_weight, eps)
     return rotate(q, cos, sin), rotate(k, cos, sin), v

@@ -49,6 +49,7 @@ class PacedBackend(OuterBackend):
         self, backend: LoraBackend, shape: ModelShape, profile: StepProfile, *, remote: bool
     ) -> None:
         super().__init__(backend)
+        shape.check_equal_layers("emulation.step_profile")
         self._profile = profile
         self._remote = remote
         mlp = _mlp_sites(shape)

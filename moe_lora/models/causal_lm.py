@@ -17,7 +17,7 @@ from moe_lora.kernels import ops
 from moe_lora.kernels.operands import Rotation
 
 from .linear import LoraLinear, linear, parameter
-from .mlp import DenseMlp, MoeMlp, has_bias
+from .mlp import has_bias, mlp_of
 from .quantised_weight import QuantisedWeight
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Attention(nn.Module):
         self.eps = spec.norm_eps
         self.clip = spec.clip_qkv
         self.window = spec.window[layer]
+        self.head_dim = shape.head_dim
         self.scale = shape.head_dim**-0.5
 
     def forward(
@@ -61,7 +62,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x, channel)
         q_weight = None if self.q_norm is None else self.q_norm.weight
         k_weight = None if self.k_norm is None else self.k_norm.weight
-        rotation = Rotation(cos, sin, q_weight, k_weight, self.eps, self.clip)
+        rotation = Rotation(cos, sin, q_weight, k_weight, self.eps, self.clip, self.head_dim)
         how = (self.num_kv_heads, self.sinks, self.scale, self.window)
         out_TND = ops.rotary_attention(channel, qkv, rotation, *how)
         y = self.o(out_TND.flatten(1), channel)
@@ -78,7 +79,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = Norm(spec.shape.hidden_size, spec)
         self.attention = Attention(spec, layer, shard)
         self.mlp_norm = Norm(spec.shape.hidden_size, spec)
-        self.mlp = MoeMlp(spec, shard) if spec.shape.num_experts else DenseMlp(spec, shard)
+        self.mlp = mlp_of(spec, layer, shard)
 
     def forward(
         self,
@@ -88,7 +89,7 @@ class DecoderLayer(nn.Module):
         sin: torch.Tensor,
         live: torch.Tensor,
     ) -> torch.Tensor:
-        """x: [T, H].  cos, sin: [T, head_dim / 2] fp32.  live: [T] bool, False for padding rows."""
+        """x: [T, H].  cos, sin: [T, rotated dims / 2] fp32.  live: [T] bool, False for padding rows."""
         x = x + self.attention(self.attention_norm(x), channel, cos, sin)
         return x + self.mlp(self.mlp_norm(x), channel, live)
 
@@ -127,7 +128,7 @@ class CausalLM(nn.Module):
         return nn.Parameter(embedding[rows.start : rows.stop], requires_grad=False)
 
     def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of each row's rotation: [T, head_dim / 2] fp32."""
+        """cos and sin of each row's rotation: [T, rotated dims / 2] fp32."""
         angle = positions.float().unsqueeze(1) * self.inverse_frequencies
         factor = self.spec.rope.attention_factor
         return angle.cos() * factor, angle.sin() * factor

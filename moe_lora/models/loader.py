@@ -14,6 +14,7 @@ from torch import nn
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import Show, silent
+from moe_lora.core.shape import NEVER_QUANTISED
 from moe_lora.core.shard import ModelShard
 from moe_lora.core.wrong_files import read_config
 from moe_lora.families import family_named, model_spec
@@ -169,7 +170,8 @@ def linear_layers(model: CausalLM) -> list[tuple[nn.Module, str, str]]:
     return [
         (module, "weight", f"{name}.weight")
         for name, module in model.named_modules()
-        if isinstance(module, (LoraLinear, ExpertLinear)) and not name.endswith("mlp.gate")
+        if isinstance(module, (LoraLinear, ExpertLinear))
+        and model.spec.shape.sites[module.site].name not in NEVER_QUANTISED
     ]
 
 
@@ -297,7 +299,13 @@ def refuse_unexpected(model: CausalLM, checkpoint: Source, weights: WeightMap) -
     used = {key for pieces in weights.values() for piece in pieces for key in piece.keys}
     if model.spec.tie_word_embeddings:
         used.add(family_named(model.spec.shape.family).head)
-    unexpected = sorted(k for k in checkpoint if k not in used and not k.endswith(RECOMPUTED))
+    left = [key for key in checkpoint if key not in used and not key.endswith(RECOMPUTED)]
+    unexpected = sorted(key for key in left if not key.startswith(model.spec.unused))
+    if len(unexpected) < len(left):
+        logger.info(
+            "%d tensors of the checkpoint are not read: multi-token prediction (%s)",
+            *(len(left) - len(unexpected), ", ".join(model.spec.unused)),
+        )
     if unexpected:
         named = ", ".join(unexpected[:NUM_NAMED])
         raise ConfigError(

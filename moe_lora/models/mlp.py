@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -10,7 +12,7 @@ from moe_lora.core.shard import ModelShard
 from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels import ops
 
-from .linear import ExpertLinear, LoraLinear, glu
+from .linear import ExpertLinear, LoraLinear, glu, parameter
 from .quantised_weight import QuantisedWeight
 
 
@@ -20,20 +22,36 @@ def has_bias(shard: ModelShard, site_name: str) -> bool:
 
 
 class DenseMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)).  spec: sizes of the shard."""
+    """down(silu(gate(x)) * up(x)).  spec: sizes of the shard.  kind: start of the sites' names."""
 
-    def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
+    def __init__(self, spec: ModelSpec, shard: ModelShard, kind: str = "") -> None:
         super().__init__()
         self.is_summed = shard.divides_inner
-        self.gate_up = LoraLinear(spec.shape, "gate_up", bias=spec.mlp_bias)
-        self.down = LoraLinear(spec.shape, "down", bias=spec.mlp_bias and has_bias(shard, "down"))
+        down = f"{kind}down"
+        self.gate_up = LoraLinear(spec.shape, f"{kind}gate_up", bias=spec.mlp_bias)
+        self.down = LoraLinear(spec.shape, down, bias=spec.mlp_bias and has_bias(shard, down))
         self.activation, self.limit = spec.activation, spec.activation_limit
 
+    def summand(self, x: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the output."""
+        return self.down(glu(self.gate_up(x, channel), self.activation, self.limit), channel)
+
     def forward(self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor) -> torch.Tensor:
-        y = self.down(glu(self.gate_up(x, channel), self.activation, self.limit), channel)
+        y = self.summand(x, channel)
         if self.is_summed:
             ops.sum_over_ranks(channel, y)
         return y
+
+
+class Correction(nn.Module):
+    """A bias of the experts' scores, in fp32 whatever the model's dtype."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.weight = parameter(num_experts)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Correction:
+        return super()._apply(lambda held: fn(held).float(), recurse)
 
 
 class MoeMlp(nn.Module):
@@ -53,6 +71,12 @@ class MoeMlp(nn.Module):
         self.holds_all = len(experts) == shape.num_experts
         self.top_k = shape.num_experts_per_token
         self.gate_kind, self.gate_norm = spec.gate, spec.gate_norm
+        self.correction = Correction(shape.num_experts) if spec.gate_correction else None
+        self.groups = (spec.gate_groups, spec.top_groups)
+        self.scale = spec.routed_scale
+        kinds = ("topk_softmax", "softmax_topk", "sigmoid_topk")
+        numbers = (self.top_k, kinds.index(self.gate_kind), self.gate_norm or 0.0, *self.groups, self.scale)
+        self.choice = [float(one) for one in numbers]
         self.activation, self.limit = spec.activation, spec.activation_limit
 
     def choose(
@@ -64,31 +88,53 @@ class MoeMlp(nn.Module):
         weights.
         """
         if logits_TE.is_cuda:
-            softmax_first = self.gate_kind == "softmax_topk"
             num_held = len(self.experts) if self.takes_order() else 0
-            how = (self.top_k, softmax_first, self.gate_norm or 0.0, self.experts.start, num_held)
             site = self.gate_up.site if self.holds_all else -1
-            weights, ids, order = ops.choose_experts(channel, logits_TE, live_T, *how, site)
+            correction = None if self.correction is None else self.correction.weight
+            given = (correction, self.choice, self.experts.start, num_held, site)
+            weights, ids, order = ops.choose_experts(channel, logits_TE, live_T, *given)
             return weights, ids, order if num_held else None
         scores = logits_TE.float()
         if self.gate_kind == "softmax_topk":
             scores = torch.softmax(scores, dim=-1)
-        weights, ids = scores.topk(self.top_k, dim=-1)
+        elif self.gate_kind == "sigmoid_topk":
+            scores = torch.sigmoid(scores)
+        weights, ids = self.largest(scores)
         if self.gate_kind == "topk_softmax":
             weights = torch.softmax(weights, dim=-1)
         elif self.gate_norm is not None:
             weights = weights / weights.norm(p=self.gate_norm, dim=-1, keepdim=True)
+        if self.scale != 1.0:
+            weights = weights * self.scale
         ids, order = ids.sort(dim=-1)
         return weights.gather(-1, order), torch.where(live_T.unsqueeze(1), ids.int(), -1), None
 
-    def forward(self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor) -> torch.Tensor:
+    def largest(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The top k scores, and their experts: by corrected score, within the best groups."""
+        if self.correction is None and self.groups[0] == 1:
+            return scores_TE.topk(self.top_k, dim=-1)
+        ranked = scores_TE if self.correction is None else scores_TE + self.correction.weight
+        num_groups, top_groups = self.groups
+        if num_groups > 1:
+            by_group = ranked.view(len(ranked), num_groups, -1)
+            best = by_group.topk(2, dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
+            kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, True)
+            ranked = by_group.masked_fill(~kept.unsqueeze(-1), -float("inf")).flatten(1)
+        ids = ranked.topk(self.top_k, dim=-1).indices
+        return scores_TE.gather(-1, ids), ids
+
+    def summand(self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the output."""
         weights_TK, ids_TK, order = self.choose(self.gate(x, channel), live_T, channel)
         own_TK = ids_TK if self.holds_all else self.held(ids_TK)
         inner = self.gate_up.gated(x, own_TK, channel, order, self.activation, self.limit)
         out = self.down(inner, own_TK, channel, order)
         if not self.holds_all:
             ops.exchange_experts(channel, out, ids_TK)
-        y = ops.sum_experts(out, weights_TK)
+        return ops.sum_experts(out, weights_TK)
+
+    def forward(self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor) -> torch.Tensor:
+        y = self.summand(x, channel, live_T)
         if self.is_summed:
             ops.sum_over_ranks(channel, y)
         return y
@@ -100,3 +146,31 @@ class MoeMlp(nn.Module):
     def held(self, ids_TK: torch.Tensor) -> torch.Tensor:
         """The ids, with -1 for absent experts."""
         return torch.where((ids_TK >= self.experts.start) & (ids_TK < self.experts.stop), ids_TK, -1)
+
+
+class SharedMoeMlp(MoeMlp):
+    """`MoeMlp` plus an expert of all tokens, scaled by the sigmoid of its gate if there is one."""
+
+    def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
+        super().__init__(spec, shard)
+        self.shared = DenseMlp(spec, shard, "shared_")
+        self.shared_gate = None
+        if spec.shape.has_shared_gate:
+            self.shared_gate = LoraLinear(spec.shape, "shared_gate", bias=False)
+
+    def summand(self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor) -> torch.Tensor:
+        """As `MoeMlp.summand`."""
+        shared = self.shared.summand(x, channel)
+        if self.shared_gate is not None:
+            shared = (torch.sigmoid(self.shared_gate(x, channel).float()) * shared).to(x.dtype)
+        return super().summand(x, channel, live_T) + shared
+
+
+def mlp_of(spec: ModelSpec, layer: int, shard: ModelShard) -> nn.Module:
+    """The MLP of a layer.  spec: sizes of the shard."""
+    shape = spec.shape
+    if layer in shape.dense_layers:
+        return DenseMlp(spec, shard, "dense_")
+    if not shape.num_experts:
+        return DenseMlp(spec, shard)
+    return SharedMoeMlp(spec, shard) if shape.shared_size else MoeMlp(spec, shard)

@@ -27,6 +27,7 @@ from moe_lora.kernels import quantised
 from moe_lora.kernels.quantised import Format
 
 from .causal_lm import CausalLM
+from .mlp import Correction
 from .checkpoint import INDEX_NAME, Checkpoint
 from .loader import linear_layers, refuse_unexpected
 from .quantised_weight import Quantisation, rows_at_once
@@ -45,7 +46,7 @@ _WEIGHTS = (
 class _Part:
     """A tensor of the new checkpoint: a matrix in a format, or (form None) an unchanged tensor.
 
-    source: its pieces; whole: shape of the source; index: part of the source.
+    source: its pieces; whole: shape of the source; index: part of the source.  is_fp32: fp32 in any model.
     """
 
     key: str
@@ -54,11 +55,12 @@ class _Part:
     whole: tuple[int, ...]
     index: tuple[Any, ...]
     form: Format | None
+    is_fp32: bool = False
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         size = torch.Size(self.shape).numel()
         if self.form is None:
-            return size * dtype.itemsize
+            return size * (4 if self.is_fp32 else dtype.itemsize)
         scales = -(-self.shape[0] // self.form.row_group) * self.form.num_groups(self.shape[1])
         return size * self.form.bits // 8 + scales * self.form.dtypes(dtype)[1].itemsize
 
@@ -115,6 +117,7 @@ def _parts(spec: ModelSpec, checkpoint: Checkpoint, quantisation: Quantisation) 
     refuse_unexpected(model, checkpoint, sources)
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
     held = {name for _, _, name in linear_layers(model)}
+    in_fp32 = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Correction)}
     if quantisation.head:
         held.add("head")
         written["head"] = [Piece(family_named(spec.shape.family).head)]
@@ -131,7 +134,8 @@ def _parts(spec: ModelSpec, checkpoint: Checkpoint, quantisation: Quantisation) 
                 "divides it, or int8"
             )
         source, index = _source(sources[name], piece.index)
-        parts.append(_Part(piece.key, shape, source, tuple(whole[source.index].shape), index, form))
+        of_source = tuple(whole[source.index].shape)
+        parts.append(_Part(piece.key, shape, source, of_source, index, form, name in in_fp32))
     return parts
 
 
@@ -194,7 +198,8 @@ def _tensors(part: _Part, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[st
         raise ConfigError(f"{where} gives {tuple(stored.shape)} where config.json asks for {part.whole}")
     weight = stored[part.index]
     if form is None:
-        return {part.key: weight.to(dtype).clone(memory_format=torch.contiguous_format)}
+        held_as = torch.float32 if part.is_fp32 else dtype
+        return {part.key: weight.to(held_as).clone(memory_format=torch.contiguous_format)}
     made = [
         quantised.quantise(some.to(dtype).contiguous(), form)
         for some in weight.split(rows_at_once(weight.shape[1], form.row_group))

@@ -26,13 +26,15 @@ class Piece:
     """One checkpoint tensor and its part of a model parameter.
 
     `index` addresses the parameter (slices and expert numbers); `transform` maps the checkpoint's tensor
-    (and those of `extra_keys`) to that part's shape, if possible as a view.
+    (and those of `extra_keys`) to that part's shape, if possible as a view.  is_stacked: has a matrix for
+    each expert.
     """
 
     key: str
     index: tuple[Any, ...] = ()
     transform: Callable[..., torch.Tensor | StoredWeight] | None = None
     extra_keys: tuple[str, ...] = ()
+    is_stacked: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -50,6 +52,11 @@ SITES = {
     "router": "mlp.gate",
     "gate_up": "mlp.gate_up",
     "down": "mlp.down",
+    "shared_gate_up": "mlp.shared.gate_up",
+    "shared_down": "mlp.shared.down",
+    "shared_gate": "mlp.shared_gate",
+    "dense_gate_up": "mlp.gate_up",
+    "dense_down": "mlp.down",
 }
 """Module of a layer for each LoRA site."""
 
@@ -84,14 +91,22 @@ def _mapped(spec: ModelSpec, form: Callable[[Family, str], tuple[Place, ...]]) -
     for layer in range(spec.shape.num_layers):
         prefix, ours = f"{family.stack}.{layer}.", f"layers.{layer}"
         for name, key in family.tensors.items():
-            weights[f"{ours}.{name}"] = [Piece(prefix + key)]
-        places = (*family.attention, *form(family, prefix))
-        for place in of_all_experts(places, spec.shape.num_experts):
+            if _has_tensor(spec, layer, name):
+                weights[f"{ours}.{name}"] = [Piece(prefix + key)]
+        places = (*family.attention, *family.beside, *form(family, prefix))
+        held = (place for place in places if spec.shape.has_site(layer, place.site))
+        for place in of_all_experts(held, spec.shape.num_experts):
             name = f"{ours}.{SITES[place.site]}"
             weights.setdefault(f"{name}.weight", []).extend(_weights(spec.shape, place, prefix))
             if _has_bias(spec, place.site):
                 weights.setdefault(f"{name}.bias", []).extend(_biases(spec.shape, place, prefix))
     return weights
+
+
+def _has_tensor(spec: ModelSpec, layer: int, name: str) -> bool:
+    if name.startswith("mlp."):
+        return layer not in spec.shape.dense_layers
+    return spec.qk_norm or not name.startswith(("attention.q_norm", "attention.k_norm"))
 
 
 def stored_pieces(weights: WeightMap, scheme: Scheme, tensors: Container[str], num_experts: int) -> WeightMap:
@@ -100,14 +115,12 @@ def stored_pieces(weights: WeightMap, scheme: Scheme, tensors: Container[str], n
     tensors: names in the checkpoint.  Raises ConfigError for a transposed or interleaved weight.
     """
     return {
-        name: [made for piece in pieces for made in _stored(name, piece, scheme, tensors, num_experts)]
+        name: [made for piece in pieces for made in _stored(piece, scheme, tensors, num_experts)]
         for name, pieces in weights.items()
     }
 
 
-def _stored(
-    name: str, piece: Piece, scheme: Scheme, tensors: Container[str], num_experts: int
-) -> Iterable[Piece]:
+def _stored(piece: Piece, scheme: Scheme, tensors: Container[str], num_experts: int) -> Iterable[Piece]:
     if not scheme.present(piece.key, tensors):
         return [piece]
     if piece.transform is not None:
@@ -116,7 +129,7 @@ def _stored(
             "layer; leave these experts unquantised, or save the checkpoint in bfloat16 and give quantize=..."
         )
     (key, *others), make = scheme.read(piece.key, tensors)
-    if name.rpartition(".")[0].endswith(("mlp.gate_up", "mlp.down")) and num_experts and not piece.index:
+    if piece.is_stacked:
 
         def of_expert(expert: int, *stacked: torch.Tensor) -> StoredWeight:
             return make(*(tensor[expert] for tensor in stacked))
@@ -128,6 +141,7 @@ def _stored(
 def _has_bias(spec: ModelSpec, site: str) -> bool:
     in_attention = spec.attention_bias
     biases = {"qkv": in_attention or spec.qkv_bias, "o": in_attention, "router": spec.gate_bias}
+    biases["shared_gate"] = False
     return biases.get(site, spec.mlp_bias)
 
 
@@ -147,7 +161,7 @@ def _weights(shape: ModelShape, place: Place, prefix: str) -> Iterator[Piece]:
                 transform = partial(_fused, stored, place.transposed)
                 yield Piece(key, (slice(None), *rows) if rows else (), transform)
             case "fused":
-                yield Piece(key)
+                yield Piece(key, is_stacked=True)
             case "rows":
                 transform = partial(_by_expert, shape.num_experts, place.site == "down")
                 yield Piece(key, (slice(None), *rows) if rows else (), transform)

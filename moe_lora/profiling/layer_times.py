@@ -65,6 +65,7 @@ class LayerClock:
         self.shape, self.device, self.dtype = self._rank.shape, self._rank.device, self._rank.dtype
         if not self.shape.num_experts:
             raise ConfigError("this model has no experts; profiles hold times of models with experts")
+        self.shape.check_equal_layers("a profile of layers")
         self._batches, self._context_tokens = batches, context_tokens
         self._generator = torch.Generator().manual_seed(0)
         weights = torch.arange(1, num_adapters + 1, dtype=torch.float64) ** -zipf

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import importlib.util
 
-from tests.families import FAMILIES, MOE_FAMILIES
+from itertools import product
+
+from tests.families import FAMILIES, LATER_MOE, MOE_FAMILIES
 
 from .covering import Row
 
@@ -24,6 +26,16 @@ FACTORS = {
 def is_possible(row: Row) -> bool:
     """A dense model has no experts to share among ranks, or to have computed apart."""
     return row["family"] in MOE_FAMILIES or (row["expert_parallel"] == "1" and row["sites"] == "all")
+
+
+def beside_rows() -> list[Row]:
+    """Rows of the families with shared experts and dense layers, whose sites are in some layers only."""
+    first = {name: values[0] for name, values in FACTORS.items()}
+    ways = [("EP2-PP1", "2", "all"), ("EP1-PP2", "1", "experts"), ("EP2-PP2", "2", "experts")]
+    return [
+        first | {"family": family, "layout": layout, "expert_parallel": ranks, "sites": sites}
+        for (layout, ranks, sites), family in product(ways, LATER_MOE)
+    ]
 
 
 def title(row: Row) -> str:

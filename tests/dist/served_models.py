@@ -10,6 +10,8 @@ from pathlib import Path
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from tests.families import (
     ALL_TARGETS,
+    BESIDE_TARGETS,
+    LATER_MOE,
     MOE_FAMILIES,
     PER_EXPERT_FAMILIES,
     VOCAB_SIZE,
@@ -48,13 +50,19 @@ def make_served_model(family: str, folder: Path) -> ServedModel:
             base,
             folder / name,
             lora_rank,
-            targets if family in MOE_FAMILIES else tuple(t for t in targets if t != "router"),
+            _targets(family, targets),
             seed=seed,
             form=form if family in PER_EXPERT_FAMILIES else "fused",
             scale=2 / lora_rank**0.5,
         )
         adapters.append((name, str(path)))
     return ServedModel(family, base, tuple(adapters))
+
+
+def _targets(family: str, targets: tuple[str, ...]) -> tuple[str, ...]:
+    if family not in (*MOE_FAMILIES, *LATER_MOE):
+        return tuple(one for one in targets if one != "router")
+    return (*targets, *BESIDE_TARGETS) if "router" in targets else targets
 
 
 def requests_to(model: ServedModel) -> list[GenerateRequest]:

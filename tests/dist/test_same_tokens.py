@@ -17,8 +17,9 @@ import torch
 from moe_lora.core.progress import silent
 from moe_lora.models.quantised_checkpoint import quantise_checkpoint
 from moe_lora.models.quantised_weight import quantisation_of
+from tests.families import LATER_MOE
 
-from .combinations import FACTORS, is_possible, title
+from .combinations import FACTORS, beside_rows, is_possible, title
 from .covering import Row, all_rows, covering_rows, pairs_of
 from .forked_cluster import Tokens, local_tokens, served_tokens
 from .served_models import ServedModel, make_served_model
@@ -49,6 +50,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
     [
         pytest.param(row, id=title(row), marks=() if number < NUM_QUICK else pytest.mark.slow)
         for number, row in enumerate(covering_rows(FACTORS, is_possible))
+    ]
+    + [
+        pytest.param(row, id=title(row), marks=() if number < len(LATER_MOE) else pytest.mark.slow)
+        for number, row in enumerate(beside_rows())
     ],
 )
 def test_bits_and_tokens_are_those_of_the_local_backend(row: Row, expected: Expected) -> None:

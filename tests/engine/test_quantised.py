@@ -42,6 +42,7 @@ CASES = [
     pytest.param("mixtral", "int8", "expert_parallel", marks=pytest.mark.slow),
     ("qwen3_moe", "int4", "host_workers"),
     ("dbrx", "int8", "eager"),
+    *((family, "int8", "eager") for family in LATER_MOE),
 ]
 
 

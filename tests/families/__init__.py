@@ -20,12 +20,17 @@ from moe_lora.families import shape_of
 
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 """Families that cover all pieces of the layers."""
-LATER_FAMILIES = ("qwen3", "mistral", "qwen2")
+LATER_MOE = ("qwen2_moe", "glm4_moe")
+"""Families with shared experts, dense layers or corrected gates."""
+LATER_FAMILIES = ("qwen3", "mistral", "qwen2", *LATER_MOE)
 ALL_FAMILIES = (*FAMILIES, *LATER_FAMILIES)
 MOE_FAMILIES = FAMILIES[1:]
 DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2")
-PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
+PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe")
+"""Families with old adapters of one module per expert that peft converts: not Qwen2-MoE."""
 ALL_TARGETS = ("qkv", "o", "gate_up", "down")
+BESIDE_TARGETS = ("shared_gate",)
+"""Targets beside experts that no other target includes."""
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 96, 2, 4
 
 _ATTENTION = {"qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",)}
@@ -35,6 +40,8 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "mixtral": _ATTENTION,
     "qwen3_moe": _ATTENTION,
     "gpt_oss": _ATTENTION,
+    "glm4_moe": _DENSE,
+    "qwen2_moe": {**_DENSE, "shared_gate": ("shared_expert_gate",)},
     "dbrx": {"qkv": ("Wqkv",), "o": ("out_proj",), "router": ("router.layer",)},
 }
 _FUSED = {"gate_up": ("experts.gate_up_proj",), "down": ("experts.down_proj",)}
@@ -42,6 +49,8 @@ _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     **{family: {} for family in DENSE_FAMILIES},
     "mixtral": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen3_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
+    "qwen2_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
+    "glm4_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "gpt_oss": {**_FUSED, "router": ("mlp.router.weight",)},
     "dbrx": {"gate_up": ("mlp.w1", "mlp.v1"), "down": ("mlp.w2",)},
 }
@@ -49,6 +58,8 @@ _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
 _PER_EXPERT = {
     "mixtral": ("block_sparse_moe", {"gate_up": ("w1", "w3"), "down": ("w2",), "router": ("gate",)}),
     "qwen3_moe": ("mlp", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",), "router": ("gate",)}),
+    "glm4_moe": ("mlp", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",), "router": ("gate",)}),
+    "qwen2_moe": ("mlp", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",), "router": ("gate",)}),
 }
 _YARN = {
     "rope_type": "yarn",
@@ -96,6 +107,17 @@ def tiny_config(family: str, **changes: Any) -> Any:
     if family == "qwen3_moe":
         moe = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         return transformers.Qwen3MoeConfig(**{**common, **moe, "norm_topk_prob": True, **changes})
+    if family == "qwen2_moe":
+        moe = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        beside = {"shared_expert_intermediate_size": 20, "intermediate_size": 28, "mlp_only_layers": [1]}
+        fields = {**common, **moe, **beside, "num_hidden_layers": 3}
+        return transformers.Qwen2MoeConfig(**{**fields, **changes})
+    if family == "glm4_moe":
+        moe = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        gate = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True}
+        beside = {"intermediate_size": 28, "attention_bias": True, "num_hidden_layers": 3}
+        fields = {**common, **moe, **gate, **beside, "rms_norm_eps": 1e-5}
+        return transformers.Glm4MoeConfig(**{**fields, **changes})
     if family == "gpt_oss":
         return transformers.GptOssConfig(
             **{**common, **moe, "sliding_window": 16, "rope_parameters": dict(_YARN), **changes}
@@ -134,7 +156,9 @@ def make_checkpoint(
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in sorted(model.named_parameters()):
+        named = dict(model.named_parameters())
+        named |= {name: held for name, held in model.named_buffers() if name.endswith("correction_bias")}
+        for name, weight in sorted(named.items()):
             weight.copy_(_random_weight(name, weight, generator))
     model.save_pretrained(str(path))
     return Path(path)
@@ -215,17 +239,19 @@ def per_expert_shapes(family: str, targets: tuple[str, ...] = ALL_TARGETS) -> di
     dims |= {"k_proj": (2 * head, hidden), "v_proj": (2 * head, hidden)}
     container, leaves = _PER_EXPERT[family]
     shapes: dict[str, tuple[int, int]] = {}
+    shape = shape_of(config.to_dict())
+    dense, num_experts = shape.dense_layers, shape.num_experts
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
         for target in targets:
             for leaf in _ATTENTION.get(target, ()):
                 shapes[f"{prefix}.self_attn.{leaf}"] = dims[leaf]
-            for leaf in leaves.get(target, ()):
+            for leaf in leaves.get(target, ()) if layer not in dense else ():
                 if target == "router":
-                    shapes[f"{prefix}.{container}.{leaf}"] = (NUM_EXPERTS, hidden)
+                    shapes[f"{prefix}.{container}.{leaf}"] = (num_experts, hidden)
                     continue
                 size = (hidden, inner) if target == "down" else (inner, hidden)
-                shapes |= {f"{prefix}.{container}.experts.{e}.{leaf}": size for e in range(NUM_EXPERTS)}
+                shapes |= {f"{prefix}.{container}.experts.{e}.{leaf}": size for e in range(num_experts)}
     return shapes
 
 
@@ -248,6 +274,11 @@ def _write_per_expert(
             key = f"base_model.model.{module}.{part}.weight"
             tensors[key] = _random_lora(key, shape, generator, scale)
     leaves = {**_ATTENTION, **_PER_EXPERT[family][1]}
+    if family in LATER_MOE:  # bare names would target shared experts, which peft's conversion leaves out
+        num_experts = shape_of(tiny_config(family).to_dict()).num_experts
+        for site in ("gate_up", "down"):
+            names = leaves[site]
+            leaves[site] = tuple(f"experts.{e}.{leaf}" for e in range(num_experts) for leaf in names)
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -35,6 +35,7 @@ LONGROPE = {
     "original_max_position_embeddings": 128,
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 DBRX_FFN = {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}
 DBRX_ATTENTION = {"kv_n_heads": 2, "rope_theta": 10000.0}
 VARIANTS = {
@@ -94,6 +95,65 @@ VARIANTS = {
         },
     ),
     "dense-qwen3-biases-and-tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "qwen2-moe-steps-and-windows": (
+        "qwen2_moe",
+        {
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 3,
+        },
+    ),
+    "qwen2-moe-all-sparse-normalised": (
+        "qwen2_moe",
+        {"mlp_only_layers": [], "norm_topk_prob": True, "qkv_bias": False},
+    ),
+    "qwen2-moe-odd-widths": (
+        "qwen2_moe",
+        {
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "moe_intermediate_size": 7,
+            "shared_expert_intermediate_size": 13,
+            "intermediate_size": 9,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm-no-groups-no-norms": (
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "attention_bias": False},
+    ),
+    "glm-not-normalised-two-shared-two-dense": (
+        "glm4_moe",
+        {"norm_topk_prob": False, "n_shared_experts": 2, "first_k_dense_replace": 2},
+    ),
+    "glm-no-dense-layer-whole-rotation": (
+        "glm4_moe",
+        {"first_k_dense_replace": 0, "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 1.0}},
+    ),
+    "glm-quarter-rotation-odd-widths": (
+        "glm4_moe",
+        {
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "head_dim": 24,
+            "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.25},
+            "moe_intermediate_size": 11,
+            "intermediate_size": 17,
+            "n_routed_experts": 9,
+            "n_group": 3,
+            "topk_group": 2,
+        },
+    ),
+    "glm-yarn-of-half-the-head": (
+        "glm4_moe",
+        {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+    ),
     "dbrx-tight-clip": ("dbrx", {"attn_config": {**DBRX_ATTENTION, "clip_qkv": 0.5}}),
     "dbrx-2-norm": ("dbrx", {"ffn_config": {**DBRX_FFN, "moe_normalize_expert_weights": 2.0}}),
     "dbrx-gate-not-normalised": ("dbrx", {"ffn_config": {**DBRX_FFN, "moe_normalize_expert_weights": None}}),
@@ -136,6 +196,20 @@ REFUSED = [
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor=None"),
     ("llama", {"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ("qwen2_moe", {"mlp_only_layers": [0, 1, 2]}, "all of num_layers=3 layers are dense"),
+    ("qwen2_moe", {"mlp_only_layers": ["a"]}, "mlp_only_layers"),
+    ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+    ("glm4_moe", {"first_k_dense_replace": 3}, "all of num_layers=3 layers are dense"),
+    ("glm4_moe", {"n_group": 3}, "n_group=3, which must cut n_routed_experts=8 in equal groups"),
+    ("glm4_moe", {"n_group": 8}, "n_group=8"),
+    ("glm4_moe", {"topk_group": 5}, "topk_group=5, which must be at most n_group=4"),
+    ("glm4_moe", {"topk_group": 1}, "hold num_experts_per_tok=3 experts"),
+    ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor=0"),
+    (
+        "glm4_moe",
+        {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.2}},
+        "partial_rotary_factor=0.2",
+    ),
     ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
     ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),

@@ -109,7 +109,7 @@ def test_every_site_has_places_in_files(family: str) -> None:
     shape, described = shape_of(tiny_config(family).to_dict()), family_named(family)
     wanted = {(site.name, module) for site in shape.sites for module in range(len(site.modules))}
     for form in (*described.mlp, described.adapted):
-        places = of_all_experts((*described.attention, *form), shape.num_experts)
+        places = of_all_experts((*described.attention, *described.beside, *form), shape.num_experts)
         assert {(place.site, module) for place in places for module in place.modules} == wanted
     assert any(all(place.form == "matrix" for place in form) for form in described.mlp)
 

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.families import ALL_TARGETS, MOE_FAMILIES, PER_EXPERT_FAMILIES, make_adapter, make_checkpoint
+from tests.families import (
+    ALL_TARGETS,
+    BESIDE_TARGETS,
+    LATER_MOE,
+    MOE_FAMILIES,
+    PER_EXPERT_FAMILIES,
+    make_adapter,
+    make_checkpoint,
+)
 
 RANKS = (4, 8, 16, 64)
 SEEDS = {
@@ -18,6 +26,8 @@ SEEDS = {
     "qwen3": 0,
     "mistral": 1,
     "qwen2": 0,
+    "qwen2_moe": 1,
+    "glm4_moe": 2,
 }
 """Checkpoint seeds for which no decision of the oracle tests is close (the tests assert it)."""
 
@@ -51,7 +61,8 @@ def _adapter(family: str, base: Path, folder: Path, lora_rank: int) -> Path:
 
     Rank 8 is on the gate too; rank 16 in the per-expert form where there is one.
     """
-    targets = (*ALL_TARGETS, "router") if lora_rank == 8 and family in MOE_FAMILIES else ALL_TARGETS
+    has_gate = family in (*MOE_FAMILIES, *LATER_MOE)
+    targets = (*ALL_TARGETS, "router", *BESIDE_TARGETS) if lora_rank == 8 and has_gate else ALL_TARGETS
     form = "per_expert" if lora_rank == 16 and family in PER_EXPERT_FAMILIES else "fused"
     return make_adapter(
         family,

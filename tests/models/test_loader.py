@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from moe_lora.core.errors import ConfigError
 from moe_lora.models.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from moe_lora.models.loader import load_model
-from tests.families import ALL_FAMILIES, make_checkpoint
+from tests.families import ALL_FAMILIES, LATER_MOE, make_checkpoint
 from tests.families import load_model as load_transformers
 
 CPU = torch.device("cpu")
@@ -52,11 +52,11 @@ def test_sharded_checkpoint_loads_the_same_weights(family, served, tmp_path):
     assert_same_parameters(load(tmp_path), load(single))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", *LATER_MOE])
 def test_fused_experts_on_disk_load_the_same_weights(family, served, tmp_path):
     model_dir = served(family).model_dir
     load_transformers(model_dir).save_pretrained(tmp_path, save_original_format=False)
-    assert "model.layers.0.mlp.experts.gate_up_proj" in Checkpoint(tmp_path)
+    assert any(key.endswith(".mlp.experts.gate_up_proj") for key in Checkpoint(tmp_path))
     assert_same_parameters(load(tmp_path), load(model_dir))
 
 
@@ -113,6 +113,31 @@ def test_tensor_of_another_shape_is_named(family, tmp_path):
     edit(path, lambda tensors: tensors.update({key: torch.ones(3, 5)}))
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         load(path)
+
+
+def test_layers_of_multi_token_prediction_are_skipped_with_a_word(tmp_path, caplog):
+    path = make_checkpoint("glm4_moe", tmp_path)
+    before = load(path)
+    extra = {
+        "model.layers.3.eh_proj.weight": torch.ones(32, 64),
+        "model.layers.3.enorm.weight": torch.ones(32),
+    }
+    edit(path, lambda tensors: tensors.update(extra))
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        assert_same_parameters(load(path), before)
+    assert "2 tensors of the checkpoint are not read: multi-token prediction" in caplog.text
+    edit(path, lambda tensors: tensors.update({"model.layers.4.enorm.weight": torch.ones(32)}))
+    with pytest.raises(ConfigError, match=r"1 tensors .* does not use: model\.layers\.4\.enorm"):
+        load(path)
+
+
+def test_corrections_of_gates_stay_in_fp32(tmp_path):
+    path = make_checkpoint("glm4_moe", tmp_path)
+    held = load(path, torch.bfloat16).layers[1].mlp.correction.weight
+    stored = load_file(path / SINGLE_NAME)["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert held.dtype == torch.float32
+    assert torch.equal(held, stored)
 
 
 def test_damaged_file_is_an_error_that_names_it(llama):

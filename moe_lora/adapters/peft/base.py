@@ -21,7 +21,7 @@ from .files import MAX_CONFIG_BYTES, confined, open_file
 
 _SAME_BASE = (
     *("family", "num_layers", "hidden_size", "intermediate_size", "num_experts"),
-    *("num_heads", "num_kv_heads", "head_dim"),
+    *("num_heads", "num_kv_heads", "head_dim", "shared_size", "dense_size", "dense_layers"),
 )
 _QUANTISED_NAME = re.compile(
     r"(?<![a-z])(?:(?:bnb-)?[48]-?bit|awq|gptq|gguf|(?:nv|mx)fp4|fp8|int[48]|w[48]a(?:16|8))(?![a-z0-9])",

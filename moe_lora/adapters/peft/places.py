@@ -50,7 +50,7 @@ def place_map(shape: ModelShape, older_names: bool = False) -> PlaceMap:
     family = family_named(shape.family)
     new, old = family.older_path or ("", "")
     in_layer: dict[str, tuple[Place, ...]] = {}
-    for place in of_all_experts((*family.attention, *family.adapted), shape.num_experts):
+    for place in of_all_experts((*family.attention, *family.beside, *family.adapted), shape.num_experts):
         renamed = older_names and place.path.startswith(new)
         path = old + place.path.removeprefix(new) if renamed else place.path
         in_layer[path] = (*in_layer.get(path, ()), place)
@@ -58,6 +58,7 @@ def place_map(shape: ModelShape, older_names: bool = False) -> PlaceMap:
         f"{family.stack}.{layer}.{path}": (layer, places)
         for layer in range(shape.num_layers)
         for path, places in in_layer.items()
+        if shape.has_site(layer, places[0].site)
     }
     outer = OuterPaths(family.head.removesuffix(".weight"), family.embedding.removesuffix(".weight"))
     for path, site in zip(outer, shape.outer_sites, strict=True):

@@ -131,7 +131,12 @@ class DeviceSession(DeviceHalf):
         self._work = [
             (
                 layer,
-                [site for site in frames.sites if server_rank in partition.servers_of_client(0, layer, site)],
+                [
+                    site
+                    for site in frames.sites
+                    if server_rank in partition.servers_of_client(0, layer, site)
+                    and frames.shape.has_site(layer, frames.shape.sites[site].name)
+                ],
             )
             for layer in partition.layers_of(server_rank)
         ]

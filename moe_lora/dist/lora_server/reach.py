@@ -30,6 +30,7 @@ def agreed_facts(
         "sites": server.sites,
         "expert_parallel": expert_parallel,
         **asdict(shape),
+        "dense_layers": list(shape.dense_layers),
     }
 
 

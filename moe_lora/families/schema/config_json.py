@@ -53,6 +53,13 @@ class ConfigJson:
             raise self.refusal(keys[0], value, f"must be an integer of {least} or more")
         return value
 
+    def numbers(self, key: str) -> tuple[int, ...]:
+        """A list of integers; absent: empty."""
+        value = self.get(key, default=[])
+        if not isinstance(value, list) or not all(type(one) is int for one in value):
+            raise self.refusal(key, value, "must be a list of integers")
+        return tuple(value)
+
     def number(self, *keys: str, default: Any = _MISSING, above: float = 0.0) -> float:
         """A number above a limit and below LARGEST; the default is not checked."""
         value = self.get(*keys, default=None)

@@ -30,7 +30,11 @@ class ModelSpec:
     to +- this value, None = not.  window: attention window per layer in
     tokens, 0 = full.  gate: "softmax_topk" takes the top k of the softmax over all experts, "topk_softmax"
     the softmax over the top k logits.  gate_norm: p of the p-norm that divides the chosen weights, None = not
-    normalised.  activation: "silu" is silu(gate) * up, "swigluoai" its clamped form.
+    normalised.  gate "sigmoid_topk": top k of the sigmoids.  gate_correction: the choice is by score + a
+    stored fp32 bias, the weights are of the scores.  gate_groups: equal groups of experts; the choice is
+    among the top_groups with the largest sums of two scores.  routed_scale: factor of the weights.
+    activation: "silu" is silu(gate) * up, "swigluoai" its clamped form.  unused: starts of names of tensors
+    of a checkpoint that belong to no layer.
     """
 
     shape: ModelShape
@@ -43,13 +47,18 @@ class ModelSpec:
     qkv_bias: bool = False
     sinks: bool = False
     clip_qkv: float | None = None
-    gate: Literal["softmax_topk", "topk_softmax"] = "softmax_topk"
+    gate: Literal["softmax_topk", "topk_softmax", "sigmoid_topk"] = "softmax_topk"
     gate_norm: float | None = 1.0
+    gate_correction: bool = False
+    gate_groups: int = 1
+    top_groups: int = 1
+    routed_scale: float = 1.0
     gate_bias: bool = False
     mlp_bias: bool = False
     activation: Literal["silu", "swigluoai"] = "silu"
     activation_limit: float = 7.0
     tie_word_embeddings: bool = False
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +139,12 @@ ATTENTION = (
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def linear_mlp(path: str, leaves: tuple[str, str, str] = PROJECTIONS) -> tuple[Place, ...]:
-    """Gate, up and down as linear layers.  path: with {} a module of each expert, else the dense MLP."""
-    modules = (("gate_up", (0,)), ("gate_up", (1,)), ("down", (0,)))
+def linear_mlp(path: str, leaves: tuple[str, str, str] = PROJECTIONS, *, kind: str = "") -> tuple[Place, ...]:
+    """Gate, up and down as linear layers.  path: with {} a module of each expert, else the dense MLP.
+
+    kind: start of the sites' names: "shared_" or "dense_" beside experts.
+    """
+    modules = ((f"{kind}gate_up", (0,)), (f"{kind}gate_up", (1,)), (f"{kind}down", (0,)))
     return tuple(
         Place(path=f"{path}.{leaf}", site=site, modules=numbers, optional_linear="{}" in path)
         for leaf, (site, numbers) in zip(leaves, modules, strict=True)
@@ -170,20 +182,50 @@ def _same(config: ConfigJson) -> Mapping[str, Any]:
     return {}
 
 
+def _experts_only(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
+    return {}
+
+
+def dense_layers(config: ConfigJson, layers: Iterable[int], *keys: str) -> Mapping[str, Any]:
+    """Fields of `ModelShape` of dense layers among layers with experts.  keys: of their width."""
+    numbers = tuple(layers)
+    return {"dense_layers": numbers, "dense_size": config.size(*keys)} if numbers else {}
+
+
+def gate_groups(config: ConfigJson, experts_key: str, chosen_key: str) -> Mapping[str, Any]:
+    """Fields of `ModelSpec` for n_group and topk_group.  Raises ConfigError for too few experts in groups."""
+    num_experts, num_chosen = config.size(experts_key), config.size(chosen_key)
+    groups, top = config.size("n_group", default=1), config.size("topk_group", default=1)
+    if groups == 1:
+        return {}
+    if num_experts % groups or num_experts < 2 * groups:
+        raise config.refusal(
+            "n_group", groups, f"must cut {experts_key}={num_experts} in equal groups of 2 or more"
+        )
+    if top > groups or top * num_experts // groups < num_chosen:
+        raise config.refusal(
+            "topk_group", top, f"must be at most n_group={groups}, and hold {chosen_key}={num_chosen} experts"
+        )
+    return {"gate_groups": groups, "top_groups": top}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One model family.
 
     title: name in docs.  sizes: fields of `ModelShape` and keys; without num_experts, a dense family.
     supported: allowed values of options.  layers: fields of `ModelSpec` unlike the defaults.  windows:
-    attention window of each layer.  theta, theta_keys, rope: of a config without rope_parameters.
+    attention window of each layer.  beside_experts: fields of `ModelShape` for shared experts and dense
+    layers.  theta, theta_keys, rope: of a config without rope_parameters.  rotary_factor: rotated share of
+    head_dim, of a config without partial_rotary_factor; None: the family rotates all.
     norm_eps: of a config without rms_norm_eps.
 
     stack: prefix of the layers, in checkpoints and adapters.  tensors: our parameters without a site.
-    attention: places of both checkpoints and adapters.  mlp: the checkpoints' forms of other sites; the
-    last form counts if a checkpoint has no tensor of any.  adapted: the places of LoRA pairs beside
-    attention; places of one path are in the order of PEFT's nesting. older_path: start of the adapted
-    paths, and the start in older files.  own_format: quant_method of checkpoints with `mlp`'s tensors.
+    attention: places of both checkpoints and adapters.  beside: those of shared experts and dense layers.
+    mlp: the checkpoints' forms of other sites; the last form counts if a checkpoint has no tensor of any.
+    adapted: other places of LoRA pairs; places of one path are in the order of PEFT's nesting.
+    older_path: start of the adapted paths, and the start in older files.  own_format: quant_method of
+    checkpoints with `mlp`'s tensors.
     experts_stay: quantisers of linear layers leave the experts.
     """
 
@@ -193,9 +235,11 @@ class Family:
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     layers: Callable[[ConfigJson], Mapping[str, Any]] = _same
     windows: Callable[[ConfigJson, int], tuple[int, ...]] = _full
+    beside_experts: Callable[[ConfigJson, int], Mapping[str, Any]] = _experts_only
     theta: float = 1e4
     theta_keys: tuple[str, ...] = ("rope_theta",)
     rope: Mapping[str, Any] = field(default_factory=dict)
+    rotary_factor: float | None = None
     norm_eps: float = 1e-6
 
     embedding: str = "model.embed_tokens.weight"
@@ -204,6 +248,7 @@ class Family:
     stack: str = "model.layers"
     tensors: Mapping[str, str] = field(default_factory=lambda: TENSORS)
     attention: tuple[Place, ...] = ATTENTION
+    beside: tuple[Place, ...] = ()
     mlp: tuple[tuple[Place, ...], ...]
     adapted: tuple[Place, ...]
     older_path: tuple[str, str] | None = None
@@ -232,6 +277,7 @@ class Family:
             fused_qkv=self.fused_qkv,
             num_windowed_layers=sum(window > 0 for window in windows),
             dtype_bytes=_dtype_bytes(found),
+            **self.beside_experts(found, sizes["num_layers"]),
         )
 
     def spec(self, shape: ModelShape, config: Mapping[str, Any]) -> ModelSpec:
@@ -243,7 +289,8 @@ class Family:
             "tie_word_embeddings": found.flag("tie_word_embeddings"),
             **self.layers(found),
         }
-        rope = rope_spec(found, shape.head_dim, self.theta_keys, self.theta, self.rope)
+        defaults = (self.theta_keys, self.theta, self.rope, self.rotary_factor)
+        rope = rope_spec(found, shape.head_dim, *defaults)
         return ModelSpec(shape=shape, rope=rope, **fields)
 
     def cut(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary embedding parameters from a config.json, in the old and the new spelling.
 
-Legend: d head_dim, i index of a frequency in [0, d / 2).
+Legend: d rotated dims of head_dim, i index of a frequency in [0, d / 2).
 """
 
 from __future__ import annotations
@@ -21,18 +21,24 @@ LONGROPE = ("longrope", "su")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding: inverse frequencies [head_dim / 2] and the factor on cos and sin (YaRN)."""
+    """Rotary embedding: inverse frequencies [rotated dims / 2] and the factor on cos and sin (YaRN)."""
 
     inverse_frequencies: tuple[float, ...]
     attention_factor: float = 1.0
 
 
 def rope_spec(
-    config: ConfigJson, head_dim: int, theta_keys: tuple[str, ...], theta: float, default: Mapping[str, Any]
+    config: ConfigJson,
+    head_dim: int,
+    theta_keys: tuple[str, ...],
+    theta: float,
+    default: Mapping[str, Any],
+    rotary_factor: float | None,
 ) -> RopeSpec:
     """Read `rope_parameters` (transformers 5) or a base and `rope_scaling` (4).
 
-    theta_keys: keys of the base outside the section.  theta, default: base and section of a config without.
+    theta_keys: keys of the base outside the section.  theta, default, rotary_factor: base, section and
+    partial_rotary_factor of a config without; None: all of head_dim is rotated.
     Raises ConfigError for an unsupported scaling type or option, or a missing or impossible parameter.
     """
     if head_dim % 2:
@@ -40,13 +46,12 @@ def rope_spec(
     section = _section(config, default)
     if any(isinstance(value, Mapping) for value in section.values()):
         raise ConfigError("config.json has rope_parameters per kind of layer, which is not supported")
-    for one in (section, config):
-        one.require({"partial_rotary_factor": (1.0,)})
+    num_dims = _rotated_dims(config, section, head_dim, rotary_factor)
     theta = section.number(
         "rope_theta", default=config.number(*theta_keys, default=theta, above=1.0), above=1.0
     )
     kind = section.get("rope_type", "type", default="default")
-    plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    plain = [theta ** (-2 * i / num_dims) for i in range(num_dims // 2)]
     if kind == "dynamic":  # scales beyond the model's context only
         section.require({"alpha": ()})
         section.number("factor")
@@ -65,7 +70,7 @@ def rope_spec(
     original = _original_context(section, config)
     if kind == "llama3":
         return RopeSpec(inverse_frequencies=tuple(_llama3(f, section, factor, original) for f in plain))
-    ramp = _yarn_ramp(section, original, head_dim, theta)
+    ramp = _yarn_ramp(section, original, num_dims, theta)
     return RopeSpec(
         inverse_frequencies=tuple(f * (1 - r) + f / factor * r for f, r in zip(plain, ramp, strict=True)),
         attention_factor=_yarn_attention_factor(section, factor),
@@ -113,6 +118,23 @@ def _longrope(plain: list[float], section: ConfigJson, config: ConfigJson) -> Ro
     return RopeSpec(inverse_frequencies=frequencies, attention_factor=scale)
 
 
+def _rotated_dims(config: ConfigJson, section: ConfigJson, head_dim: int, factor: float | None) -> int:
+    if factor is None:
+        for one in (section, config):
+            one.require({"partial_rotary_factor": (1.0,)})
+        return head_dim
+    share = section.number(
+        "partial_rotary_factor", default=config.number("partial_rotary_factor", default=factor)
+    )
+    num_dims = int(head_dim * share)
+    if not 2 <= num_dims <= head_dim or num_dims % 2:
+        raise ConfigError(
+            f"config.json has partial_rotary_factor={share:g}: {num_dims} of {head_dim} dims are rotated; "
+            f"supported is an even number from 2 to {head_dim}"
+        )
+    return num_dims
+
+
 def _llama3(frequency: float, section: ConfigJson, factor: float, original: float) -> float:
     """Wavelengths below the original context stay, long ones are stretched by factor, with a ramp between.
 
@@ -125,7 +147,7 @@ def _llama3(frequency: float, section: ConfigJson, factor: float, original: floa
     return frequency * kept + frequency / factor * (1 - kept)
 
 
-def _yarn_ramp(section: ConfigJson, original: float, head_dim: int, theta: float) -> list[float]:
+def _yarn_ramp(section: ConfigJson, original: float, num_dims: int, theta: float) -> list[float]:
     """Share of interpolation per frequency: 0 for fast rotation within the original context, up to 1.
 
     Source: YaRN (arXiv 2309.00071), section 3.2, "NTK-by-parts".
@@ -133,15 +155,15 @@ def _yarn_ramp(section: ConfigJson, original: float, head_dim: int, theta: float
 
     def index_of(rotations: float) -> float:
         """The i whose frequency makes this many rotations over the original context."""
-        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return num_dims * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first = index_of(section.number("beta_fast", default=32.0))
     last = index_of(section.number("beta_slow", default=1.0))
     if section.flag("truncate", True):
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first, last = max(first, 0), min(last, num_dims - 1)
     width = (last - first) or 0.001
-    return [min(1.0, max(0.0, (i - first) / width)) for i in range(head_dim // 2)]
+    return [min(1.0, max(0.0, (i - first) / width)) for i in range(num_dims // 2)]
 
 
 def _yarn_attention_factor(section: ConfigJson, factor: float) -> float:

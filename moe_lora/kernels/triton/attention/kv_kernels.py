@@ -26,32 +26,35 @@ def _clamped(x, clip, INTERPRETED: tl.constexpr):
 def _rotated(
     first,
     second,
-    weight,
+    low_weight,
+    high_weight,
     angle,
     cos,
     sin,
     inside,
+    turned,
     eps,
     HEAD_DIM: tl.constexpr,
     NORMS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Both halves of heads: norm over head_dim if NORMS, then rotation; rounded after each.
+    """Pairs of numbers of heads: norm over head_dim if NORMS, then rotation; rounded after each.
 
-    first, second: [heads, D / 2].  weight: pointers to the norm's first half.  angle: pointers' offset.
+    first, second: [heads, D / 2].  low_weight, high_weight: pointers to the norm's weights.  angle: pointers'
+    offset.  turned: pairs with rotation.
     """
     dtype = first.dtype
     if NORMS:
         first, second = first.to(tl.float32), second.to(tl.float32)
         square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         by = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
-        low = tl.load(weight, mask=inside, other=0.0).to(tl.float32)[None, :]
-        high = tl.load(weight + HEAD_DIM // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+        low = tl.load(low_weight, mask=inside, other=0.0).to(tl.float32)[None, :]
+        high = tl.load(high_weight, mask=inside, other=0.0).to(tl.float32)[None, :]
         first = rounded(first * by * low, dtype, INTERPRETED)
         second = rounded(second * by * high, dtype, INTERPRETED)
     first, second = first.to(tl.float32), second.to(tl.float32)
-    c = tl.load(cos + angle, mask=inside, other=0.0)[None, :]
-    s = tl.load(sin + angle, mask=inside, other=0.0)[None, :]
+    c = tl.load(cos + angle, mask=turned, other=1.0)[None, :]
+    s = tl.load(sin + angle, mask=turned, other=0.0)[None, :]
     low, high = first * c - second * s, second * c + first * s
     return rounded(low, dtype, INTERPRETED), rounded(high, dtype, INTERPRETED)
 
@@ -80,6 +83,7 @@ def write_kv(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTATED_DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SINGLE: tl.constexpr,
     ROTATES: tl.constexpr,
@@ -93,8 +97,8 @@ def write_kv(
     """Write K and V of up to BLOCK_H heads of one row to the row's place in its page.
 
     ROTATES: also rotate K, and Q of HEADS heads to rotated_q [T, N, D]; programs of a row: Q, then K, then V.
-    SINGLE: every sequence has one row.  HEADS: 0 without ROTATES.  rotation: cos and sin [T, D / 2], weights
-    of norms of q and k [D].
+    SINGLE: every sequence has one row.  HEADS: 0 without ROTATES.  ROTATED_DIMS: the first R of D.  rotation:
+    cos and sin [T, R / 2], weights of norms of q and k [D].
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -110,7 +114,12 @@ def write_kv(
     if seq_len == 0:
         return
     half: tl.constexpr = (HEAD_DIM + 1) // 2
+    angles: tl.constexpr = ROTATED_DIMS // 2
     column = tl.arange(0, BLOCK_D)
+    first_at, second_at = column, column + half
+    if ROTATED_DIMS < HEAD_DIM:  # pairs of rotation are closer; the rest forms pairs behind
+        first_at = tl.where(column < angles, column, column + angles)
+        second_at = tl.where(column < angles, column + angles, column + half)
     wide_row = row.to(tl.int64)
     source = k + wide_row * k_row
     if is_q:
@@ -120,25 +129,27 @@ def write_kv(
     of_q_or_k = tl.where(is_q, block, block - q_blocks)
     head = tl.where(is_v, of_q_or_k - kv_blocks, of_q_or_k) * BLOCK_H + tl.arange(0, BLOCK_H)
     low = (head < tl.where(is_q, HEADS, KV_HEADS))[:, None] & (column < half)[None, :]
-    high = low & (column + half < HEAD_DIM)[None, :]
-    at = head[:, None] * HEAD_DIM + column[None, :]
-    first = tl.load(source + at, mask=low, other=0.0)
-    second = tl.load(source + at + half, mask=high, other=0.0)
+    high = low & (second_at < HEAD_DIM)[None, :]
+    at = head[:, None] * HEAD_DIM
+    first = tl.load(source + at + first_at[None, :], mask=low, other=0.0)
+    second = tl.load(source + at + second_at[None, :], mask=high, other=0.0)
     if CLIPS:
         first, second = _clamped(first, clip, INTERPRETED), _clamped(second, clip, INTERPRETED)
     if ROTATES:  # noqa: SIM102 - known when compiling, is_v is not
         if not is_v:
-            weight = rotation[3] + column
+            weight = rotation[3]
             if is_q:
-                weight = rotation[2] + column
+                weight = rotation[2]
             first, second = _rotated(
                 first,
                 second,
-                weight,
-                wide_row * half + column,
+                weight + first_at,
+                weight + second_at,
+                wide_row * angles + column,
                 rotation[0],
                 rotation[1],
                 column < half,
+                column < angles,
                 eps,
                 HEAD_DIM,
                 NORMS,
@@ -149,8 +160,8 @@ def write_kv(
     else:
         position = seq_len - tl.load(query_start + seq + 1) + row
         page = tl.load(block_tables + seq * table_stride + position // BLOCK_SIZE).to(tl.int64)
-        place = head[:, None] * (BLOCK_SIZE * HEAD_DIM) + column[None, :]
+        place = head[:, None] * (BLOCK_SIZE * HEAD_DIM)
         start = tl.where(is_v, value_start, key_start)
         target = pages + page * page_stride + start + position % BLOCK_SIZE * HEAD_DIM + place
-    tl.store(target, first, mask=low)
-    tl.store(target + half, second, mask=high)
+    tl.store(target + first_at[None, :], first, mask=low)
+    tl.store(target + second_at[None, :], second, mask=high)

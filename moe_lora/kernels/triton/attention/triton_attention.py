@@ -114,6 +114,7 @@ def _write_kv(operands: AttentionOperands, rotation: Rotation | None, *, all_sin
         HEADS=heads if rotation is not None else 0,
         KV_HEADS=layout.num_kv_heads,
         HEAD_DIM=layout.head_dim,
+        ROTATED_DIMS=layout.head_dim if rotation is None else 2 * rotation.cos.shape[1],
         BLOCK_SIZE=layout.block_size,
         SINGLE=all_single,
         ROTATES=rotation is not None,
@@ -265,9 +266,12 @@ def _check(operands: AttentionOperands) -> None:
 def _check_rotation(rotation: Rotation, q: torch.Tensor) -> None:
     num_rows, head_dim = q.shape[0], q.shape[2]
     angles, norms = (rotation.cos, rotation.sin), (rotation.q_weight, rotation.k_weight)
-    if any(one.shape != (num_rows, head_dim // 2) or one.dtype != torch.float32 for one in angles):
+    num_angles = min(rotation.cos.shape[-1], head_dim // 2)
+    if any(one.shape != (num_rows, num_angles) or one.dtype != torch.float32 for one in angles):
         shapes = [tuple(one.shape) for one in angles]
-        raise ValueError(f"cos and sin are {shapes}; needed is fp32, {(num_rows, head_dim // 2)} each")
+        raise ValueError(
+            f"cos and sin are {shapes}; needed is fp32, {num_rows} rows of up to {head_dim // 2} each"
+        )
     given = [one for one in norms if one is not None]
     if head_dim % 2 or len(given) == 1 or any(one.shape != (head_dim,) for one in given):
         shapes = [tuple(one.shape) for one in given]

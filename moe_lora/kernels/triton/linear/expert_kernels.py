@@ -17,22 +17,48 @@ from moe_lora.kernels.triton.lora.segment_kernels import sort_block
 
 
 @triton.jit
+def _in_best_groups(ranked_E, e, num_experts, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
+    """[EXPERTS] bool: experts of the TOP_GROUPS groups of largest sums of two scores; ties: the first."""
+    lowest = -float("inf")
+    group_E = e // (num_experts // GROUPS)
+    sum_E = tl.where(e < num_experts, lowest, lowest)
+    for group in tl.static_range(GROUPS):
+        here_E = group_E == group
+        first = tl.max(tl.where(here_E, ranked_E, lowest), axis=0)
+        place = tl.min(tl.where(here_E & (ranked_E == first), e, num_experts), axis=0)
+        second = tl.max(tl.where(here_E & (e != place), ranked_E, lowest), axis=0)
+        sum_E = tl.where(here_E, first + second, sum_E)
+    left_E, kept_E = e < num_experts, e < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.max(tl.where(left_E, sum_E, lowest), axis=0)
+        group = tl.min(tl.where(left_E & (sum_E == best), group_E, GROUPS), axis=0)
+        kept_E = kept_E | (group_E == group)
+        left_E = left_E & (group_E != group)
+    return kept_E & (e < num_experts)
+
+
+@triton.jit
 def _choose(
     token,
     logits,
     live,
     weights,
     ids,
+    correction,
     num_experts,
     power,
+    scale,
     TOP_K: tl.constexpr,
-    SOFTMAX_FIRST: tl.constexpr,
+    SCORES: tl.constexpr,
     NORM: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
     """A token's TOP_K experts of largest score, ascending by number, and their weights: see `experts.choose`.
 
-    EXPERTS: a power of 2, E at least.
+    SCORES: 0 logits, 1 their softmax, 2 their sigmoids.  EXPERTS: a power of 2, E at least.
     """
     e = tl.arange(0, EXPERTS)
     logit_E = tl.load(logits + token * num_experts + e, mask=e < num_experts, other=-float("inf")).to(
@@ -41,42 +67,75 @@ def _choose(
     logit_E = tl.where(logit_E == logit_E, logit_E, -float("inf"))
     largest = tl.maximum(tl.max(logit_E, axis=0), -3e38)
     exp_E = tl.exp(logit_E - largest)
-    score_E = exp_E / tl.sum(exp_E, axis=0) if SOFTMAX_FIRST else logit_E
+    score_E = logit_E
+    if SCORES == 1:
+        score_E = exp_E / tl.sum(exp_E, axis=0)
+    if SCORES == 2:
+        score_E = 1.0 / (1.0 + tl.exp(-logit_E))
     score_E = tl.where(score_E == score_E, score_E, 0.0)
-    left_E = e < num_experts
+    ranked_E = score_E
+    if CORRECTED:
+        ranked_E += tl.load(correction + e, mask=e < num_experts, other=0.0)
+    open_E = e < num_experts
+    if GROUPS > 1:
+        open_E = _in_best_groups(ranked_E, e, num_experts, GROUPS, TOP_GROUPS)
+    left_E = open_E
     for _ in tl.static_range(TOP_K):
-        best = tl.max(tl.where(left_E, score_E, -float("inf")), axis=0)
-        first = tl.min(tl.where(left_E & (score_E == best), e, EXPERTS), axis=0)
+        best = tl.max(tl.where(left_E, ranked_E, -float("inf")), axis=0)
+        first = tl.min(tl.where(left_E & (ranked_E == best), e, EXPERTS), axis=0)
         left_E = left_E & (e != first)
-    chosen_E = (e < num_experts) & (left_E == 0)
-    kept_E = tl.where(chosen_E, score_E if SOFTMAX_FIRST else exp_E, 0.0)
+    chosen_E = open_E & (left_E == 0)
+    kept_E = tl.where(chosen_E, score_E if SCORES else exp_E, 0.0)
     if NORM == 1:
         kept_E = kept_E / tl.sum(kept_E, axis=0)
     if NORM == 2:
         powers_E = tl.where(chosen_E, tl.exp2(tl.log2(kept_E) * power), 0.0)
         kept_E = kept_E / tl.exp2(tl.log2(tl.sum(powers_E, axis=0)) / power)
+    kept_E = kept_E * scale
     place_E = token * TOP_K + tl.cumsum(chosen_E.to(tl.int32), axis=0) - 1
     tl.store(weights + place_E, kept_E, mask=chosen_E)
     is_live = tl.load(live + token) != 0
     tl.store(ids + place_E, tl.where(is_live, e, -1), mask=chosen_E)
 
 
-@triton.jit(do_not_specialize=("power",))
+@triton.jit(do_not_specialize=("power", "scale"))
 def choose_experts(
     logits,
     live,
     weights,
     ids,
+    correction,
     num_experts,
     power,
+    scale,
     TOP_K: tl.constexpr,
-    SOFTMAX_FIRST: tl.constexpr,
+    SCORES: tl.constexpr,
     NORM: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
     """`_choose`, a program per token."""
     token = tl.program_id(0)
-    _choose(token, logits, live, weights, ids, num_experts, power, TOP_K, SOFTMAX_FIRST, NORM, EXPERTS)
+    _choose(
+        token,
+        logits,
+        live,
+        weights,
+        ids,
+        correction,
+        num_experts,
+        power,
+        scale,
+        TOP_K,
+        SCORES,
+        NORM,
+        CORRECTED,
+        GROUPS,
+        TOP_GROUPS,
+        EXPERTS,
+    )
 
 
 @triton.jit
@@ -126,19 +185,30 @@ def _all_chosen(chosen, num_tokens, INTERPRETED: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=("power", "num_tokens", "first", "ordered", "num_slots", "of_model", "tile_rows")
+    do_not_specialize=(
+        "power",
+        "scale",
+        "num_tokens",
+        "first",
+        "ordered",
+        "num_slots",
+        "of_model",
+        "tile_rows",
+    )
 )
 def choose_and_order(
     logits,
     live,
     weights,
     ids,
+    correction,
     order,
     to_sort,
     counters,
     num_tokens,
     num_experts,
     power,
+    scale,
     first,
     num_held,
     ordered,
@@ -146,8 +216,11 @@ def choose_and_order(
     of_model,
     tile_rows,
     TOP_K: tl.constexpr,
-    SOFTMAX_FIRST: tl.constexpr,
+    SCORES: tl.constexpr,
     NORM: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
     EXPERTS: tl.constexpr,
     SORTS: tl.constexpr,
     CUT: tl.constexpr,
@@ -170,7 +243,24 @@ def choose_and_order(
     num_rows = num_tokens * TOP_K
     item = tl.atomic_add(counters, 1, sem="relaxed")
     if item < num_tokens:
-        _choose(item, logits, live, weights, ids, num_experts, power, TOP_K, SOFTMAX_FIRST, NORM, EXPERTS)
+        _choose(
+            item,
+            logits,
+            live,
+            weights,
+            ids,
+            correction,
+            num_experts,
+            power,
+            scale,
+            TOP_K,
+            SCORES,
+            NORM,
+            CORRECTED,
+            GROUPS,
+            TOP_GROUPS,
+            EXPERTS,
+        )
         tl.debug_barrier()
         tl.atomic_add(counters + 1, 1, sem="release")
     else:

@@ -91,29 +91,45 @@ def rows_of_tiles(num_rows: int, num_experts: int) -> int:
     return block_t
 
 
+class Choice(NamedTuple):
+    """How a gate chooses `top_k` experts of a token.
+
+    scores: 0 the softmax of the chosen logits, 1 the softmax of all, 2 sigmoids.  norm: p of the p-norm that
+    divides the chosen scores of 1 and 2, 0 = not divided.
+    num_groups: equal groups of experts; experts of the top_groups with the largest sums of two scores are
+    chosen.  scale: factor of the weights.
+    """
+
+    top_k: int
+    scores: int
+    norm: float = 0.0
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
 def choose(
-    logits: torch.Tensor, live: torch.Tensor, top_k: int, softmax_first: bool, norm: float
+    logits: torch.Tensor, live: torch.Tensor, choice: Choice, correction: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Expert weights [T, K] fp32 and ids [T, K] int32, ids ascending in each row; ties: the first.
 
-    softmax_first: largest values of the softmax over all experts, divided by their p-norm if `norm`, p, is
-    not 0; else the softmax over the largest logits.  live: [T] bool; ids of other rows are -1.  logits: [T,
-    E].
+    live: [T] bool; ids of other rows are -1.  logits: [T, E].  correction: [E] fp32 in the choice, not in the
+    weights, or None.
     Raises ValueError for operands that don't fit.
     """
-    weights, ids, operands, constants = _chosen(logits, live, top_k, softmax_first, norm)
+    weights, ids, operands, constants = _chosen(logits, live, choice, correction)
     if len(logits):
         kernel = configs.kernels("linear.expert_kernels").choose_experts
-        configs.start(kernel, len(logits), *operands, logits.shape[1], float(norm), **constants, num_warps=1)
+        numbers = (logits.shape[1], float(choice.norm), float(choice.scale))
+        configs.start(kernel, len(logits), *operands, *numbers, **constants, num_warps=1)
     return weights, ids
 
 
 def choose_and_order(
     logits: torch.Tensor,
     live: torch.Tensor,
-    top_k: int,
-    softmax_first: bool,
-    norm: float,
+    choice: Choice,
+    correction: torch.Tensor | None,
     held: range,
     zeros: Zeros,
     rows_to_sort: Callable[[torch.Tensor], RowsToSort | None] | None,
@@ -124,22 +140,23 @@ def choose_and_order(
     above the rows of one launch.
     """
     num_tokens, num_experts = logits.shape
-    if not 0 < num_tokens * top_k <= ONE_LAUNCH_MAX_ROWS:
-        weights, ids = choose(logits, live, top_k, softmax_first, norm)
+    if not 0 < num_tokens * choice.top_k <= ONE_LAUNCH_MAX_ROWS:
+        weights, ids = choose(logits, live, choice, correction)
         return weights, ids, order(ids, len(held), held.start)
-    weights, ids, operands, constants = _chosen(logits, live, top_k, softmax_first, norm)
+    weights, ids, operands, constants = _chosen(logits, live, choice, correction)
     found = _empty_order(ids, len(held))
     rows = None if rows_to_sort is None else rows_to_sort(ids)
     ordered = 0 if not held or by_rows(ids, len(held)) else len(held) + 1
     if not ordered and rows is None:
-        return *choose(logits, live, top_k, softmax_first, norm), found
+        return *choose(logits, live, choice, correction), found
     *to_sort, sizes = ((ids,) * 7 + ((0, 0, 0),)) if rows is None else rows.operands
     blocks = 0 if rows is None else -(-ids.numel() // _BLOCK_SORTED)
     configs.start(
         configs.kernels("linear.expert_kernels").choose_and_order,
         num_tokens + ordered + blocks,
         *(*operands, found, tuple(to_sort), zeros.take(2, ids.device)),
-        *(num_tokens, num_experts, float(norm), held.start, len(held), ordered, *sizes),
+        *(num_tokens, num_experts, float(choice.norm), float(choice.scale)),
+        *(held.start, len(held), ordered, *sizes),
         SORTS=rows is not None,
         CUT=rows is not None and rows.cuts,
         INTERPRETED=configs.interpreted(),
@@ -153,24 +170,36 @@ def choose_and_order(
 
 
 def _chosen(
-    logits: torch.Tensor, live: torch.Tensor, top_k: int, softmax_first: bool, norm: float
+    logits: torch.Tensor, live: torch.Tensor, choice: Choice, correction: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], dict[str, Any]]:
     num_tokens, num_experts = logits.shape
+    top_k, is_softmax_last = choice.top_k, choice.scores == 0
     if live.shape != (num_tokens,) or live.dtype != torch.bool or not 1 <= top_k <= num_experts:
         raise ValueError(
             f"logits are {tuple(logits.shape)}, live {tuple(live.shape)} {live.dtype}, top_k={top_k}; needed "
             "are a bool for each row, and 1 to as many experts as there are"
         )
+    in_group, rest = divmod(num_experts, choice.num_groups)
+    if choice.num_groups > 1 and (
+        rest or in_group < 2 or not top_k <= choice.top_groups * in_group <= num_experts
+    ):
+        raise ValueError(f"{choice} does not fit {num_experts} experts: groups must be equal, of 2 or more")
+    if correction is not None and (correction.shape != (num_experts,) or correction.dtype != torch.float32):
+        raise ValueError(f"correction is {tuple(correction.shape)} {correction.dtype}; fp32 of E fits")
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
-    by_sum = norm == 1 or not softmax_first
+    by_sum = choice.norm == 1 or is_softmax_last
     constants = {
         "TOP_K": top_k,
-        "SOFTMAX_FIRST": softmax_first,
-        "NORM": 1 if by_sum else 2 if norm else 0,
+        "SCORES": choice.scores,
+        "NORM": 1 if by_sum else 2 if choice.norm else 0,
+        "CORRECTED": correction is not None,
+        "GROUPS": choice.num_groups,
+        "TOP_GROUPS": choice.top_groups,
         "EXPERTS": 1 << (num_experts - 1).bit_length(),
     }
-    return weights, ids, (logits.contiguous(), live.contiguous(), weights, ids), constants
+    given = logits if correction is None else correction.contiguous()
+    return weights, ids, (logits.contiguous(), live.contiguous(), weights, ids, given), constants
 
 
 def by_rows(ids: torch.Tensor, num_experts: int) -> bool:
@@ -360,10 +389,16 @@ def launch_all(dtype: torch.dtype) -> None:
         biases = [weight.new_empty(weight.shape[:2]) if biased else None for weight in weights]
         tiled = dtype == torch.bfloat16 and inner % _BLOCK_K == 0
         logits, live = torch.empty(2, num_experts, dtype=dtype), torch.empty(2, dtype=torch.bool)
-        for softmax_first, norm in ((True, 0.0), (True, 1.0), (True, 2.0), (False, 0.0)):
-            choose(logits, live, top_k, softmax_first, norm)
+        correction = torch.empty(num_experts, dtype=torch.float32)
+        grouped = (
+            Choice(top_k, 2, 1.0, 4, 2) if num_experts % 4 == 0 and num_experts > 8 else Choice(top_k, 2)
+        )
+        plain = [Choice(top_k, *one) for one in ((1, 0.0), (1, 1.0), (1, 2.0), (0, 0.0))]
+        corrected = [Choice(top_k, 1, 1.0), Choice(top_k, 2, 1.0), grouped]
+        for choice, bias in [(one, None) for one in plain] + [(one, correction) for one in corrected]:
+            choose(logits, live, choice, bias)
             for tile_rows in (None, 0, 16):
-                _launch_choice(logits, live, top_k, softmax_first, norm, tile_rows)
+                _launch_choice(logits, live, choice, bias, tile_rows)
         for rows_per_expert in (0, 2, 20, 40, 80) if tiled else (0, 2):
             num_tokens = max(1, rows_per_expert * num_experts // top_k)
             ids = torch.empty(num_tokens, top_k, dtype=torch.int32)
@@ -383,9 +418,8 @@ def launch_all(dtype: torch.dtype) -> None:
 def _launch_choice(
     logits: torch.Tensor,
     live: torch.Tensor,
-    top_k: int,
-    softmax_first: bool,
-    norm: float,
+    choice: Choice,
+    correction: torch.Tensor | None,
     tile_rows: int | None,
 ) -> None:
     slots, zeros, num_experts = live.int(), Zeros(), logits.shape[1]
@@ -394,4 +428,4 @@ def _launch_choice(
         return rows_to_sort(slots, ids, 5, num_experts, tile_rows or 0, zeros)
 
     to_sort = None if tile_rows is None else rows
-    choose_and_order(logits, live, top_k, softmax_first, norm, range(top_k), zeros, to_sort)
+    choose_and_order(logits, live, choice, correction, range(choice.top_k), zeros, to_sort)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen2-MoE: a shared expert behind a sigmoid gate, dense layers by number or step, biases on q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .schema.config_json import ConfigJson
+from .schema.family import (
+    EXPERT_SIZES,
+    SIZES,
+    Family,
+    Place,
+    dense_layers,
+    fused_experts,
+    linear_mlp,
+    windows_by_type,
+)
+
+GATE = Place(path="mlp.gate", site="router", optional_linear=True)
+FUSED, LINEAR = fused_experts("mlp.experts"), linear_mlp("mlp.experts.{}")
+
+
+def _layers(config: ConfigJson) -> Mapping[str, Any]:
+    return {
+        "qkv_bias": config.flag("qkv_bias", True),
+        "gate_norm": 1.0 if config.flag("norm_topk_prob") else None,
+    }
+
+
+def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
+    if not config.flag("use_sliding_window"):
+        return (0,) * num_layers
+    first = config.size("max_window_layers", default=28, least=0)
+    kinds = [
+        "full_attention" if layer % 2 or layer >= first else "sliding_attention"
+        for layer in range(num_layers)
+    ]
+    return windows_by_type(config, config.size("sliding_window", default=4096), kinds)
+
+
+def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
+    step = config.size("decoder_sparse_step", default=1)
+    named = config.numbers("mlp_only_layers")
+    dense = (layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
+    return {
+        "shared_size": config.size("shared_expert_intermediate_size", default=5632),
+        "has_shared_gate": True,
+        **dense_layers(config, dense, "intermediate_size"),
+    }
+
+
+FAMILY = Family(
+    title="Qwen2-MoE",
+    sizes={**SIZES, **EXPERT_SIZES, "intermediate_size": ("moe_intermediate_size",)},
+    layers=_layers,
+    windows=_windows,
+    beside_experts=_beside,
+    beside=(
+        *linear_mlp("mlp.shared_expert", kind="shared_"),
+        Place(path="mlp.shared_expert_gate", site="shared_gate"),
+        *linear_mlp("mlp", kind="dense_"),
+    ),
+    mlp=((GATE, *FUSED), (GATE, *LINEAR)),
+    adapted=(GATE, *FUSED, *LINEAR),
+)
