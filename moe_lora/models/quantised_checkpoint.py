@@ -27,9 +27,9 @@ from moe_lora.kernels import quantised
 from moe_lora.kernels.quantised import Format
 
 from .causal_lm import CausalLM
-from .mlp import Correction
 from .checkpoint import INDEX_NAME, Checkpoint
 from .loader import linear_layers, refuse_unexpected
+from .mlp import Correction
 from .quantised_weight import Quantisation, rows_at_once
 from .stored_weight import packed_fields
 from .weights import Piece, linear_weight_map, weight_map

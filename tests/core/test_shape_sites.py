@@ -83,5 +83,5 @@ def test_whole_experts_leave_the_other_widths_whole():
 
 def test_plans_of_equal_layers_refuse_such_a_model():
     PLAIN.check_equal_layers("a plan")
-    with pytest.raises(ConfigError, match="a plan counts equal layers .* 2 dense layers and shared_size=20"):
+    with pytest.raises(ConfigError, match=r"a plan counts equal layers .* 2 dense layers and shared_size=20"):
         SHAPE.check_equal_layers("a plan")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-
 from itertools import product
 
 from tests.families import FAMILIES, LATER_MOE, MOE_FAMILIES

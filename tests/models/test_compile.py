@@ -67,7 +67,7 @@ def num_graphs(family):
     return 2 if family in ("gpt_oss", *LATER_MOE) else 1
 
 
-@pytest.mark.parametrize("family", (*FAMILIES, *LATER_MOE))
+@pytest.mark.parametrize("family", [*FAMILIES, *LATER_MOE])
 def test_layers_share_one_graph_without_breaks(family, served):
     graphs = []
 

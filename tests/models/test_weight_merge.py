@@ -106,7 +106,7 @@ def test_weights_are_the_same_bits_after_random_cycles(num_cycles, family, dtype
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-@pytest.mark.parametrize("family", (*FAMILIES, *LATER_MOE))
+@pytest.mark.parametrize("family", [*FAMILIES, *LATER_MOE])
 def test_mixed_steps_give_the_tokens_of_peft(family, share, served):
     """Rows of the merged adapter, of others and of the base, with some or all sites merged."""
     model, prompts = served(family), make_prompts()
