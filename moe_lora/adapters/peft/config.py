@@ -141,7 +141,7 @@ _MUST_BE_UNSET = {
     "merge_weights": "a delta merged into the base is not supported: save the adapter with peft 0.4 or later",
 }
 # Other initialisations also change the base weights.
-_ADDITIVE_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+_ADDITIVE_INITS = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
 _MAX_NUMBER = 1e6
 _MAX_LORA_RANK = 1_000_000
 _NAME_LISTS = ("target_modules", "target_parameters", "exclude_modules")

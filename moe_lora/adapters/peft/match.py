@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_lora.core.errors import AdapterError
@@ -28,9 +28,12 @@ from .places import (
     max_tensors,
     place_map,
 )
+from .stacked import placed, present_styles
 from .training_state import base_copies
 
 _MAX_SHOWN_NAMES = 10
+_MODULES = ("matrix", "stacked")
+"""Forms of modules, unlike parameters."""
 
 
 @dataclass(frozen=True)
@@ -72,22 +75,27 @@ def match(
     names = read_names(tensors, place_map(shape).layer_prefix, place_map(shape).outer, where)
     paths = {name.path for name in names.by_key.values()}
     places = place_map(shape, has_older_names(shape, paths))
-    expected = _expected(config, places, paths, names)
-    found: dict[tuple[str, int], dict[str, str]] = {}
+    names = replace(names, by_key=placed(names.by_key, places.by_path))
+    expected = _expected(config, places, {name.path for name in names.by_key.values()}, names)
+    found: dict[tuple[str, int], dict[str, dict[int | None, str]]] = {}
     for key, name in names.by_key.items():
         _check_known(key, name, places, expected, config, shape, where)
-        parts = found.setdefault((name.path, name.depth), {})
-        if name.part in parts:
+        keys = found.setdefault((name.path, name.depth), {}).setdefault(name.part, {})
+        if name.expert in keys:
             raise AdapterError(
-                f"{where}: {key} and {parts[name.part]} have one place in the model; keep the tensor that "
+                f"{where}: {key} and {keys[name.expert]} have one place in the model; keep the tensor that "
                 "belongs to the adapter, and remove the other"
             )
-        parts[name.part] = key
+        keys[name.expert] = key
     _check_tying(config, expected, places, where)
     layers: list[list[PairSource]] = [[] for _ in range(shape.num_layers + 1)]
     for path, targeted in expected.items():
         for depth, place in enumerate(reversed(targeted)):
-            source = _source(path, place, found.get((path, depth), {}), config, names, where)
+            parts = {
+                part: _of_all_experts(keys, shape, where)
+                for part, keys in found.get((path, depth), {}).items()
+            }
+            source = _source(path, place, parts, config, names, where)
             layers[places.by_path[path][0]].append(source)
     for layer in layers:
         _check_one_form(layer, where)
@@ -136,21 +144,28 @@ def _expected(
     has_experts = any(place.expert is not None for place in firsts)
     has_gate = has_experts or any(place.site == "router" for place in firsts)
     is_split = any(place.is_split for place in firsts)
+    stacked = present_styles(path for path in present if _is_stacked(path, places))
     expected: dict[str, list[Place]] = {}
     for path, (_, in_order) in places.by_path.items():
         if in_order[0].expert is not None and not has_experts:
             continue
         if in_order[0].is_split not in (None, is_split):
             continue
+        if in_order[0].form == "stacked" and path.rpartition(".")[2] not in stacked:
+            continue
         readings = names.readings(path)
         for place in in_order:
             targeted = any(config.targets_parameter(f"{one}.{place.parameter}") for one in readings)
             is_linear = has_gate or place.site != "router" or not place.optional_linear
-            if place.form == "matrix" and is_linear and not targeted:
+            if place.form in _MODULES and is_linear and not targeted:
                 targeted = any(_targets_module(config, one, place) for one in readings)
             if targeted:
                 expected.setdefault(path, []).append(place)
     return expected
+
+
+def _is_stacked(path: str, places: PlaceMap) -> bool:
+    return path in places.by_path and places.by_path[path][1][0].form == "stacked"
 
 
 def _targets_module(config: AdapterConfig, path: str, place: Place) -> bool:
@@ -221,14 +236,18 @@ def _ends_as_a_module(path: str, places: PlaceMap) -> bool:
 
 
 def _check_one_form(layer: list[PairSource], where: str) -> None:
-    """Refuses an expert's delta in both forms at once, which PEFT never writes."""
-    fused = {source.place.site: source.key_a for source in layer if source.place.form == "fused"}
+    """Refuses an expert's delta in two forms at once, which no tool writes."""
+    known: dict[tuple[str, int], tuple[object, str]] = {}
     for source in layer:
-        if source.place.expert is not None and source.place.site in fused:
-            raise AdapterError(
-                f"{where}: {source.key_a} and {fused[source.place.site]} adapt the same experts twice; "
-                "save the adapter in one form, fused or per expert"
-            )
+        place = source.place
+        form = "expert" if place.expert is not None else (place.form, place.path.rpartition(".")[2])
+        for module in place.modules:
+            before, key = known.setdefault((place.site, module), (form, source.key_a))
+            if before != form:
+                raise AdapterError(
+                    f"{where}: {source.key_a} and {key} adapt the same experts twice; "
+                    "save the adapter in one form, fused or per expert"
+                )
 
 
 def _unmatched_names(config: AdapterConfig, expected: dict[str, list[Place]], names: Names) -> Iterable[str]:
@@ -255,15 +274,35 @@ def _unmatched_names(config: AdapterConfig, expected: dict[str, list[Place]], na
             )
 
 
+def _of_all_experts(keys: Mapping[int | None, str], shape: ModelShape, where: str) -> tuple[str, ...]:
+    """The tensor of a module, or the tensors of all experts in order."""
+    if None in keys:
+        return (keys[None],)
+    missing = sorted({*range(shape.num_experts)} - keys.keys())
+    if missing:
+        [first, *_] = keys.values()
+        raise AdapterError(
+            f"{where}: {first} has no tensor of expert {missing[0]} beside it; the file is incomplete, save "
+            "it again"
+        )
+    return tuple(keys[expert] for expert in range(shape.num_experts))
+
+
 def _source(
-    path: str, place: Place, parts: dict[str, str], config: AdapterConfig, names: Names, where: str
+    path: str,
+    place: Place,
+    parts: dict[str, tuple[str, ...]],
+    config: AdapterConfig,
+    names: Names,
+    where: str,
 ) -> PairSource:
     for part, other in (("A", "B"), ("B", "A")):
         if other in parts and part not in parts:
             raise AdapterError(
-                f"{where}: {parts[other]} has no lora_{part} beside it; the file is incomplete, save it again"
+                f"{where}: {parts[other][0]} has no lora_{part} beside it; the file is incomplete, save it "
+                "again"
             )
-    what = path if place.form == "matrix" else f"{path}.{place.parameter}"
+    what = path if place.form in _MODULES else f"{path}.{place.parameter}"
     if not parts:
         raise AdapterError(
             f"{where}: no tensors for {what}, which {config.where} targets; the file is incomplete or was "
@@ -274,11 +313,11 @@ def _source(
     has_order = place.form == "fused" and lora_rank > 1
     return PairSource(
         place=place,
-        key_a=parts["A"],
-        key_b=parts["B"],
+        keys_a=parts["A"],
+        keys_b=parts["B"],
         lora_rank=lora_rank,
         scale=scale,
-        grouped=has_order and config.expert_layout.is_grouped(place.parameter, parts["B"]),
+        grouped=has_order and config.expert_layout.is_grouped(place.parameter, parts["B"][0]),
     )
 
 
@@ -289,7 +328,7 @@ def _rank_and_scale(path: str, place: Place, config: AdapterConfig, names: Names
     """
     readings = names.readings(path)
     # A linear layer reached as a parameter matches patterns by the parameter's name.
-    is_parameter = place.form != "matrix" or not (
+    is_parameter = place.form not in _MODULES or not (
         config.all_linear or any(config.targets_module(one) for one in readings)
     )
     found: dict[tuple[int, float], str] = {}

@@ -77,7 +77,7 @@ class TensorName:
     path: of the module, by the served model's names.  depth: nesting of the module's wrapper in PEFT.  part:
     "A" or "B".  adapter: the adapter's name in the key, or None.  front: prefix of the layers, without
     wrappers.  read_as: the path with all wrappers, below PEFT's outermost prefix.  is_embedding: of PEFT's
-    LoRA layer of an embedding.
+    LoRA layer of an embedding.  expert: of a tensor of one expert beside a matrix of all (`stacked`).
     """
 
     path: str
@@ -87,6 +87,7 @@ class TensorName:
     front: str
     read_as: str
     is_embedding: bool
+    expert: int | None = None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from moe_lora.families import family_named
 from moe_lora.families.schema.family import Place, of_all_experts
 
 from .names import OuterPaths
+from .stacked import stacked_places
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,8 @@ def place_map(shape: ModelShape, older_names: bool = False) -> PlaceMap:
     family = family_named(shape.family)
     new, old = family.older_path or ("", "")
     in_layer: dict[str, tuple[Place, ...]] = {}
-    for place in of_all_experts((*family.attention, *family.beside, *family.adapted), shape.num_experts):
+    listed = (*family.attention, *family.beside, *family.adapted, *stacked_places(family.adapted))
+    for place in of_all_experts(listed, shape.num_experts):
         renamed = older_names and place.path.startswith(new)
         path = old + place.path.removeprefix(new) if renamed else place.path
         in_layer[path] = (*in_layer.get(path, ()), place)
@@ -104,25 +106,36 @@ class Shaped(Protocol):
 class PairSource:
     """One pair in the file, with its config.
 
-    grouped: the columns of a fused lora_B are grouped by expert (see `config.ExpertLayout`).
+    keys_a, keys_b: a tensor, or one per expert beside a matrix of all experts.  grouped: the columns of a
+    fused lora_B are grouped by expert (see `config.ExpertLayout`).
     """
 
     place: Place
-    key_a: str
-    key_b: str
+    keys_a: tuple[str, ...]
+    keys_b: tuple[str, ...]
     lora_rank: int
     scale: float
     grouped: bool = False
+
+    @property
+    def key_a(self) -> str:
+        """The first key of lora_A."""
+        return self.keys_a[0]
+
+    @property
+    def key_b(self) -> str:
+        """The first key of lora_B."""
+        return self.keys_b[0]
 
 
 def make_pair(
     source: PairSource, tensors: Mapping[str, torch.Tensor], shape: ModelShape, swapped: bool
 ) -> Pair:
-    """Views [N, R, D] of the pair's tensors, after `check_pair`; no copy."""
+    """Views [N, R, D] of the pair's tensors, after `check_pair`; a copy of tensors of single experts."""
     from moe_lora.adapters.packed import Pair
 
     place, site = source.place, site_named(shape, source.place.site)
-    a, b = tensors[source.key_a], tensors[source.key_b]
+    a, b = (_whole([tensors[key] for key in keys]) for keys in (source.keys_a, source.keys_b))
     experts = range(max(1, site.num_experts))
     if place.expert is not None:
         experts = range(place.expert, place.expert + 1)
@@ -142,15 +155,30 @@ def check_pair(
     source: PairSource, tensors: Mapping[str, Shaped], shape: ModelShape, where: str, swapped: bool
 ) -> None:
     """Raises AdapterError with `where` and the key for a wrong shape or a non-float dtype."""
-    keys = (source.key_a, source.key_b)
-    for key in keys:
+    for key in (*source.keys_a, *source.keys_b):
         if str(tensors[key].dtype) not in _FLOATS:
             raise AdapterError(
                 f"{where}: {key}: dtype {tensors[key].dtype} is not supported; "
                 "save the adapter in float32, bfloat16 or float16"
             )
-    for key, expected in zip(keys, expected_shapes(source, shape, swapped), strict=True):
-        _check_shape(where, key, tensors[key], expected, source)
+    shapes = expected_shapes(source, shape, swapped)
+    for keys, expected in zip((source.keys_a, source.keys_b), shapes, strict=True):
+        for key in keys:
+            sizes: tuple[int, ...] = expected
+            if source.place.form == "stacked" and len(keys) == 1:
+                first = tuple(tensors[key].shape)[:1]
+                sizes = (*(first if first == (1,) else (shape.num_experts,)), *expected)
+            _check_shape(where, key, tensors[key], sizes, source)
+    both = [tuple(tensors[keys[0]].shape) for keys in (source.keys_a, source.keys_b)]
+    if (
+        source.place.form == "stacked"
+        and all(len(one) == 3 and one[0] == 1 for one in both)
+        and shape.num_experts > 1
+    ):
+        raise AdapterError(
+            f"{where}: {source.key_a} and {source.key_b} are both shared by all experts, and one of the two "
+            f"has a matrix for each of {shape.num_experts}; save the adapter again"
+        )
 
 
 def expected_shapes(
@@ -186,7 +214,7 @@ def is_swapped(sources: list[PairSource], tensors: Mapping[str, Shaped], shape: 
     return bool(fused) and fits[True] and not fits[False]
 
 
-def _check_shape(where: str, key: str, tensor: Shaped, expected: tuple[int, int], source: PairSource) -> None:
+def _check_shape(where: str, key: str, tensor: Shaped, expected: tuple[int, ...], source: PairSource) -> None:
     found = tuple(tensor.shape)
     if len(found) == 1 and expected != found:
         raise AdapterError(
@@ -219,7 +247,16 @@ def _views(
         sliced = b.view(site.num_experts, -1, rank).transpose(1, 2)
         # The down matrix is applied untransposed: its rows are inputs, so B shrinks and A expands.
         return (sliced, shared) if site.name == "down" else (shared, sliced)
+    if source.place.form == "stacked":
+        return a, b.transpose(1, 2)
     return a.unsqueeze(0), b.t().unsqueeze(0)
+
+
+def _whole(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The tensor, or those of all experts in one."""
+    import torch
+
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
 
 
 def _split(expand: torch.Tensor, place: Place) -> tuple[torch.Tensor, ...]:

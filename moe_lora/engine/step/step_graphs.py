@@ -116,7 +116,9 @@ class StepGraphs:
         """Sources of deltas; None if no graph has this combination."""
         groups, merged = set(range(len(routing.sources))), routing.terms.shape[2] > 1
         if merged:  # a merged adapter's sites form separate groups
-            groups = set().union(*routing.groups) | ({routing.outer} - {None})
+            groups = set().union(*routing.groups)
+            if routing.outer is not None:
+                groups.add(routing.outer)
         places = tuple((s, group) for group in sorted(groups) for s in sorted(routing.sources[group]))
         # A graph has all sites of each captured group.
         if places and (merged or {s for s, _ in places} - {Source.LOCAL, Source.PUSHED} - self._hosts.keys()):

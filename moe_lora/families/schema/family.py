@@ -16,7 +16,7 @@ from moe_lora.core.shape import ModelShape
 from .config_json import ConfigJson
 from .rope import RopeSpec, context_of, rope_spec
 
-Form = Literal["matrix", "fused", "rows", "mxfp4"]
+Form = Literal["matrix", "fused", "rows", "mxfp4", "stacked"]
 LARGEST = {"num_layers": 10_000, "head_dim": 65_536}
 """Limits of sizes that lists are made of."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -69,6 +69,7 @@ class Place:
     modules: numbers of the site's modules.  expert: None if dense or all at once.
     form: "matrix", one linear layer [out, in].  "fused", a 3-D parameter of all experts [E, out, in].
     "rows", a 2-D parameter [E * F, H], down transposed.  "mxfp4", blocks and scales of a fused parameter.
+    "stacked", LoRA tensors [E or 1, ...] of linear layers of all experts.
     interleaved: gate and up alternate in the outputs.  transposed: a fused parameter [E, in, out].
     optional_linear: a linear layer in older transformers only.  is_split: True in Unsloth's module of linear
     experts alone, False in the module without them alone; None in both.
