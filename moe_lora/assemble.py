@@ -136,15 +136,8 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
     """
     from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.processes import usable_cores
-    from moe_lora.dist.launch.host_roles import (
-        cluster_file,
-        on_sockets,
-        roles_of,
-        run_roles,
-        spare_of,
-        thread_share,
-        write_cluster,
-    )
+    from moe_lora.dist.launch.cluster_file import cluster_file, on_sockets, thread_share, write_cluster
+    from moe_lora.dist.launch.host_roles import roles_of, run_roles, spare_of
     from moe_lora.serve.server import bound
 
     # Report errors here once, instead of in each process.
@@ -261,8 +254,8 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
 def _checked(cluster: ClusterConfig) -> ClusterConfig:
     """Settings with devices, for all roles on this host.  Raises ConfigError."""
     from moe_lora.dist.cluster.controller.routes import make_routes
+    from moe_lora.dist.launch.cluster_file import check_pool
     from moe_lora.dist.launch.devices import log_devices, placed
-    from moe_lora.dist.launch.host_roles import check_pool
     from moe_lora.serve.access import checked_keys
 
     for name, place in cluster.front_ends.items():
@@ -301,7 +294,8 @@ async def local_instances(
     from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.dist.cluster.controller.cluster_controller import controlled_fleet
     from moe_lora.dist.cluster.controller.routes import make_routes
-    from moe_lora.dist.launch.host_roles import HostRoles, cluster_file, instance_roles, on_sockets, spare_of
+    from moe_lora.dist.launch.cluster_file import cluster_file, on_sockets
+    from moe_lora.dist.launch.host_roles import HostRoles, instance_roles, spare_of
 
     cluster = _with_shares(cluster)
     config = cluster.engine
@@ -343,8 +337,8 @@ async def local_instances(
 
 def _with_shares(cluster: ClusterConfig) -> ClusterConfig:
     from moe_lora.core.processes import usable_cores
+    from moe_lora.dist.launch.cluster_file import thread_share
     from moe_lora.dist.launch.devices import placed
-    from moe_lora.dist.launch.host_roles import thread_share
 
     cluster = placed(cluster)
     config = cluster.engine
@@ -357,7 +351,7 @@ def _passed_on(reload: Reload | None, file: int, cluster: ClusterConfig, roles: 
     """Keep the processes' log level equal to this process's.  file: the processes' settings file, with
     `cluster`.
     """
-    from moe_lora.dist.launch.host_roles import write_cluster
+    from moe_lora.dist.launch.cluster_file import write_cluster
 
     def tell(now: FrontEndConfig) -> None:
         front_end = replace(cluster.front_end, log_level=now.log_level)
@@ -438,8 +432,9 @@ async def local_lora_server(
 
     from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.partition import Layout, Partition
+    from moe_lora.dist.launch.cluster_file import cluster_file
     from moe_lora.dist.launch.devices import placed
-    from moe_lora.dist.launch.host_roles import HostRoles, cluster_file, server_roles
+    from moe_lora.dist.launch.host_roles import HostRoles, server_roles
     from moe_lora.families import shape_of
 
     cluster = placed(cluster)

@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keeper of this host's processes: cores, environment, start, end, restart.  Imports no torch.
-
-Each child has a session of its own, so Ctrl-C in the terminal reaches only the keeper.  A socket joins both:
-the child's first word goes over the socket, and the keeper's end hangs the socket up.
-"""
+"""The keeper of this host's processes: cores, environment, start, end, restart.  Imports no torch."""
 
 from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-
-from .errors import PeerGoneError
-from .teardown import quick_teardown
 
 STOP_TIMEOUT_S = 10.0
 _SPIN_COUNT = "10000"
@@ -75,16 +67,14 @@ def worker_environment(num_threads: int | None) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """A process that ends within `quick_s` of its start died quickly; repeated quick deaths delay the next
-    start, to spare the cores.
-    """
+    """A death within `quick_s` of the start is quick; repeated quick deaths delay the next start."""
 
     quick_s: float = 30.0
     first_pause_s: float = 0.5
     longest_pause_s: float = 5.0
 
     def num_deaths(self, before: int, lived_s: float) -> int:
-        """Quick deaths in a row, counted on from `before` by a death after lived_s."""
+        """Quick deaths in a row with a further death after lived_s."""
         return before + 1 if lived_s < self.quick_s else 1
 
     def pause_s(self, num_deaths: int) -> float:
@@ -95,11 +85,11 @@ class RestartPolicy:
 
 
 class Child:
-    """A running child process.
+    """A child process in its own session: Ctrl-C in the terminal reaches only the keeper.
 
-    words: command after the interpreter; the number of the child's end of `socket` follows.  fds: further
-    inherited descriptors.  environment: added to this process's.  ended: exit code, negative for a signal.
-    Raises OSError or RuntimeError for lack of handles, memory or threads, and then leaves no process.
+    words: command after the interpreter, before the number of the child's end of `socket`.  fds: also
+    inherited.  ended: exit code, negative for a signal.  Raises OSError or RuntimeError without a free
+    handle, memory or thread, and then leaves no process.
     """
 
     def __init__(
@@ -149,12 +139,12 @@ class Child:
         return f"was killed by signal {-code}"
 
     def end(self, limit_s: float) -> None:
-        """Wait for the end, and kill the process after limit_s."""
+        """As `end_children`."""
         end_children([self], limit_s)
 
 
 def end_children(children: Sequence[Child], limit_s: float) -> None:
-    """Wait for the end of processes that were told to end, and kill the rest after limit_s."""
+    """Wait for the end of processes, and kill the rest after limit_s."""
     wait([child.ended for child in children], limit_s)
     for child in children:
         child.process.kill()
@@ -162,34 +152,9 @@ def end_children(children: Sequence[Child], limit_s: float) -> None:
 
 
 def start_child(module: str, *options: str, num_threads: int | None) -> tuple[Child, Connection]:
-    """Run `python -m module options FD`, whose main is `run_child`; returns also the connection."""
+    """Run `python -m module options FD`, whose main is `teardown.run_child`; returns also the connection."""
     child = Child("-m", module, *options, environment=worker_environment(num_threads))
     return child, Connection(child.socket.detach())
-
-
-def run_child(serve: Callable[[Connection], None]) -> None:
-    """Main of a child: serve the keeper's connection, until the keeper hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    quick_teardown()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    with suppress(EOFError, ConnectionError, PeerGoneError):
-        serve(Connection(int(sys.argv[-1])))
-
-
-def end_at_hang_up(connection: Connection, clean_up: Callable[[], None]) -> None:
-    """Once the other end has hung up or ended, clean up and end this process, even in a computation."""
-    hang_up = select.poll()
-    # poll always reports hang-ups; POLLRDHUP, if present, reports a half-closed peer.
-    hang_up.register(connection.fileno(), getattr(select, "POLLRDHUP", 0))
-
-    def end() -> None:
-        try:
-            hang_up.poll()
-            clean_up()
-        finally:
-            os._exit(0)
-
-    threading.Thread(target=end, name="keeper-watch", daemon=True).start()
 
 
 def set_log_level(level: str) -> None:

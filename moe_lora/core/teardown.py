@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quiet and quick ends of a process.  A separate file: every command imports this first."""
+"""Quiet and quick ends of a process, and a child's end with its keeper.  Every command imports this first."""
 
 from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
+import select
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import suppress
+
+from .errors import PeerGoneError
 
 
 def quiet_teardown() -> None:
@@ -22,6 +29,31 @@ def quiet_teardown() -> None:
 def quick_teardown() -> None:
     """End this process without garbage collection, which takes half a second with torch."""
     atexit.register(gc.freeze)
+
+
+def run_child(serve: Callable[[int], None]) -> None:
+    """Main of `processes.start_child`: serve the socket of this number, until the keeper hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    quick_teardown()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    with suppress(EOFError, ConnectionError, PeerGoneError):
+        serve(int(sys.argv[-1]))
+
+
+def end_at_hang_up(fd: int, clean_up: Callable[[], None]) -> None:
+    """Once the socket's other end has hung up, clean up and end this process, even in a computation."""
+    hang_up = select.poll()
+    # poll always reports hang-ups; POLLRDHUP, if present, reports a half-closed peer.
+    hang_up.register(fd, getattr(select, "POLLRDHUP", 0))
+
+    def end() -> None:
+        try:
+            hang_up.poll()
+            clean_up()
+        finally:
+            os._exit(0)
+
+    threading.Thread(target=end, name="keeper-watch", daemon=True).start()
 
 
 def _close_stderr() -> None:

@@ -23,10 +23,12 @@ from tests.stopped_processes import stop
 
 SERVING = """
 import time
-from moe_lora.core.processes import end_at_hang_up, run_child
+from multiprocessing.connection import Connection
+from moe_lora.core.teardown import end_at_hang_up, run_child
 
-def serve(connection):
-    end_at_hang_up(connection, lambda: None)
+def serve(fd):
+    connection = Connection(fd)
+    end_at_hang_up(fd, lambda: None)
     connection.send("ready")
     while True:
         {what}
@@ -36,7 +38,7 @@ run_child(serve)
 BUSY = SERVING.format(what="time.sleep(0.01)")
 ANSWERING = SERVING.format(what="connection.send(connection.recv())")
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVING.replace(
-    "    end_at_hang_up(connection, lambda: None)\n", ""
+    "    end_at_hang_up(fd, lambda: None)\n", ""
 ).format(what="time.sleep(0.01)")
 
 

@@ -21,7 +21,7 @@ from moe_lora.assemble import serve_controller, serve_front_end
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.dist.cluster.failover import Attempt, ResumableRequest
 from moe_lora.dist.cluster.migration import RequestMover
-from moe_lora.dist.launch.host_roles import on_sockets
+from moe_lora.dist.launch.cluster_file import on_sockets
 from moe_lora.dist.launch.roles import JobPlace, serve_instance
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.moving.kv_transfer import KvTransfer

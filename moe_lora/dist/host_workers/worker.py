@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.processes import end_at_hang_up, run_child
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.teardown import end_at_hang_up, run_child
 from moe_lora.dist.deltas.frame_slots import Compute, FrameSlots
 from moe_lora.dist.deltas.host_deltas import FailureLog, HostDeltas
 from moe_lora.dist.deltas.session import DONE, STALE, DeltaRequest, FrameLayout
@@ -128,7 +128,7 @@ def serve(connection: Connection) -> None:
         session = ServerSession(setup.name, setup.name, transport, requests, answers, layout, setup.depth)
         serve_next = partial(_serve_next, transport, session)
         connection.send(requests.descriptor())
-    end_at_hang_up(connection, partial(_remove_store, setup))
+    end_at_hang_up(connection.fileno(), partial(_remove_store, setup))
     connection.recv()
     while True:
         serve_next(compute)
@@ -155,4 +155,4 @@ def _remove_store(setup: WorkerSetUp) -> None:
 
 
 if __name__ == "__main__":
-    run_child(serve)
+    run_child(lambda fd: serve(Connection(fd)))

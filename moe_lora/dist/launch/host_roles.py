@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from tempfile import TemporaryFile
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moe_lora.config import ControllerConfig, EngineConfig, FrontEndConfig, FrontEndPlace
-from moe_lora.config.cluster import ClusterConfig, cluster_text
+from moe_lora.config import FrontEndConfig
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.config.devices import instance_names
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError, RegistryError
@@ -235,7 +233,7 @@ class HostRoles:
 
 
 async def _first_word(child: Child) -> Started | None:
-    """The start report; None if the child has ended or hung up silently."""
+    """The start report; None after a silent end."""
     reader, writer = await asyncio.open_connection(sock=child.socket)
     try:
         said = await reader.read()
@@ -302,55 +300,6 @@ async def run_roles(
     return not kept.failed.done()
 
 
-@contextmanager
-def cluster_file(cluster: ClusterConfig) -> Iterator[int]:
-    """A descriptor of the cluster's file.
-
-    The file is unnamed: no process's end leaves a file.
-    """
-    with TemporaryFile() as file:
-        write_cluster(file.fileno(), cluster)
-        yield file.fileno()
-
-
-def write_cluster(file: int, cluster: ClusterConfig) -> None:
-    """Write the cluster; processes read the file at start or on SIGHUP.
-
-    Raises OSError without room, and keeps the old content.
-    """
-    text, before = cluster_text(cluster).encode(), os.pread(file, os.fstat(file).st_size, 0)
-    try:
-        if os.pwrite(file, text, 0) < len(text):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError:
-        text = before
-        os.pwrite(file, text, 0)
-        raise
-    finally:
-        os.ftruncate(file, len(text))
-
-
-def on_sockets(cluster: ClusterConfig, num_front_ends: int, folder: str) -> ClusterConfig:
-    """The cluster with all addresses as sockets in a private folder.
-
-    num_front_ends: 1: the front end starts the instances and includes the controller.
-    """
-    front_end = replace(cluster.front_end, engines_address=None)
-    if num_front_ends == 1:
-        alone = replace(front_end, engines_address=f"{folder}/engines")
-        return replace(cluster, certificates=None, front_end=alone, front_ends={}, controller=None)
-    return replace(
-        cluster,
-        certificates=None,
-        front_end=front_end,
-        front_ends={
-            f"front-end-{number}": FrontEndPlace(engines_address=f"{folder}/front-end-{number}")
-            for number in range(num_front_ends)
-        },
-        controller=ControllerConfig(address=f"{folder}/controller", engines_address=f"{folder}/engines"),
-    )
-
-
 def roles_of(cluster: ClusterConfig, file: int, http: Sequence[int]) -> list[Role]:
     """The controller, front ends that share the listening sockets `http`, and instances, in this order.
 
@@ -412,33 +361,3 @@ _RUN_ROLE = ("-m", "moe_lora.dist.launch.run_role")
 def _told(file: int) -> tuple[str, ...]:
     """Options of a process that reads the cluster from a descriptor, and ends with its parent."""
     return "--config", f"/dev/fd/{file}", "--parent", str(os.getpid())
-
-
-def thread_share(num_threads: int | None, num_instances: int, num_cores: int) -> int:
-    """CPU threads of each instance: as set, else an equal share of the cores, at least one.
-
-    More threads than cores wait for each other at every parallel step: raises ConfigError.
-    """
-    share = max(1, num_cores // num_instances)
-    if num_threads is not None and num_threads > share:
-        raise ConfigError(
-            f"num_threads={num_threads} for each of {num_instances} instances makes "
-            f"{num_threads * num_instances} threads, but there are {num_cores} cores; choose at most {share} "
-            "threads, or fewer instances"
-        )
-    return num_threads or share
-
-
-def check_pool(config: EngineConfig) -> None:
-    """Raises ConfigError for an adapter pool that `config.num_instances` on this machine can't keep."""
-    pool = config.pool
-    if pool is None:
-        return
-    if config.num_instances < 2:
-        raise ConfigError(
-            "an adapter pool is over several instances; give --instances 2 or more, or leave it out"
-        )
-    if pool.replicas > config.num_instances:
-        raise ConfigError(
-            f"pool.replicas={pool.replicas} is more than the {config.num_instances} instances; choose fewer"
-        )

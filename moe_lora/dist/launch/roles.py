@@ -29,8 +29,8 @@ from moe_lora.core.host import state_folder
 from moe_lora.core.processes import has_terminal, set_log_level
 from moe_lora.dist.net.keys import Keys, keys_of
 
-from .devices import use_devices
-from .host_roles import STOPPED_DEATHS, say_started, thread_share
+from .cluster_file import thread_share
+from .host_roles import STOPPED_DEATHS, say_started
 
 if TYPE_CHECKING:
     from moe_lora.core.shape import ModelShape
@@ -96,6 +96,8 @@ def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | Non
     """
     from moe_lora.core.partition import Layout
     from moe_lora.core.processes import worker_environment
+
+    from .devices import use_devices
 
     config = cluster.lora_server_rank(place.on_host)
     if config.lora_server is None:
@@ -209,7 +211,10 @@ def serve_instance(
         # with its own instances reports it at start.  Unnamed adapters of a registry stop no instance either.
         leave_out_bad=cluster.controller is not None or starts != 0 or cluster.serves_whole_registry,
     )
-    use_devices(config.device_shares)
+    if config.device_shares:
+        from .devices import use_devices
+
+        use_devices(config.device_shares)
     if place.dist_rank:
         from moe_lora.engine.ranks.follower import follow_rank_0
 

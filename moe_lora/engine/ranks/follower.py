@@ -24,7 +24,7 @@ from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import OwnFolder
-from moe_lora.core.processes import end_at_hang_up, run_child
+from moe_lora.core.teardown import end_at_hang_up, run_child
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.engine.adapters.copies import Steps
 from moe_lora.engine.adapters.transfers import LOOK_S, Mover
@@ -51,7 +51,7 @@ def follow(connection: Connection) -> None:
     """Follow rank 0; the process ends at once when rank 0 ends or hangs up."""
     with suppress(EOFError, ConnectionError):
         setup: SetUp = _receive(connection)
-        end_at_hang_up(connection, partial(shutil.rmtree, setup.directory, ignore_errors=True))
+        end_at_hang_up(connection.fileno(), partial(shutil.rmtree, setup.directory, ignore_errors=True))
         try:
             rank, runner, host = _set_up(connection, setup)
         except Exception as error:
@@ -202,4 +202,4 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
 
 
 if __name__ == "__main__":
-    run_child(follow)
+    run_child(lambda fd: follow(Connection(fd)))

@@ -22,8 +22,9 @@ from moe_lora.config.devices import LORA_SERVER, DeviceShare
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.processes import RestartPolicy
 from moe_lora.dist.launch import devices, host_roles, roles
+from moe_lora.dist.launch.cluster_file import cluster_file
 from moe_lora.dist.launch.devices import count_devices, log_devices, placed, use_devices
-from moe_lora.dist.launch.host_roles import HostRoles, Role, cluster_file
+from moe_lora.dist.launch.host_roles import HostRoles, Role
 from moe_lora.dist.launch.roles import JobPlace, serve_instance, serve_lora_server
 from moe_lora.dist.lora_server.server_rank import own_device
 from moe_lora.engine.ranks.rank import Rank, rank_device, resolved

@@ -26,14 +26,8 @@ from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.host import num_open_files
 from moe_lora.core.processes import RestartPolicy
 from moe_lora.dist.launch import host_roles
-from moe_lora.dist.launch.host_roles import (
-    HostRoles,
-    Role,
-    cluster_file,
-    on_sockets,
-    roles_of,
-    write_cluster,
-)
+from moe_lora.dist.launch.cluster_file import cluster_file, on_sockets, write_cluster
+from moe_lora.dist.launch.host_roles import HostRoles, Role, roles_of
 from moe_lora.dist.net.thread import LoopThread, entered
 from moe_lora.serve.reload import Reload
 from tests.dist.cluster_jobs import alive, until

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.launch.host_roles import thread_share
+from moe_lora.dist.launch.cluster_file import thread_share
 from moe_lora.dist.launch.roles import seed_of
 
 

@@ -18,15 +18,8 @@ from moe_lora.config import EngineConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.processes import Child, RestartPolicy
 from moe_lora.dist.launch import spare as module
-from moe_lora.dist.launch.host_roles import (
-    INSTANCE,
-    HostRoles,
-    Role,
-    cluster_file,
-    on_sockets,
-    spare_of,
-    write_cluster,
-)
+from moe_lora.dist.launch.cluster_file import cluster_file, on_sockets, write_cluster
+from moe_lora.dist.launch.host_roles import INSTANCE, HostRoles, Role, spare_of
 from moe_lora.dist.launch.spare import Spare
 from moe_lora.dist.net.thread import LoopThread, entered
 from tests.dist.cluster_jobs import alive, until
