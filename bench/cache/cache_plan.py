@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
+from moe_lora.policies.caching.caching import CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, make_caching_policy, static_partition
 from moe_lora.sim.instance import CachedConfig
+from moe_lora.timing.host_times import CacheCosts
 from moe_lora.timing.transformer_time import TransformerTime
 from moe_lora.workload.conversations import DialogueShape, TurnRequest, dialogues, mooncake_chats
 from moe_lora.workload.popularity.named import Drifting, distinct, gaussian

@@ -30,7 +30,7 @@ from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.backend import AddTo
 from moe_lora.lora.paced import prefill_shares
 from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content_number, no_terms
-from moe_lora.policies.admission.host_start import HostTimes, PartTime
+from moe_lora.timing.host_times import HostTimes, PartTime
 
 from .assisted_plan import DECODE_SHARE, LONGEST, Cell
 

@@ -28,7 +28,7 @@ LAYOUTS = {
         "InstanceLoad": "moe_lora.policies.routing.routing:InstanceLoad",
         "LeastOutstanding": "moe_lora.policies.routing.routing:LeastOutstanding",
         "AdapterAffinity": "moe_lora.policies.routing.routers:AdapterAffinity",
-        "CacheCosts": "moe_lora.policies.caching.caching:CacheCosts",
+        "CacheCosts": "moe_lora.timing.host_times:CacheCosts",
         "make_caching_policy": "moe_lora.policies.caching.caching_policies:make_caching_policy",
     },
     "flat": {
@@ -56,9 +56,16 @@ NUM_INSTANCES, NUM_ROUTED = 16, 512
 CACHED_ADAPTERS, CONVERSATIONS, BLOCK_SIZE, TURN_TOKENS = 200, 1000, 16, 48
 
 
+LAYOUTS["folders with costs in policies"] = LAYOUTS["folders"] | {
+    "CacheCosts": "moe_lora.policies.caching.caching:CacheCosts"
+}
+
+
 def named(name: str) -> Any:
     """An object of the measured checkout."""
     layout = LAYOUTS["folders" if find_spec("moe_lora.timing") else "flat"]
+    if find_spec("moe_lora.timing") and not find_spec("moe_lora.timing.host_times"):
+        layout = LAYOUTS["folders with costs in policies"]
     module, _, attribute = (layout | ALIKE)[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 

@@ -37,10 +37,11 @@ from moe_lora.engine.step.sampler import Sampler
 from moe_lora.engine.text.generation_config import read_sampling_defaults
 from moe_lora.engine.text.tokenizer_files import read_eos_token_ids
 from moe_lora.families import shape_of
-from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
+from moe_lora.policies.caching.caching import CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
 from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.scheduling.views import RequestQueue, shortest_first
+from moe_lora.timing.host_times import CacheCosts
 
 from .arena_size import ArenaSize, arena_size, free_bytes, kept_originals, max_model_len, within_share
 from .core import EngineCore

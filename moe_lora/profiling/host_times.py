@@ -27,7 +27,8 @@ from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.ranks.host_settings import machine_of, model_of
 from moe_lora.lora.row_routing import content_number
-from moe_lora.policies.admission.host_start import HostStart, HostTimes, PartTime
+from moe_lora.policies.admission.host_start import HostStart
+from moe_lora.timing.host_times import HostTimes, PartTime
 
 from .step_times import StepClock, random_adapter
 

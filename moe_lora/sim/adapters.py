@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from moe_lora.cache.orders import Copy, LoadAdapter, Namespace, Order, Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
-from moe_lora.policies.admission.host_start import ColdAdapter, HostLoads
+from moe_lora.policies.admission.host_start import HostLoads
 from moe_lora.sim.events import EventQueue
+from moe_lora.timing.host_times import ColdAdapter, LinkTime
 
 
 class CopyLinks:
@@ -34,8 +35,7 @@ class CopyLinks:
         latency_s: float = 20e-6,
     ) -> None:
         self._events = events
-        self._page_s = page_bytes / bytes_per_s
-        self._latency_s = latency_s
+        self._link, self._page_bytes = LinkTime(bytes_per_s, latency_s), page_bytes
         self._load_pages = load_pages
         self._on_done = on_done
         self._urgent: tuple[deque[Order], deque[Order]] = (deque(), deque())
@@ -66,7 +66,7 @@ class CopyLinks:
         pages = (
             self._load_pages(order.namespace) if isinstance(order, LoadAdapter) else len(order.device_pages)
         )
-        copy_s = self._latency_s + pages * self._page_s
+        copy_s = self._link.of_parts(pages, self._page_bytes)
         self._busy[direction] = True
         self.busy_s[direction] += copy_s
         self._events.at(self._events.now_s() + copy_s, lambda: self._end(direction, order.copy_id))

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from moe_lora.cache.orders import Namespace
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.errors import CapacityError, ConfigError
-from moe_lora.policies.admission.host_start import ColdAdapter, HostLoads, HostStart
-from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
+from moe_lora.policies.admission.host_start import HostLoads, HostStart
+from moe_lora.policies.caching.caching import CachingPolicy
 from moe_lora.policies.routing.routing import InstanceLoad
 from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.scheduling.views import Scheduled
+from moe_lora.timing.host_times import CacheCosts, ColdAdapter
 from moe_lora.timing.transformer_time import TransformerTime
 from moe_lora.workload.conversations import TurnRequest
 from moe_lora.workload.statistics import mean, percentile

@@ -29,6 +29,7 @@ from moe_lora.policies.migration.triggers import (
 )
 from moe_lora.policies.routing.routing import Router, listeners
 from moe_lora.timing.answer_lengths import AnswerLengths
+from moe_lora.timing.host_times import LinkTime
 from moe_lora.timing.step_model import Row
 from moe_lora.workload.conversations import TurnRequest
 
@@ -199,7 +200,7 @@ class Replicas:
 
     def _problem(self, migration: SimMigration) -> MigrationProblem:
         config, page_bytes = self._config.instance, self._config.instance.page_bytes
-        requests, replicas = [], []
+        requests, replicas, link = [], [], LinkTime(config.link_bytes_per_s)
         for instance in self.instances:
             ready = [one for one in config.adapter_pages if instance.cache.readiness(one) is Readiness.READY]
             device_bytes = config.num_device_pages * page_bytes
@@ -212,7 +213,7 @@ class Replicas:
             token_s = config.time.step_s(rows, 0.0, 0.0, 0.0) / rows
             requests += [self._view(request, instance.index, token_s, migration) for request in unfinished]
         adapters = [
-            AdapterSize(name, float(pages * page_bytes), pages * page_bytes / config.link_bytes_per_s)
+            AdapterSize(name, float(pages * page_bytes), link.seconds(pages * page_bytes))
             for name, pages in config.adapter_pages.items()
         ]
         affinity_s = migration.settings.migration_affinity_s

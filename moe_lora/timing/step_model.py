@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from moe_lora.config import LORA_KERNELS, PERFORMANCE_FORMS
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape
 
 FEATURES = ("step", "tokens", "experts", "padded_ranks", "ranks", "adapter_ranks", "expert_ranks")
 """Terms of a step's time:
@@ -187,6 +188,51 @@ class StepModel:
     def prefill_step_s(self, rows: Iterable[Row]) -> float:
         """PrePerf of Toppings Algorithm 1: seconds of a step with all these prompts; 0 without."""
         return self.seconds("prefill", self.work(rows))
+
+
+FOLD_PASSES, TAKE_OUT_PASSES = 3, 2
+"""Reads and writes of the changed weights: W and W_a, and the products; the originals, and W."""
+
+
+def bytes_per_rank(shape: ModelShape, itemsize: int) -> tuple[int, int]:
+    """Bytes of an adapter on all usual sites over all layers: dense sites, experts (all)."""
+    parts = [0, 0]
+    for site in map(shape.site, DEFAULT_TARGETS):
+        features = sum(site.in_features + out for out in site.out_features)
+        parts[site.num_experts > 0] += features * max(1, site.num_experts) * itemsize * shape.num_layers
+    return parts[0], parts[1]
+
+
+def expected_step_times(
+    shape: ModelShape, itemsize: int, kernel: str, bytes_per_s: float, expert_parallel: int = 1
+) -> StepModel:
+    """Estimate: a step reads the weights and the adapters' matrices once."""
+    dense_rank, expert_rank = bytes_per_rank(shape, itemsize)
+    weights = [shape.vocab_size * shape.hidden_size * itemsize, 0]
+    for site in shape.sites:
+        num_bytes = site.in_features * site.total_out_features * max(1, site.num_experts) * itemsize
+        weights[site.num_experts > 0] += num_bytes * shape.num_layers
+    seconds = {
+        "step": weights[0] / bytes_per_s,
+        "experts": weights[1] / expert_parallel / bytes_per_s,
+        "adapter_ranks": dense_rank / bytes_per_s,
+        "expert_ranks": expert_rank / expert_parallel / bytes_per_s,
+    }
+    assert set(seconds) <= set(feature_names(kernel, "full", "decode"))
+    share = shape.num_experts_per_token / shape.num_experts if shape.num_experts else 1.0
+    return StepModel(kernel=kernel, form="full", expert_share=share, decode_s=seconds, prefill_s=seconds)
+
+
+def expected_swap_times(
+    num_bytes: Callable[[Hashable], int], bytes_per_s: float
+) -> Callable[[Hashable, Hashable], float]:
+    """Estimate of merges.  num_bytes: of the weights that an adapter changes."""
+
+    def seconds(before: Hashable, after: Hashable) -> float:
+        out = 0 if before is None else TAKE_OUT_PASSES * num_bytes(before)
+        return (out + (0 if after is None else FOLD_PASSES * num_bytes(after))) / bytes_per_s
+
+    return seconds
 
 
 Key = TypeVar("Key", bound=Hashable)

@@ -22,7 +22,8 @@ from moe_lora.dist.host_workers.profile import emulated, host_section, read_host
 from moe_lora.engine.adapters import copies
 from moe_lora.engine.ranks.host_settings import HostSettings, host_settings, machine_of, model_of
 from moe_lora.families import shape_of
-from moe_lora.policies.admission.host_start import HostStart, HostTimes, PartTime, enough_workers
+from moe_lora.policies.admission.host_start import HostStart, enough_workers
+from moe_lora.timing.host_times import HostTimes, PartTime
 from tests.families import NUM_LAYERS
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 

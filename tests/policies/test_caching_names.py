@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.policies.caching.caching import CacheCosts, CacheLoad
+from moe_lora.policies.caching.caching import CacheLoad
 from moe_lora.policies.caching.caching_policies import (
     CACHING_POLICIES,
     lru,
     make_caching_policy,
     static_partition,
 )
+from moe_lora.timing.host_times import CacheCosts
 
 from .columns import columns
 

@@ -11,14 +11,15 @@ from typing import Any
 from moe_lora.cache.orders import Order
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import VirtualClock
-from moe_lora.policies.admission.host_start import ColdAdapter, HostLoads
-from moe_lora.policies.caching.caching import CacheCosts, CachingPolicy
+from moe_lora.policies.admission.host_start import HostLoads
+from moe_lora.policies.caching.caching import CachingPolicy
 from moe_lora.policies.caching.caching_policies import make_caching_policy
 from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.scheduling.views import RequestQueue
 from moe_lora.scheduling.views import shortest_first as shortest_first_order
 from moe_lora.sim.adapters import CachedAdapters
 from moe_lora.sim.requests import CachedRequest
+from moe_lora.timing.host_times import CacheCosts, ColdAdapter
 from moe_lora.workload.conversations import TurnRequest
 
 BLOCK_SIZE = 4

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.pages import BlockTable
-from moe_lora.policies.admission.host_start import ColdAdapter, HostLoads, HostStart, HostTimes, PartTime
+from moe_lora.policies.admission.host_start import HostLoads, HostStart
+from moe_lora.timing.host_times import ColdAdapter, HostTimes, PartTime
 
 from .parts import BLOCK_SIZE, Parts
 

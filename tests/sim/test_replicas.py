@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moe_lora.config.front_end import MigrationConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.admission.host_start import HostStart, HostTimes, PartTime
+from moe_lora.policies.admission.host_start import HostStart
 from moe_lora.policies.caching.caching_policies import make_caching_policy
 from moe_lora.policies.migration.exact import plan_exact
 from moe_lora.policies.migration.problem import MigrationPlan, MigrationProblem
@@ -24,6 +24,7 @@ from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.policies.routing.routing import RoundRobin
 from moe_lora.sim.instance import CachedConfig
 from moe_lora.sim.replicas import Replicas, ReplicasConfig, SimMigration
+from moe_lora.timing.host_times import HostTimes, PartTime
 from moe_lora.timing.transformer_time import TransformerTime
 from moe_lora.workload.conversations import TurnRequest
 

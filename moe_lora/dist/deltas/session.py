@@ -226,7 +226,7 @@ class SessionLostError(Exception):
 
 @dataclass(frozen=True)
 class ExchangeTimes:
-    """Times of one request, on the monotonic clock (of one host).
+    """Times of one request, on the monotonic clock.
 
     sent to taken: under way.  started to finished: on the server.  asked: start of the engine's wait.
     """
@@ -259,7 +259,7 @@ class Sent:
 class ClientSession:
     """The client's half.  One thread sends and takes answers; any thread may `break_off`.
 
-    observed: a list that collects an `ExchangeTimes` per answer, for measurements.
+    observed: collects an `ExchangeTimes` per answer.
     """
 
     def __init__(

@@ -130,10 +130,10 @@ class StreamSession:
 
 
 class StreamLink(Protocol):
-    """A standing session with one worker; every use is answered, also after the worker's death.
+    """A standing session with one worker; every use is answered.
 
     num_fallback_rows: rows answered by the engine.  problems: errors by adapter `content_number`, of rows
-    that could not be computed.
+    without deltas.
     """
 
     stream_session: StreamSession

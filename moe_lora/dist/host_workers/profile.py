@@ -13,7 +13,8 @@ from moe_lora.config.optional_parts import EmulationConfig
 from moe_lora.config.settings import FileContent, checked, read_object
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.processes import usable_cores
-from moe_lora.policies.admission.host_start import HostStart, HostTimes, PartTime, enough_workers
+from moe_lora.policies.admission.host_start import HostStart, enough_workers
+from moe_lora.timing.host_times import HostTimes, PartTime
 
 VERSION = 1
 WRITER = "moe-lora profile-steps MODEL_DIR --host-worker --out FILE"

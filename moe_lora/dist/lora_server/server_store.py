@@ -26,6 +26,7 @@ from moe_lora.kernels.operands import SlotTable
 from moe_lora.kernels.page_locked import Staging
 from moe_lora.lora.local import part_bytes
 from moe_lora.lora.row_routing import RoutedAdapter
+from moe_lora.timing.host_times import LinkTime
 
 from .rank_memory import kept_entries
 
@@ -106,7 +107,7 @@ class ServerAdapterStore:
         """
         self.on_failure: Callable[[str, int, Exception], None] = lambda content_hash, generation, error: None
         """Called, from any thread, with content hash, generation and error of a failed load."""
-        self._load_bytes_per_s = load_bytes_per_s
+        self._link = None if load_bytes_per_s is None else LinkTime(load_bytes_per_s)
         self._layer_wise = layer_wise
         self.arena = _allocate(num_pages * page_bytes, device)
         on_cuda = self.arena.is_cuda
@@ -241,8 +242,8 @@ class ServerAdapterStore:
     def _serve_layer(self, loading: _Loading, layer: int, run: Run) -> None:
         start_s, last = time.monotonic(), not loading.runs
         num_bytes = self._load_layer(loading, layer, run)
-        if self._load_bytes_per_s is not None:
-            time.sleep(max(0.0, num_bytes / self._load_bytes_per_s - (time.monotonic() - start_s)))
+        if self._link is not None:
+            time.sleep(max(0.0, self._link.seconds(num_bytes) - (time.monotonic() - start_s)))
         with self._changed:
             if self._is_wanted(loading) and (self._layer_wise or last):
                 self.loaded[loading.slot, layer if self._layer_wise else slice(None)] = loading.generation

@@ -376,7 +376,7 @@ class AdapterManager:
         now_s, before = self._clock.now_s(), self._cache.readiness(adapter.uid)
         readiness = self._cache.hold(adapter.uid, now_s, again=again)
         if self.host_loads is not None and readiness is Readiness.LOADING:
-            from moe_lora.policies.admission.host_start import ColdAdapter
+            from moe_lora.timing.host_times import ColdAdapter
 
             packed, under_way = adapter.packed, before is Readiness.LOADING
             num_bytes = adapter.num_pages * self.page_bytes

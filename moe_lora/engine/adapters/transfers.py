@@ -18,6 +18,7 @@ from moe_lora.cache.orders import Copy, Namespace, Order
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.engine.ranks.followers import BeginOrder, Followers, OrdersDone
+from moe_lora.timing.host_times import LinkTime
 
 from .adapter_store import AdapterVersion
 from .copies import BringAdapter, ClearSlot, RankCopier, RankOrder, Steps
@@ -40,7 +41,7 @@ class Mover(threading.Thread):
     ) -> None:
         super().__init__(name="mover", daemon=True)
         self._on_done = on_done
-        self._bytes_per_s = bytes_per_s
+        self._link = None if bytes_per_s is None else LinkTime(bytes_per_s)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
@@ -105,8 +106,8 @@ class Mover(threading.Thread):
                 if self._stream is not None:
                     self._stream.synchronize()
                 num_bytes += step_bytes
-                if self._bytes_per_s is not None:
-                    self._closing.wait(max(0.0, start_s + num_bytes / self._bytes_per_s - time.monotonic()))
+                if self._link is not None:
+                    self._closing.wait(max(0.0, start_s + self._link.seconds(num_bytes) - time.monotonic()))
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -9,10 +9,13 @@ An error of the policy ends merging.  No request fails.  An error of another ran
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from moe_lora.config import EngineConfig
 from moe_lora.core.clock import Clock
@@ -23,15 +26,16 @@ from moe_lora.engine.sequence import Sequence
 from moe_lora.policies.merging.merging import Batching, MergingPolicy, MergingView, make_merging_policy
 from moe_lora.policies.merging.merging_costs import MergingCosts, Mode, Uid
 from moe_lora.scheduling.views import Scheduled
+from moe_lora.timing.step_model import bytes_per_rank, expected_step_times, expected_swap_times
 
 from .merged_weights import MergedAdapter, MergedWeights, MergeOrder, Piece, RoundingErrors
-from .merging_times import bytes_per_rank, copy_bandwidth, expected_step_times, expected_swap_times
 
 if TYPE_CHECKING:
     from moe_lora.engine.ranks.rank import Rank
     from moe_lora.engine.step.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+_COPY_BYTES, _NUM_COPIES = 64 << 20, 3
 
 
 class Merges(Protocol):
@@ -319,6 +323,20 @@ def _known(adapter: AdapterVersion) -> MergedAdapter:
     return MergedAdapter(adapter.uid, slot, adapter.packed.content_hash)
 
 
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written, of the best of a few copies."""
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best_s = float("inf")
+    for _ in range(_NUM_COPIES):
+        start_s = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return 2 * _COPY_BYTES / best_s
+
+
 def make_merging(
     config: EngineConfig,
     rank: Rank,
@@ -336,7 +354,7 @@ def make_merging(
         per_rank = sum(bytes_per_rank(rank.shape, itemsize))
 
         def lora_rank(uid: Uid) -> int:
-            """Assumes the adapter is on all usual sites: only the bytes count."""
+            """Assumes the adapter is on all usual sites."""
             return max(1, round(versions[uid].packed.nbytes / per_rank)) if uid in versions else 0
 
         def num_bytes(uid: Uid) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +15,13 @@ from moe_lora.config.engine import AUTO
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import cpu_model
 from moe_lora.core.shape import ModelShape
-from moe_lora.policies.admission.host_start import TOKENS_PER_WORKER, HostStart
+
+if TYPE_CHECKING:
+    from moe_lora.policies.admission.host_start import HostStart
 
 logger = logging.getLogger(__name__)
+TOKENS_PER_WORKER = 32
+"""c without a profile."""
 _SHAPE = ("num_layers", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_token")
 
 

@@ -8,110 +8,13 @@ Source: Toppings sections 4.1 and 4.2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.timing.host_times import ColdAdapter, HostTimes
 
-TOKENS_PER_WORKER = 32
-"""c without a profile."""
 _LONGEST_PROMPT = 1 << 17
-_LARGEST = 1e30
-"""Limit of a profile's numbers against overflow; a divisor's least is 1 / _LARGEST."""
-_MOST = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartTime:
-    """seconds(L, r) = fixed_s + per_token_s L + per_rank_s r + per_token_rank_s L r; 0 for no tokens."""
-
-    fixed_s: float = 0.0
-    per_token_s: float = 0.0
-    per_rank_s: float = 0.0
-    per_token_rank_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not (isinstance(value, (int, float)) and 0 <= value <= _LARGEST):
-                raise ConfigError(f"{name}={value!r} must be a number of seconds from 0 to {_LARGEST}")
-
-    def seconds(self, num_tokens: float, lora_rank: float) -> float:
-        if not num_tokens:
-            return 0.0
-        by_token = self.per_token_s + self.per_token_rank_s * lora_rank
-        return self.fixed_s + self.per_rank_s * lora_rank + by_token * num_tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostTimes:
-    """Measured times of one machine (`moe-lora profile-steps --host-worker`).
-
-    worker: by site, named by its modules ("q+k+v"), one worker's time for a layer's deltas.  device: a
-    prompt's layer on the device, with deltas.  load_fixed_s, load_bytes_per_s: of adapters to the device.
-    bytes_per_rank: of an adapter on all measured sites.
-    """
-
-    worker: Mapping[str, PartTime]
-    device: PartTime
-    num_layers: int
-    load_fixed_s: float
-    load_bytes_per_s: float
-    bytes_per_rank: float
-    max_tokens: int
-    max_rank: int
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "max_tokens", "max_rank"):
-            if not 1 <= getattr(self, name) <= _MOST:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be from 1 to {_MOST}")
-        for name in ("load_bytes_per_s", "bytes_per_rank"):
-            if not 1 / _LARGEST <= getattr(self, name) <= _LARGEST:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be from {1 / _LARGEST} to {_LARGEST}")
-        if not 0 <= self.load_fixed_s <= _LARGEST:
-            raise ConfigError(f"load_fixed_s={self.load_fixed_s!r} must be from 0 to {_LARGEST}")
-
-    def adapter(self, lora_rank: int) -> ColdAdapter:
-        """An adapter of this rank on all sites but the choice of experts."""
-        targets = [module for modules in self.worker for module in modules.split("+") if module != "router"]
-        return ColdAdapter(
-            lora_rank=lora_rank, num_bytes=lora_rank * self.bytes_per_rank, targets=tuple(targets)
-        )
-
-    def load_s(self, adapter: ColdAdapter) -> float:
-        """Load time of the adapter on an idle link."""
-        return self.load_fixed_s + adapter.num_bytes / self.load_bytes_per_s
-
-    def worker_s(self, num_tokens: float, adapter: ColdAdapter) -> float:
-        """One worker's time for a layer's deltas of num_tokens rows."""
-        return math.fsum(
-            time.seconds(num_tokens, adapter.lora_rank)
-            for modules, time in self.worker.items()
-            if adapter.targets is None or not set(modules.split("+")).isdisjoint(adapter.targets)
-        )
-
-    def tokens_per_worker(self, lora_rank: int) -> int:
-        """c: most measured tokens that a worker computes within the device's layer time.
-
-        Without any: the number at which a piece's fixed time is half of its time.
-        """
-        adapter = self.adapter(lora_rank)
-        for num_tokens in range(self.max_tokens, 0, -1):
-            if self.worker_s(num_tokens, adapter) <= self.device.seconds(num_tokens, lora_rank):
-                return num_tokens
-        per_token_s = self.worker_s(2, adapter) - self.worker_s(1, adapter)
-        fixed_s = self.worker_s(1, adapter) - per_token_s
-        if fixed_s >= per_token_s * self.max_tokens:
-            return self.max_tokens
-        return max(1, round(fixed_s / per_token_s))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ColdAdapter:
-    """An adapter that is not on the device.  targets: modules with deltas; None: all."""
-
-    lora_rank: int
-    num_bytes: float
-    targets: Collection[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

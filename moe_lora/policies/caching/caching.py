@@ -7,7 +7,7 @@ N: valued nodes, one entry per column each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,40 +64,6 @@ def rates_from(hits: Floats, time_s: Floats) -> ReuseRates:
 
 
 NOTHING_KNOWN = rates_from(np.zeros((NUM_CLASSES, NUM_BINS)), np.zeros((NUM_CLASSES, NUM_BINS)))
-
-Amount = TypeVar("Amount", float, NDArray[Any])
-"""One number, or a column."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheCosts:
-    """Costs of restoring bytes or KV.
-
-    transfer_bytes_per_s: host to device; transfer_s: latency of a copy; disk_bytes_per_s: files to the
-    device; attention_s_per_token2: per token and earlier token; wait_s: a
-    request's fixed loss by any missing node.
-    """
-
-    page_bytes: int
-    transfer_bytes_per_s: float = 20e9
-    transfer_s: float = 20e-6
-    disk_bytes_per_s: float = 2e9
-    prefill_tokens_per_s: float = 10_000.0
-    attention_s_per_token2: float = 1e-9
-    wait_s: float = 0.02
-
-    def move_s(self, pages: Amount) -> Amount:
-        """Seconds to copy that many pages from host to device."""
-        return self.transfer_s + pages * (self.page_bytes / self.transfer_bytes_per_s)
-
-    def load_s(self, pages: Amount) -> Amount:
-        """Seconds to load an adapter of that many pages from its files."""
-        return self.transfer_s + pages * (self.page_bytes / self.disk_bytes_per_s)
-
-    def recompute_s(self, first_token: Amount, num_tokens: Amount) -> Amount:
-        """Seconds to compute KV of num_tokens tokens after first_token others."""
-        attended = num_tokens * (first_token + num_tokens / 2.0)
-        return num_tokens / self.prefill_tokens_per_s + self.attention_s_per_token2 * attended
 
 
 @dataclass(frozen=True)

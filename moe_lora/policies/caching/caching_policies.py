@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .caching import Amount, CacheCosts, CacheLoad, CachingPolicy, Floats, NodeColumns, Traits
+from moe_lora.timing.host_times import Amount, CacheCosts
+
+from .caching import CacheLoad, CachingPolicy, Floats, NodeColumns, Traits
 
 
 @dataclass(frozen=True, kw_only=True)

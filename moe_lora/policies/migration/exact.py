@@ -136,7 +136,7 @@ class _Program:
         )
         device, host, loaded = self._on_device[:, j], self._on_host[:, j], self._loaded[:, j]
         everywhere = np.concatenate([device, host, loaded, [0]])
-        times = np.concatenate([seconds, seconds + self._bytes / problem.swap_bytes_per_s, loads]) / self.unit
+        times = np.concatenate([seconds, seconds + problem.swap.seconds(self._bytes), loads]) / self.unit
         self._row(everywhere, np.append(times, -1.0), -np.inf, 0.0)
         needed = np.concatenate([self._bytes, self._adapter_bytes]) / self._scale
         self._row(np.concatenate([device, loaded]), needed, -np.inf, replica.device_bytes / self._scale)

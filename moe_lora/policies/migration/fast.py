@@ -111,7 +111,7 @@ class _Fleet:
             for k in counts:
                 self._where[k].append(j)
         self._absent: dict[int, tuple[FloatArray, FloatArray]] = {}
-        self._swapped_bytes_per_s = placement.problem.swap_bytes_per_s
+        self._swap = placement.problem.swap
 
     def give(self, j: int, most_s: float) -> list[int]:
         """Take the cheapest requests from the replica until its time is at most most_s."""
@@ -121,7 +121,7 @@ class _Fleet:
         by_loss = sorted(members, key=lambda i: (float(lost[i]), -float(placement.exec_s[i])))
         for i in by_loss:
             swapped = max(0.0, -self._room[j])
-            if self._seconds[j] + swapped / self._swapped_bytes_per_s <= most_s and swapped <= self._host[j]:
+            if self._seconds[j] + self._swap.seconds(swapped) <= most_s and swapped <= self._host[j]:
                 break
             k = int(placement.adapter[i])
             self._counts[j][k] -= 1
@@ -144,7 +144,7 @@ class _Fleet:
         total = self._seconds + more_s
         if room.min() < 0:
             over = np.maximum(-room, 0.0)
-            total += over / self._swapped_bytes_per_s
+            total += self._swap.seconds(over)
             total[over > self._host] = math.inf
         target = int(total.argmin())
         if total[home] + placement.exec_s[i] <= total[target] + placement.moved_s[i]:
@@ -210,7 +210,7 @@ class Search:
         """Seconds with swapping, by the byte; missing memory outweighs all."""
         over = np.maximum(used - self.device[m], 0.0)
         lacks = np.maximum(over - self.host[m], 0.0)
-        return seconds + over / self.placement.problem.swap_bytes_per_s + (lacks > 0) * LACK_S * (1.0 + lacks)
+        return seconds + self.placement.problem.swap.seconds(over) + (lacks > 0) * LACK_S * (1.0 + lacks)
 
     def step(self) -> bool:
         """Speed up the slowest replica; True on success."""

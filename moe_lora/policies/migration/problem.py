@@ -27,6 +27,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_lora.timing.host_times import LinkTime
+
 ReplicaName: TypeAlias = Hashable
 RequestId: TypeAlias = Hashable
 FloatArray: TypeAlias = NDArray[np.float64]
@@ -73,7 +75,7 @@ class AdapterSize:
 
 @dataclass(frozen=True)
 class MigrationProblem:
-    """swap_bytes_per_s: B, between host and device.  affinity_s: eta, cost of another adapter on a replica.
+    """swap_bytes_per_s: B.  affinity_s: eta, cost of another adapter on a replica.
 
     Raises ValueError for an unknown replica or adapter, doubled names, and numbers out of range.
     """
@@ -83,6 +85,11 @@ class MigrationProblem:
     adapters: Sequence[AdapterSize]
     swap_bytes_per_s: float = 25e9
     affinity_s: float = 0.0
+
+    @property
+    def swap(self) -> LinkTime:
+        """Between host and device."""
+        return LinkTime(self.swap_bytes_per_s)
 
     def __post_init__(self) -> None:
         replicas, adapters = {one.name for one in self.replicas}, {one.name for one in self.adapters}
@@ -244,7 +251,7 @@ class Placement:
         room = replica.device_bytes - float(self.adapter_bytes[sorted(self.counts[j])].sum())
         swapped = swapped_bytes(self.num_bytes[members].tolist(), max(0.0, room))
         lacking = max(0.0, swapped - replica.host_bytes) + max(0.0, -room)
-        return lacking, self.seconds[j] + swapped / self.problem.swap_bytes_per_s
+        return lacking, self.seconds[j] + self.problem.swap.seconds(swapped)
 
     def objective(self) -> float:
         """Seconds of the slowest replica; infinite without enough memory."""
@@ -333,7 +340,7 @@ def lower_bound(placement: Placement) -> float:
         total = float(work_s.sum() + (eta * copies).sum())
         total += float((placement.load_s[rows] * np.maximum(copies - num_held, 0)).sum())
         lacking = float((placement.adapter_bytes[rows] * copies).sum()) - room
-        return total + max(0.0, lacking) / problem.swap_bytes_per_s <= num * seconds
+        return total + problem.swap.seconds(max(0.0, lacking)) <= num * seconds
 
     alone_s = eta + np.where(num_held == 0, placement.load_s[rows], 0.0)
     low = max(float((placement.exec_s + alone_s[inverse]).max()), float(work_s.sum()) / num)

@@ -104,7 +104,7 @@ class _Relaxed:
         time, memory, matching = _Rows(), _Rows(), _Rows()
         time.add(search.every, x, seconds / unit)
         time.add(search.every, y, absent * search.adapter_s[self._adapters] / unit)
-        time.add(search.every, swapped, page / problem.swap_bytes_per_s / unit)
+        time.add(search.every, swapped, problem.swap.seconds(page) / unit)
         time.add(search.every, np.zeros(num, dtype=np.int64), -1.0)
         memory.add(search.every, x, num_bytes[:, None] / page)
         memory.add(search.every, y, absent * placement.adapter_bytes[self._adapters][:, None] / page)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 from moe_lora.config.front_end import MigrationConfig
+from moe_lora.timing.host_times import LinkTime
 from moe_lora.timing.step_model import Row, StepModel
 
 from .exact import plan_exact
@@ -161,7 +162,7 @@ def cheaper_move(
     KV, or tokens if KV can't move.  bytes_per_s: between the two instances.  same_layout: False if KV can't
     move: other dtype, page size or ranks.
     """
-    kv = MoveCost("kv", num_bytes / bytes_per_s)
+    kv = MoveCost("kv", LinkTime(bytes_per_s).seconds(num_bytes))
     if steps is None:
         return kv if same_layout else MoveCost("tokens", 0.0)
     again = MoveCost("tokens", steps.prefill_step_s([tokens]))

@@ -6,14 +6,17 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moe_lora.config import RANK_AWARE_COSTS
 from moe_lora.core.request import RoutingStats
-from moe_lora.policies.admission.host_start import HostStart
 from moe_lora.timing.answer_lengths import FIRST_TOKENS
 from moe_lora.timing.step_model import Row, StepModel, StepWork
 
 from .routing import Instance, InstanceLoad, InstanceView, RequestListener, RoutedView, with_room
+
+if TYPE_CHECKING:
+    from moe_lora.policies.admission.host_start import HostStart
 
 
 @dataclass(frozen=True, kw_only=True)

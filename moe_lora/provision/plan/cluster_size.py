@@ -22,6 +22,7 @@ from moe_lora.config.plan import ESTIMATORS
 from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.core.partition import Layout, Partition
 from moe_lora.provision.admission.admitted import NeededCapacity, largest
+from moe_lora.timing.host_times import LinkTime
 
 from .inputs import PlanInputs
 from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, base_bytes, miss_share, server_bytes
@@ -232,7 +233,7 @@ class Cluster:
     def load_s(self, layout: Layout) -> float:
         """Load time of an adapter, over the link of the fullest rank."""
         inputs = self.inputs
-        return inputs.mix.bytes_on_rank(inputs.shape, layout) / self._load_bytes_per_s
+        return self._link.seconds(inputs.mix.bytes_on_rank(inputs.shape, layout))
 
     def load_queue(self, layout: Layout, requests_per_s: float) -> LoadQueue:
         """The loads of this request rate on the fullest rank of the layout."""
@@ -277,7 +278,7 @@ class Cluster:
         """
         shape = self.inputs.shape
         largest = self.inputs.mix.largest().bytes_on_rank(shape, Layout(ep=layout.ep))
-        load_s = largest / shape.num_layers / self._load_bytes_per_s
+        load_s = self._link.seconds(largest / shape.num_layers)
         return load_s, STEPS_TO_FIRST_TOKEN * tpot_s + self.prefill_s(layout.ep, tpot_s)
 
     def prefill_s(self, ep: int | None, tpot_s: float) -> float:
@@ -319,9 +320,9 @@ class Cluster:
         return self.inputs.shape.num_layers * layer_s / tokens
 
     @property
-    def _load_bytes_per_s(self) -> float:
+    def _link(self) -> LinkTime:
         profile = self.inputs.profile
-        return profile.gpu.needed("load_bytes_per_s", profile.name)
+        return LinkTime(profile.gpu.needed("load_bytes_per_s", profile.name))
 
     def base_holds(self, batch: float) -> bool:
         """True if the base model alone decodes `batch` rows within the TPOT SLO."""

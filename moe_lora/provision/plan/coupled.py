@@ -10,6 +10,7 @@ import math
 from functools import cached_property
 
 from moe_lora.provision.admission.iar import expected_active
+from moe_lora.timing.host_times import LinkTime
 
 from .cluster_size import Cluster
 from .inputs import SizedCluster
@@ -72,7 +73,7 @@ class Coupled:
         if slots >= len(inputs.probabilities):
             return 0.0
         rate = inputs.profile.gpu.needed("load_bytes_per_s", inputs.profile.name)
-        return inputs.adapter_bytes / (inputs.instance_gpus * rate)
+        return LinkTime(inputs.instance_gpus * rate).seconds(inputs.adapter_bytes)
 
     def places(self, num_instances: int) -> list[SizedCluster]:
         """Splits of an instance's memory between adapters and KV, in the order of trial."""

@@ -25,6 +25,7 @@ from moe_lora.sim.instance import CachedConfig
 from moe_lora.sim.lora_server import SimServerConfig
 from moe_lora.sim.replicas import Replicas, ReplicasConfig
 from moe_lora.sim.requests import CachedRequest, StepCounts
+from moe_lora.timing.host_times import LinkTime
 from moe_lora.timing.transformer_time import TransformerTime
 from moe_lora.workload.conversations import MOONCAKE_BLOCK, TurnRequest
 from moe_lora.workload.replay_plan import PlannedRequest
@@ -163,7 +164,7 @@ def _real(
 def _load_s(system: SystemConfig) -> float:
     """Of an adapter."""
     assert isinstance(system.adapter_bytes, float)
-    return system.adapter_bytes / system.adapters.load_bytes_per_s
+    return LinkTime(system.adapters.load_bytes_per_s).seconds(system.adapter_bytes)
 
 
 def _replicas(system: SystemConfig, shape: ModelShape, names: set[str]) -> ReplicasConfig:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from moe_lora.core.clock import Clock
 from moe_lora.policies.admission.admission import least_recently_used
+from moe_lora.timing.host_times import LinkTime
 
 from .running import SimRequest
 from .system_config import AdapterBytes, LocalConfig, bytes_of
@@ -117,7 +118,7 @@ class LoadLink:
     """
 
     def __init__(self, bytes_per_s: float, num_layers: int = 1, *, layer_wise: bool = False) -> None:
-        self._bytes_per_s = bytes_per_s
+        self._link = LinkTime(bytes_per_s)
         self._num_layers = num_layers if layer_wise else 1
         self._free_s = -math.inf
         self._under_way: list[float] = []
@@ -128,7 +129,7 @@ class LoadLink:
 
         A later load takes turns with this load and delays its last parts.
         """
-        load_s = num_bytes / self._bytes_per_s
+        load_s = self._link.seconds(num_bytes)
         self._free_s = max(self._free_s, now_s) + load_s
         self._under_way = [end_s for end_s in self._under_way if end_s > now_s]
         before = len(self._under_way)

@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.admission.host_start import (
-    ColdAdapter,
     HostLoads,
     HostStart,
-    HostTimes,
-    PartTime,
     enough_workers,
     fair_shares,
     load_order,
 )
+from moe_lora.timing.host_times import ColdAdapter, HostTimes, PartTime
 
 ADAPTER = ColdAdapter(lora_rank=8, num_bytes=4.0)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_lora.config import ROUTINGS, RoutingConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.admission.host_start import HostStart, HostTimes, PartTime
+from moe_lora.policies.admission.host_start import HostStart
 from moe_lora.policies.routing.model_routing import AnswerMean, CostModel, RankAware, ShortestPendingTime
 from moe_lora.policies.routing.routers import (
     ROUTERS,
@@ -25,6 +25,7 @@ from moe_lora.policies.routing.routers import (
 )
 from moe_lora.policies.routing.routing import InstanceLoad
 from moe_lora.timing.answer_lengths import FIRST_TOKENS
+from moe_lora.timing.host_times import HostTimes, PartTime
 from moe_lora.timing.step_model import StepModel
 from tests.policies.routing_parts import BASE, Instance, Request
 

@@ -40,6 +40,7 @@ from moe_lora.policies.migration.triggers import (
     move_factor,
 )
 from moe_lora.timing.answer_lengths import AnswerLengths
+from moe_lora.timing.host_times import LinkTime
 from moe_lora.timing.step_model import Row, StepModel
 
 from .routes import Routes
@@ -207,7 +208,7 @@ class MigrationController:
                 requests.append(self._view(report.instance.name, load))
                 waits = load.waited_s is not None
                 kinds[name] = "tokens" if waits else self._move_of(load).kind
-        load_rate = config.migration_bytes_per_s
+        link = LinkTime(config.migration_bytes_per_s)
         return MigrationProblem(
             [
                 ReplicaView(
@@ -219,7 +220,7 @@ class MigrationController:
                 for report in reports
             ],
             requests,
-            [AdapterSize(name, float(size), size / load_rate) for name, size in sizes.items()],
+            [AdapterSize(name, float(size), link.seconds(size)) for name, size in sizes.items()],
             affinity_s=config.migration_affinity_s,
         )
 

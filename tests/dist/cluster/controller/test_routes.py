@@ -15,9 +15,9 @@ from moe_lora.config.optional_parts import EmulationConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.host_workers.profile import host_section
-from moe_lora.policies.admission.host_start import HostTimes, PartTime
 from moe_lora.policies.routing.model_routing import RankAware, ShortestPendingTime
 from moe_lora.timing.answer_lengths import FIRST_TOKENS
+from moe_lora.timing.host_times import HostTimes, PartTime
 from moe_lora.timing.step_model import StepModel
 from tests.dist.cluster.fleet_parts import cluster_config
 from tests.policies.routing_parts import Instance, Request
