@@ -87,20 +87,24 @@ class RestartPolicy:
 class Child:
     """A child process in its own session: Ctrl-C in the terminal reaches only the keeper.
 
-    words: command after the interpreter, before the number of the child's end of `socket`.  fds: also
-    inherited.  ended: exit code, negative for a signal.  Raises OSError or RuntimeError without a free
-    handle, memory or thread, and then leaves no process.
+    words, options: command after the interpreter, around the number of the child's end of `socket`.
+    fds: also inherited.  ended: exit code, negative for a signal.  Raises OSError or RuntimeError without a
+    free handle, memory or thread, and then leaves no process.
     """
 
     def __init__(
-        self, *words: str, fds: Sequence[int] = (), environment: Mapping[str, str] | None = None
+        self,
+        *words: str,
+        options: Sequence[str] = (),
+        fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.ended: Future[int] = Future()
         self.ended.set_running_or_notify_cancel()
         with ExitStack() as undo:
             ours, theirs = map(undo.enter_context, socket.socketpair())
             self.process = subprocess.Popen(
-                [sys.executable, *words, str(theirs.fileno())],
+                [sys.executable, *words, str(theirs.fileno()), *options],
                 pass_fds=[*fds, theirs.fileno()],
                 env={**os.environ, **(environment or {})},
                 start_new_session=True,
@@ -151,9 +155,9 @@ def end_children(children: Sequence[Child], limit_s: float) -> None:
     wait([child.ended for child in children])
 
 
-def start_child(module: str, *options: str, num_threads: int | None) -> tuple[Child, Connection]:
-    """Run `python -m module options FD`, whose main is `teardown.run_child`; returns also the connection."""
-    child = Child("-m", module, *options, environment=worker_environment(num_threads))
+def start_child(module: str, *, num_threads: int | None) -> tuple[Child, Connection]:
+    """Run `python -m module FD`, whose main is `teardown.run_child`; returns also the connection."""
+    child = Child("-m", module, environment=worker_environment(num_threads))
     return child, Connection(child.socket.detach())
 
 

@@ -72,8 +72,8 @@ def failure_told(status: int | None) -> Iterator[None]:
 class Role:
     """A process to keep running.
 
-    kind: roles of one kind can replace each other.  words: command after the interpreter, plus `--starts`
-    (number of earlier starts) and `--status-fd`.  fds: inherited.
+    kind: roles of one kind can replace each other.  words: command after the interpreter, plus
+    `--status-fd` and `--starts` (number of earlier starts).  fds: inherited.
     """
 
     name: str
@@ -197,7 +197,9 @@ class HostRoles:
     async def _run(self, role: Role, num_starts: int) -> Exception:
         spare = self._spare if role.kind == INSTANCE else None
         child = (spare and spare.acquire(role.name, num_starts)) or Child(
-            *(*role.words, "--starts", str(num_starts), "--status-fd"),
+            *role.words,
+            "--status-fd",
+            options=("--starts", str(num_starts)),
             fds=role.fds,
             environment=role.environment,
         )
