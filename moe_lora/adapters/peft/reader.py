@@ -13,6 +13,7 @@ import torch
 
 from moe_lora.adapters.packed import (
     PackedAdapter,
+    Pair,
     assemble,
     num_table_entries,
     pack_layer,
@@ -56,6 +57,20 @@ def read_adapter(
         tensors = _read_tensors(found, needed)
         packed = _pack(found.match, tensors, shape, dtype, name or folder.resolve().name, found.where)
     return _logged(packed, log)
+
+
+def read_pairs(path: str | Path, shape: ModelShape) -> tuple[list[list[Pair]], tuple[str, ...]]:
+    """The pairs of each layer of a PEFT directory, in the file's dtypes, and `Match.copies`.
+
+    Raises AdapterError as `read_adapter`, except for values that are not finite.
+    """
+    with opened(Path(path), shape) as found:
+        tensors = _read_tensors(found, 0)
+        pairs = [
+            [make_pair(source, tensors, shape, found.match.swapped) for source in layer]
+            for layer in found.match.layers
+        ]
+    return pairs, found.match.copies
 
 
 def _read_tensors(found: OpenAdapter, needed: int) -> dict[str, torch.Tensor]:

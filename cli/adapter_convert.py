@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`moe-lora adapters convert`: an adapter of any served form as a plain PEFT adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from .errors import user_errors
+
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("source", metavar="SRC", type=_FOLDER)
+@click.argument("target", metavar="DST", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--model", "model_dir", required=True, type=_FOLDER, help="Folder of the base model.")
+@user_errors
+def convert(source: Path, target: Path, model_dir: Path) -> None:
+    """Write the adapter in SRC to the new folder DST as PEFT writes adapters of the model.
+
+    SRC may have any form that the server of --model serves; both adapters compute the same deltas.
+    """
+    from moe_lora.adapters.peft.base_weights import check_copies_in
+    from moe_lora.adapters.peft.files import read_config
+    from moe_lora.adapters.peft.plain import plain_pairs, write_plain
+    from moe_lora.adapters.peft.reader import read_adapter, read_pairs
+    from moe_lora.adapters.registry.base_model import model_shape
+    from moe_lora.families import family_named
+
+    shape = model_shape(model_dir)
+    layers, copies = read_pairs(source, shape)
+    if copies:
+        check_copies_in(source, copies, model_dir, None)
+    pairs = plain_pairs(layers, shape)
+    base_model, stack = read_config(source).base_model, family_named(shape.family).stack
+    write_plain(pairs, target, base_model, shape.num_layers, stack)
+    found = read_adapter(target, shape, pairs[0].a.dtype, log=False)
+    click.echo(
+        f"{target}: {len(pairs)} pairs, rank up to {found.max_lora_rank}, targets {' '.join(found.targets)}"
+    )

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter of any served form, written as PEFT itself writes one for the same model.
+
+Experts of a fused parameter become `target_parameters`.  Gate and up with an A each get one A of both ranks,
+and a block-diagonal B.
+
+Legend: E experts, R LoRA rank, I in_features, O out_features.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from moe_lora.adapters.packed import Pair
+from moe_lora.core.errors import AdapterError
+from moe_lora.core.shape import ModelShape
+from moe_lora.families import family_named
+from moe_lora.families.schema.family import Place
+
+from .files import CONFIG_FILE, WEIGHTS_FILE
+
+if TYPE_CHECKING:
+    from moe_lora.families.schema.family import Family
+
+_FRONT = "base_model.model."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainPair:
+    """A pair by PEFT's names.
+
+    path: of the module or parameter.  key: prefix of the tensors.  a, b: as PEFT saves.
+    """
+
+    path: str
+    key: str
+    is_parameter: bool
+    a: torch.Tensor
+    b: torch.Tensor
+    lora_rank: int
+    scale: float
+    parts: tuple[str, str] = ("lora_A.weight", "lora_B.weight")
+
+
+@dataclass
+class _Expert:
+    """Matrices of an expert's module.  a: [R, I].  b: [R, O]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+@dataclass
+class _Layer:
+    """A layer's pairs by (site, module), and by expert at a site with experts."""
+
+    dense: dict[tuple[str, int], Pair] = field(default_factory=dict)
+    experts: dict[tuple[str, int], dict[int, _Expert]] = field(default_factory=dict)
+
+
+def plain_pairs(layers: Sequence[Sequence[Pair]], shape: ModelShape) -> list[PlainPair]:
+    """The pairs of each layer (see `Match.layers`) by PEFT's names."""
+    family = family_named(shape.family)
+    found: list[PlainPair] = []
+    for number, pairs in enumerate(layers):
+        if number == shape.num_layers:
+            found += (_outer_pair(pair, family) for pair in pairs)
+            continue
+        front = f"{family.stack}.{number}."
+        layer = _sorted(pairs)
+        found += _dense_pairs(layer, family, front)
+        found += _expert_pairs(layer, family, front, shape)
+    return found
+
+
+def write_plain(
+    pairs: Sequence[PlainPair], folder: Path, base_model: str, num_layers: int, stack: str
+) -> None:
+    """Write adapter_config.json and adapter_model.safetensors.  Raises AdapterError for a used folder."""
+    if folder.exists() and any(folder.iterdir()):
+        raise AdapterError(f"{folder}: is not empty; give a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for pair in pairs:
+        for part, tensor in zip(pair.parts, (pair.a, pair.b), strict=True):
+            tensors[f"{_FRONT}{pair.key}.{part}"] = tensor.contiguous()
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    fields = _config(pairs, base_model, num_layers, stack)
+    (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _sorted(pairs: Iterable[Pair]) -> _Layer:
+    layer = _Layer()
+    for pair in pairs:
+        for module, expand in zip(pair.modules, pair.expands, strict=True):
+            place = pair.site.name, module
+            if not pair.site.num_experts:
+                layer.dense[place] = pair
+                continue
+            for index, expert in enumerate(pair.experts):
+                a, b = (one[index if one.shape[0] > 1 else 0] for one in (pair.shrink, expand))
+                layer.experts.setdefault(place, {})[expert] = _Expert(a, b, pair.scale)
+    return layer
+
+
+def _outer_pair(pair: Pair, family: Family) -> PlainPair:
+    a, b = pair.shrink[0], pair.expands[0][0].t()
+    if pair.site.name == "head":
+        return _module_pair(family.head.removesuffix(".weight"), a, b, pair.scale)
+    path = family.embedding.removesuffix(".weight")
+    names = ("lora_embedding_A", "lora_embedding_B")
+    return _module_pair(path, a, b, pair.scale, names)
+
+
+def _module_pair(
+    path: str, a: torch.Tensor, b: torch.Tensor, scale: float, parts: tuple[str, str] | None = None
+) -> PlainPair:
+    fields: dict[str, Any] = {} if parts is None else {"parts": parts}
+    return PlainPair(
+        path=path, key=path, is_parameter=False, a=a, b=b, lora_rank=a.shape[0], scale=scale, **fields
+    )
+
+
+def _dense_pairs(layer: _Layer, family: Family, front: str) -> Iterable[PlainPair]:
+    for place in (*family.attention, *family.adapted):
+        pair = layer.dense.get((place.site, place.modules[0]))
+        if pair is None or place.form != "matrix" or place.is_split:
+            continue
+        a, b = pair.shrink[0], pair.expands[pair.modules.index(place.modules[0])][0].t()
+        is_parameter = place.optional_linear
+        path = f"{front}{place.path}"
+        yield PlainPair(
+            path=f"{path}.{place.parameter}" if is_parameter else path,
+            key=path,
+            is_parameter=is_parameter,
+            a=a,
+            b=b,
+            lora_rank=a.shape[0],
+            scale=pair.scale,
+        )
+
+
+def _expert_pairs(layer: _Layer, family: Family, front: str, shape: ModelShape) -> list[PlainPair]:
+    """Nested parameters of one module: the last has the bare key, each earlier one `.base_layer` more."""
+    found: list[PlainPair] = []
+    for place in reversed(family.adapted):
+        if place.form not in ("fused", "rows") or all(
+            (place.site, module) not in layer.experts for module in place.modules
+        ):
+            continue
+        modules = [layer.experts.get((place.site, module)) for module in place.modules]
+        depth = sum(one.key.startswith(f"{front}{place.path}") for one in found)
+        made = _fused(modules, place, shape) if place.form == "fused" else _rows(modules, place, shape)
+        a, b, lora_rank, scale = made
+        found.append(
+            PlainPair(
+                path=f"{front}{place.path}.{place.parameter}",
+                key=f"{front}{place.path}{'.base_layer' * depth}",
+                is_parameter=True,
+                a=a,
+                b=b,
+                lora_rank=lora_rank,
+                scale=scale,
+            )
+        )
+    return found
+
+
+_Made = tuple[torch.Tensor, torch.Tensor, int, float]
+
+
+def _fused(modules: Sequence[Mapping[int, _Expert] | None], place: Place, shape: ModelShape) -> _Made:
+    """A [E * R, I], expert-major, and B [O, R * E], rank-major, with R and the scale."""
+    scales = {one.scale for experts in modules if experts for one in experts.values()}
+    scale = scales.pop() if len(scales) == 1 else 1.0
+    pairs = [_whole_expert(modules, expert, place, shape, scale) for expert in range(shape.num_experts)]
+    lora_rank = max(a.shape[0] for a, _ in pairs)
+    a_ERI = torch.stack([_padded(a, lora_rank) for a, _ in pairs])
+    b_ERO = torch.stack([_padded(b, lora_rank) for _, b in pairs])
+    b = b_ERO.permute(2, 1, 0).reshape(b_ERO.shape[2], -1)
+    return a_ERI.reshape(-1, a_ERI.shape[2]), b, lora_rank, scale
+
+
+def _whole_expert(
+    modules: Sequence[Mapping[int, _Expert] | None],
+    expert: int,
+    place: Place,
+    shape: ModelShape,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [R, I] and B [R, O] of one expert's whole parameter."""
+    found = [None if experts is None else experts.get(expert) for experts in modules]
+    widths = [shape.site(place.site).out_features[module] for module in place.modules]
+    some = [one for one in found if one is not None]
+    if not some:
+        like = next(one for experts in modules if experts for one in experts.values())
+        return like.a.new_zeros(1, like.a.shape[1]), like.b.new_zeros(1, sum(widths))
+    is_common = all(torch.equal(one.a, some[0].a) for one in some)
+    blocks = [some[0].a] if is_common else [one.a for one in some]
+    a = torch.cat(blocks)
+    b = a.new_zeros(a.shape[0], sum(widths))
+    row = column = 0
+    for number, (one, width) in enumerate(zip(found, widths, strict=True)):
+        if one is not None:
+            rows = slice(row, row + one.a.shape[0])
+            columns = slice(number, None, len(widths)) if place.interleaved else slice(column, column + width)
+            b[rows, columns] = one.b if one.scale == scale else one.b * (one.scale / scale)
+            row += 0 if is_common else one.a.shape[0]
+        column += width
+    return a, b
+
+
+def _padded(matrix: torch.Tensor, lora_rank: int) -> torch.Tensor:
+    return torch.nn.functional.pad(matrix, (0, 0, 0, lora_rank - matrix.shape[0]))
+
+
+def _rows(modules: Sequence[Mapping[int, _Expert] | None], place: Place, shape: ModelShape) -> _Made:
+    """A [R, H] of all experts, and B [E * F, R]; down is transposed: its A and B change places."""
+    assert modules[0] is not None, "the caller has found it"
+    experts = [modules[0][expert] for expert in range(shape.num_experts)]
+    is_down = place.site == "down"
+    a = experts[0].b if is_down else experts[0].a
+    b = torch.cat([(one.a if is_down else one.b).t() for one in experts])
+    return a, b, a.shape[0], experts[0].scale
+
+
+def _config(pairs: Sequence[PlainPair], base_model: str, num_layers: int, stack: str) -> dict[str, Any]:
+    """Fields of adapter_config.json: the most frequent rank and scale, patterns for the rest."""
+    (lora_rank, scale), _ = Counter((one.lora_rank, one.scale) for one in pairs).most_common(1)[0]
+    others = [one for one in pairs if (one.lora_rank, one.scale) != (lora_rank, scale)]
+    groups = {}
+    for key, is_parameter in (("target_modules", False), ("target_parameters", True)):
+        groups[key] = _names(
+            [one.path for one in pairs if one.is_parameter == is_parameter], num_layers, stack
+        )
+    ranks, alphas = {}, {}
+    for value in dict.fromkeys((one.lora_rank, one.scale) for one in others):
+        paths = [one.path for one in others if (one.lora_rank, one.scale) == value]
+        for name in _names(paths, num_layers, stack):
+            pattern = name.replace(".", r"\.")
+            ranks[pattern], alphas[pattern] = value[0], value[0] * value[1]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model or None,
+        "r": lora_rank,
+        "lora_alpha": lora_rank * scale,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": groups["target_modules"],
+        "target_parameters": groups["target_parameters"] or None,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+    }
+
+
+def _names(paths: Sequence[str], num_layers: int, stack: str) -> list[str]:
+    """Names of the paths: below the layer where every layer has one, else the whole path."""
+    below: dict[str, list[str]] = {}
+    for path in paths:
+        rest = path.removeprefix(f"{stack}.").partition(".")[2] if path.startswith(f"{stack}.") else ""
+        below.setdefault(rest or path, []).append(path)
+    found: list[str] = []
+    for rest, ones in below.items():
+        found += [rest] if rest == ones[0] or len(ones) == num_layers else ones
+    return sorted(found)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of each form, converted to PEFT's own, against the source and against peft."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
+from moe_lora.adapters.peft.reader import read_adapter
+from moe_lora.cli.main import main
+from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
+from tests.adapters.peft.test_outer_sites import change, outer_adapter
+from tests.adapters.peft.test_stacked import per_expert, rewritten, stacked
+from tests.families import ALL_FAMILIES, ALL_TARGETS, MOE_FAMILIES, PER_EXPERT_FAMILIES, make_adapter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def converted(source, target, base):
+    """`moe-lora adapters convert` of the folder."""
+    result = CliRunner().invoke(main, ["adapters", "convert", str(source), str(target), "--model", str(base)])
+    assert result.exit_code == 0, result.output
+    return target
+
+
+def assert_converts(family, base, source, target, shape):
+    """The new folder has the source's deltas, by our reader and by peft."""
+    converted(source, target, base)
+    expected = packed_deltas(read_adapter(source, shape, torch.float32), shape)
+    assert_same_deltas(packed_deltas(read_adapter(target, shape, torch.float32), shape), expected)
+    nonzero = {key: delta for key, delta in expected.items() if delta.any()}
+    assert_same_deltas(peft_deltas(family, base, target), nonzero)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_pefts_own_form_stays(family, checkpoint, shape_of, tmp_path):
+    targets = ALL_TARGETS if family not in MOE_FAMILIES else ("router", *ALL_TARGETS)
+    expert = {"dbrx": "mlp.w2", "llama": "down_proj", "qwen3": "down_proj"}.get(family, "experts.down_proj")
+    patterns = {"rank_pattern": {expert: 6}, "alpha_pattern": {expert: 5, "o_proj": 1}, "use_rslora": True}
+    source = make_adapter(family, checkpoint(family), tmp_path / "a", 4, targets=targets, **patterns)
+    assert_converts(family, checkpoint(family), source, tmp_path / "b", shape_of(family))
+
+
+@pytest.mark.parametrize("family", PER_EXPERT_FAMILIES)
+def test_modules_of_single_experts_become_parameters(family, checkpoint, shape_of, tmp_path):
+    leaf = {"mixtral": "w3", "qwen3_moe": "up_proj"}[family]
+    patterns = {"rank_pattern": {f"experts.1.{leaf}": 2}, "alpha_pattern": {f"experts.2.{leaf}": 3}}
+    targets = ("router", *ALL_TARGETS)
+    whole = make_adapter(family, checkpoint(family), tmp_path / "a", form="per_expert", targets=targets)
+    tensors = load_file(whole / WEIGHTS_FILE)
+    for key, tensor in tensors.items():
+        if f"experts.1.{leaf}." in key:
+            tensors[key] = tensor[:2] if "lora_A" in key else tensor[:, :2]
+    source = rewritten(whole, tmp_path / "c", tensors, **patterns)
+    assert_converts(family, checkpoint(family), source, tmp_path / "b", shape_of(family))
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["tinker", "bridge"])
+def test_stacked_experts_become_parameters(mixed, checkpoint, shape_of, tmp_path):
+    base = checkpoint("qwen3_moe")
+    plain = per_expert("qwen3_moe", base, tmp_path / "plain")
+    tensors = stacked(load_file(plain / WEIGHTS_FILE), "w", shared=True, mixed=mixed)
+    config = {} if mixed else {"target_modules": "all-linear"}
+    source = rewritten(plain, tmp_path / "t", tensors, **config)
+    assert_converts("qwen3_moe", base, source, tmp_path / "b", shape_of("qwen3_moe"))
+
+
+def test_pairs_of_some_layers_and_outside_the_layers_stay(checkpoint, shape_of, tmp_path):
+    base = checkpoint("mixtral")
+    source = outer_adapter(
+        "mixtral", base, tmp_path / "a", "lm_head", "embed_tokens", rank_pattern={r"1\.self_attn\.q_proj": 2}
+    )
+    assert_converts("mixtral", base, source, tmp_path / "b", shape_of("mixtral"))
+    names = json.loads((tmp_path / "b" / CONFIG_FILE).read_text())["target_modules"]
+    assert names == ["lm_head", "model.embed_tokens", "self_attn.o_proj", "self_attn.q_proj"]
+
+
+def test_trained_embeddings_and_used_folders_are_refused(checkpoint, tmp_path):
+    base = checkpoint("mixtral")
+    source = outer_adapter("mixtral", base, tmp_path / "a", "lm_head")
+    arguments = ["adapters", "convert", str(source), str(tmp_path / "b"), "--model", str(base)]
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x").touch()
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, "is not empty" in result.output) == (1, True)
+
+    def alter(tensors):
+        tensors["base_model.model.lm_head.base_layer.weight"] += 1
+        return tensors
+
+    change(source, alter)
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, "values other than the base" in result.output) == (1, True)
