@@ -15,8 +15,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.config.engine import QUANTISATION
 
 from .errors import user_errors
-from .options import WholeNumbers
-from .setting_options import setting_options
+from .options import WholeNumbers, setting_options
 
 if TYPE_CHECKING:
     from moe_lora.provision.performance.operating_points import OperatingPoint, PointLoad, SloGoal, Trial

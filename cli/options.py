@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of options: several values after one name (`--lora-modules a b c`), groups, whole numbers, loads."""
+"""Options of commands: of settings, of several values (`--lora-modules a b c`), of numbers, of a load."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
+
+from moe_lora.config.settings import MISSING, Setting, meanings, settings_of
 
 FORMATS = ("azure", "burstgpt", "mooncake", "sharegpt", "lmsys", "vllm", "own")
 """Keys of `workload.FORMATS`, which are not imported for a --help."""
@@ -19,6 +23,7 @@ POPULARITY = click.option(
     help="Popularity of another shape than --zipf, e.g. uniform, long-tail, loraserve:shifting, "
     "functions:10:TRACE.csv; or counts: CSV adapter,count or JSON.",
 )
+_SEPARATOR = "__"
 
 
 class VariadicCommand(click.Command):
@@ -103,3 +108,140 @@ class WholeNumbers(click.ParamType):
         if numbers[0] < self._least or numbers[-1] > self._most:
             self.fail(f"{value!r} has a number outside {self._least} to {self._most}", param, ctx)
         return tuple(numbers)
+
+
+class SettingOption(HeadedOption):
+    """The option of a setting, with its default or (default=None) none where it is not given.
+
+    Its help is made when it is shown.
+    """
+
+    def __init__(self, kind: Any, name: str, one: Setting, *, default: Any) -> None:
+        rule, attributes = one.rule, {"type": _type(one), "metavar": _metavar(one)}
+        if default is MISSING:
+            attributes, default = {**attributes, "required": True}, None
+        if bool in one.kinds:
+            attributes = {"is_flag": True, "flag_value": not one.default}
+        elif tuple[str, ...] in one.kinds:
+            attributes |= {"multiple": True}
+        names = [option_of(one), name]
+        heading = rule.group or kind.GROUP or "Options"
+        super().__init__(names, heading=heading, default=default, **attributes)
+        self._kind, self._setting = kind, one
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        self.help = help_of(self._kind, self._setting)
+        return super().get_help_record(ctx)
+
+
+def option_of(one: Setting) -> str:
+    """The option of a setting, with its dashes; by default the setting's own name."""
+    return one.rule.option or "--" + one.name.replace("_", "-")
+
+
+def _metavar(one: Setting) -> str | None:
+    """What the help shows for a value; None for click's choice."""
+    if one.rule.metavar or bool in one.kinds or one.rule.choices:
+        return one.rule.metavar or None
+    if one.rule.path:
+        return "FOLDER" if one.rule.path == "folder" else "FILE"
+    return "N" if int in one.kinds else "X" if float in one.kinds else "TEXT"
+
+
+def help_of(kind: Any, one: Setting) -> str:
+    """The first sentence of what a setting means, and what holds without it."""
+    text = first_sentence(meanings(kind)[one.name])
+    shown = one.rule.unset or one.default
+    if shown is MISSING:
+        return f"{text}  [required]"
+    return text if shown in (None, "", "none", False, True) else f"{text}  [default: {shown}]"
+
+
+def first_sentence(text: str) -> str:
+    return re.split(r"\.\s+", text)[0].rstrip(".") + "."
+
+
+def _type(one: Setting) -> Any:
+    rule = one.rule
+    if rule.choices:
+        return click.Choice(rule.choices)
+    if rule.path == "folder":
+        return click.Path(exists=True, file_okay=False)
+    if rule.words:
+        return _NumberOrWord(one)
+    if int in one.kinds:
+        least, most = (None if bound is None else int(bound) for bound in (rule.least, rule.most))
+        return int if least is None else click.IntRange(least, most)
+    return float if float in one.kinds else str
+
+
+class _NumberOrWord(click.ParamType):
+    """A whole number as the setting allows it, or one of its words."""
+
+    name = "number"
+
+    def __init__(self, one: Setting) -> None:
+        self._setting = one
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in self._setting.rule.words or isinstance(value, int):
+            return value
+        allowed = f"{self._setting.allowed()}, or {', '.join(self._setting.rule.words)}"
+        try:
+            number = int(value)
+            self._setting.check(self._setting.name, number)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number, {allowed}", param, ctx)
+        return number
+
+
+def section_options(**sections: Any) -> Callable[[click.Command], click.Command]:
+    """A decorator that adds the settings with an option of these sections; None if not given.
+
+    sections: settings classes by name.
+    """
+
+    def add(command: click.Command) -> click.Command:
+        for section, kind in sections.items():
+            names = [name for name, one in settings_of(kind).items() if one.rule.option]
+            command.params += _options(kind, names, prefix=f"{section}{_SEPARATOR}", defaults=False)
+        return command
+
+    return add
+
+
+def setting_options(kind: Any, *names: str) -> Callable[[click.Command], click.Command]:
+    """A decorator that adds the options of these settings, or of all of a class, with their defaults."""
+
+    def add(command: click.Command) -> click.Command:
+        chosen = names or [name for name, one in settings_of(kind).items() if one.rule.option]
+        command.params += _options(kind, chosen, defaults=True)
+        return command
+
+    return add
+
+
+def _options(kind: Any, names: Sequence[str], *, prefix: str = "", defaults: bool) -> list[SettingOption]:
+    return [
+        SettingOption(kind, prefix + name, one, default=one.default if defaults else None)
+        for name, one in settings_of(kind).items()
+        if name in names
+    ]
+
+
+def sections_of(
+    options: dict[str, Any], kinds: dict[str, Any], *, absolute: bool
+) -> dict[str, dict[str, Any]]:
+    """The options that were given, taken out of `options`, as sections of a cluster file.
+
+    absolute: paths are made so, because those of a file start at its folder.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for key in [key for key in options if _SEPARATOR in key]:
+        value, (section, name) = options.pop(key), key.split(_SEPARATOR)
+        if value is None or value == ():
+            continue
+        if absolute and settings_of(kinds[section])[name].rule.path:
+            value = os.path.abspath(value)
+        sections.setdefault(section, {})[name] = value
+    return sections

@@ -13,7 +13,7 @@ import click
 from moe_lora.config import EngineConfig
 
 from .errors import user_errors
-from .setting_options import setting_options
+from .options import setting_options
 
 if TYPE_CHECKING:
     from moe_lora.profiling.layer_times import LayerClock, LayerTimes

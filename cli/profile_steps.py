@@ -15,8 +15,7 @@ from moe_lora.config.engine import WEIGHTS
 from moe_lora.core.progress import progress
 
 from .errors import user_errors
-from .options import WholeNumbers
-from .setting_options import setting_options
+from .options import WholeNumbers, setting_options
 
 LEAST_R2 = 0.9
 """Of batches held out; the papers report 0.96."""

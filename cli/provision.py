@@ -14,8 +14,7 @@ from moe_lora.config.engine import QUANTISATION
 from moe_lora.config.plan import PlanGoals
 
 from .errors import input_errors
-from .options import FORMAT, POPULARITY, ZIPF
-from .setting_options import setting_options
+from .options import FORMAT, POPULARITY, ZIPF, setting_options
 
 _FILE = click.Path(exists=True, dir_okay=False)
 _OUT = click.Path(dir_okay=False)

@@ -10,8 +10,7 @@ import click
 from moe_lora.config.plan import ARRIVALS, ReplayOptions, WorkloadOptions
 
 from .errors import user_errors
-from .options import FORMAT, POPULARITY, ZIPF, VariadicCommand
-from .setting_options import setting_options
+from .options import FORMAT, POPULARITY, ZIPF, VariadicCommand, setting_options
 
 _FILE = click.Path(exists=True, dir_okay=False)
 _OUT = click.Path(dir_okay=False)

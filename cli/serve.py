@@ -15,8 +15,7 @@ from moe_lora.config import (
 )
 
 from .errors import user_errors
-from .options import headed
-from .setting_options import section_options
+from .options import headed, section_options
 from .vllm_words import NOTES, VllmCommand, show_vllm_options
 
 _FOLDER = click.Path(exists=True, file_okay=False)

@@ -18,7 +18,7 @@ from moe_lora.config.settings import Setting, check_section, settings_of
 from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.request import name_problem
 
-from .setting_options import sections_of
+from .options import sections_of
 
 if TYPE_CHECKING:
     from moe_lora.config import EngineConfig

@@ -41,7 +41,7 @@ def _rows(section: str, kind: type, *, in_short: bool) -> Iterator[tuple[str, st
     """Place and meaning of each setting.  in_short: the meaning's first sentence."""
     from moe_lora.config.tables import rows
 
-    from .setting_options import first_sentence
+    from .options import first_sentence
 
     for name, values, default, option, meaning in rows(kind):
         also = f"; also {option}" if option else ""

@@ -47,7 +47,7 @@ def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     administrators. reload: see `serve_forever`.  Raises ConfigError, RegistryError or AdapterError for
     errors known at start.
     """
-    from moe_lora.serve.served_text import read_served_text
+    from moe_lora.serve.frontend import read_served_text
     from moe_lora.serve.server import bound
 
     cluster, at_once = _checked(cluster), asyncio.Event()
@@ -81,9 +81,8 @@ async def serve_http(
 
     fleet: opened here, beside the checking process's start.  socks, reload, at_once: see `serve_forever`.
     """
-    from moe_lora.serve.frontend import Frontend
+    from moe_lora.serve.frontend import Frontend, adapter_texts
     from moe_lora.serve.openai.checking_process import CheckingProcess
-    from moe_lora.serve.served_text import adapter_texts
     from moe_lora.serve.server import serve_forever
 
     checks = CheckingProcess(tokenizer)
@@ -193,7 +192,7 @@ def serve_front_end(
     see `serve_forever`.  Raises ConfigError for errors known at start.
     """
     from moe_lora.serve.access import checked_keys
-    from moe_lora.serve.served_text import read_served_text
+    from moe_lora.serve.frontend import read_served_text
     from moe_lora.serve.server import bound
 
     name = name or ONE_FRONT_END

@@ -26,8 +26,8 @@ from moe_lora.policies.caching.caching import (
     rates_from,
 )
 
-from .node import BACKED, CAN_BACK_UP, CAN_ENTER, DYING, READY, TOKEN_BYTES, Node
 from .orders import Namespace
+from .pages import BACKED, CAN_BACK_UP, CAN_ENTER, DYING, READY, TOKEN_BYTES, Node
 
 REFRESH_S = 1.0
 """Age of rates before a refresh."""

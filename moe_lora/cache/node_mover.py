@@ -6,9 +6,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from .node import CAN_LEAVE, CAN_LEAVE_HOST, Node
 from .orders import CacheCounters, Copy, LoadAdapter, Namespace, Order
-from .pages import Tier
+from .pages import CAN_LEAVE, CAN_LEAVE_HOST, Node, Tier
 from .tree import DependencyTree
 
 SLICE = 64

@@ -21,8 +21,8 @@ from moe_lora.policies.caching.caching import (
     ascending,
 )
 
-from .node import BACKED, CAN_BACK_UP, CAN_LEAVE, CAN_LEAVE_HOST, DYING, HAS_DEVICE_PAGES, Node
 from .node_mover import NodeMover
+from .pages import BACKED, CAN_BACK_UP, CAN_LEAVE, CAN_LEAVE_HOST, DYING, HAS_DEVICE_PAGES, Node
 
 if TYPE_CHECKING:
     from moe_lora.policies.caching.arena_shares import ArenaShares

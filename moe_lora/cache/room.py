@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching.caching import REST, WITHIN
 
-from .node import HAS_DEVICE_PAGES, Node
-from .pages import PRIVATE
+from .pages import HAS_DEVICE_PAGES, PRIVATE, Node
 from .ranking import Kind, Ranking
 
 Number = TypeVar("Number", np.int64, np.float64)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching.caching import BEYOND, WITHIN, Floats
 
-from .node import BACKED, CAN_BACK_UP, CAN_ENTER, CAN_LEAVE, Node
+from .pages import BACKED, CAN_BACK_UP, CAN_ENTER, CAN_LEAVE, Node
 from .ranking import Ranking, first_to_go
 from .room import Room
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import networkx as nx
 
 from .columns import Columns
-from .node import ONLY_IDLE, TOKEN_BYTES, Node, encode_more, flags_of
 from .orders import Namespace
+from .pages import ONLY_IDLE, TOKEN_BYTES, Node, encode_more, flags_of
 
 _ROOT = "root"
 

@@ -11,10 +11,9 @@ from typing import Literal
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.caching.caching import ANYBODY, FIRST, NOBODY, Asker, CachingPolicy
 
-from .node import DYING, HAS_DEVICE_PAGES, TOKEN_BYTES, Node, encode
 from .node_mover import NodeMover, first_pages
 from .orders import Namespace, Order, Readiness
-from .pages import PRIVATE, BlockTable, Tier
+from .pages import DYING, HAS_DEVICE_PAGES, PRIVATE, TOKEN_BYTES, BlockTable, Node, Tier, encode
 from .ranking import Ranking
 from .room import Room
 from .swapper import Swapper

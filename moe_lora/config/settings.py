@@ -6,7 +6,7 @@
         max_loras: int = setting(64, least=1, option="--max-loras")
         \"\"\"Adapters resident on the device at once.  What follows the first sentence is for the docs.\"\"\"
 
-From that come the command's option (`cli.setting_options`), what a section of the cluster file may hold
+From that come the command's option (`cli.options`), what a section of the cluster file may hold
 (`read_section`), the checks when one is made in Python, and the row of a table in the docs (`tables`).
 """
 

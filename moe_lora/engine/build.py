@@ -34,8 +34,7 @@ from moe_lora.engine.ranks.followers import HOST_STORE, Allocate, Followers, Ran
 from moe_lora.engine.ranks.rank import Rank
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.engine.step.sampler import Sampler
-from moe_lora.engine.text.generation_config import read_sampling_defaults
-from moe_lora.engine.text.tokenizer_files import read_eos_token_ids
+from moe_lora.engine.text.tokenizer_files import read_eos_token_ids, read_sampling_defaults
 from moe_lora.families import shape_of
 from moe_lora.policies.caching.caching import CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy

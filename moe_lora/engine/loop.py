@@ -13,7 +13,6 @@ from typing import Any
 
 from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.dist.net.codec import verbs_of
-from moe_lora.engine.client.heartbeat import Pulse
 from moe_lora.engine.client.messages import (
     Abort,
     Call,
@@ -22,6 +21,7 @@ from moe_lora.engine.client.messages import (
     Generate,
     Inbox,
     Outputs,
+    Pulse,
     Rejected,
     Reply,
     Stop,

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from moe_lora.config.cluster import ClusterConfig
+from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion
 from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.engine.text.adapter_text import log_adapter_text, with_adapter_text
+from moe_lora.engine.text.text import served_tokenizer
+from moe_lora.engine.text.tokenizer_files import log_generation_config
 from moe_lora.serve.metrics.metrics import Metrics
 
 from .limits import REFUSALS, Limits
@@ -21,8 +26,6 @@ if TYPE_CHECKING:
     from moe_lora.dist.cluster.controller.cluster_controller import ClusterController
     from moe_lora.dist.cluster.controller.controller_link import ControllerLink
     from moe_lora.engine.text.text import Tokenizer
-
-    from .served_text import AdapterTexts
 
 
 CUT = "the server is shutting down and does not finish this request; send it again"
@@ -50,7 +53,7 @@ class Frontend:
 
     tokenizer None: prompts are token ids only.  controller: runs while the application serves.  ending:
     cuts requests at shutdown.  model_name: the base model's main name; every name outside model_names is an
-    adapter's.  adapter_texts: see `served_text`.  checks: checks large bodies; None: starts with the first
+    adapter's.  adapter_texts: see `AdapterTexts`.  checks: checks large bodies; None: starts with the first
     large body.  The creator closes the client.
     """
 
@@ -72,3 +75,51 @@ class Frontend:
         self.metrics = Metrics(self.cluster, self.controller, REFUSALS)
         self.limits = Limits(self.config, self.metrics.refuse)
         self.ignored_fields = IgnoredFields()
+
+
+def read_served_text(cluster: ClusterConfig) -> Tokenizer | None:
+    """The base model's tokenizer.  Raises ConfigError for unreadable files.
+
+    A thread compiles the chat templates and searches adapter folders during the start of instances.
+    """
+    engine = cluster.engine
+    tokenizer = served_tokenizer(engine.model_dir)
+    if engine.generation_config == "auto":
+        log_generation_config(engine.model_dir)
+
+    def look() -> None:
+        if tokenizer is not None and tokenizer.chat_templates is not None:
+            tokenizer.chat_templates.compile()
+        for name, path in engine.adapters:
+            log_text_of(cluster, name, path)
+
+    Thread(target=look, name="text-files", daemon=True).start()
+    return tokenizer
+
+
+def log_text_of(cluster: ClusterConfig, name: str, path: str) -> None:
+    """Log an adapter's text files.  Blocking: reads files."""
+    used, engine = cluster.front_end.adapter_chat_template, cluster.engine
+    log_adapter_text(name, path, engine.model_dir, used=used, root=engine.adapter_root)
+
+
+@dataclass(frozen=True)
+class AdapterTexts:
+    """Adapters with text files.  adapters: by name.  root: see `EngineConfig.adapter_root`."""
+
+    adapters: Mapping[str, ServedVersion]
+    root: str | None
+
+    def applied(self, name: str, tokenizer: Tokenizer) -> Tokenizer:
+        """The tokenizer with the text files of the adapter.  Raises ConfigError for unreadable files."""
+        adapter = self.adapters.get(name)
+        if adapter is None:
+            return tokenizer
+        return with_adapter_text(tokenizer, adapter.path, adapter.version, self.root)
+
+
+def adapter_texts(cluster: ClusterConfig, registry: InstanceRegistry) -> Callable[[], AdapterTexts] | None:
+    """Returns the current `AdapterTexts`; None without --adapter-chat-template."""
+    if not cluster.front_end.adapter_chat_template:
+        return None
+    return lambda: AdapterTexts(registry.adapters, cluster.engine.adapter_root)

@@ -26,7 +26,8 @@ from moe_lora.config import FrontEndConfig
 from moe_lora.core.address import parse_address, unix_socket
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import allow_many_files, num_open_files, resident_bytes, return_memory
-from moe_lora.serve.admin.adapter_routes import adapters_router, registry_router
+from moe_lora.serve.admin.adapter_routes import adapters_router
+from moe_lora.serve.admin.registry_routes import registry_router
 from moe_lora.serve.admin.status import (
     capacity_router,
     instances_router,

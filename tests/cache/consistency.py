@@ -9,16 +9,19 @@ from collections.abc import Iterable
 import networkx as nx
 import numpy as np
 
-from moe_lora.cache.node import (
+from moe_lora.cache.pages import (
     CAN_BACK_UP,
     CAN_ENTER,
     CAN_LEAVE,
     CAN_LEAVE_HOST,
     DYING,
+    FREE,
     HAS_DEVICE_PAGES,
+    PRIVATE,
+    BlockTable,
     Node,
+    Tier,
 )
-from moe_lora.cache.pages import FREE, PRIVATE, BlockTable, Tier
 from moe_lora.cache.unified import UnifiedCache
 
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from moe_lora.cache.node import DYING
 from moe_lora.cache.node_mover import SLICE
 from moe_lora.cache.orders import Copy, Readiness
+from moe_lora.cache.pages import DYING
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.policies.caching.caching_policies import CACHING_POLICIES, make_caching_policy
 from moe_lora.timing.host_times import CacheCosts

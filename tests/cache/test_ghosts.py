@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.cache.columns import Columns, Ghosts, ReuseAges
-from moe_lora.cache.node import Node, encode
+from moe_lora.cache.pages import Node, encode
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.policies.caching.caching import Traits
 from moe_lora.policies.caching.caching_policies import Recency

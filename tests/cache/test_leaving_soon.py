@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.cache import ranking as ranking_module
-from moe_lora.cache.node import CAN_BACK_UP, CAN_LEAVE
+from moe_lora.cache.pages import CAN_BACK_UP, CAN_LEAVE
 from moe_lora.cache.ranking import LEAVING_SHARE, Ranking
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.policies.caching.caching_policies import make_caching_policy

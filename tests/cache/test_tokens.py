@@ -4,7 +4,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.cache.node import TOKEN_BYTES, encode, encode_more
+from moe_lora.cache.pages import TOKEN_BYTES, encode, encode_more
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=2000), st.data())

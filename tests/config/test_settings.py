@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from bench.house import interface
 from moe_lora import LLM
 from moe_lora.cli.main import main
-from moe_lora.cli.setting_options import section_options, sections_of
+from moe_lora.cli.options import section_options, sections_of
 from moe_lora.config import EngineConfig, FrontEndConfig, LoraServerConfig
 from moe_lora.config.cluster import SECTIONS, ClusterConfig, cluster_of, cluster_text, read_cluster
 from moe_lora.config.front_end import FrontEndPlace

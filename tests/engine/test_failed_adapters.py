@@ -13,8 +13,8 @@ import pytest
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import AdapterError, AdapterFailedError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.engine.adapters.adapter_store import MAX_LOADS
 from moe_lora.engine.adapters.copies import RankCopier
-from moe_lora.engine.adapters.failures import MAX_LOADS
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.step_notes import ReadNotes, StepNotes
 from moe_lora.engine.core import EngineCore

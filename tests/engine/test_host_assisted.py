@@ -25,9 +25,8 @@ from moe_lora.core.errors import ConfigError, StorageError
 from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.dist.launch.roles import build_rank
 from moe_lora.dist.lora_server.server_rank import ServerRank
-from moe_lora.engine.adapters.adapter_store import AdapterVersion
+from moe_lora.engine.adapters.adapter_store import MAX_LOADS, AdapterVersion
 from moe_lora.engine.adapters.copies import RankCopier
-from moe_lora.engine.adapters.failures import MAX_LOADS
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.llm import InProcessClient

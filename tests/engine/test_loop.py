@@ -12,8 +12,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.build import build_engine
-from moe_lora.engine.client.heartbeat import Pulse
-from moe_lora.engine.client.messages import Event, Generate, Inbox, Outputs, Stop
+from moe_lora.engine.client.messages import Event, Generate, Inbox, Outputs, Pulse, Stop
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.loop import EngineLoop
 

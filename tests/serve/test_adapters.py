@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_lora.serve.admin import adapter_loads
+from moe_lora.serve.admin import adapter_routes
 from moe_lora.serve.server import create_app
 
 from .conftest import as_served, frontend_of
@@ -72,7 +72,7 @@ def test_a_folder_that_hangs_holds_nobody_up(server, adapter_dir, monkeypatch):
         assert goes_on.wait(60)
         return path
 
-    monkeypatch.setattr(adapter_loads, "adapter_folder", hangs)
+    monkeypatch.setattr(adapter_routes, "adapter_folder", hangs)
     with ThreadPoolExecutor(1) as pool:
         load = pool.submit(server.post, LOAD, {"lora_name": "new", "lora_path": adapter_dir})
         assert looking.wait(60)

@@ -20,13 +20,13 @@ from moe_lora.config import LimitsConfig
 from moe_lora.core.request import ModelInfo
 from moe_lora.dist.cluster.instances import ServedVersion
 from moe_lora.engine.text.text import load_tokenizer
+from moe_lora.serve.frontend import AdapterTexts
 from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.limits import Limits
 from moe_lora.serve.openai import checking_process, preparing
 from moe_lora.serve.openai.checking_process import CheckingProcess
 from moe_lora.serve.openai.preparing import Preparer
 from moe_lora.serve.openai.protocol import ChatRequest, CompletionRequest
-from moe_lora.serve.served_text import AdapterTexts
 from tests.patience import PATIENCE_S
 from tests.small_tokenizers import characters, write_dir
 from tests.stopped_processes import stop

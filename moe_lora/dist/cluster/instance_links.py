@@ -20,7 +20,6 @@ from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer
 from moe_lora.dist.net.session import Handshake, Hello, stay_connected
-from moe_lora.engine.client.heartbeat import Pulse
 from moe_lora.engine.client.messages import (
     REQUEST_METHODS,
     Abort,
@@ -35,6 +34,7 @@ from moe_lora.engine.client.messages import (
     Move,
     MoveOrder,
     Outputs,
+    Pulse,
     Rejected,
     Reply,
     Request,

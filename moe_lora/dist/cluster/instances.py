@@ -15,8 +15,7 @@ from anyio import move_on_after
 from moe_lora.core.errors import EngineDeadError, MoeLoraError
 from moe_lora.core.request import AdapterInfo, EngineStats
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.engine.client.heartbeat import Heartbeat
-from moe_lora.engine.client.messages import Beat, DrainOrder, Move
+from moe_lora.engine.client.messages import Beat, DrainOrder, Heartbeat, Move
 from moe_lora.policies.routing.routing import InstanceLoad
 
 from .drains import Drains

@@ -21,11 +21,11 @@ from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Peer, PeerEndedError
 from moe_lora.dist.net.session import Caller, RefusedError
 from moe_lora.engine.client.client import CallableEngine
-from moe_lora.engine.client.heartbeat import Hearing
 from moe_lora.engine.client.messages import (
     Abort,
     Beat,
     Dead,
+    Hearing,
     InstanceFacts,
     Move,
     Outputs,

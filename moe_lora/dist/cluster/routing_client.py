@@ -23,8 +23,8 @@ from moe_lora.core.request import (
 )
 from moe_lora.policies.routing.routing import listeners
 
+from .adapter_calls import ask_live
 from .failover import MAX_RESENDS, Attempt, ResumableRequest
-from .fan_out import ask_live
 from .instances import Instance, InstanceRegistry, ServedVersion
 from .reports import merge_adapters, merge_stats
 from .suspects import Trial

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from moe_lora.core.shape import ModelShape
     from moe_lora.dist.host_workers.workers import HostWorkers
     from moe_lora.dist.lora_server.server_rank import ServerRank
-    from moe_lora.engine.client.heartbeat import Pulse
+    from moe_lora.engine.client.messages import Pulse
 
 logger = logging.getLogger(__name__)
 

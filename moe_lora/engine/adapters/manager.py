@@ -18,8 +18,7 @@ from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, Capac
 from moe_lora.core.request import AdapterInfo, AdapterResidency
 from moe_lora.lora.row_routing import content_number
 
-from .adapter_store import AdapterStore, AdapterVersion, ShardSizes
-from .failures import AdapterFailures
+from .adapter_store import AdapterFailures, AdapterStore, AdapterVersion, ShardSizes
 
 if TYPE_CHECKING:
     from moe_lora.policies.admission.host_start import HostLoads

@@ -1,34 +1,279 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes for adapters: load, unload, list, pin, and the registry."""
+"""Routes for adapters: load, unload, list, pin, in the words of this server, vLLM and SGLang."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, Any, Literal
+import hashlib
+import logging
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
-from moe_lora.config import MAX_COUNT
-from moe_lora.core.records import REMOVED
-from moe_lora.core.request import AdapterInfo
+from moe_lora.adapters.peft.files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    adapter_folder,
+    confined,
+    header_entries,
+    open_file,
+)
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterExistsError,
+    AdapterNotFoundError,
+    CapacityError,
+    MoeLoraError,
+)
+from moe_lora.core.records import RegisteredAdapter
+from moe_lora.core.request import AdapterInfo, name_problem
 from moe_lora.dist.net.thread import in_daemon_thread
-from moe_lora.serve.frontend import Frontend
-from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
+from moe_lora.engine.text.adapter_text import FILES as TEXT_FILES
+from moe_lora.serve.frontend import Frontend, log_text_of
+from moe_lora.serve.http_errors import AlreadyLoadedError, ApiError, JsonResponse, bad_request, to_api_error
 from moe_lora.serve.limits import bounded_route
 from moe_lora.serve.openai.fields import ignored_header, shown_name
 from moe_lora.serve.openai.protocol import (
     LoadAdapterRequest,
-    RegisterAdapterRequest,
-    Text,
     UnloadAdapterRequest,
     refuse_unknown,
 )
 
-from .adapter_loads import AdapterLoads, check_new_name, find_files
-
 DONE = {"status": "ok", "success": True}
 """Answer of the routes at the root, in the words of prime-rl and SGLang."""
+logger = logging.getLogger(__name__)
+
+_EXPERT_KEY = re.compile(r"\.experts\.")
+_ONE_EXPERTS_KEY = re.compile(r"\.experts\.(?:.*\.)?\d+\.")
+_CHUNK_BYTES = 1 << 20
+Stamps = tuple[tuple[int, ...], ...]
+
+
+def check_name(name: str) -> None:
+    """Raises ApiError for an invalid name."""
+    if problem := name_problem(name):
+        raise bad_request(f"lora_name {problem}", "lora_name")
+
+
+def check_new_name(name: str, frontend: Frontend) -> None:
+    """Raises ApiError for a name unfit for an adapter."""
+    check_name(name)
+    if name in frontend.model_names:
+        raise bad_request(f"lora_name {name!r} is the base model's name; choose another", "lora_name")
+
+
+def check_base(name: str | None, frontend: Frontend) -> None:
+    """Raises ApiError for the name of another base model.  An empty name passes."""
+    model_dir = frontend.cluster.engine.model_dir
+    allowed = {*frontend.model_names, model_dir, os.path.basename(os.path.normpath(model_dir))}
+    if name and name not in allowed:
+        raise bad_request(
+            f"base_model_name={name!r} is not served here; the base model is {frontend.model_name!r} "
+            "(moe-lora serve --served-model-name names it); send that name, or leave base_model_name out",
+            "base_model_name",
+        )
+
+
+def find_files(path: str, name: str, frontend: Frontend) -> str:
+    """Returns the directory of the adapter at `path` (see `adapter_folder`).
+
+    Raises ApiError 400 for an empty path and for a folder of several adapters, 404 for a path without an
+    adapter or outside `adapter_root`.  Runs in a thread: the folder may be large, or hang.
+    """
+    if not path:
+        raise bad_request("lora_path is empty; give the directory of a PEFT adapter", "lora_path")
+    root = frontend.cluster.engine.adapter_root
+    if not confined(path, root):
+        raise ApiError(
+            404, f"no LoRA adapter found: {path!r} is not in the server's adapter_root", "lora_path"
+        )
+    try:
+        found = adapter_folder(path, name)
+    except AdapterError as error:
+        raise bad_request(str(error), "lora_path") from error
+    if not os.path.isfile(os.path.join(found, CONFIG_FILE)):
+        problem = f"has no {CONFIG_FILE}" if os.path.isdir(path) else "is not a directory on the server"
+        raise ApiError(404, f"no LoRA adapter found: {path!r} {problem}", "lora_path")
+    return found
+
+
+class AdapterLoads:
+    """Loads and unloads for one front end.  Records version and files of each load."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._root = frontend.cluster.engine.adapter_root
+        self._loaded: dict[str, tuple[int, _Files]] = {}
+
+    async def load(self, body: LoadAdapterRequest, *, in_place: bool) -> None:
+        """Serves the body's adapter; in_place: as a new version of a loaded name.  Raises ApiError."""
+        folder = await self._checked(body)
+        await self._load(body, await in_daemon_thread(_Files.at, folder), in_place=in_place)
+
+    async def load_or_replace(self, body: LoadAdapterRequest) -> None:
+        """As `load` in place, without a load if the name has the files' content.  Raises ApiError."""
+        files = await in_daemon_thread(_Files.read, await self._checked(body), self._root)
+        loaded = self._loaded.get(body.lora_name)
+        if (
+            loaded is not None
+            and loaded[0] == await self._version(body.lora_name)
+            and await in_daemon_thread(loaded[1].holds, files, self._root)
+        ):
+            if body.pinned:
+                await self._pin(body)
+        else:
+            await self._load(body, files, in_place=True)
+
+    async def unload(self, body: UnloadAdapterRequest) -> None:
+        """Raises ApiError."""
+        check_name(body.lora_name)
+        check_base(body.base_model_name, self._frontend)
+        try:
+            await self._frontend.client.call("unload_adapter", body.lora_name)
+        except AdapterNotFoundError as error:
+            what = f"the LoRA adapter {body.lora_name!r} cannot be found; GET /v1/models lists what is loaded"
+            raise ApiError(404, what, "lora_name") from error
+        self._loaded.pop(body.lora_name, None)
+
+    async def _checked(self, body: LoadAdapterRequest) -> str:
+        """Check the body before any file is read.  Returns the adapter's folder.  Raises ApiError."""
+        check_new_name(body.lora_name, self._frontend)
+        check_base(body.base_model_name, self._frontend)
+        folder = await self._find(body)
+        if body.is_3d_lora_weight is not None:
+            words = body.lora_name, folder, self._root, body.is_3d_lora_weight
+            await in_daemon_thread(_compare_layout, *words)
+        return folder
+
+    async def _load(self, body: LoadAdapterRequest, files: _Files, *, in_place: bool) -> None:
+        name = body.lora_name
+        try:
+            replace = in_place or self._frontend.client.is_refused(name)
+            info = await self._frontend.client.call("load_adapter", name, files.folder, replace=replace)
+        except FileNotFoundError as error:
+            what = f"no LoRA adapter found: the files of {name!r} are gone"
+            raise ApiError(404, what, "lora_path") from error
+        except AdapterExistsError as error:
+            how = "unload it first, or send load_inplace=true to replace it"
+            what = f"the LoRA adapter {name!r} has already been loaded; {how}"
+            raise AlreadyLoadedError(400, what, "lora_name") from error
+        except MoeLoraError as error:
+            raise to_api_error(error) from error
+        except OSError as error:
+            raise bad_request(f"adapter {name!r} can't be read: {error.strerror or error}") from error
+        except Exception as error:
+            raise to_api_error(error) from error
+        if await in_daemon_thread(self._look_again, name, files):
+            self._loaded[name] = info.version, files
+        if body.pinned:
+            await self._pin(body, unload=not in_place)
+
+    def _look_again(self, name: str, files: _Files) -> bool:
+        """Log text files beside the adapter; True if its files are unchanged since before the load."""
+        with suppress(OSError):
+            if frozenset(TEXT_FILES).intersection(os.listdir(files.folder)):
+                log_text_of(self._frontend.cluster, name, files.folder)
+        return files.are_unchanged()
+
+    async def _pin(self, body: LoadAdapterRequest, *, unload: bool = False) -> None:
+        try:
+            await self._frontend.client.call("pin_adapter", body.lora_name, pinned=True)
+        except CapacityError as error:
+            if unload:
+                await self._frontend.client.call("unload_adapter", body.lora_name)
+            state = "not loaded" if unload else "loaded, but not pinned"
+            raise bad_request(f"{error}; the adapter is {state}", "pinned") from error
+
+    async def _version(self, name: str) -> int | None:
+        """Version of a loaded name; None for an unknown name, or lost content."""
+        infos = await self._frontend.client.list_adapters()
+        found = (info.version for info in infos if info.name == name and info.residency != "unavailable")
+        return next(found, None)
+
+    async def _find(self, body: LoadAdapterRequest) -> str:
+        frontend = self._frontend
+        if body.lora_path is not None:
+            return await in_daemon_thread(find_files, body.lora_path, body.lora_name, frontend)
+        if frontend.cluster.registry is None:
+            raise bad_request(
+                "lora_path is missing; give the directory of a PEFT adapter, or start the server with "
+                "--registry",
+                "lora_path",
+            )
+        found: RegisteredAdapter = await frontend.controller.call("registry_resolve", body.lora_name)
+        return found.path
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files of an adapter at one time.
+
+    stamps: differ after a file was written or replaced.  digest: of the bytes; None: not read.
+    """
+
+    folder: str
+    stamps: Stamps
+    digest: str | None = None
+
+    @staticmethod
+    def at(folder: str) -> _Files:
+        return _Files(folder, _stamps(folder))
+
+    @staticmethod
+    def read(folder: str, root: str | None) -> _Files:
+        stamps = _stamps(folder)
+        return _Files(folder, stamps, _digest(folder, root))
+
+    def are_unchanged(self) -> bool:
+        return self.stamps == _stamps(self.folder)
+
+    def holds(self, other: _Files, root: str | None) -> bool:
+        """True if these files had the bytes of `other`, a read state."""
+        digest = self.digest
+        if digest is None and self.are_unchanged():
+            digest = _digest(self.folder, root)
+        return digest is not None and digest == other.digest
+
+
+def _stamps(folder: str) -> Stamps:
+    try:
+        found = [os.stat(os.path.join(folder, name)) for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    except (OSError, ValueError):
+        return ()
+    return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found)
+
+
+def _digest(folder: str, root: str | None) -> str | None:
+    """SHA-256 of the adapter's files; None for an unreadable file."""
+    digest = hashlib.sha256()
+    try:
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            digest.update(b"\0")
+            with open_file(Path(folder, name), name, root) as file:
+                while piece := file.read(_CHUNK_BYTES):
+                    digest.update(piece)
+    except (OSError, ValueError, AdapterError):
+        return None
+    return digest.hexdigest()
+
+
+def _compare_layout(name: str, folder: str, root: str | None, is_3d: bool) -> None:
+    """Warn if file and client differ on the layout of experts.  The load refuses unreadable files."""
+    try:
+        with open_file(Path(folder, WEIGHTS_FILE), WEIGHTS_FILE, root) as file:
+            keys = [key for key in header_entries(file, WEIGHTS_FILE) if _EXPERT_KEY.search(key)]
+    except (OSError, ValueError, AdapterError):
+        return
+    found_3d = any(not _ONE_EXPERTS_KEY.search(key) for key in keys)
+    if keys and found_3d != is_3d:
+        layout = "parameters of all experts" if found_3d else "a matrix of each expert"
+        said = str(is_3d).lower()
+        logger.warning("adapter %s: is_3d_lora_weight=%s, but its file has %s", name, said, layout)
 
 
 def adapters_router(frontend: Frontend) -> APIRouter:
@@ -117,67 +362,3 @@ def ignored_by(body: LoadAdapterRequest | UnloadAdapterRequest, frontend: Fronte
     names = [shown_name(name) for name in body.unknown_fields()]
     frontend.ignored_fields.note(names)
     return ignored_header(names)
-
-
-MAX_LISTED = 10_000
-Version = Annotated[int | None, Query(ge=1, le=MAX_COUNT)]
-
-
-def registry_router(frontend: Frontend) -> APIRouter:
-    router = APIRouter(prefix="/v1/registry", tags=["registry"], route_class=bounded_route(frontend.limits))
-
-    def check_opened() -> None:
-        if frontend.cluster.registry is None:
-            raise ApiError(404, "there is no registry of adapters; start with --registry FOLDER")
-
-    async def ask(method: str, *args: Any) -> Any:
-        check_opened()
-        return await frontend.controller.call(f"registry_{method}", *args)
-
-    @router.get("/adapters", response_model=None)
-    async def list_registered(
-        state: Literal["ready", "broken"] | None = None,
-        after: Text = "",
-        limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 1000,
-    ) -> Response:
-        """Current versions by name, `limit` at once; `after` goes on behind a name."""
-        found = await ask("adapters", state, after, limit + 1)
-        data = [asdict(one) for one in found[:limit]]
-        listed = {"object": "list", "base_hash": await ask("base"), "data": data}
-        return JsonResponse({**listed, "has_more": len(found) > limit})
-
-    @router.post("/adapters", response_model=None)
-    async def register(body: RegisterAdapterRequest) -> Response:
-        """Add the PEFT adapter in `lora_path` as the next version of `lora_name`, without a load."""
-        check_opened()
-        check_new_name(body.lora_name, frontend)
-        place = await in_daemon_thread(find_files, body.lora_path, body.lora_name, frontend)
-        return JsonResponse(asdict(await ask("add", body.lora_name, place, body.owner, body.link)))
-
-    @router.post("/check", response_model=None)
-    async def check() -> Response:
-        """Read all files of the registry; `problem` is null for unchanged files."""
-        found = await ask("check")
-        data = [{"name": one.name, "version": one.version, "problem": problem} for one, problem in found]
-        return JsonResponse({"object": "list", "data": data})
-
-    @router.get("/adapters/{name:path}", response_model=None)
-    async def show(name: str) -> Response:
-        """All versions of a name, including removed versions."""
-        versions = await ask("versions", name)
-        return JsonResponse({"object": "list", "data": [asdict(one) for one in versions]})
-
-    @router.delete("/adapters/{name:path}", response_model=None)
-    async def remove(name: str, version: Version = None) -> Response:
-        """Remove a version of a name, or all versions; running instances keep serving the adapter."""
-        versions = [one for one in await ask("versions", name) if version in (None, one.version)]
-        doomed = [one.path for one in versions if one.state != REMOVED]
-        if any(one.name == name and one.path in doomed for one in await frontend.client.list_adapters()):
-            raise bad_request(
-                f"adapter {name!r} is being served, and an instance that starts again needs its files; "
-                "unload it first (/v1/unload_lora_adapter)",
-            )
-        removed = await ask("remove", name, version)
-        return JsonResponse({"object": "list", "data": [asdict(one) for one in removed]})
-
-    return router

@@ -30,7 +30,7 @@ from .protocol import ChatRequest, CompletionRequest, SamplingFields, refuse_unk
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
-    from moe_lora.serve.served_text import AdapterTexts
+    from moe_lora.serve.frontend import AdapterTexts
 
 _UNBOUNDED_ANSWER_TOKENS = 4096
 """Estimated answer without max_tokens, at most: few answers fill the model's context."""
@@ -69,7 +69,7 @@ class Preparer:
     """Prepares one front end's requests, in one event loop.  tokenizer: None: token ids only.
 
     process: checks large bodies; None: a process starts with the first large body.  adapter_texts: see
-    `served_text`.
+    `AdapterTexts`.
     """
 
     def __init__(

@@ -21,8 +21,18 @@ from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.listener import CatchUp, InstanceListener
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.thread import LoopThread
-from moe_lora.engine.client.heartbeat import Heartbeat, Pulse
-from moe_lora.engine.client.messages import Abort, Call, Generate, Inbox, InstanceFacts, Outputs, Reply, Stop
+from moe_lora.engine.client.messages import (
+    Abort,
+    Call,
+    Generate,
+    Heartbeat,
+    Inbox,
+    InstanceFacts,
+    Outputs,
+    Pulse,
+    Reply,
+    Stop,
+)
 from moe_lora.policies.routing.routing import RoundRobin
 from tests.patience import PATIENCE_S
 

@@ -11,8 +11,7 @@ from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.dist.cluster.health import HealthMonitor
 from moe_lora.dist.cluster.instances import InstanceRegistry
-from moe_lora.engine.client.heartbeat import Hearing, Heartbeat, Pulse
-from moe_lora.engine.client.messages import Beat, DrainOrder
+from moe_lora.engine.client.messages import Beat, DrainOrder, Hearing, Heartbeat, Pulse
 
 from .fleet_parts import CountingEngine
 

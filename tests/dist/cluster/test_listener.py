@@ -20,8 +20,7 @@ from moe_lora.dist.cluster import instances
 from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served, ServedVersion
 from moe_lora.dist.cluster.listener import CatchUp, DialledClient
 from moe_lora.dist.net.keys import make_keys
-from moe_lora.engine.client.heartbeat import Heartbeat
-from moe_lora.engine.client.messages import Abort, Dead, Outputs
+from moe_lora.engine.client.messages import Abort, Dead, Heartbeat, Outputs
 from tests.patience import PATIENCE_S
 
 from .fleet_parts import INFO

@@ -19,7 +19,7 @@ from moe_lora.assemble import engine_processes
 from moe_lora.config import EngineConfig, FrontEndConfig
 from moe_lora.core.request import FleetStats, GenerateRequest, SamplingParams
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.engine.client.heartbeat import Heartbeat
+from moe_lora.engine.client.messages import Heartbeat
 from tests.dist.cluster_jobs import children
 from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop

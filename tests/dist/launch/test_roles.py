@@ -23,7 +23,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.dist.launch import roles
 from moe_lora.dist.launch.roles import JobPlace, serve_instance, serve_lora_server
 from moe_lora.dist.net.keys import make_keys
-from moe_lora.engine.client.heartbeat import Pulse
+from moe_lora.engine.client.messages import Pulse
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from moe_lora.core.errors import EngineDeadError
-from moe_lora.engine.client.heartbeat import Heartbeat
+from moe_lora.engine.client.messages import Heartbeat
 from tests.dist.cluster.listener_parts import HELD_TOKENS, FrontEnd, Instance, until
 from tests.patience import PATIENCE_S
 

@@ -7,11 +7,7 @@ import pytest
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import SamplingParams
-from moe_lora.engine.text.generation_config import (
-    log_generation_config,
-    read_sampling_defaults,
-    unused_fields,
-)
+from moe_lora.engine.text.tokenizer_files import log_generation_config, read_sampling_defaults, unused_fields
 
 
 def write(folder, **fields):

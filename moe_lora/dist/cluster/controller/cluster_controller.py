@@ -20,7 +20,7 @@ from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.net.codec import verbs_of
 from moe_lora.dist.net.keys import keys_of
 from moe_lora.engine.client.client import CallableEngine
-from moe_lora.engine.client.heartbeat import Heartbeat
+from moe_lora.engine.client.messages import Heartbeat
 
 from .cluster_state import Figures
 from .instance_control import InstanceControl

@@ -23,7 +23,7 @@ from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import Keys, keys_of
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
 from moe_lora.dist.net.session import stay_connected
-from moe_lora.engine.client.heartbeat import Heartbeat
+from moe_lora.engine.client.messages import Heartbeat
 from moe_lora.provision.online import Visit
 
 from .cluster_controller import ServedFleet

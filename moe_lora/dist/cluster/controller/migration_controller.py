@@ -21,7 +21,7 @@ from moe_lora.config.front_end import MigrationConfig
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import EngineDeadError, LastProblem
 from moe_lora.core.request import AdapterInfo, EngineStats
-from moe_lora.dist.cluster.fan_out import ask
+from moe_lora.dist.cluster.adapter_calls import ask
 from moe_lora.dist.cluster.instances import Instance, InstanceRegistry
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.engine.client.messages import MoveOrder, RequestLoad

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from moe_lora.core.errors import EngineDeadError, LastProblem
 from moe_lora.core.request import AdapterInfo
-from moe_lora.dist.cluster.fan_out import Answers, ask, load_alike
+from moe_lora.dist.cluster.adapter_calls import Answers, ask, load_alike
 from moe_lora.dist.cluster.instances import Instance, InstanceRegistry, ServedVersion
 from moe_lora.engine.client.client import CallableEngine, EngineClient
 from moe_lora.engine.client.messages import PoolEntry
