@@ -135,7 +135,6 @@ def test_a_process_that_is_to_be_started_again_ends_whatever_its_engine_hangs_at
     monkeypatch.setattr("moe_lora.dist.cluster.instance_links.FrontEndLinks", Hangs)
     monkeypatch.setattr("moe_lora.engine.loop.EngineLoop", Hangs)
     monkeypatch.setattr("moe_lora.engine.build.build_engine", lambda *_: core)
-    monkeypatch.setattr("moe_lora.engine.client.messages.Hello", lambda *_: None)
     monkeypatch.setattr(roles, "RESTART_S", 0.1)
     pid = os.fork()
     if not pid:
