@@ -138,6 +138,24 @@ def test_checks_that_end_while_their_process_starts_are_503_and_leave_one_proces
     assert codes == [None]
 
 
+def test_ctrl_c_in_the_terminal_does_not_reach_a_check(tokenizer, started):
+    """The server then finishes its requests, and ends the process itself."""
+
+    async def run():
+        process = CheckingProcess(tokenizer)
+        preparer, found = Preparer(tokenizer, Limits(PATIENT), process), []
+        await process.ready()
+        for _ in range(2):
+            os.kill(started[0].pid, signal.SIGINT)
+            body = bytearray(b'{"prompt": "hello"}')
+            found.append(await preparer.prepare(CompletionRequest, body, INFO, "client"))
+        return [one.prompts for one in found], [one.returncode for one in started]
+
+    prompts, codes = asyncio.run(run())
+    assert prompts == [[tuple(tokenizer.encode("hello"))]] * 2
+    assert codes == [None]
+
+
 @pytest.mark.parametrize("sent", ["at once", "later"])
 def test_the_process_starts_with_the_server_and_the_first_body_finds_it(tokenizer, started, sent):
     async def run():

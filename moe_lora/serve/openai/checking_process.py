@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from anyio import fail_after, to_process
 
+from moe_lora.core.teardown import ignore_ctrl_c
+
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
 
@@ -82,11 +84,11 @@ async def _ended(spawning: asyncio.Task[None]) -> None:
 async def _spawn(limit_s: float) -> None:
     """Return once the process answers; starts a process if needed.
 
-    The process lowers its priority before its imports, which take seconds.
+    The process ignores Ctrl-C, and lowers its priority before its imports, which take seconds.
     """
     priority = max(CHECK_NICE, os.getpriority(os.PRIO_PROCESS, 0))
     with fail_after(limit_s):
-        await to_process.run_sync(os.setpriority, os.PRIO_PROCESS, 0, priority, cancellable=True)
+        await to_process.run_sync(ignore_ctrl_c, priority, cancellable=True)
 
 
 async def _read_there(spawning: asyncio.Task[None], tokenizer: Tokenizer | None) -> None:
