@@ -360,5 +360,7 @@ def ignored_by(body: LoadAdapterRequest | UnloadAdapterRequest, frontend: Fronte
     if frontend.limits.config.unknown_fields == "error":
         refuse_unknown(body)
     names = [shown_name(name) for name in body.unknown_fields()]
+    if not names:
+        return {}
     frontend.ignored_fields.note(names)
     return ignored_header(names)

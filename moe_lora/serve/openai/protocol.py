@@ -65,7 +65,7 @@ class PeerModel(ApiModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, data: Any) -> Any:
-        if isinstance(data, dict):
+        if isinstance(data, dict) and not data.keys() <= cls.model_fields.keys():
             check_unknown(data, cls.model_fields)
         return data
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from moe_lora.config import EngineConfig, RoutingConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.dist.cluster.instances import Instance
-from moe_lora.policies.routing.routers import PhiRouting, RoutingContext, make_router
-from moe_lora.policies.routing.routing import Router
+from moe_lora.policies.routing.routing import LeastOutstanding, Router
 
 if TYPE_CHECKING:
     from moe_lora.dist.cluster.pool.pool import FleetPool
     from moe_lora.dist.cluster.routing_client import FleetClient
     from moe_lora.policies.routing.demand import DemandMeter
     from moe_lora.policies.routing.model_routing import CostModel
+    from moe_lora.policies.routing.routers import PhiRouting
     from moe_lora.timing.step_model import StepModel
 
     from .placement_controller import PlacementController
@@ -87,10 +87,14 @@ def make_routes(cluster: ClusterConfig) -> Routes:
     name = config.routing or ("least_outstanding" if config.placement is None else "phi")
     ranks: dict[str, int] = {}
     model = _cost_model(cluster)
+    steps = None if model is None else model.steps
+    if name == "least_outstanding" and config.placement is None:
+        return Routes(config=config, router=LeastOutstanding(), ranks=ranks, steps=steps)
+    from moe_lora.policies.routing.routers import PhiRouting, RoutingContext, make_router
+
     # Adapters of a LoRA Server need not all take slots on an instance.
     max_loras = engine.max_loras if cluster.lora_server is None else None
     context = RoutingContext(max_num_seqs=engine.max_num_seqs, max_loras=max_loras, model=model, ranks=ranks)
-    steps = None if model is None else model.steps
     router = make_router(name, context)
     table = router if isinstance(router, PhiRouting) else None
     if table is None and config.placement is not None:
