@@ -77,7 +77,9 @@ def plain_pairs(layers: Sequence[Sequence[Pair]], shape: ModelShape) -> list[Pla
             continue
         front = f"{family.stack}.{number}."
         layer = _sorted(pairs)
-        found += _dense_pairs(layer, family, front)
+        dense = list(_dense_pairs(layer, family, front))
+        assert len(dense) == len(layer.dense), f"some places of {family.title} are not written"
+        found += dense
         found += _expert_pairs(layer, family, front, shape)
     return found
 
@@ -131,7 +133,7 @@ def _module_pair(
 
 
 def _dense_pairs(layer: _Layer, family: Family, front: str) -> Iterable[PlainPair]:
-    for place in (*family.attention, *family.adapted):
+    for place in (*family.attention, *family.adapted, *family.beside):
         pair = layer.dense.get((place.site, place.modules[0]))
         if pair is None or place.form != "matrix" or place.is_split:
             continue
