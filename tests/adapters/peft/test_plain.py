@@ -29,7 +29,7 @@ def converted(source, target, base):
 
 
 def assert_converts(family, base, source, target, shape, *, loads=False):
-    """The new folder has the source's deltas, by our reader and by peft.  loads: peft loads the source too."""
+    """The new folder has the source's deltas, by our reader and peft.  loads: peft loads the source too."""
     converted(source, target, base)
     expected = packed_deltas(read_adapter(source, shape, torch.float32), shape)
     assert_same_deltas(packed_deltas(read_adapter(target, shape, torch.float32), shape), expected)
