@@ -82,7 +82,9 @@ def _is_error(found: Any) -> bool:
 
 def _signature(found: Any) -> str:
     if isinstance(found, property):
-        return f"{found.fget.__name__}: {inspect.signature(found.fget).return_annotation}"
+        getter = found.fget
+        assert getter is not None
+        return f"{getter.__name__}: {inspect.signature(getter).return_annotation}"
     signature = inspect.signature(found)
     parts, has_marker = [], False
     for one in signature.parameters.values():

@@ -116,7 +116,7 @@ class StepGraphs:
         """Sources of deltas; None if no graph has this combination."""
         groups, merged = set(range(len(routing.sources))), routing.terms.shape[2] > 1
         if merged:  # a merged adapter's sites form separate groups
-            groups = set().union(*routing.groups)
+            groups = {group for of_layer in routing.groups for group in of_layer}
             if routing.outer is not None:
                 groups.add(routing.outer)
         places = tuple((s, group) for group in sorted(groups) for s in sorted(routing.sources[group]))
