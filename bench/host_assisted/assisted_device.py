@@ -28,9 +28,9 @@ from moe_lora.engine.ranks.host_settings import machine_of, model_of
 from moe_lora.families import shape_of
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.backend import AddTo
-from moe_lora.lora.paced import prefill_shares
 from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content_number, no_terms
 from moe_lora.timing.host_times import HostTimes, PartTime
+from moe_lora.timing.layer_stages import prefill_shares
 
 from .assisted_plan import DECODE_SHARE, LONGEST, Cell
 

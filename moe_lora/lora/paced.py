@@ -4,37 +4,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from moe_lora.config.optional_parts import StepProfile
-from moe_lora.core.shape import ModelShape, Site
+from moe_lora.core.shape import ModelShape
 from moe_lora.kernels.operands import StepTables
+from moe_lora.timing.layer_stages import mlp_sites, prefill_shares, share_of_layer, with_deltas_s
 
 from .backend import AddTo, LoraBackend, OuterBackend
 from .row_routing import RowRouting
-
-
-def share_of_layer(site: Site, shape: ModelShape) -> float:
-    """This expert site's share of a layer's expert work, in matrices; without
-    experts, of the MLP's two sites.
-    """
-    return len(site.modules) / sum(len(other.modules) for other in _mlp_sites(shape))
-
-
-def _mlp_sites(shape: ModelShape) -> Sequence[Site]:
-    return [site for site in shape.sites if site.num_experts] or shape.sites[-2:]
-
-
-def prefill_shares(shape: ModelShape) -> list[float]:
-    """Each site's share of a layer's prompt time, in multiply-adds per token."""
-    work = [
-        site.in_features * site.total_out_features * (shape.num_experts_per_token if site.num_experts else 1)
-        for site in shape.sites
-    ]
-    return [one / sum(work) for one in work]
 
 
 class PacedBackend(OuterBackend):
@@ -52,7 +32,7 @@ class PacedBackend(OuterBackend):
         shape.check_equal_layers("emulation.step_profile")
         self._profile = profile
         self._remote = remote
-        mlp = _mlp_sites(shape)
+        mlp = mlp_sites(shape)
         self._shares = {i: share_of_layer(s, shape) for i, s in enumerate(shape.sites) if s in mlp}
         self._prefill_shares = prefill_shares(shape)
         self._first_site = min(self._shares)
@@ -88,17 +68,13 @@ class PacedBackend(OuterBackend):
             self._pass(max(prompt_s, host_s))
         if share is None:
             return
-        base_s = share * profile.experts.seconds(self._num_rows)
+        base_s, delta_s = share * profile.experts.seconds(self._num_rows), 0.0
         if not self._remote:
-            self._pass(base_s + share * profile.lora.seconds(self._num_lora_rows))
-            return
-        arrived_s = time.monotonic() + share * profile.transfer.seconds(self._num_lora_rows)
-        if not self._num_lora_rows:
-            self._pass(base_s)
-        elif profile.overlap:
-            self._pass(max(base_s, arrived_s - self._due_s))
-        else:
-            self._pass(arrived_s - self._due_s + base_s)
+            delta_s = share * profile.lora.seconds(self._num_lora_rows)
+        elif self._num_lora_rows:
+            arrived_s = time.monotonic() + share * profile.transfer.seconds(self._num_lora_rows)
+            delta_s = arrived_s - self._due_s
+        self._pass(with_deltas_s(profile, base_s, delta_s, remote=self._remote))
 
     def _pass(self, seconds: float) -> None:
         self._due_s += seconds

@@ -36,7 +36,7 @@ from moe_lora.dist.deltas.session import (
     write_answer_header,
 )
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
-from moe_lora.lora.paced import share_of_layer
+from moe_lora.timing.layer_stages import share_of_layer
 
 from .host_share import HostCompute, HostShare
 from .server_store import ServerAdapterStore

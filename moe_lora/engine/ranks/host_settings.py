@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +14,7 @@ from moe_lora.config.engine import AUTO
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import cpu_model
 from moe_lora.core.shape import ModelShape
-
-if TYPE_CHECKING:
-    from moe_lora.policies.admission.host_start import HostStart
+from moe_lora.policies.admission.host_start import HostStart
 
 logger = logging.getLogger(__name__)
 TOKENS_PER_WORKER = 32

@@ -16,6 +16,7 @@ from moe_lora.core.errors import CapacityError
 from moe_lora.policies.admission.admission import admissible
 from moe_lora.policies.routing.routing import InstanceLoad
 from moe_lora.sim.events import EventQueue
+from moe_lora.timing.layer_stages import decode_layer_s
 
 from .running import RunningRequests, SimRequest, WaitingRequests
 from .sources import AdapterSource
@@ -25,9 +26,8 @@ from .system_config import InstanceConfig
 class StepTime:
     """Time of a step with decode rows, prompt tokens, or both.  remote: a LoRA Server computes the deltas.
 
-    By a profile, a layer of T rows: attention(T) + experts(T) + lora(T), deltas on the instance;
-    remote: attention(T) + max(experts(T), transfer(T) + lora(T)), or the sum without overlap.
-    By a model: a decode step plus a prefill step, as one layer.  By layer times: as given, prompts included.
+    By a profile: `timing.layer_stages`.  By a model: a decode step plus a prefill step, as one layer.  By
+    layer times: as given, prompts included.
     """
 
     def __init__(self, config: InstanceConfig, *, remote: bool) -> None:
@@ -41,18 +41,13 @@ class StepTime:
         """
         if self._config.layers is not None:
             return self._config.layers.layer_s(running)
-        profile, num_rows = self._config.profile, running.num_rows
+        profile = self._config.profile
         if profile is None:
             assert self._config.steps is not None
             assert running.decode is not None
             return self._config.steps.seconds("decode", running.decode), 0.0
-        base_s = profile.experts.seconds(num_rows)
-        lora_s = delta_s = profile.lora.seconds(num_rows) if running.num_with_adapter else 0.0
-        if self._remote and running.num_with_adapter:
-            delta_s += profile.transfer.seconds(num_rows)
-        side_by_side = self._remote and profile.overlap
-        both_s = max(base_s, delta_s) if side_by_side else base_s + delta_s
-        return profile.attention.seconds(num_rows) + both_s, lora_s
+        adapters = running.num_with_adapter > 0
+        return decode_layer_s(profile, running.num_rows, adapters=adapters, remote=self._remote)
 
     def prompts_s(self, running: RunningRequests) -> float:
         """Extra time of the prompt tokens."""
