@@ -141,7 +141,7 @@ class Parts:
         self.slots = SlotTable(max_loras, 1, 1, torch.device("cpu"))
         self.kept = AdapterStore(host=SimpleNamespace() if host_loads else None) if leases is None else leases
         whole = np.ones(1, dtype=bool)
-        shape = SimpleNamespace()
+        shape = SimpleNamespace(num_layers=1)
         arenas = (self.arena, self.host_arena, PAGE_BYTES)
         self.manager = (PromptManager if prompt else AdapterManager)(
             self.cache,
