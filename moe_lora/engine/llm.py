@@ -31,8 +31,7 @@ from moe_lora.core.request import (
 from moe_lora.engine.client.loop_client import LoopClient
 from moe_lora.engine.client.messages import Stop
 from moe_lora.engine.text.adapter_text import log_adapter_text
-from moe_lora.engine.text.detokenize import TextDelta, TextStream
-from moe_lora.engine.text.text import served_tokenizer
+from moe_lora.engine.text.text import TextDelta, TextStream, served_tokenizer
 from moe_lora.engine.text.tokenizer_files import log_generation_config
 
 from .build import build_engine

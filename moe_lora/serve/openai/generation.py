@@ -17,7 +17,7 @@ import msgspec
 
 from moe_lora.core.errors import AdapterNotFoundError, UnreadError
 from moe_lora.core.request import GenerateRequest, RequestTiming, SamplingParams, TokenLogprobs, TokenOutput
-from moe_lora.engine.text.detokenize import TextStream
+from moe_lora.engine.text.text import TextStream
 from moe_lora.serve.access import Allowance, Caller, Reservation, reserved
 from moe_lora.serve.frontend import CUT, Frontend
 from moe_lora.serve.http_errors import ApiError, to_api_error

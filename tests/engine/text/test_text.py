@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.engine.text.detokenize import IncrementalDetokenizer, StopMatcher, TextStream
-from moe_lora.engine.text.text import load_tokenizer
+from moe_lora.engine.text.text import IncrementalDetokenizer, StopMatcher, TextStream, load_tokenizer
 from moe_lora.engine.text.tokenizer_files import read_eos_token_ids
 from tests.small_tokenizers import TEMPLATE, byte_fallback, byte_level, characters, wrapped, write_dir
 
