@@ -272,8 +272,9 @@ class Family:
                 raise found.refusal(self.sizes[size][0], sizes[size], f"must be at most {largest}")
         sizes["max_position"] = context_of(found, sizes["max_position"], self.rope)
         windows = self.windows(found, sizes["num_layers"])
+        known: dict[str, Any] = {"num_experts": 0, "num_experts_per_token": 0, **sizes}
         return ModelShape(
-            **({"num_experts": 0, "num_experts_per_token": 0} | sizes),
+            **known,
             family=name,
             fused_qkv=self.fused_qkv,
             num_windowed_layers=sum(window > 0 for window in windows),
