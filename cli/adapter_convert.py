@@ -16,25 +16,32 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.argument("source", metavar="SRC", type=_FOLDER)
 @click.argument("target", metavar="DST", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--model", "model_dir", required=True, type=_FOLDER, help="Folder of the base model.")
+@click.option(
+    "--initial",
+    type=_FOLDER,
+    help="The adapter before training, for PiSSA, OLoRA, CorDA and LoRA-GA: they change the base too.",
+)
 @user_errors
-def convert(source: Path, target: Path, model_dir: Path) -> None:
+def convert(source: Path, target: Path, model_dir: Path, initial: Path | None) -> None:
     """Write the adapter in SRC to the new folder DST as PEFT writes adapters of the model.
 
     SRC may have any form that the server of --model serves; both adapters compute the same deltas.
     """
     from moe_lora.adapters.peft.base_weights import check_copies_in
-    from moe_lora.adapters.peft.files import read_config
-    from moe_lora.adapters.peft.plain import plain_pairs, write_plain
+    from moe_lora.adapters.peft.files import read_json
+    from moe_lora.adapters.peft.plain import plain_pairs, without_initial, write_plain
     from moe_lora.adapters.peft.reader import read_adapter, read_pairs
     from moe_lora.adapters.registry.base_model import model_shape
     from moe_lora.families import family_named
 
     shape = model_shape(model_dir)
-    layers, copies = read_pairs(source, shape)
+    layers, copies = read_pairs(source, shape, subtracts=initial is not None)
     if copies:
         check_copies_in(source, copies, model_dir, None)
+    if initial is not None:
+        layers = without_initial(layers, read_pairs(initial, shape, subtracts=True)[0], str(initial))
     pairs = plain_pairs(layers, shape)
-    base_model, stack = read_config(source).base_model, family_named(shape.family).stack
+    base_model, stack = read_json(source).get("base_model_name_or_path"), family_named(shape.family).stack
     write_plain(pairs, target, base_model, shape.num_layers, stack)
     found = read_adapter(target, shape, pairs[0].a.dtype, log=False)
     click.echo(

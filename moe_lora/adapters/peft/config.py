@@ -142,6 +142,8 @@ _MUST_BE_UNSET = {
 }
 # Other initialisations also change the base weights.
 _ADDITIVE_INITS = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
+_SUBTRACTED_INITS = re.compile(r"pissa(?:_niter_\d+)?|olora|corda|lora_ga")
+"""The base loses the initial delta, so the initial adapter converts the trained one."""
 _MAX_NUMBER = 1e6
 _MAX_LORA_RANK = 1_000_000
 _NAME_LISTS = ("target_modules", "target_parameters", "exclude_modules")
@@ -158,8 +160,11 @@ MAX_REASON_CHARS = 300
 _DUMMY_TARGET = "dummy-target-modules"
 
 
-def refuse_unsupported(fields: dict[str, Any], where: str) -> None:
-    """Raises AdapterError for more than plain LoRA, or an unknown key with a value other than null."""
+def refuse_unsupported(fields: dict[str, Any], where: str, subtracts: bool = False) -> None:
+    """Raises AdapterError for more than plain LoRA, or an unknown key with a value other than null.
+
+    subtracts: the caller subtracts the initial adapter of PiSSA and the like.
+    """
     if fields.get("peft_type") != "LORA":
         raise AdapterError(
             f"{where}: peft_type={shown(fields.get('peft_type'))} is not supported; only 'LORA' adapters are"
@@ -170,10 +175,16 @@ def refuse_unsupported(fields: dict[str, Any], where: str) -> None:
             "(trained base biases are no part of a LoRA delta)"
         )
     init = fields.get("init_lora_weights")
-    if init not in _ADDITIVE_INITS:
+    is_subtracted = isinstance(init, str) and _SUBTRACTED_INITS.fullmatch(init) is not None
+    if init not in _ADDITIVE_INITS and not (is_subtracted and subtracts):
+        way_out = (
+            "convert it with the adapter saved before training: moe-lora adapters convert SRC DST "
+            "--model BASE --initial INITIAL"
+            if is_subtracted
+            else "merge the adapter into its changed base, or train with init_lora_weights=true"
+        )
         raise AdapterError(
-            f"{where}: init_lora_weights={shown(init)} changes the base weights too; save the adapter with "
-            "path_initial_model_for_weight_conversion, which turns it into a plain LoRA"
+            f"{where}: init_lora_weights={shown(init)} changes the base weights too; {way_out}"
         )
     for key, way_out in _MUST_BE_UNSET.items():
         if fields.get(key):
@@ -247,15 +258,15 @@ class AdapterConfig(
     expert_layout: ExpertLayout = ExpertLayout({}, "")
 
     @classmethod
-    def parse(cls, fields: Any, where: str) -> AdapterConfig:
+    def parse(cls, fields: Any, where: str, subtracts: bool = False) -> AdapterConfig:
         """Read the JSON object of an adapter_config.json.
 
         Raises AdapterError with `where` and the key for anything but plain LoRA,
-        unknown keys and wrong types.
+        unknown keys and wrong types.  subtracts: see `refuse_unsupported`.
         """
         if not isinstance(fields, dict):
             raise AdapterError(f"{where}: expected a JSON object, found {type(fields).__name__}")
-        refuse_unsupported(fields, where)
+        refuse_unsupported(fields, where, subtracts)
 
         def wrong(key: str, detail: object) -> AdapterError:
             return AdapterError(f"{where}: {key}={shown(fields.get(key))} must be {_ALLOWED[key]} ({detail})")

@@ -78,12 +78,13 @@ def opened(
     called: str | None = None,
     root: str | None = None,
     max_lora_rank: int | None = None,
+    subtracts: bool = False,
 ) -> Iterator[OpenAdapter]:
     """The adapter in a folder, checked against the model by config and header.
 
     called: prefix of file names in errors; None: the path.  root: folder that must contain every file.
-    max_lora_rank: see `check_rank`.  Raises AdapterError for bad files, and at the end for files changed
-    meanwhile; StorageError without free file handles.
+    max_lora_rank: see `check_rank`.  subtracts: see `refuse_unsupported`.  Raises AdapterError for bad files,
+    and at the end for files changed meanwhile; StorageError without free file handles.
     """
     shown = f"{folder}{os.sep}" if called is None else called
     name = shown.rstrip(f": {os.sep}")
@@ -93,7 +94,7 @@ def opened(
         # Resolved once: a link changed between two reads would mix adapters.
         real = Path(os.path.realpath(folder))
         before = _stamps(real)
-        config = AdapterConfig.parse(read_json(real, shown, root), f"{shown}{CONFIG_FILE}")
+        config = AdapterConfig.parse(read_json(real, shown, root), f"{shown}{CONFIG_FILE}", subtracts)
         base = read_base(config, root)
         where = f"{shown}{WEIGHTS_FILE}"
         with open_file(weights_file(real, shown), where, root) as weights:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from moe_lora.core.errors import AdapterError
@@ -75,7 +75,7 @@ def match(
     names = read_names(tensors, place_map(shape).layer_prefix, place_map(shape).outer, where)
     paths = {name.path for name in names.by_key.values()}
     places = place_map(shape, has_older_names(shape, paths))
-    names = replace(names, by_key=placed(names.by_key, places.by_path))
+    names = names.moved(placed(names.by_key, places.by_path))
     expected = _expected(config, places, {name.path for name in names.by_key.values()}, names)
     found: dict[tuple[str, int], dict[str, dict[int | None, str]]] = {}
     for key, name in names.by_key.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from moe_lora.core.errors import AdapterError
@@ -102,6 +102,15 @@ class Names:
     _layer_prefix: str
     _fronts: tuple[str, ...]
     _read_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def moved(self, by_key: dict[str, TensorName]) -> Names:
+        """These names at other paths.  The config may name one expert's module by its path before."""
+        read_as = {path: dict.fromkeys(paths) for path, paths in self._read_as.items()}
+        for key, name in by_key.items():
+            if name.expert is not None:
+                read_as.setdefault(name.path, {})[self.by_key[key].path] = None
+        readings = {path: tuple(paths) for path, paths in read_as.items()}
+        return replace(self, by_key=by_key, _read_as=readings)
 
     def readings(self, path: str) -> tuple[str, ...]:
         """Paths of the module in the config: the served model's first."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,8 +84,42 @@ def plain_pairs(layers: Sequence[Sequence[Pair]], shape: ModelShape) -> list[Pla
     return found
 
 
+def without_initial(
+    trained: Sequence[Sequence[Pair]], initial: Sequence[Sequence[Pair]], where: str
+) -> list[list[Pair]]:
+    """Pairs of B A - B0 A0, at the sum of both ranks: the delta to the base before its initial change.
+
+    Source: PiSSA (arXiv 2404.02948), the conversion to LoRA.  Raises AdapterError for other places.
+    """
+    if [[_place(pair) for pair in layer] for layer in trained] != [
+        [_place(pair) for pair in layer] for layer in initial
+    ]:
+        raise AdapterError(
+            f"{where}: adapts other modules than the trained adapter; give its initial adapter"
+        )
+    return [
+        [_subtracted(*pairs) for pairs in zip(*layers, strict=True)]
+        for layers in zip(trained, initial, strict=True)
+    ]
+
+
+def _place(pair: Pair) -> tuple[str, tuple[int, ...], range]:
+    return pair.site.name, pair.modules, pair.experts
+
+
+def _subtracted(pair: Pair, first: Pair) -> Pair:
+    num = max(len(pair.shrink), len(first.shrink))
+    shrinks = [one.shrink.expand(num, -1, -1) for one in (pair, first)]
+    expands = []
+    for b, b0 in zip(pair.expands, first.expands, strict=True):
+        num = max(len(b), len(b0))
+        parts = b.expand(num, -1, -1), b0.expand(num, -1, -1) * (-first.scale / pair.scale)
+        expands.append(torch.cat(parts, dim=1))
+    return replace(pair, shrink=torch.cat(shrinks, dim=1), expands=tuple(expands))
+
+
 def write_plain(
-    pairs: Sequence[PlainPair], folder: Path, base_model: str, num_layers: int, stack: str
+    pairs: Sequence[PlainPair], folder: Path, base_model: str | None, num_layers: int, stack: str
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors.  Raises AdapterError for a used folder."""
     if folder.exists() and any(folder.iterdir()):
@@ -235,7 +269,9 @@ def _rows(modules: Sequence[Mapping[int, _Expert] | None], place: Place, shape: 
     return a, b, a.shape[0], experts[0].scale
 
 
-def _config(pairs: Sequence[PlainPair], base_model: str, num_layers: int, stack: str) -> dict[str, Any]:
+def _config(
+    pairs: Sequence[PlainPair], base_model: str | None, num_layers: int, stack: str
+) -> dict[str, Any]:
     """Fields of adapter_config.json: the most frequent rank and scale, patterns for the rest."""
     (lora_rank, scale), _ = Counter((one.lora_rank, one.scale) for one in pairs).most_common(1)[0]
     others = [one for one in pairs if (one.lora_rank, one.scale) != (lora_rank, scale)]

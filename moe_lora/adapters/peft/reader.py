@@ -59,12 +59,14 @@ def read_adapter(
     return _logged(packed, log)
 
 
-def read_pairs(path: str | Path, shape: ModelShape) -> tuple[list[list[Pair]], tuple[str, ...]]:
+def read_pairs(
+    path: str | Path, shape: ModelShape, subtracts: bool = False
+) -> tuple[list[list[Pair]], tuple[str, ...]]:
     """The pairs of each layer of a PEFT directory, in the file's dtypes, and `Match.copies`.
 
-    Raises AdapterError as `read_adapter`, except for values that are not finite.
+    subtracts: see `opened`.  Raises AdapterError as `read_adapter`, except for values that are not finite.
     """
-    with opened(Path(path), shape) as found:
+    with opened(Path(path), shape, subtracts=subtracts) as found:
         tensors = _read_tensors(found, 0)
         pairs = [
             [make_pair(source, tensors, shape, found.match.swapped) for source in layer]

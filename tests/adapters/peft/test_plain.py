@@ -16,7 +16,14 @@ from moe_lora.cli.main import main
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
 from tests.adapters.peft.test_outer_sites import change, outer_adapter
 from tests.adapters.peft.test_stacked import per_expert, rewritten, stacked
-from tests.families import ALL_FAMILIES, ALL_TARGETS, MOE_FAMILIES, PER_EXPERT_FAMILIES, make_adapter
+from tests.families import (
+    ALL_FAMILIES,
+    ALL_TARGETS,
+    MOE_FAMILIES,
+    PER_EXPERT_FAMILIES,
+    load_model,
+    make_adapter,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -97,3 +104,37 @@ def test_trained_embeddings_and_used_folders_are_refused(checkpoint, tmp_path):
     change(source, alter)
     result = CliRunner().invoke(main, arguments)
     assert (result.exit_code, "values other than the base" in result.output) == (1, True)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_an_initialisation_that_changes_the_base_converts_as_peft_converts_it(
+    init, checkpoint, shape_of, tmp_path
+):
+    from peft import LoraConfig, get_peft_model
+
+    base, shape = checkpoint("llama"), shape_of("llama")
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
+    model = get_peft_model(load_model(base), config)
+    model.save_pretrained(str(tmp_path / "initial"))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_" in name:
+                weight += 0.1 * torch.randn_like(weight)
+    model.save_pretrained(str(tmp_path / "a"))
+    arguments = ["adapters", "convert", str(tmp_path / "a"), str(tmp_path / "b"), "--model", str(base)]
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, "--initial INITIAL" in result.output) == (1, True)
+    result = CliRunner().invoke(main, [*arguments, "--initial", str(tmp_path / "initial")])
+    assert result.exit_code == 0, result.output
+    merged, before = model.merge_and_unload().state_dict(), load_model(base).state_dict()
+    found = packed_deltas(read_adapter(tmp_path / "b", shape, torch.float32), shape)
+    assert len(found) == 4
+    for (layer, module, _), delta in found.items():
+        path = {"q": "self_attn.q_proj", "down": "mlp.down_proj"}[module]
+        key = f"model.layers.{layer}.{path}.weight"
+        torch.testing.assert_close(delta.float(), merged[key] - before[key], rtol=1e-3, atol=1e-5)
+    other = make_adapter("llama", base, tmp_path / "other")
+    arguments[3] = str(tmp_path / "c")
+    result = CliRunner().invoke(main, [*arguments, "--initial", str(other)])
+    assert (result.exit_code, "adapts other modules" in result.output) == (1, True)

@@ -14,7 +14,7 @@ from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.peft.reader import adapter_layer_bytes, read_adapter
 from moe_lora.core.errors import AdapterError
 from tests.adapters.dense import assert_same_deltas, packed_deltas
-from tests.families import NUM_EXPERTS, PER_EXPERT_FAMILIES, make_adapter
+from tests.families import MOE_FAMILIES, NUM_EXPERTS, PER_EXPERT_FAMILIES, make_adapter
 
 STYLES = {"w": ("w1", "w3", "w2"), "proj": ("gate_proj", "up_proj", "down_proj")}
 _EXPERT = re.compile(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.lora_([AB])\.weight")
@@ -56,7 +56,7 @@ def stacked(tensors, style, *, shared, mixed=False):
         if mixed and not outer:
             found |= dict(matrices.values())
             continue
-        whole = torch.stack([matrices[expert][1] for expert in range(NUM_EXPERTS)])
+        whole = torch.stack([matrices[expert][1] for expert in sorted(matrices)])
         leaf = leaf if mixed else STYLES[style][number]
         experts = "mlp.experts" if not mixed or ".mlp." in matrices[0][0] else "block_sparse_moe.experts"
         name = f"{layer}.{experts}.{leaf}.lora_{part}.weight"
@@ -78,7 +78,10 @@ def test_stacked_experts_are_the_experts_of_single_modules(
     shape = shape_of(family)
     plain = per_expert(family, checkpoint(family), tmp_path / "plain")
     tensors = stacked(load_file(plain / WEIGHTS_FILE), style, shared=shared)
-    tinker = rewritten(plain, tmp_path / "t", tensors, target_modules="all-linear")
+    names = [f"experts.{leaf}" for leaf in STYLES[style]]
+    attention = [f"{letter}_proj" for letter in "qkvo"]
+    targets = "all-linear" if family in MOE_FAMILIES else [*attention, *names]
+    tinker = rewritten(plain, tmp_path / "t", tensors, target_modules=targets)
     found, expected = (read_adapter(path, shape, torch.float32) for path in (tinker, plain))
     assert_same_deltas(packed_deltas(found, shape), packed_deltas(expected, shape))
     assert found.nbytes == sum(adapter_layer_bytes(tinker, shape, torch.float32))
@@ -158,3 +161,11 @@ def test_a_shared_matrix_without_all_its_partners_is_refused_by_name(expert, che
     tensors = {k: v for k, v in tensors.items() if not (gone in k and k.endswith("gate_proj.lora_B.weight"))}
     with pytest.raises(AdapterError, match=r"gate_proj\.lora_"):
         read_adapter(rewritten(plain, tmp_path / "t", tensors), shape_of("qwen3_moe"), torch.float32)
+
+
+def test_a_scale_of_one_expert_beside_a_shared_matrix_is_refused_by_name(checkpoint, shape_of, tmp_path):
+    plain = per_expert("qwen3_moe", checkpoint("qwen3_moe"), tmp_path / "plain")
+    tensors = stacked(load_file(plain / WEIGHTS_FILE), "", shared=True, mixed=True)
+    bridge = rewritten(plain, tmp_path / "t", tensors, alpha_pattern={r"experts\.1\.gate_proj": 3})
+    with pytest.raises(AdapterError, match=r"alpha_pattern gives two values .*experts.*gate_proj"):
+        read_adapter(bridge, shape_of("qwen3_moe"), torch.float32)
