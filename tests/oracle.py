@@ -7,6 +7,7 @@ Each adapter is applied alone to a fresh model. Results are cached for the sessi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .families import load_model
+from .families import load_model, targets_as_given
 
 MIN_MARGIN = 1e-4
 """Tokens may only be compared where the winner leads by more than this; else a test is a coin toss."""
@@ -106,6 +107,10 @@ class _GateMargins:
 
 def _decisions(gate: Any, logits: torch.Tensor, top_k: int) -> Iterator[tuple[torch.Tensor, int]]:
     """Scores and number of the chosen: of experts, and of groups of experts where there are groups."""
+    corrected = getattr(gate, "moe_statics", None)
+    if corrected is not None:
+        yield corrected(logits.softmax(-1)), top_k
+        return
     correction = getattr(gate, "e_score_correction_bias", None)
     if correction is None:
         yield logits, top_k
@@ -130,7 +135,9 @@ def _oracle(model_dir: str, adapter_dir: str | None, dtype: torch.dtype) -> tupl
         return model, gates
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(model, adapter_dir)
+    targets = json.loads((Path(adapter_dir) / "adapter_config.json").read_text())["target_modules"]
+    with targets_as_given(model.config.model_type, targets):
+        model = PeftModel.from_pretrained(model, adapter_dir)
     if model.config.model_type == "dbrx":
         model = model.merge_and_unload()  # peft's unmerged forward fails on DBRX's experts
     return model.eval(), gates

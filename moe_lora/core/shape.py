@@ -182,6 +182,10 @@ class ModelShape:
                 "with moe-lora profile-steps instead"
             )
 
+    def num_layers_with(self, site: Site) -> int:
+        """Number of layers with the site."""
+        return sum(self.has_site(layer, site.name) for layer in range(self.num_layers))
+
     @cached_property
     def _site_names(self) -> frozenset[str]:
         return frozenset(site.name for site in self.sites)
@@ -234,7 +238,7 @@ class ModelShape:
             of_layer = max(1, site.num_experts // expert_parallel) * sum(
                 _aligned(lora_rank * size * self.dtype_bytes) for size in features
             )
-            num_bytes += of_layer * sum(self.has_site(layer, site.name) for layer in range(self.num_layers))
+            num_bytes += of_layer * self.num_layers_with(site)
         return num_bytes
 
     def kv_bytes_per_token(self) -> int:

@@ -34,6 +34,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
         "gate": "sigmoid_topk",
         "gate_norm": 1.0 if config.flag("norm_topk_prob", True) else None,
         "gate_correction": True,
+        "gate_in_fp32": True,
         **gate_groups(config, "n_routed_experts", "num_experts_per_tok"),
         "routed_scale": config.number("routed_scaling_factor", default=1.0),
         "unused": tuple(f"model.layers.{num_layers + i}." for i in range(num_unused)),

@@ -209,6 +209,7 @@ class Rotation(NamedTuple):
 
     cos, sin: [T, R / 2] fp32; the first R of head_dim are rotated.  q_weight, k_weight: [head_dim] of RMS
     norms with this eps, or None.  clip: to -clip .. clip, or None.  head_dim: 0 = R.
+    neighbours: pairs are (2 i, 2 i + 1), else (i, i + R / 2).
     """
 
     cos: torch.Tensor
@@ -218,6 +219,7 @@ class Rotation(NamedTuple):
     eps: float
     clip: float | None
     head_dim: int = 0
+    neighbours: bool = False
 
 
 class AttentionOperands(NamedTuple):

@@ -72,22 +72,15 @@ def _paged_attention(channel: torch.Tensor, *operands: Any) -> torch.Tensor:
     return handler.paged_attention(layer, *operands)
 
 
-def _rotary_attention(
-    channel: torch.Tensor,
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    clip: float | None,
-    head_dim: int,
-    num_kv_heads: int,
-    *rest: Any,
-) -> torch.Tensor:
-    handle, layer, _ = channel.tolist()
-    rotation = Rotation(cos, sin, q_weight, k_weight, eps, clip, head_dim)
-    return _handlers[handle].rotary_attention(layer, qkv, rotation, num_kv_heads, *rest)
+def _rotary_attention(channel: torch.Tensor, qkv: torch.Tensor, *operands: Any) -> torch.Tensor:
+    handler, layer = _behind(channel)
+    num = len(Rotation._fields)
+    return handler.rotary_attention(layer, qkv, Rotation(*operands[:num]), *operands[num:])
+
+
+def _rotated_like(channel: torch.Tensor, qkv: torch.Tensor, *operands: Any) -> torch.Tensor:
+    head_dim, _, num_kv_heads = operands[6:9]
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim)
 
 
 def rotary_attention(
@@ -326,12 +319,10 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda channel, q, *_: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     ),
     "rotary_attention(Tensor(a!) channel, Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, "
-    "Tensor? k_weight, float eps, float? clip, int head_dim, int num_kv_heads, Tensor? sinks, float scale, "
-    "int window) -> Tensor": (
+    "Tensor? k_weight, float eps, float? clip, int head_dim, bool neighbours, int num_kv_heads, "
+    "Tensor? sinks, float scale, int window) -> Tensor": (
         _rotary_attention,
-        lambda channel, qkv, cos, sin, q_weight, k_weight, eps, clip, head_dim, num_kv_heads, *_: (
-            qkv.new_empty(qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim)
-        ),
+        _rotated_like,
     ),
     "exchange_experts(Tensor(a!) channel, Tensor(b!) y, Tensor ids) -> ()": (
         _exchange_experts,

@@ -133,9 +133,18 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool = Fals
     return (x32 * weight.float()).to(x.dtype)
 
 
-def rotate(x_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of the two halves of the first R of head_dim.  cos, sin: [T, R / 2] fp32."""
+def rotate(
+    x_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, neighbours: bool = False
+) -> torch.Tensor:
+    """Rotary embedding of the two halves of the first R of head_dim, or of neighbours.
+
+    cos, sin: [T, R / 2] fp32.
+    """
     num_dims = 2 * cos_TD.shape[1]
+    if neighbours:
+        pairs = x_TND[..., :num_dims].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        turned = rotate(pairs, cos_TD, sin_TD).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return torch.cat([turned, x_TND[..., num_dims:]], dim=-1)
     first, second = x_TND[..., :num_dims].float().chunk(2, dim=-1)
     cos, sin = cos_TD.unsqueeze(1), sin_TD.unsqueeze(1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_TND.dtype)
@@ -152,13 +161,13 @@ def heads_of(qkv: torch.Tensor, num_kv_heads: int, head_dim: int) -> tuple[torch
 
 def rotated_heads(qkv: torch.Tensor, num_kv_heads: int, rotation: Rotation) -> tuple[torch.Tensor, ...]:
     """`heads_of`, changed by `rotation`."""
-    cos, sin, q_weight, k_weight, eps, clip, head_dim = rotation
+    cos, sin, q_weight, k_weight, eps, clip, head_dim, neighbours = rotation
     if clip is not None:
         qkv = qkv.clamp(-clip, clip)
     q, k, v = heads_of(qkv, num_kv_heads, head_dim or 2 * cos.shape[1])
     if q_weight is not None and k_weight is not None:
         q, k = norm(q, q_weight, eps), norm(k, k_weight, eps)
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
+    return rotate(q, cos, sin, neighbours), rotate(k, cos, sin, neighbours), v
 
 
 def kv_views(arena: torch.Tensor, layout: KvLayout, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

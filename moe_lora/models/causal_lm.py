@@ -50,10 +50,8 @@ class Attention(nn.Module):
         self.k_norm = Norm(shape.head_dim, spec, kind="rms") if spec.qk_norm else None
         self.sinks = parameter(shape.num_heads) if spec.sinks else None
         self.num_kv_heads = shape.num_kv_heads
-        self.eps = spec.norm_eps
-        self.clip = spec.clip_qkv
         self.window = spec.window[layer]
-        self.head_dim = shape.head_dim
+        self.changes = (spec.norm_eps, spec.clip_qkv, shape.head_dim, spec.rotates_neighbours)
         self.scale = shape.head_dim**-0.5
 
     def forward(
@@ -62,7 +60,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x, channel)
         q_weight = None if self.q_norm is None else self.q_norm.weight
         k_weight = None if self.k_norm is None else self.k_norm.weight
-        rotation = Rotation(cos, sin, q_weight, k_weight, self.eps, self.clip, self.head_dim)
+        rotation = Rotation(cos, sin, q_weight, k_weight, *self.changes)
         how = (self.num_kv_heads, self.sinks, self.scale, self.window)
         out_TND = ops.rotary_attention(channel, qkv, rotation, *how)
         y = self.o(out_TND.flatten(1), channel)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -68,6 +70,21 @@ class LoraLinear(nn.Module):
         y = linear(x, self.weight, self.bias)
         ops.lora_add_to(channel, y, x, self.site)
         return y
+
+
+class Fp32Linear(LoraLinear):
+    """`LoraLinear` without bias, with weight and output in fp32 whatever the model's dtype."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp32Linear:
+        return super()._apply(lambda held: fn(held).float(), recurse)
+
+    def forward(self, x: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float32:
+            return super().forward(x, channel)
+        ops.lora_begin(channel, x, None, self.site)
+        deltas = x.new_zeros(len(x), self.weight.shape[0])
+        ops.lora_add_to(channel, deltas, x, self.site)
+        return linear(x.float(), self.weight, None) + deltas
 
 
 class ExpertLinear(nn.Module):

@@ -12,7 +12,7 @@ from moe_lora.core.shard import ModelShard
 from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels import ops
 
-from .linear import ExpertLinear, LoraLinear, glu, parameter
+from .linear import ExpertLinear, Fp32Linear, LoraLinear, glu, parameter
 from .quantised_weight import QuantisedWeight
 
 
@@ -64,7 +64,8 @@ class MoeMlp(nn.Module):
         super().__init__()
         shape, experts = spec.shape, shard.experts
         self.is_summed = shard.divides_inner
-        self.gate = LoraLinear(shape, "router", bias=spec.gate_bias)
+        gate = Fp32Linear if spec.gate_in_fp32 else LoraLinear
+        self.gate = gate(shape, "router", bias=spec.gate_bias)
         self.gate_up = ExpertLinear(shape, "gate_up", experts, bias=spec.mlp_bias)
         self.down = ExpertLinear(shape, "down", experts, bias=spec.mlp_bias and has_bias(shard, "down"))
         self.experts = experts

@@ -28,6 +28,7 @@ from moe_lora.kernels.quantised import Format
 
 from .causal_lm import CausalLM
 from .checkpoint import INDEX_NAME, Checkpoint
+from .linear import Fp32Linear
 from .loader import linear_layers, refuse_unexpected
 from .mlp import Correction
 from .quantised_weight import Quantisation, rows_at_once
@@ -117,7 +118,8 @@ def _parts(spec: ModelSpec, checkpoint: Checkpoint, quantisation: Quantisation) 
     refuse_unexpected(model, checkpoint, sources)
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
     held = {name for _, _, name in linear_layers(model)}
-    in_fp32 = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Correction)}
+    kept = (Correction, Fp32Linear)
+    in_fp32 = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kept)}
     if quantisation.head:
         held.add("head")
         written["head"] = [Piece(family_named(spec.shape.family).head)]

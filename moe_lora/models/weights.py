@@ -71,7 +71,7 @@ def weight_map(spec: ModelSpec, checkpoint: Container[str]) -> WeightMap:
                 return places
         return family.mlp[-1]
 
-    return _mapped(spec, form)
+    return _mapped(spec, form, checkpoint)
 
 
 def linear_weight_map(spec: ModelSpec) -> WeightMap:
@@ -83,7 +83,9 @@ def linear_weight_map(spec: ModelSpec) -> WeightMap:
     return _mapped(spec, form)
 
 
-def _mapped(spec: ModelSpec, form: Callable[[Family, str], tuple[Place, ...]]) -> WeightMap:
+def _mapped(
+    spec: ModelSpec, form: Callable[[Family, str], tuple[Place, ...]], checkpoint: Container[str] = ()
+) -> WeightMap:
     family = family_named(spec.shape.family)
     weights: WeightMap = {"embedding": [Piece(family.embedding)], "norm.weight": [Piece(family.norm)]}
     if not spec.tie_word_embeddings:
@@ -92,7 +94,10 @@ def _mapped(spec: ModelSpec, form: Callable[[Family, str], tuple[Place, ...]]) -
         prefix, ours = f"{family.stack}.{layer}.", f"layers.{layer}"
         for name, key in family.tensors.items():
             if _has_tensor(spec, layer, name):
-                weights[f"{ours}.{name}"] = [Piece(prefix + key)]
+                older = prefix + family.older_tensors.get(name, key)
+                found = older if older in checkpoint else prefix + key
+                made = torch.flatten if name in family.older_tensors else None  # older files have one row
+                weights[f"{ours}.{name}"] = [Piece(found, transform=made)]
         places = (*family.attention, *family.beside, *form(family, prefix))
         held = (place for place in places if spec.shape.has_site(layer, place.site))
         for place in of_all_experts(held, spec.shape.num_experts):

@@ -199,7 +199,8 @@ def bytes_per_rank(shape: ModelShape, itemsize: int) -> tuple[int, int]:
     parts = [0, 0]
     for site in map(shape.site, DEFAULT_TARGETS):
         features = sum(site.in_features + out for out in site.out_features)
-        parts[site.num_experts > 0] += features * max(1, site.num_experts) * itemsize * shape.num_layers
+        num_copies = max(1, site.num_experts) * shape.num_layers_with(site)
+        parts[site.num_experts > 0] += features * num_copies * itemsize
     return parts[0], parts[1]
 
 
@@ -211,7 +212,7 @@ def expected_step_times(
     weights = [shape.vocab_size * shape.hidden_size * itemsize, 0]
     for site in shape.sites:
         num_bytes = site.in_features * site.total_out_features * max(1, site.num_experts) * itemsize
-        weights[site.num_experts > 0] += num_bytes * shape.num_layers
+        weights[site.num_experts > 0] += num_bytes * shape.num_layers_with(site)
     seconds = {
         "step": weights[0] / bytes_per_s,
         "experts": weights[1] / expert_parallel / bytes_per_s,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.shape import ModelShape
-from tests.families import load_model
+from tests.families import LATER_MOE, load_model, targets_as_given
 
 Deltas = dict[tuple[int, str, int], torch.Tensor]
 """(layer, module, expert) → [out_features, in_features] float64; absent where there is no delta."""
@@ -40,7 +41,9 @@ def peft_deltas(family: str, model_dir: Path, adapter: Path) -> Deltas:
 
     base = load_model(model_dir).double()
     before = {key: value.clone() for key, value in base.state_dict().items()}
-    model = PeftModel.from_pretrained(base, str(adapter))
+    targets = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
+    with targets_as_given(family, targets):
+        model = PeftModel.from_pretrained(base, str(adapter))
     merged = model.double().merge_and_unload().state_dict()
     changed = {key: merged[key] - before[key] for key in before if not torch.equal(merged[key], before[key])}
     deltas: Deltas = {}
@@ -52,6 +55,7 @@ def peft_deltas(family: str, model_dir: Path, adapter: Path) -> Deltas:
 _LEAVES = {
     **{f"{name}_proj": name for name in ("q", "k", "v", "o", "gate", "up", "down")},
     **{"Wqkv": "qkv", "out_proj": "o", "gate": "router", "router": "router", "layer": "router"},
+    "shared_expert_gate": "shared_expert_gate",
 }
 
 
@@ -69,7 +73,10 @@ def _cut(family: str, key: str, delta: torch.Tensor, deltas: Deltas, before: dic
     layer = int(parts[2])
     leaf = parts[-2] if parts[-1] == "weight" else parts[-1]
     if delta.ndim == 2 and leaf in _LEAVES:
-        deltas[layer, _LEAVES[leaf], 0] = delta
+        kind = ""
+        if leaf in ("gate_proj", "up_proj", "down_proj") and family in LATER_MOE:
+            kind = "shared_" if "shared_expert" in key else "dense_"
+        deltas[layer, kind + _LEAVES[leaf], 0] = delta
         return
     if family == "dbrx":
         name = {"w1": "gate", "v1": "up", "w2": "down"}[leaf]

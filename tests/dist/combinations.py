@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 from itertools import product
 
-from tests.families import FAMILIES, LATER_MOE, MOE_FAMILIES
+from tests.families import BESIDE_FAMILIES, FAMILIES, MOE_FAMILIES
 
 from .covering import Row
 
@@ -33,7 +33,7 @@ def beside_rows() -> list[Row]:
     ways = [("EP2-PP1", "2", "all"), ("EP1-PP2", "1", "experts"), ("EP2-PP2", "2", "experts")]
     return [
         first | {"family": family, "layout": layout, "expert_parallel": ranks, "sites": sites}
-        for (layout, ranks, sites), family in product(ways, LATER_MOE)
+        for (layout, ranks, sites), family in product(ways, BESIDE_FAMILIES)
     ]
 
 

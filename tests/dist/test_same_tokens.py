@@ -17,7 +17,7 @@ import torch
 from moe_lora.core.progress import silent
 from moe_lora.models.quantised_checkpoint import quantise_checkpoint
 from moe_lora.models.quantised_weight import quantisation_of
-from tests.families import LATER_MOE
+from tests.families import BESIDE_FAMILIES
 
 from .combinations import FACTORS, beside_rows, is_possible, title
 from .covering import Row, all_rows, covering_rows, pairs_of
@@ -52,7 +52,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
         for number, row in enumerate(covering_rows(FACTORS, is_possible))
     ]
     + [
-        pytest.param(row, id=title(row), marks=() if number < len(LATER_MOE) else pytest.mark.slow)
+        pytest.param(row, id=title(row), marks=() if number < len(BESIDE_FAMILIES) else pytest.mark.slow)
         for number, row in enumerate(beside_rows())
     ],
 )

@@ -32,7 +32,7 @@ from moe_lora.engine.core import EngineCore
 from moe_lora.engine.llm import InProcessClient
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.lora.row_routing import Lease, Source
-from tests.families import FAMILIES, LATER_MOE, MOE_FAMILIES, NUM_LAYERS
+from tests.families import BESIDE_FAMILIES, FAMILIES, MOE_FAMILIES, NUM_LAYERS
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import SLOTS, make_prompts
 from tests.oracle import greedy_reference
@@ -319,7 +319,7 @@ def worker_pids() -> set[int]:
 @pytest.mark.parametrize(
     ("family", "way", "num_killed"),
     [
-        *((family, "chunked_prefill", 2) for family in (*FAMILIES, *LATER_MOE)),
+        *((family, "chunked_prefill", 2) for family in (*FAMILIES, *BESIDE_FAMILIES)),
         ("mixtral", "chunked_ranks", 2),
         ("mixtral", "chunked_prefill", 1),
         *(pytest.param(f, "chunked_prefill", 1, marks=pytest.mark.slow) for f in FAMILIES if f != "mixtral"),

@@ -13,7 +13,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import silent
 from moe_lora.models.quantised_checkpoint import quantise_checkpoint
 from moe_lora.models.quantised_weight import quantisation_of
-from tests.families import LATER_MOE, make_adapter
+from tests.families import BESIDE_FAMILIES, make_adapter
 from tests.models.test_oracle import make_prompts
 from tests.models.test_quantised import SLOTS, base  # noqa: F401  (the fixture)
 from tests.oracle import greedy_reference
@@ -42,7 +42,7 @@ CASES = [
     pytest.param("mixtral", "int8", "expert_parallel", marks=pytest.mark.slow),
     ("qwen3_moe", "int4", "host_workers"),
     ("dbrx", "int8", "eager"),
-    *((family, "int8", "eager") for family in LATER_MOE),
+    *((family, "int8", "eager") for family in BESIDE_FAMILIES),
 ]
 
 

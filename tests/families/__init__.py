@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -20,13 +23,14 @@ from moe_lora.families import shape_of
 
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 """Families that cover all pieces of the layers."""
-LATER_MOE = ("qwen2_moe", "glm4_moe")
-"""Families with shared experts, dense layers or corrected gates."""
+BESIDE_FAMILIES = ("qwen2_moe", "glm4_moe")
+"""Families that cover the pieces beside experts: shared experts, dense layers, corrected gates."""
+LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe")
 LATER_FAMILIES = ("qwen3", "mistral", "qwen2", *LATER_MOE)
 ALL_FAMILIES = (*FAMILIES, *LATER_FAMILIES)
 MOE_FAMILIES = FAMILIES[1:]
 DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2")
-PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe")
+PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe")
 """Families with old adapters of one module per expert that peft converts: not Qwen2-MoE."""
 ALL_TARGETS = ("qkv", "o", "gate_up", "down")
 BESIDE_TARGETS = ("shared_gate",)
@@ -41,6 +45,7 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "qwen3_moe": _ATTENTION,
     "gpt_oss": _ATTENTION,
     "glm4_moe": _DENSE,
+    "ernie4_5_moe": _DENSE,
     "qwen2_moe": {**_DENSE, "shared_gate": ("shared_expert_gate",)},
     "dbrx": {"qkv": ("Wqkv",), "o": ("out_proj",), "router": ("router.layer",)},
 }
@@ -51,15 +56,17 @@ _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     "qwen3_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen2_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "glm4_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
+    "ernie4_5_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "gpt_oss": {**_FUSED, "router": ("mlp.router.weight",)},
     "dbrx": {"gate_up": ("mlp.w1", "mlp.v1"), "down": ("mlp.w2",)},
 }
 # Per-expert form: container below the layer, and the leaf of gate, up, down, in the old module names.
 _PER_EXPERT = {
     "mixtral": ("block_sparse_moe", {"gate_up": ("w1", "w3"), "down": ("w2",), "router": ("gate",)}),
-    "qwen3_moe": ("mlp", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",), "router": ("gate",)}),
-    "glm4_moe": ("mlp", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",), "router": ("gate",)}),
-    "qwen2_moe": ("mlp", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",), "router": ("gate",)}),
+    **dict.fromkeys(
+        ("qwen3_moe", "glm4_moe", "ernie4_5_moe"),
+        ("mlp", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",), "router": ("gate",)}),
+    ),
 }
 _YARN = {
     "rope_type": "yarn",
@@ -112,6 +119,11 @@ def tiny_config(family: str, **changes: Any) -> Any:
         beside = {"shared_expert_intermediate_size": 20, "intermediate_size": 28, "mlp_only_layers": [1]}
         fields = {**common, **moe, **beside, "num_hidden_layers": 3}
         return transformers.Qwen2MoeConfig(**{**fields, **changes})
+    if family == "ernie4_5_moe":
+        moe = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "intermediate_size": 28}
+        fields = {**common, **moe, "num_hidden_layers": 3}
+        del fields["head_dim"]
+        return transformers.Ernie4_5_MoeConfig(**{**fields, **changes})
     if family == "glm4_moe":
         moe = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
         gate = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True}
@@ -214,14 +226,30 @@ def make_adapter(
         "target_parameters": [p for t in targets for p in _PARAMETERS[family].get(t, ())] or None,
         **config,
     }
-    model = get_peft_model(load_model(model_dir), LoraConfig(**fields))
+    with targets_as_given(family):
+        model = get_peft_model(load_model(model_dir), LoraConfig(**fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             if ".lora_" in name:
                 weight.copy_(_random_lora(name, weight.shape, generator, scale))
-    model.save_pretrained(str(path))
+    with targets_as_given(family):
+        model.save_pretrained(str(path))
     return Path(path)
+
+
+@contextmanager
+def targets_as_given(model_type: str, targets: Any = ()) -> Iterator[None]:
+    """peft without its renaming of targets, which leaves shared experts and dense layers unadapted.
+
+    targets: of the per-expert form need the renaming.
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    with patch.dict(conversion._MODEL_TO_CONVERSION_PATTERN):
+        if model_type in LATER_MOE and not any(name.startswith("experts.") for name in targets):
+            conversion._MODEL_TO_CONVERSION_PATTERN.pop(model_type, None)
+        yield
 
 
 def _random_lora(
@@ -234,12 +262,12 @@ def _random_lora(
 def per_expert_shapes(family: str, targets: tuple[str, ...] = ALL_TARGETS) -> dict[str, tuple[int, int]]:
     """(out, in) of each targeted module path of the tiny model in the per-expert form."""
     config = tiny_config(family)
-    hidden, inner, head = 32, 24, config.head_dim
+    shape = shape_of(config.to_dict())
+    hidden, inner, head = 32, 24, shape.head_dim
     dims = {"q_proj": (4 * head, hidden), "o_proj": (hidden, 4 * head)}
     dims |= {"k_proj": (2 * head, hidden), "v_proj": (2 * head, hidden)}
     container, leaves = _PER_EXPERT[family]
     shapes: dict[str, tuple[int, int]] = {}
-    shape = shape_of(config.to_dict())
     dense, num_experts = shape.dense_layers, shape.num_experts
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
@@ -288,7 +316,7 @@ def _write_per_expert(
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
-        "target_modules": [leaf for target in targets for leaf in leaves[target]],
+        "target_modules": [leaf for target in targets for leaf in leaves.get(target, ())],
         **config,
     }
     path.mkdir(parents=True, exist_ok=True)

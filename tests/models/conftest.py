@@ -27,7 +27,8 @@ SEEDS = {
     "mistral": 1,
     "qwen2": 0,
     "qwen2_moe": 1,
-    "glm4_moe": 2,
+    "glm4_moe": 1,
+    "ernie4_5_moe": 2,
 }
 """Checkpoint seeds for which no decision of the oracle tests is close (the tests assert it)."""
 

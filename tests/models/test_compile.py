@@ -14,7 +14,7 @@ from moe_lora.kernels import ops, reference
 from moe_lora.models.causal_lm import CausalLM, DecoderLayer
 from moe_lora.models.linear import LoraLinear
 from moe_lora.models.quantised_weight import QuantisedWeight, WeightLayout, quantisation_of
-from tests.families import FAMILIES, LATER_MOE
+from tests.families import BESIDE_FAMILIES, FAMILIES
 
 from .generated_code import assert_one_operation_a_site, assert_sites_in_order, largest_allocation
 from .harness import Harness
@@ -25,7 +25,7 @@ INT8 = quantisation_of("int8", None, False)
 QUICK = (("mixtral", 2, True),)  # a compilation takes 10 s and more
 CASES = [
     pytest.param(family, rows, any_rows, marks=() if (family, rows, any_rows) in QUICK else pytest.mark.slow)
-    for family in (*FAMILIES, *LATER_MOE)
+    for family in (*FAMILIES, *BESIDE_FAMILIES)
     for rows, any_rows in BUCKETS
 ]
 
@@ -64,10 +64,10 @@ def assert_as_eager(model, rows, found):
 
 def num_graphs(family):
     """Two kinds of layers, with a window or a dense MLP or without; elsewhere layers share one graph."""
-    return 2 if family in ("gpt_oss", *LATER_MOE) else 1
+    return 2 if family in ("gpt_oss", *BESIDE_FAMILIES) else 1
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *LATER_MOE])
+@pytest.mark.parametrize("family", [*FAMILIES, *BESIDE_FAMILIES])
 def test_layers_share_one_graph_without_breaks(family, served):
     graphs = []
 

@@ -132,12 +132,17 @@ def test_layers_of_multi_token_prediction_are_skipped_with_a_word(tmp_path, capl
         load(path)
 
 
-def test_corrections_of_gates_stay_in_fp32(tmp_path):
-    path = make_checkpoint("glm4_moe", tmp_path)
-    held = load(path, torch.bfloat16).layers[1].mlp.correction.weight
-    stored = load_file(path / SINGLE_NAME)["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert held.dtype == torch.float32
-    assert torch.equal(held, stored)
+@pytest.mark.parametrize(
+    ("family", "correction"),
+    [("glm4_moe", "gate.e_score_correction_bias"), ("ernie4_5_moe", "moe_statics.e_score_correction_bias")],
+)
+def test_gates_and_their_corrections_stay_in_fp32(family, correction, tmp_path):
+    path = make_checkpoint(family, tmp_path)
+    mlp, stored = load(path, torch.bfloat16).layers[1].mlp, load_file(path / SINGLE_NAME)
+    for held, key in ((mlp.correction.weight, correction), (mlp.gate.weight, "gate.weight")):
+        assert held.dtype == torch.float32
+        assert torch.equal(held, stored[f"model.layers.1.mlp.{key}"].view(held.shape))
+    assert mlp.down.weight.dtype == torch.bfloat16
 
 
 def test_damaged_file_is_an_error_that_names_it(llama):

@@ -32,11 +32,21 @@ INT4 = quantisation_of("int4", 32, False)
 FP8 = quantisation_of("fp8", None, False)
 SLOTS = (-1, 0, 1, -1, 0, 1, -1)
 NUM_TOKENS = 32
-SEEDS = {"llama": 2, "mixtral": 1, "qwen3_moe": 3, "gpt_oss": 0, "dbrx": 0, "glm4_moe": 0, "qwen2_moe": 0}
+SEEDS = {
+    "llama": 2,
+    "mixtral": 1,
+    "qwen3_moe": 3,
+    "gpt_oss": 0,
+    "dbrx": 0,
+    "glm4_moe": 0,
+    "qwen2_moe": 0,
+    "ernie4_5_moe": 0,
+}
 _EXPERTS = {"moe_intermediate_size": 32, "intermediate_size": 32}
 SIZES = {
     "dbrx": {"ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}},
     "glm4_moe": _EXPERTS,
+    "ernie4_5_moe": _EXPERTS,
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 64},
 }
 """Inner sizes that groups of 32 divide."""

@@ -27,12 +27,15 @@ class ModelSpec:
     """One model's architecture; sizes are in `shape`.
 
     attention_bias: biases of q, k, v and o.  qkv_bias: of q, k and v alone.  clip_qkv: q, k and v are clamped
-    to +- this value, None = not.  window: attention window per layer in
-    tokens, 0 = full.  gate: "softmax_topk" takes the top k of the softmax over all experts, "topk_softmax"
-    the softmax over the top k logits.  gate_norm: p of the p-norm that divides the chosen weights, None = not
-    normalised.  gate "sigmoid_topk": top k of the sigmoids.  gate_correction: the choice is by score + a
-    stored fp32 bias, the weights are of the scores.  gate_groups: equal groups of experts; the choice is
-    among the top_groups with the largest sums of two scores.  routed_scale: factor of the weights.
+    to +- this value, None = not.  rotates_neighbours: rotation turns pairs of neighbours, not of halves.
+    window: attention window per layer in tokens, 0 = full.
+
+    gate: "softmax_topk" takes the top k of the softmax over all experts, "topk_softmax" the softmax over the
+    top k logits, "sigmoid_topk" the top k of the sigmoids.  gate_norm: p of the p-norm dividing the chosen
+    weights, None = not normalised.  gate_correction: the choice is by score + a stored fp32 bias, the weights
+    are of the scores.  gate_in_fp32: weight and logits are fp32.  gate_groups: equal groups of experts; the
+    choice is among the top_groups with the largest sums of two scores.  routed_scale: factor of the weights.
+
     activation: "silu" is silu(gate) * up, "swigluoai" its clamped form.  unused: starts of names of tensors
     of a checkpoint that belong to no layer.
     """
@@ -47,9 +50,11 @@ class ModelSpec:
     qkv_bias: bool = False
     sinks: bool = False
     clip_qkv: float | None = None
+    rotates_neighbours: bool = False
     gate: Literal["softmax_topk", "topk_softmax", "sigmoid_topk"] = "softmax_topk"
     gate_norm: float | None = 1.0
     gate_correction: bool = False
+    gate_in_fp32: bool = False
     gate_groups: int = 1
     top_groups: int = 1
     routed_scale: float = 1.0
@@ -221,7 +226,8 @@ class Family:
     head_dim, of a config without partial_rotary_factor; None: the family rotates all.
     norm_eps: of a config without rms_norm_eps.
 
-    stack: prefix of the layers, in checkpoints and adapters.  tensors: our parameters without a site.
+    stack: prefix of the layers, in checkpoints and adapters.  tensors: our parameters without a site;
+    older_tensors: their names in older files.
     attention: places of both checkpoints and adapters.  beside: those of shared experts and dense layers.
     mlp: the checkpoints' forms of other sites; the last form counts if a checkpoint has no tensor of any.
     adapted: other places of LoRA pairs; places of one path are in the order of PEFT's nesting.
@@ -248,6 +254,7 @@ class Family:
     head: str = "lm_head.weight"
     stack: str = "model.layers"
     tensors: Mapping[str, str] = field(default_factory=lambda: TENSORS)
+    older_tensors: Mapping[str, str] = field(default_factory=dict)
     attention: tuple[Place, ...] = ATTENTION
     beside: tuple[Place, ...] = ()
     mlp: tuple[tuple[Place, ...], ...]
@@ -263,7 +270,7 @@ class Family:
         hidden = found.size(*self.sizes["hidden_size"])
         heads = found.size(*self.sizes["num_heads"])
         defaults = {"num_kv_heads": heads, "head_dim": hidden // heads}
-        sizes = {
+        sizes: dict[str, Any] = {
             size: found.size(*keys, default=defaults[size]) if size in defaults else found.size(*keys)
             for size, keys in self.sizes.items()
         }
@@ -272,14 +279,13 @@ class Family:
                 raise found.refusal(self.sizes[size][0], sizes[size], f"must be at most {largest}")
         sizes["max_position"] = context_of(found, sizes["max_position"], self.rope)
         windows = self.windows(found, sizes["num_layers"])
-        known: dict[str, Any] = {"num_experts": 0, "num_experts_per_token": 0, **sizes}
+        sizes |= self.beside_experts(found, sizes["num_layers"])
         return ModelShape(
-            **known,
+            **({"num_experts": 0, "num_experts_per_token": 0} | sizes),
             family=name,
             fused_qkv=self.fused_qkv,
             num_windowed_layers=sum(window > 0 for window in windows),
             dtype_bytes=_dtype_bytes(found),
-            **self.beside_experts(found, sizes["num_layers"]),
         )
 
     def spec(self, shape: ModelShape, config: Mapping[str, Any]) -> ModelSpec:

@@ -11,6 +11,9 @@ from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
 from tests.families import (
     ALL_FAMILIES,
     ALL_TARGETS,
+    BESIDE_TARGETS,
+    DENSE_FAMILIES,
+    LATER_MOE,
     MOE_FAMILIES,
     PER_EXPERT_FAMILIES,
     load_model,
@@ -32,13 +35,15 @@ def test_every_subset_of_sites_packs_as_peft_merges(family, targets, checkpoint,
     adapter = make_adapter(family, checkpoint(family), tmp_path / "a", lora_rank=5, targets=targets, seed=3)
     packed = assert_packs_as_peft_merges(family, checkpoint(family), adapter, shape_of(family))
     shape = shape_of(family)
-    assert packed.targets == tuple(m for s in shape.sites if s.name in targets for m in s.modules)
+    kinds = ("", "shared_", "dense_")
+    sites = [kind + target for target in targets for kind in kinds]
+    assert packed.targets == tuple(m for s in shape.sites if s.name in sites for m in s.modules)
     assert packed.max_lora_rank == 5
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", [*MOE_FAMILIES, *LATER_MOE])
 def test_router_and_experts_pack_as_peft_merges(family, checkpoint, shape_of, tmp_path):
-    targets = ("router", *ALL_TARGETS)
+    targets = ("router", *ALL_TARGETS, *BESIDE_TARGETS)
     adapter = make_adapter(family, checkpoint(family), tmp_path / "a", lora_rank=3, targets=targets)
     packed = assert_packs_as_peft_merges(family, checkpoint(family), adapter, shape_of(family))
     assert "router" in packed.targets
@@ -57,7 +62,9 @@ def test_per_expert_form_packs_as_peft_merges(family, targets, checkpoint, shape
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_patterns_and_rslora_pack_as_peft_merges(family, use_rslora, checkpoint, shape_of, tmp_path):
     first_layer = r"0\..*" if family != "dbrx" else r"blocks\.0\..*"
-    expert = {"dbrx": "mlp.w2", "llama": "down_proj", "qwen3": "down_proj"}.get(family, "experts.down_proj")
+    expert = "mlp.w2" if family == "dbrx" else "experts.down_proj"
+    if family in DENSE_FAMILIES:
+        expert = "down_proj"
     adapter = make_adapter(
         family,
         checkpoint(family),
@@ -145,7 +152,7 @@ def test_per_expert_adapter_that_peft_loaded_and_saved_again_is_the_same_adapter
     assert_same_deltas(packed_deltas(new, shape), packed_deltas(old, shape))
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", [*MOE_FAMILIES, *LATER_MOE])
 def test_all_linear_of_a_moe_family_packs_as_peft_merges(family, checkpoint, shape_of, tmp_path):
     adapter = make_adapter(
         family, checkpoint(family), tmp_path / "a", target_modules="all-linear", target_parameters=None

@@ -10,7 +10,7 @@ import pytest
 from moe_lora import LLM, SamplingParams
 from moe_lora.config import EngineConfig, LoraServerConfig, PoolConfig
 from moe_lora.core.errors import ConfigError
-from tests.families import FAMILIES, LATER_MOE, MOE_FAMILIES
+from tests.families import BESIDE_FAMILIES, FAMILIES, MOE_FAMILIES
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.oracle import greedy_reference
 
@@ -36,9 +36,9 @@ def assert_answers_are_peft_s(llm: LLM, model) -> None:
 
 
 CASES = [
-    *((family, 2, 1) for family in (*FAMILIES, *LATER_MOE)),
+    *((family, 2, 1) for family in (*FAMILIES, *BESIDE_FAMILIES)),
     ("mixtral", 2, 2),
-    *(pytest.param(family, 2, 2, marks=SLOW) for family in (*MOE_FAMILIES[1:], *LATER_MOE)),
+    *(pytest.param(family, 2, 2, marks=SLOW) for family in (*MOE_FAMILIES[1:], *BESIDE_FAMILIES)),
     *(pytest.param(family, 4, 1, marks=SLOW) for family in FAMILIES),  # more than KV heads
     pytest.param("qwen3_moe", 4, 4, marks=SLOW),
 ]

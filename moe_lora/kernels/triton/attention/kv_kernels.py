@@ -84,6 +84,7 @@ def write_kv(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTATED_DIMS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SINGLE: tl.constexpr,
     ROTATES: tl.constexpr,
@@ -97,7 +98,8 @@ def write_kv(
     """Write K and V of up to BLOCK_H heads of one row to the row's place in its page.
 
     ROTATES: also rotate K, and Q of HEADS heads to rotated_q [T, N, D]; programs of a row: Q, then K, then V.
-    SINGLE: every sequence has one row.  HEADS: 0 without ROTATES.  ROTATED_DIMS: the first R of D.  rotation:
+    SINGLE: every sequence has one row.  HEADS: 0 without ROTATES.  ROTATED_DIMS: the first R of D,
+    in pairs of NEIGHBOURS or of halves.  rotation:
     cos and sin [T, R / 2], weights of norms of q and k [D].
     """
     if DEPENDENT:
@@ -117,7 +119,9 @@ def write_kv(
     angles: tl.constexpr = ROTATED_DIMS // 2
     column = tl.arange(0, BLOCK_D)
     first_at, second_at = column, column + half
-    if ROTATED_DIMS < HEAD_DIM:  # pairs of rotation are closer; the rest forms pairs behind
+    if NEIGHBOURS:
+        first_at, second_at = 2 * column, 2 * column + 1
+    elif ROTATED_DIMS < HEAD_DIM:  # pairs of rotation are closer; the rest forms pairs behind
         first_at = tl.where(column < angles, column, column + angles)
         second_at = tl.where(column < angles, column + angles, column + half)
     wide_row = row.to(tl.int64)

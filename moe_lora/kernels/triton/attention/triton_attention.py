@@ -114,6 +114,7 @@ def _write_kv(operands: AttentionOperands, rotation: Rotation | None, *, all_sin
         HEADS=heads if rotation is not None else 0,
         KV_HEADS=layout.num_kv_heads,
         HEAD_DIM=layout.head_dim,
+        NEIGHBOURS=rotation is not None and rotation.neighbours,
         ROTATED_DIMS=layout.head_dim if rotation is None else 2 * rotation.cos.shape[1],
         BLOCK_SIZE=layout.block_size,
         SINGLE=all_single,

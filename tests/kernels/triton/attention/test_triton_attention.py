@@ -103,21 +103,25 @@ def test_the_launches_of_an_engine_agree_with_reference(device, generator, dtype
         (4, 2, 40, "fp32", None, True, 20),
         (3, 3, 24, "fp32", None, False, 2),
         (4, 1, 64, "bf16", 0.7, True, 48),
+        (9, 3, 24, "fp32", None, False, -24),
+        (2, 1, 40, "fp32", None, True, -20),
     ],
 )
 def test_q_and_k_are_rotated_as_they_are_written(
     device, generator, heads, num_kv_heads, head_dim, dtype, clip, norms, rotated
 ):
-    """And clamped and normed; heads of more than one program, sequences of one row and of several."""
+    """And clamped and normed; rotated below 0: pairs of neighbours;
+    heads of more than one program, sequences of one row and of several.
+    """
     of = DTYPES[dtype]
     decode, mixed = [(1, 17), (0, 0), (1, 0)], [(2, 5), (1, 9)]
     for sequences, window, sinks in ((decode, 5, True), (mixed, 0, False)):
         layout = layout_of(head_dim, 5, of, num_kv_heads)
         operands = make(generator, device, layout, sequences, heads, window=window, sinks=sinks)
         rows = operands.q.shape[0]
-        angle = 9 * random(generator, rows, rotated // 2)
+        angle = 9 * random(generator, rows, abs(rotated) // 2)
         weights = [random(generator, head_dim, dtype=of) for _ in "qk"] if norms else [None] * 2
-        rotation = Rotation(angle.cos(), angle.sin(), *weights, 1e-5, clip, head_dim)
+        rotation = Rotation(angle.cos(), angle.sin(), *weights, 1e-5, clip, head_dim, rotated < 0)
         fused = torch.cat([operands.q, operands.k, operands.v], 1).flatten(1).cpu()
         q, k, v = reference.rotated_heads(fused, num_kv_heads, rotation)
         expected = on_host(operands)._replace(q=q, k=k, v=v)

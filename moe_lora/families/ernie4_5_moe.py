@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ERNIE-4.5-MoE: alternating pairs in rotation, dense layers at the start, corrected gates, shared experts.
+
+Layers for multi-token prediction are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .schema.config_json import ConfigJson
+from .schema.family import SIZES, TENSORS, Family, Place, dense_layers, fused_experts, linear_mlp
+
+GATE = Place(path="mlp.gate", site="router", optional_linear=True)
+FUSED, LINEAR = fused_experts("mlp.experts"), linear_mlp("mlp.experts.{}")
+CORRECTION = "moe_statics.e_score_correction_bias"
+
+
+def _layers(config: ConfigJson) -> Mapping[str, Any]:
+    return {
+        "rotates_neighbours": True,
+        "gate_correction": True,
+        "gate_in_fp32": True,
+        "tie_word_embeddings": config.flag("tie_word_embeddings", True),
+        "unused": ("model.mtp_",),
+    }
+
+
+def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
+    first = config.size("moe_layer_start_index", default=1, least=0)
+    last = config.size("moe_layer_end_index", default=-1, least=-1)
+    last, step = num_layers - 1 if last == -1 else last, config.size("moe_layer_interval", default=1)
+    num_shared = config.size("moe_num_shared_experts", default=2, least=0)
+    dense = (layer for layer in range(num_layers) if not first <= layer <= last or (layer + 1) % step)
+    return {
+        "shared_size": num_shared * config.size("moe_intermediate_size"),
+        **dense_layers(config, dense, "intermediate_size"),
+    }
+
+
+FAMILY = Family(
+    title="ERNIE-4.5-MoE",
+    sizes={
+        **SIZES,
+        "intermediate_size": ("moe_intermediate_size",),
+        "num_experts": ("moe_num_experts",),
+        "num_experts_per_token": ("moe_k",),
+    },
+    supported={"use_bias": (False,)},
+    layers=_layers,
+    beside_experts=_beside,
+    theta=500000.0,
+    norm_eps=1e-5,
+    tensors={**TENSORS, "mlp.correction.weight": f"mlp.gate.{CORRECTION}"},
+    older_tensors={"mlp.correction.weight": f"mlp.{CORRECTION}"},
+    beside=(*linear_mlp("mlp.shared_experts", kind="shared_"), *linear_mlp("mlp", kind="dense_")),
+    mlp=((GATE, *FUSED), (GATE, *LINEAR)),
+    adapted=(GATE, *FUSED, *LINEAR),
+)
