@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The support matrix of docs/reference/support.md: the data, and the tables made of the data.
 
-A cell is "tested" (by the default run, so by CI), "refused" (by a tested error), "ran once" (by a record of
-bench/results) or "never ran".  A cell without evidence below never ran.
+A cell is "tested" (by the default run, so by CI), "tested, slow" (by `make test-slow`), "refused" (by a
+tested error), "ran once" (by a record of bench/results) or "never ran".  A cell without evidence below never
+ran.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from moe_lora import families
 from moe_lora.families import family_named
@@ -40,7 +42,7 @@ class InCi:
     """A test of the default run.
 
     named: the ids of the cases carry the family; else the model of the test is of the family.
-    refused: the test holds the error for the combination.
+    refused: the test holds the error for the combination.  slow: a test of `make test-slow`.
     """
 
     device: str
@@ -49,6 +51,7 @@ class InCi:
     test: str
     named: bool = True
     refused: bool = False
+    slow: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,15 @@ class RanOnce:
         return config.get("part") == self.part and self.model in (None, result.get("model"))
 
 
+def _later(feature: str, test: str, *quick: str, families: tuple[str, ...]) -> tuple[InCi, InCi]:
+    """Evidence for families whose runs are slow, those of `quick` excepted."""
+    rest = tuple(name for name in families if name not in quick)
+    made = partial(InCi, device="CPU", feature=feature, test=test)
+    return made(families=quick), made(families=rest, slow=True)
+
+
+FURTHER_MOE = ("olmoe", "granitemoe", "phimoe")
+FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
 EVIDENCE: tuple[InCi | RanOnce, ...] = (
     InCi(
         device="CPU",
@@ -201,6 +213,42 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
         part="host",
         what="tokens of cold requests of a tiny model, on an H200",
     ),
+    *_later(
+        "TP",
+        "tests/engine/ranks/test_tensor_parallel.py::test_tokens_are_those_of_transformers_and_peft",
+        *("qwen2", "olmoe", "granite", "phi3"),
+        families=FURTHER,
+    ),
+    *_later(
+        "EP",
+        "tests/engine/ranks/test_expert_parallel.py::test_tokens_are_those_of_one_process",
+        *("granitemoe", "phimoe"),
+        families=FURTHER_MOE,
+    ),
+    *_later(
+        "LoRA Server",
+        "tests/dist/test_same_tokens.py::test_a_server_changes_no_token_of_the_later_families",
+        "phi3",
+        families=FURTHER,
+    ),
+    *_later(
+        "host workers",
+        "tests/engine/test_host_assisted.py::test_cold_requests_answer_as_peft_does",
+        "olmoe",
+        families=FURTHER,
+    ),
+    *_later(
+        "quantised",
+        "tests/engine/test_quantised.py::test_mixed_batch_continues_as_peft_does",
+        *("qwen3", "phimoe"),
+        families=FURTHER,
+    ),
+    *_later(
+        "merged",
+        "tests/models/test_weight_merge.py::test_mixed_steps_give_the_tokens_of_peft",
+        *("qwen3", "granite"),
+        families=FURTHER,
+    ),
 )
 
 
@@ -234,5 +282,7 @@ def _cell(device: str, feature: str, family: str, numbers: dict[str, int]) -> st
     for one in EVIDENCE:
         if (one.device, one.feature) == (device, feature) and family in one.families:
             word = "ran once" if isinstance(one, RanOnce) else "refused" if one.refused else "tested"
+            if isinstance(one, InCi) and one.slow:
+                word = "tested, slow"
             return f"{word} ({numbers[_name(one)]})"
     return "never ran"

@@ -89,9 +89,10 @@ class ModelShape:
     """Sizes of one base model; `num_experts` is 0 for a dense model.
 
     `intermediate_size`: of one expert (or of the dense MLP).  fused_qkv: one module for q, k and v.
-    num_windowed_layers: layers with windowed attention.  shared_size: width of the expert of all tokens, 0 =
-    none.  has_shared_gate: a gate scales its output.  dense_layers: layers with a dense MLP of width
-    dense_size in place of experts.  Raises ConfigError for impossible sizes.
+    fused_gate_up: one module for gate and up.  num_windowed_layers: layers with windowed attention.
+    shared_size: width of the expert of all tokens, 0 = none.  has_shared_gate: a gate scales its output.
+    dense_layers: layers with a dense MLP of width dense_size in place of experts.  Raises ConfigError for
+    impossible sizes.
     `families.shape_of` reads a checkpoint's config.json.
     """
 
@@ -108,6 +109,7 @@ class ModelShape:
     max_position: int
     dtype_bytes: int
     fused_qkv: bool = False
+    fused_gate_up: bool = False
     num_windowed_layers: int = 0
     shared_size: int = 0
     has_shared_gate: bool = False
@@ -144,10 +146,13 @@ class ModelShape:
         qkv: tuple[tuple[str, ...], tuple[int, ...]] = (("q", "k", "v"), (q_size, kv_size, kv_size))
         if self.fused_qkv:
             qkv = (("qkv",), (q_size + 2 * kv_size,))
+        gate_up: tuple[tuple[str, ...], tuple[int, ...]] = (("gate", "up"), (inner, inner))
+        if self.fused_gate_up:
+            gate_up = (("gate_up",), (2 * inner,))
         rows: list[tuple[str, tuple[str, ...], int, tuple[int, ...], int]] = [
             ("qkv", qkv[0], hidden, qkv[1], 0),
             ("o", ("o",), q_size, (hidden,), 0),
-            ("gate_up", ("gate", "up"), hidden, (inner, inner), experts),
+            ("gate_up", gate_up[0], hidden, gate_up[1], experts),
             ("down", ("down",), inner, (hidden,), experts),
         ]
         if experts:

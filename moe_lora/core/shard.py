@@ -101,6 +101,11 @@ class ModelShard:
         return range(first, first + 1)
 
     @property
+    def owns_kv_heads(self) -> bool:
+        """True on the first of the ranks with these KV heads."""
+        return self._of_heads % max(1, self.tensor_parallel // self.whole.num_kv_heads) == 0
+
+    @property
     def vocabulary(self) -> range:
         """Rows of the head; the last ranks may have fewer."""
         share = -(-self.whole.vocab_size // self.tensor_parallel)
@@ -128,7 +133,9 @@ class ModelShard:
             case "qkv":
                 return self._qkv(len(site.modules))
             case "gate_up" | "shared_gate_up" | "dense_gate_up":
-                return ((self._inner(site.out_features[0]),),) * 2
+                size = site.total_out_features // 2
+                parts = self._inner(size), _moved(self._inner(size), size)
+                return (parts,) if len(site.modules) == 1 else (parts[:1],) * 2
             case "head":
                 return ((self.vocabulary,),)
         return tuple((range(width),) for width in site.out_features)

@@ -29,6 +29,11 @@ _NAMES = {
     "ernie4_5_moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
     "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "qwen2_moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "olmoe": ("olmoe", "OlmoeForCausalLM"),
+    "granite": ("granite", "GraniteForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+    "phimoe": ("phimoe", "PhimoeForCausalLM"),
+    "granitemoe": ("granitemoe", "GraniteMoeForCausalLM"),
 }
 """Module of a family -> its values of model_type, and of architectures."""
 FAMILIES = tuple(_NAMES)

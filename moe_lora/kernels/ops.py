@@ -253,17 +253,21 @@ def sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return torch.ops.moe_lora.sum_experts(y, weights)
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool) -> torch.Tensor:
+def _norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool, bias: torch.Tensor | None
+) -> torch.Tensor:
     from .triton import norm
 
-    return norm.norm(x, weight, eps, centred)
+    return norm.norm(x, weight, eps, centred, bias)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool) -> torch.Tensor:
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """`reference.norm`: plain under a compiler, else our kernel on a GPU."""
     if not x.is_cuda or torch.compiler.is_compiling():
-        return reference.norm(x, weight, eps, centred)
-    return torch.ops.moe_lora.norm(x, weight, eps, centred)
+        return reference.norm(x, weight, eps, centred, bias)
+    return torch.ops.moe_lora.norm(x, weight, eps, centred, bias)
 
 
 def _quantised_linear(
@@ -359,7 +363,7 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         _sum_experts,
         lambda y, weights: y.new_empty(weights.shape[0], y.shape[1]),
     ),
-    "norm(Tensor x, Tensor weight, float eps, bool centred) -> Tensor": (
+    "norm(Tensor x, Tensor weight, float eps, bool centred, Tensor? bias) -> Tensor": (
         _norm,
         lambda x, weight, eps, centred: torch.empty_like(x),
     ),

@@ -124,13 +124,20 @@ def lora_delta(operands: LoraOperands, dtype: torch.dtype | None = None) -> torc
     return delta
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool = False) -> torch.Tensor:
-    """RMS norm of the last dim, or bias-free layer norm if centred; in fp32, rounded to x's dtype."""
+def norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    centred: bool = False,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """RMS norm of the last dim, or layer norm if centred; in fp32, rounded to x's dtype.  bias: None = 0."""
     x32 = x.float()
     if centred:
         x32 = x32 - x32.mean(-1, keepdim=True)
     x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return (x32 * weight.float()).to(x.dtype)
+    y32 = x32 * weight.float()
+    return (y32 if bias is None else y32 + bias.float()).to(x.dtype)
 
 
 def rotate(

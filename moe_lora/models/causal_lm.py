@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,16 +26,64 @@ if TYPE_CHECKING:
 
 
 class Norm(nn.Module):
-    """RMS norm or bias-free layer norm over the last dim, computed in fp32."""
+    """RMS norm, or layer norm with or without a bias, over the last dim; computed in fp32."""
 
     def __init__(self, size: int, spec: ModelSpec, *, kind: str | None = None) -> None:
         super().__init__()
         self.weight = parameter(size)
         self.eps = spec.norm_eps
         self.centred = (kind or spec.norm) == "layer"
+        self.bias = parameter(size) if spec.norm_bias and self.centred else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.norm(x, self.weight, self.eps, self.centred)
+        return ops.norm(x, self.weight, self.eps, self.centred, self.bias)
+
+
+class NormedQkv(LoraLinear):
+    """`LoraLinear` of q, k and v, then RMS norms over all heads of q and over all heads of k.
+
+    spec: sizes of the shard.
+    """
+
+    def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
+        shape = spec.shape
+        super().__init__(shape, "qkv", bias=spec.attention_bias or spec.qkv_bias)
+        self.widths = list(shape.sites[self.site].out_features)
+        self.q_norm = Norm(self.widths[0], spec, kind="rms")
+        self.k_norm = Norm(self.widths[1], spec, kind="rms")
+
+    def forward(self, x: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
+        q, k, v = super().forward(x, channel).split(self.widths, dim=1)
+        return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
+
+
+class DividedNormedQkv(NormedQkv):
+    """`NormedQkv` of a rank's heads.  Ranks add up their sums of squares, each KV head once."""
+
+    def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
+        super().__init__(spec, shard)
+        self.whole_widths = shard.whole.sites[self.site].out_features
+        self.share_of_k = float(shard.owns_kv_heads)
+
+    def forward(self, x: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
+        q, k, v = LoraLinear.forward(self, x, channel).split(self.widths, dim=1)
+        squares = [q.float().square().sum(1), k.float().square().sum(1) * self.share_of_k]
+        sums = torch.stack(squares)
+        ops.sum_over_ranks(channel, sums)
+        q, k = (
+            (y.float() * torch.rsqrt(total / width + norm.eps).unsqueeze(1) * norm.weight.float()).to(y.dtype)
+            for y, total, width, norm in zip(
+                (q, k), sums, self.whole_widths[:2], (self.q_norm, self.k_norm), strict=True
+            )
+        )
+        return torch.cat([q, k, v], dim=1)
+
+
+def qkv_linear(spec: ModelSpec, shard: ModelShard) -> LoraLinear:
+    """The projection to q, k and v."""
+    if not spec.full_qk_norm:
+        return LoraLinear(spec.shape, "qkv", bias=spec.attention_bias or spec.qkv_bias)
+    return (DividedNormedQkv if shard.tensor_parallel > 1 else NormedQkv)(spec, shard)
 
 
 class Attention(nn.Module):
@@ -43,7 +92,7 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
         super().__init__()
         shape = spec.shape
-        self.qkv = LoraLinear(shape, "qkv", bias=spec.attention_bias or spec.qkv_bias)
+        self.qkv = qkv_linear(spec, shard)
         self.o = LoraLinear(shape, "o", bias=spec.attention_bias and has_bias(shard, "o"))
         self.is_summed = shard.tensor_parallel > 1
         self.q_norm = Norm(shape.head_dim, spec, kind="rms") if spec.qk_norm else None
@@ -52,7 +101,7 @@ class Attention(nn.Module):
         self.num_kv_heads = shape.num_kv_heads
         self.window = spec.window[layer]
         self.changes = (spec.norm_eps, spec.clip_qkv, shape.head_dim, spec.rotates_neighbours)
-        self.scale = shape.head_dim**-0.5
+        self.scale = shape.head_dim**-0.5 if spec.attention_multiplier is None else spec.attention_multiplier
 
     def forward(
         self, x: torch.Tensor, channel: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -70,7 +119,10 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).  spec: sizes of the shard."""
+    """x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), scale 1 in most families.
+
+    spec: sizes of the shard.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
         super().__init__()
@@ -78,6 +130,8 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(spec, layer, shard)
         self.mlp_norm = Norm(spec.shape.hidden_size, spec)
         self.mlp = mlp_of(spec, layer, shard)
+        scale = spec.residual_multiplier
+        self.add = torch.add if scale == 1 else partial(torch.add, alpha=scale)
 
     def forward(
         self,
@@ -88,8 +142,8 @@ class DecoderLayer(nn.Module):
         live: torch.Tensor,
     ) -> torch.Tensor:
         """x: [T, H].  cos, sin: [T, rotated dims / 2] fp32.  live: [T] bool, False for padding rows."""
-        x = x + self.attention(self.attention_norm(x), channel, cos, sin)
-        return x + self.mlp(self.mlp_norm(x), channel, live)
+        x = self.add(x, self.attention(self.attention_norm(x), channel, cos, sin))
+        return self.add(x, self.mlp(self.mlp_norm(x), channel, live))
 
 
 LayerForward = Callable[..., torch.Tensor]
@@ -112,11 +166,13 @@ class CausalLM(nn.Module):
         self.embedding = parameter(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(spec, i, shard) for i in range(shape.num_layers))
         self.norm = Norm(shape.hidden_size, spec)
+        self.embedding_multiplier, self.logits_divisor = spec.embedding_multiplier, spec.logits_divisor
         self.head = (
             self.own_head(self.embedding)
             if spec.tie_word_embeddings
             else parameter(len(shard.vocabulary), shape.hidden_size)
         )
+        self.head_bias = parameter(len(shard.vocabulary)) if spec.head_bias else None
 
     def own_head(self, embedding: nn.Parameter) -> nn.Parameter:
         """This shard's head: rows of a tied embedding, in the embedding's memory."""
@@ -150,12 +206,14 @@ class CausalLM(nn.Module):
         x = F.embedding(tokens, self.embedding)
         if outer is not None:
             outer.add_to_embedding(x, tokens)
+        if self.embedding_multiplier != 1:
+            x = x * self.embedding_multiplier
         for layer, channel in zip(self.layers, channels, strict=True):
             x = layer_forward(layer, x, channel, cos, sin, live)
         x = self.norm(x.index_select(0, logit_rows))
-        logits = linear(x, self.head, None)
+        logits = linear(x, self.head, self.head_bias)
         if outer is not None:
             outer.add_to_logits(logits, x)
         if self.shard.tensor_parallel > 1:
             logits = ops.gather_logits(channels[0], logits, self.spec.shape.vocab_size)
-        return logits.float()
+        return logits.float() if self.logits_divisor == 1 else logits.float() / self.logits_divisor

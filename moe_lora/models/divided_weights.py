@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 from moe_lora.core.shard import ModelShard
 
-from .causal_lm import Attention, CausalLM
+from .causal_lm import Attention, CausalLM, NormedQkv
 from .linear import ExpertLinear, LoraLinear
+
+_NORMED = ("q_norm", "k_norm")
+"""Norms of a `NormedQkv`, in the order of the site's modules."""
 
 
 class Cut(NamedTuple):
@@ -62,10 +65,15 @@ def held_ranges(model: CausalLM) -> dict[str, HeldRanges]:
             weight = _of_site(shard, module.site, isinstance(module, ExpertLinear))
             found[f"{name}.weight"] = weight
             found[f"{name}.bias"] = HeldRanges(weight.whole[:-1], weight.held[:-1])
+            if isinstance(module, NormedQkv):
+                site = shard.whole.sites[module.site]
+                for part, width, held in zip(_NORMED, site.out_features, shard.outputs(site), strict=False):
+                    found[f"{name}.{part}.weight"] = HeldRanges((width,), (held,))
         elif isinstance(module, Attention):
             found[f"{name}.sinks"] = HeldRanges((shard.whole.num_heads,), ((shard.heads,),))
     vocabulary = _undivided((shard.whole.vocab_size, shard.whole.hidden_size))
     found["head"] = HeldRanges(vocabulary.whole, ((shard.vocabulary,), vocabulary.held[1]))
+    found["head_bias"] = HeldRanges(vocabulary.whole[:1], ((shard.vocabulary,),))
     return found
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -167,6 +168,33 @@ class SharedMoeMlp(MoeMlp):
         return super().summand(x, channel, live_T) + shared
 
 
+class SparseMixerMlp(MoeMlp):
+    """`MoeMlp` with Phi-3.5-MoE's gate: the best expert, then the best of the others.
+
+    Each weight is a softmax over the experts within 2 * jitter of the chosen score, relative to the larger of
+    that score and the expert's absolute score.  Source: SparseMixer-v2 (GRIN, arXiv 2409.12136).
+    """
+
+    def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
+        super().__init__(replace(spec, gate="topk_softmax"), shard)
+        self.jitter = spec.gate_jitter
+
+    def choose(
+        self, logits_TE: torch.Tensor, live_T: torch.Tensor, channel: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As `MoeMlp.choose`."""
+        scores = logits_TE.float()
+        left, weights_TE = scores, torch.full_like(scores, float("-inf"))
+        for _ in range(self.top_k):
+            best, chosen = left.max(dim=-1, keepdim=True)
+            far = (best - scores) / scores.abs().clamp(min=best) > 2 * self.jitter
+            weight = left.masked_fill(far, float("-inf")).softmax(dim=-1).gather(-1, chosen)
+            weights_TE = weights_TE.scatter(-1, chosen, weight)
+            left = left.scatter(-1, chosen, float("-inf"))
+        _, ids_TK, order = super().choose(weights_TE, live_T, channel)
+        return weights_TE.gather(-1, ids_TK.clamp(min=0).long()), ids_TK, order
+
+
 def mlp_of(spec: ModelSpec, layer: int, shard: ModelShard) -> nn.Module:
     """The MLP of a layer.  spec: sizes of the shard."""
     shape = spec.shape
@@ -174,4 +202,6 @@ def mlp_of(spec: ModelSpec, layer: int, shard: ModelShard) -> nn.Module:
         return DenseMlp(spec, shard, "dense_")
     if not shape.num_experts:
         return DenseMlp(spec, shard)
+    if spec.gate == "sparsemixer":
+        return SparseMixerMlp(spec, shard)
     return SharedMoeMlp(spec, shard) if shape.shared_size else MoeMlp(spec, shard)

@@ -79,7 +79,7 @@ class RandomCheckpoint:
 
     def __getitem__(self, key: str) -> torch.Tensor:
         shape, bound = self._shapes[key], _BIAS_BOUND
-        if len(shape) == 1 and "norm" in key:
+        if len(shape) == 1 and "norm" in key and not key.endswith("bias"):
             return torch.ones(shape, device=self._device)
         if len(shape) > 1:
             is_embedding = key == self.weights["embedding"][0].key

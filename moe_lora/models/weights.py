@@ -88,6 +88,10 @@ def _mapped(
 ) -> WeightMap:
     family = family_named(spec.shape.family)
     weights: WeightMap = {"embedding": [Piece(family.embedding)], "norm.weight": [Piece(family.norm)]}
+    if spec.norm_bias:
+        weights["norm.bias"] = [Piece(_bias_of(family.norm))]
+    if spec.head_bias:
+        weights["head_bias"] = [Piece(_bias_of(family.head))]
     if not spec.tie_word_embeddings:
         weights["head"] = [Piece(family.head)]
     for layer in range(spec.shape.num_layers):
@@ -112,6 +116,10 @@ def _has_tensor(spec: ModelSpec, layer: int, name: str) -> bool:
     if name.startswith("mlp."):
         return layer not in spec.shape.dense_layers
     return spec.qk_norm or not name.startswith(("attention.q_norm", "attention.k_norm"))
+
+
+def _bias_of(key: str) -> str:
+    return f"{key.removesuffix('weight')}bias"
 
 
 def stored_pieces(weights: WeightMap, scheme: Scheme, tensors: Container[str], num_experts: int) -> WeightMap:

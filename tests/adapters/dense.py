@@ -54,7 +54,15 @@ def peft_deltas(family: str, model_dir: Path, adapter: Path) -> Deltas:
 
 _LEAVES = {
     **{f"{name}_proj": name for name in ("q", "k", "v", "o", "gate", "up", "down")},
-    **{"Wqkv": "qkv", "out_proj": "o", "gate": "router", "router": "router", "layer": "router"},
+    **{
+        "qkv_proj": "qkv",
+        "gate_up_proj": "gate_up",
+        "Wqkv": "qkv",
+        "out_proj": "o",
+        "gate": "router",
+        "router": "router",
+        "layer": "router",
+    },
     "shared_expert_gate": "shared_expert_gate",
 }
 

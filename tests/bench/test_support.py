@@ -56,7 +56,8 @@ def test_named_tests_exist(test: str) -> None:
     assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_named_tests_have_a_case_of_the_default_run_for_each_family() -> None:
+@pytest.mark.parametrize(("marker", "is_slow"), [("not slow and not gpu", False), ("slow", True)])
+def test_named_tests_have_a_case_of_the_run_for_each_family(marker: str, is_slow: bool) -> None:
     """A marker, or a family that leaves the parameters, would empty a cell."""
     command = [
         sys.executable,
@@ -69,9 +70,10 @@ def test_named_tests_have_a_case_of_the_default_run_for_each_family() -> None:
         "-o",
         "addopts=",
     ]
-    names = sorted({one.test for one in TESTS})
+    named = [one for one in TESTS if one.slow == is_slow]
+    names = sorted({one.test for one in named})
     done = subprocess.run(
-        [*command, "-m", "not slow and not gpu", *names],
+        [*command, "-m", marker, *names],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -79,7 +81,7 @@ def test_named_tests_have_a_case_of_the_default_run_for_each_family() -> None:
     )
     cases = [line for line in done.stdout.splitlines() if "::" in line]
     missing = []
-    for one in TESTS:
+    for one in named:
         of_test = [case.removeprefix(one.test) for case in cases if case.split("[")[0] == one.test]
         for family in one.families:
             if not any(

@@ -11,8 +11,7 @@ from moe_lora.core.request import GenerateRequest, SamplingParams
 from tests.families import (
     ALL_TARGETS,
     BESIDE_TARGETS,
-    LATER_MOE,
-    MOE_FAMILIES,
+    DENSE_FAMILIES,
     PER_EXPERT_FAMILIES,
     VOCAB_SIZE,
     make_adapter,
@@ -60,7 +59,7 @@ def make_served_model(family: str, folder: Path) -> ServedModel:
 
 
 def _targets(family: str, targets: tuple[str, ...]) -> tuple[str, ...]:
-    if family not in (*MOE_FAMILIES, *LATER_MOE):
+    if family in DENSE_FAMILIES:
         return tuple(one for one in targets if one != "router")
     return (*targets, *BESIDE_TARGETS) if "router" in targets else targets
 

@@ -17,7 +17,7 @@ import torch
 from moe_lora.core.progress import silent
 from moe_lora.models.quantised_checkpoint import quantise_checkpoint
 from moe_lora.models.quantised_weight import quantisation_of
-from tests.families import BESIDE_FAMILIES
+from tests.families import BESIDE_FAMILIES, later
 
 from .combinations import FACTORS, beside_rows, is_possible, title
 from .covering import Row, all_rows, covering_rows, pairs_of
@@ -85,6 +85,14 @@ def test_quantised_base_beside_a_server_changes_no_token(expected: Expected, tmp
     quantise_checkpoint(model.model_dir, tmp_path / "int8", int8, torch.float32, silent)
     stored = replace(model, model_dir=tmp_path / "int8")
     assert not served_tokens(stored, row | {"expert_parallel": "2"}).complaints(tokens)
+
+
+@pytest.mark.parametrize("family", later("phi3"))
+def test_a_server_changes_no_token_of_the_later_families(family: str, expected: Expected) -> None:
+    """The layers' pieces lie outside the sites that a server computes."""
+    model, tokens = expected(family, "float32")
+    row = {name: values[0] for name, values in FACTORS.items()} | {"family": family}
+    assert not served_tokens(model, row).complaints(tokens)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from moe_lora.engine.core import EngineCore
 from moe_lora.engine.llm import InProcessClient
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.lora.row_routing import Lease, Source
-from tests.families import BESIDE_FAMILIES, FAMILIES, MOE_FAMILIES, NUM_LAYERS
+from tests.families import BESIDE_FAMILIES, FAMILIES, MOE_FAMILIES, NUM_LAYERS, later
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import SLOTS, make_prompts
 from tests.oracle import greedy_reference
@@ -83,6 +83,7 @@ def expected_of(model) -> list[tuple[int, ...]]:
             pytest.param(family, "all_at_once", marks=() if family in QUICK else pytest.mark.slow)
             for family in FAMILIES
         ),
+        *(pytest.param(*one.values, "all_at_once", marks=one.marks) for one in later("olmoe")),
         ("mixtral", "chunked_prefill"),
         pytest.param("llama", "compiled", marks=pytest.mark.slow),
         *(

@@ -16,6 +16,7 @@ import torch
 
 from moe_lora.kernels import ops
 from moe_lora.kernels.triton.configs import interpreted
+from tests.families import later
 from tests.models.harness import Harness
 from tests.stand_in_device import DeviceTensor, HostRead, stand_in_device
 
@@ -46,7 +47,11 @@ def expected_logits(harness: Harness) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one == QUICK else pytest.mark.slow) for one in FAMILIES]
+    "family",
+    [
+        *(pytest.param(one, marks=() if one == QUICK else pytest.mark.slow) for one in FAMILIES),
+        *later("phimoe"),
+    ],
 )
 def test_a_step_reads_nothing_from_the_device(family, served):
     harness = Harness(*served(family), max_sequences=6)

@@ -13,7 +13,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import silent
 from moe_lora.models.quantised_checkpoint import quantise_checkpoint
 from moe_lora.models.quantised_weight import quantisation_of
-from tests.families import BESIDE_FAMILIES, make_adapter
+from tests.families import BESIDE_FAMILIES, FURTHER, later, make_adapter
 from tests.models.test_oracle import make_prompts
 from tests.models.test_quantised import SLOTS, base  # noqa: F401  (the fixture)
 from tests.oracle import greedy_reference
@@ -43,6 +43,8 @@ CASES = [
     ("qwen3_moe", "int4", "host_workers"),
     ("dbrx", "int8", "eager"),
     *((family, "int8", "eager") for family in BESIDE_FAMILIES),
+    *(pytest.param(one, "int8", "compiled", marks=pytest.mark.slow) for one in FURTHER),
+    *(pytest.param(*one.values, "int8", "eager", marks=one.marks) for one in later("qwen3", "phimoe")),
 ]
 
 

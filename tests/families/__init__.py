@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from moe_lora.core.shard import ModelShard
@@ -26,11 +27,14 @@ FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 BESIDE_FAMILIES = ("qwen2_moe", "glm4_moe")
 """Families that cover the pieces beside experts: shared experts, dense layers, corrected gates."""
 LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe")
-LATER_FAMILIES = ("qwen3", "mistral", "qwen2", *LATER_MOE)
+FURTHER_MOE = ("olmoe", "granitemoe", "phimoe")
+FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
+"""Families of other pieces: norms over all heads, multipliers, biases, fused matrices."""
+LATER_FAMILIES = (*FURTHER, *LATER_MOE)
 ALL_FAMILIES = (*FAMILIES, *LATER_FAMILIES)
 MOE_FAMILIES = FAMILIES[1:]
-DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2")
-PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe")
+DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "granite", "phi3")
+PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "olmoe")
 """Families with old adapters of one module per expert that peft converts: not Qwen2-MoE."""
 ALL_TARGETS = ("qkv", "o", "gate_up", "down")
 BESIDE_TARGETS = ("shared_gate",)
@@ -41,8 +45,17 @@ _ATTENTION = {"qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",)}
 _DENSE = {**_ATTENTION, "gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(DENSE_FAMILIES, _DENSE),
+    "phi3": {
+        "qkv": ("qkv_proj",),
+        "o": ("o_proj",),
+        "gate_up": ("gate_up_proj",),
+        "down": ("down_proj",),
+    },
     "mixtral": _ATTENTION,
     "qwen3_moe": _ATTENTION,
+    "olmoe": _ATTENTION,
+    "phimoe": _ATTENTION,
+    "granitemoe": _ATTENTION,
     "gpt_oss": _ATTENTION,
     "glm4_moe": _DENSE,
     "ernie4_5_moe": _DENSE,
@@ -57,16 +70,27 @@ _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     "qwen2_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "glm4_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "ernie4_5_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
+    "olmoe": {**_FUSED, "router": ("mlp.gate.weight",)},
+    "phimoe": {**_FUSED, "router": ("mlp.router.weight",)},
+    "granitemoe": {**_FUSED, "router": ("block_sparse_moe.router.weight",)},
     "gpt_oss": {**_FUSED, "router": ("mlp.router.weight",)},
     "dbrx": {"gate_up": ("mlp.w1", "mlp.v1"), "down": ("mlp.w2",)},
 }
 # Per-expert form: container below the layer, and the leaf of gate, up, down, in the old module names.
+_QWEN_LEAVES = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",), "router": ("gate",)}
 _PER_EXPERT = {
     "mixtral": ("block_sparse_moe", {"gate_up": ("w1", "w3"), "down": ("w2",), "router": ("gate",)}),
-    **dict.fromkeys(
-        ("qwen3_moe", "glm4_moe", "ernie4_5_moe"),
-        ("mlp", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",), "router": ("gate",)}),
-    ),
+    "qwen3_moe": ("mlp", _QWEN_LEAVES),
+    "glm4_moe": ("mlp", _QWEN_LEAVES),
+    "qwen2_moe": ("mlp", _QWEN_LEAVES),
+    "ernie4_5_moe": ("mlp", _QWEN_LEAVES),
+    "olmoe": ("mlp", _QWEN_LEAVES),
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.15,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.0,
 }
 _YARN = {
     "rope_type": "yarn",
@@ -82,8 +106,8 @@ _YARN = {
 def tiny_config(family: str, **changes: Any) -> Any:
     """transformers config of a 2-layer model: hidden 32, 4 query and 2 KV heads of 16, 4 experts top-2.
 
-    DBRX has heads of 8; elsewhere q_size (64) differs from hidden (32) and from the expert width (24),
-    so that a transposed matrix never fits by chance. changes: config fields to override.
+    DBRX, OLMoE and Phi-MoE have heads of 8; elsewhere q_size (64) differs from hidden (32) and the expert
+    width (24), so that a transposed matrix never fits by chance. changes: config fields to override.
     """
     import transformers
 
@@ -130,6 +154,18 @@ def tiny_config(family: str, **changes: Any) -> Any:
         beside = {"intermediate_size": 28, "attention_bias": True, "num_hidden_layers": 3}
         fields = {**common, **moe, **gate, **beside, "rms_norm_eps": 1e-5}
         return transformers.Glm4MoeConfig(**{**fields, **changes})
+    if family == "granite":
+        return transformers.GraniteConfig(**{**common, **MULTIPLIERS, **changes})
+    if family == "granitemoe":
+        return transformers.GraniteMoeConfig(**{**common, **moe, **MULTIPLIERS, **changes})
+    if family == "phi3":
+        return transformers.Phi3Config(**{**common, "pad_token_id": 0, **changes})
+    if family == "phimoe":
+        fields = {**_without_head_dim(common), **moe, "lm_head_bias": True, "attention_bias": True}
+        return transformers.PhimoeConfig(**{**fields, "router_jitter_noise": 0.2, **changes})
+    if family == "olmoe":
+        moe = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
+        return transformers.OlmoeConfig(**{**_without_head_dim(common), **moe, **changes})
     if family == "gpt_oss":
         return transformers.GptOssConfig(
             **{**common, **moe, "sliding_window": 16, "rope_parameters": dict(_YARN), **changes}
@@ -137,6 +173,10 @@ def tiny_config(family: str, **changes: Any) -> Any:
     if family == "dbrx":
         return transformers.DbrxConfig(**{**_dbrx_fields(), **changes})
     raise ValueError(f"family={family!r} is unknown; choose one of {', '.join(ALL_FAMILIES)}")
+
+
+def _without_head_dim(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != "head_dim"}
 
 
 def _dbrx_fields() -> dict[str, Any]:
@@ -152,6 +192,14 @@ def _dbrx_fields() -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+
+
+def later(*quick: str, families: tuple[str, ...] = FURTHER) -> list[Any]:
+    """Further families as parameters of a test of one feature.
+
+    quick: families of the default run; together such lists cover pieces and features.
+    """
+    return [pytest.param(one, marks=() if one in quick else pytest.mark.slow) for one in families]
 
 
 def shard_of(model_dir: Path | str, **numbers: int) -> ModelShard:
@@ -178,7 +226,7 @@ def make_checkpoint(
 
 def _random_weight(name: str, weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     noise = torch.randn(weight.shape, generator=generator)
-    if "norm" in name and weight.ndim == 1:
+    if "norm" in name and name.endswith("weight") and weight.ndim == 1:
         return 1 + 0.2 * noise
     if "embed" in name or "wte" in name:
         return noise

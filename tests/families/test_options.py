@@ -14,7 +14,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from moe_lora.core.errors import ConfigError
 from moe_lora.families import model_spec, shape_of
 from moe_lora.models.causal_lm import CausalLM
-from tests.families import ALL_FAMILIES, make_checkpoint, tiny_config
+from tests.families import ALL_FAMILIES, MULTIPLIERS, make_checkpoint, tiny_config
 from tests.models.harness import Harness
 from tests.oracle import reference_logits
 
@@ -34,6 +34,15 @@ LONGROPE = {
     "long_factor": [2.0] * 8,
     "original_max_position_embeddings": 128,
 }
+PHI_MOE_ROPE = {
+    **LONGROPE,
+    "short_factor": [1.0, 1.2, 1.4, 1.7],
+    "long_factor": [2.0] * 4,
+    "short_mscale": 1.24,
+    "long_mscale": 1.3,
+}
+PHI_3 = {"head_dim": 8, "original_max_position_embeddings": 128}
+PHI_3_ROPE = {key: value for key, value in PHI_MOE_ROPE.items() if "mscale" not in key}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 DBRX_FFN = {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}
@@ -79,6 +88,29 @@ VARIANTS = {
     "qwen3-gate-not-normalised": ("qwen3_moe", {"norm_topk_prob": False}),
     "qwen3-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
     "qwen3-biases": ("qwen3_moe", {"attention_bias": True}),
+    "olmoe-clip-biases-and-normalised-gate": (
+        "olmoe",
+        {"clip_qkv": 0.8, "attention_bias": True, "norm_topk_prob": True},
+    ),
+    "granite-biases-and-tied": (
+        "granite",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "granite-multipliers-of-one": ("granite", dict.fromkeys(MULTIPLIERS, 1.0)),
+    "granite-moe-tied-and-biases": (
+        "granitemoe",
+        {"attention_bias": True, "tie_word_embeddings": True, "num_experts_per_tok": 3},
+    ),
+    "phi-moe-longrope": ("phimoe", {"rope_parameters": PHI_MOE_ROPE, "lm_head_bias": False}),
+    "phi-moe-small-jitter-and-window": (
+        "phimoe",
+        {"router_jitter_noise": 0.01, "sliding_window": 8, "attention_bias": False},
+    ),
+    "phi-3-half-of-each-head-rotated": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "phi-3-longrope-and-window": ("phi3", {"rope_parameters": PHI_3_ROPE, "sliding_window": 8, **PHI_3}),
     "gpt-oss-without-biases": ("gpt_oss", {"attention_bias": False}),
     "gpt-oss-layer-types": ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}),
     "gpt-oss-tight-limit": ("gpt_oss", {"swiglu_limit": 0.5}),
@@ -236,6 +268,15 @@ REFUSED = [
         {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.2}},
         "partial_rotary_factor=0.2",
     ),
+    ("olmoe", {"clip_qkv": -1.0}, "clip_qkv=-1.0"),
+    ("granite", {"residual_multiplier": "1"}, "residual_multiplier='1'"),
+    ("granitemoe", {"logits_scaling": 0.0}, "logits_scaling=0.0"),
+    ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3"),
+    ("phimoe", {"rope_parameters": YARN}, "rope_type='yarn'"),
+    ("phimoe", {"lm_head_bias": "yes"}, "lm_head_bias='yes'"),
+    ("phi3", {"rope_parameters": LLAMA3}, "rope_type='llama3'"),
+    ("phi3", {"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "rope_scaling.type='yarn'"),
+    ("olmoe", {"norm_topk_prob": 2}, "norm_topk_prob=2"),
     ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
     ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from moe_lora.core.errors import ConfigError
 from moe_lora.models.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from moe_lora.models.loader import load_model
-from tests.families import ALL_FAMILIES, LATER_MOE, make_checkpoint
+from tests.families import ALL_FAMILIES, FURTHER_MOE, LATER_MOE, make_checkpoint
 from tests.families import load_model as load_transformers
 
 CPU = torch.device("cpu")
@@ -52,11 +52,11 @@ def test_sharded_checkpoint_loads_the_same_weights(family, served, tmp_path):
     assert_same_parameters(load(tmp_path), load(single))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", *LATER_MOE])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", *LATER_MOE, *FURTHER_MOE])
 def test_fused_experts_on_disk_load_the_same_weights(family, served, tmp_path):
     model_dir = served(family).model_dir
     load_transformers(model_dir).save_pretrained(tmp_path, save_original_format=False)
-    assert any(key.endswith(".mlp.experts.gate_up_proj") for key in Checkpoint(tmp_path))
+    assert any(key.endswith(".experts.gate_up_proj") for key in Checkpoint(tmp_path))
     assert_same_parameters(load(tmp_path), load(model_dir))
 
 
@@ -109,7 +109,11 @@ def test_missing_tensor_is_named(llama):
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_tensor_of_another_shape_is_named(family, tmp_path):
     path = make_checkpoint(family, tmp_path)
-    key = next(k for k in sorted(load_file(path / SINGLE_NAME)) if "down_proj" in k or "w2" in k)
+    key = next(
+        k
+        for k in sorted(load_file(path / SINGLE_NAME))
+        if any(one in k for one in ("down_proj", "w2", "output_linear"))
+    )
     edit(path, lambda tensors: tensors.update({key: torch.ones(3, 5)}))
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         load(path)

@@ -18,7 +18,7 @@ from moe_lora.models import loader
 from moe_lora.models.checkpoint import SINGLE_NAME
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of
-from tests.families import FAMILIES, make_adapter, make_checkpoint, shard_of
+from tests.families import DENSE_FAMILIES, FAMILIES, LATER_FAMILIES, make_adapter, make_checkpoint, shard_of
 from tests.oracle import greedy_reference, reference_logits
 from tests.quantised import dequantised, dequantised_checkpoint, torchao_logits
 from tests.stored_checkpoints import stored_pair
@@ -38,9 +38,7 @@ SEEDS = {
     "qwen3_moe": 3,
     "gpt_oss": 0,
     "dbrx": 0,
-    "glm4_moe": 0,
-    "qwen2_moe": 0,
-    "ernie4_5_moe": 0,
+    **dict.fromkeys(LATER_FAMILIES, 0),
 }
 _EXPERTS = {"moe_intermediate_size": 32, "intermediate_size": 32}
 SIZES = {
@@ -66,7 +64,7 @@ def base(tmp_path_factory):
             model = make_checkpoint(
                 family, folder / "base", seed=SEEDS[family] if seed is None else seed, **changes
             )
-            gate = ("router",) if family != "llama" else ()
+            gate = ("router",) if family not in DENSE_FAMILIES else ()
             first = make_adapter(family, model, folder / "first", 4, seed=4)
             targets = ("qkv", "o", "gate_up", "down", *gate)
             made[family, seed] = (

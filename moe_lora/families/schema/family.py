@@ -26,6 +26,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class ModelSpec:
     """One model's architecture; sizes are in `shape`.
 
+    qk_norm: RMS norms of each head of q and k.  full_qk_norm: of all heads of q, and of k, together.
     attention_bias: biases of q, k, v and o.  qkv_bias: of q, k and v alone.  clip_qkv: q, k and v are clamped
     to +- this value, None = not.  rotates_neighbours: rotation turns pairs of neighbours, not of halves.
     window: attention window per layer in tokens, 0 = full.
@@ -37,7 +38,8 @@ class ModelSpec:
     choice is among the top_groups with the largest sums of two scores.  routed_scale: factor of the weights.
 
     activation: "silu" is silu(gate) * up, "swigluoai" its clamped form.  unused: starts of names of tensors
-    of a checkpoint that belong to no layer.
+    of a checkpoint that belong to no layer.  attention_multiplier: factor on q @ k, None = head_dim ** -0.5.
+    residual_multiplier: factor on the outputs of attention and MLP.
     """
 
     shape: ModelShape
@@ -45,13 +47,16 @@ class ModelSpec:
     norm_eps: float
     window: tuple[int, ...]
     norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
     qk_norm: bool = False
+    full_qk_norm: bool = False
     attention_bias: bool = False
     qkv_bias: bool = False
     sinks: bool = False
     clip_qkv: float | None = None
     rotates_neighbours: bool = False
-    gate: Literal["softmax_topk", "topk_softmax", "sigmoid_topk"] = "softmax_topk"
+    gate: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "sparsemixer"] = "softmax_topk"
+    gate_jitter: float = 0.0
     gate_norm: float | None = 1.0
     gate_correction: bool = False
     gate_in_fp32: bool = False
@@ -64,6 +69,11 @@ class ModelSpec:
     activation_limit: float = 7.0
     tie_word_embeddings: bool = False
     unused: tuple[str, ...] = ()
+    head_bias: bool = False
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +86,8 @@ class Place:
     "rows", a 2-D parameter [E * F, H], down transposed.  "mxfp4", blocks and scales of a fused parameter.
     "stacked", LoRA tensors [E or 1, ...] of linear layers of all experts.
     interleaved: gate and up alternate in the outputs.  transposed: a fused parameter [E, in, out].
-    optional_linear: a linear layer in older transformers only.  is_split: True in Unsloth's module of linear
-    experts alone, False in the module without them alone; None in both.
+    optional_linear: a linear layer in older transformers only.  is_split: True in an adapter's second
+    form alone (Unsloth's linear experts, older names), False in the first alone; None in both.
     """
 
     path: str
@@ -138,6 +148,10 @@ QK_NORMS: Mapping[str, str] = {
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",
 }
+FULL_QK_NORMS: Mapping[str, str] = {
+    "attention.qkv.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.qkv.k_norm.weight": "self_attn.k_norm.weight",
+}
 ATTENTION = (
     *(Place(path=f"self_attn.{name}_proj", site="qkv", modules=(i,)) for i, name in enumerate("qkv")),
     Place(path="self_attn.o_proj", site="o"),
@@ -178,6 +192,15 @@ def late_windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
     num_full = min(config.size("max_window_layers", default=28, least=0), num_layers)
     kinds = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
     return windows_by_type(config, config.size("sliding_window"), kinds)
+
+
+def multipliers(config: ConfigJson) -> Mapping[str, float]:
+    """Granite's multipliers as fields of `ModelSpec`; each is 1 in a config without its key."""
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
+    return {
+        **{name: config.number(name, default=1.0) for name in names},
+        "logits_divisor": config.number("logits_scaling", default=1.0),
+    }
 
 
 def _full(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
@@ -239,6 +262,7 @@ class Family:
     title: str
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SIZES)
     fused_qkv: bool = False
+    fused_gate_up: bool = False
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     layers: Callable[[ConfigJson], Mapping[str, Any]] = _same
     windows: Callable[[ConfigJson, int], tuple[int, ...]] = _full
@@ -279,11 +303,12 @@ class Family:
                 raise found.refusal(self.sizes[size][0], sizes[size], f"must be at most {largest}")
         sizes["max_position"] = context_of(found, sizes["max_position"], self.rope)
         windows = self.windows(found, sizes["num_layers"])
-        sizes |= self.beside_experts(found, sizes["num_layers"])
+        known: dict[str, Any] = {"num_experts": 0, "num_experts_per_token": 0, **sizes}
         return ModelShape(
-            **({"num_experts": 0, "num_experts_per_token": 0} | sizes),
+            **(known | self.beside_experts(found, sizes["num_layers"])),
             family=name,
             fused_qkv=self.fused_qkv,
+            fused_gate_up=self.fused_gate_up,
             num_windowed_layers=sum(window > 0 for window in windows),
             dtype_bytes=_dtype_bytes(found),
         )

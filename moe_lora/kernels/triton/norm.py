@@ -18,14 +18,16 @@ from .entries import rounded
 def norm_rows(
     x,
     weight,
+    bias,
     y,
     eps,
     WIDTH: tl.constexpr,
     CENTRED: tl.constexpr,
+    BIASED: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """y[row] = `reference.norm` of x[row].  A program per row.  x, y: [R, WIDTH].  weight: [WIDTH]."""
+    """y[row] = `reference.norm` of x[row].  A program per row.  x, y: [R, WIDTH].  weight, bias: [WIDTH]."""
     row = tl.program_id(0).to(tl.int64) * WIDTH
     n = tl.arange(0, BLOCK)
     inside = n < WIDTH
@@ -34,11 +36,15 @@ def norm_rows(
         value = tl.where(inside, value - tl.sum(value, axis=0) / WIDTH, 0.0)
     value = value * tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
     value = value * tl.load(weight + n, mask=inside, other=0.0).to(tl.float32)
+    if BIASED:
+        value += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + row + n, rounded(value, y.dtype.element_ty, INTERPRETED), mask=inside)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool) -> torch.Tensor:
-    """As `reference.norm`.  x: [R, H], bf16, fp16 or fp32.  weight: [H].
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `reference.norm`.  x: [R, H], bf16, fp16 or fp32.  weight, bias: [H].
 
     A row's bits don't depend on further rows.  Raises ValueError for operands that don't fit.
     """
@@ -47,15 +53,19 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool) -> to
             f"x is {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)}; rows of bfloat16, float16 or "
             "float32 and a weight for each column are needed"
         )
+    if bias is not None and bias.shape != weight.shape:
+        raise ValueError(f"bias is {tuple(bias.shape)}, weight {tuple(weight.shape)}; equal shapes fit")
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(x):
         width = x.shape[1]
         configs.start(
             norm_rows,
             len(x),
-            *(x.contiguous(), weight.contiguous(), y, float(eps)),
+            *(x.contiguous(), weight.contiguous(), (weight if bias is None else bias).contiguous()),
+            *(y, float(eps)),
             WIDTH=width,
             CENTRED=centred,
+            BIASED=bias is not None,
             INTERPRETED=configs.interpreted(),
             BLOCK=1 << (width - 1).bit_length(),
             num_warps=4 if width <= 4096 else 8,
@@ -65,5 +75,11 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool) -> to
 
 def launch_all(dtype: torch.dtype) -> None:
     """Launch every kind, on empty tensors, for `aot`."""
-    for width, centred in ((2048, False), (2880, False), (6144, True)):
-        norm(torch.empty(2, width, dtype=dtype), torch.empty(width, dtype=dtype), 1e-6, centred)
+    for width, centred, biased in (
+        (2048, False, False),
+        (2880, False, False),
+        (4096, True, True),
+        (6144, True, False),
+    ):
+        weight = torch.empty(width, dtype=dtype)
+        norm(torch.empty(2, width, dtype=dtype), weight, 1e-6, centred, weight if biased else None)

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moe_lora.adapters.peft.reader import read_adapter
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
@@ -13,6 +17,7 @@ from tests.families import (
     ALL_TARGETS,
     BESIDE_TARGETS,
     DENSE_FAMILIES,
+    FURTHER_MOE,
     LATER_MOE,
     MOE_FAMILIES,
     PER_EXPERT_FAMILIES,
@@ -41,7 +46,7 @@ def test_every_subset_of_sites_packs_as_peft_merges(family, targets, checkpoint,
     assert packed.max_lora_rank == 5
 
 
-@pytest.mark.parametrize("family", [*MOE_FAMILIES, *LATER_MOE])
+@pytest.mark.parametrize("family", [*MOE_FAMILIES, *LATER_MOE, *FURTHER_MOE])
 def test_router_and_experts_pack_as_peft_merges(family, checkpoint, shape_of, tmp_path):
     targets = ("router", *ALL_TARGETS, *BESIDE_TARGETS)
     adapter = make_adapter(family, checkpoint(family), tmp_path / "a", lora_rank=3, targets=targets)
@@ -63,8 +68,7 @@ def test_per_expert_form_packs_as_peft_merges(family, targets, checkpoint, shape
 def test_patterns_and_rslora_pack_as_peft_merges(family, use_rslora, checkpoint, shape_of, tmp_path):
     first_layer = r"0\..*" if family != "dbrx" else r"blocks\.0\..*"
     expert = "mlp.w2" if family == "dbrx" else "experts.down_proj"
-    if family in DENSE_FAMILIES:
-        expert = "down_proj"
+    expert = "down_proj" if family in DENSE_FAMILIES else expert
     adapter = make_adapter(
         family,
         checkpoint(family),
@@ -158,3 +162,44 @@ def test_all_linear_of_a_moe_family_packs_as_peft_merges(family, checkpoint, sha
         family, checkpoint(family), tmp_path / "a", target_modules="all-linear", target_parameters=None
     )
     assert_packs_as_peft_merges(family, checkpoint(family), adapter, shape_of(family))
+
+
+def test_granite_moe_adapter_with_older_names_is_the_same_adapter(checkpoint, shape_of, tmp_path):
+    """transformers 4 had input_linear and output_linear, and a linear layer as gate."""
+    targets = ("router", *ALL_TARGETS)
+    newer = make_adapter("granitemoe", checkpoint("granitemoe"), tmp_path / "new", targets=targets)
+    older = shutil.copytree(newer, tmp_path / "old")
+    names = (
+        ("experts.base_layer.lora", "input_linear.lora"),
+        ("experts.lora", "output_linear.lora"),
+        ("router.lora", "router.layer.lora"),
+    )
+    tensors = load_file(older / "adapter_model.safetensors")
+    for new, old in names:
+        tensors = {key.replace(new, old): tensor.clone() for key, tensor in tensors.items()}
+    save_file(tensors, older / "adapter_model.safetensors")
+    config = json.loads((older / "adapter_config.json").read_text())
+    config["target_modules"].append("router.layer")
+    config["target_parameters"] = ["input_linear.weight", "output_linear.weight"]
+    (older / "adapter_config.json").write_text(json.dumps(config))
+    shape = shape_of("granitemoe")
+    found, expected = (read_adapter(path, shape, torch.float32) for path in (older, newer))
+    assert_same_deltas(packed_deltas(found, shape), packed_deltas(expected, shape))
+
+
+def test_phi_moe_adapter_of_linear_experts_is_read_as_one_of_mixtral(checkpoint, shape_of, tmp_path):
+    """transformers 4 had the same names in both families."""
+    targets = ("router", "gate_up", "down")
+    adapter = make_adapter(
+        "mixtral",
+        checkpoint("mixtral"),
+        tmp_path / "a",
+        targets=targets,
+        form="per_expert",
+        base_model_name_or_path=None,
+    )
+    found, expected = (
+        packed_deltas(read_adapter(adapter, shape_of(family), torch.float32), shape_of(family))
+        for family in ("phimoe", "mixtral")
+    )
+    assert_same_deltas(found, expected)

@@ -28,7 +28,7 @@ from moe_lora.engine.ranks.followers import HOST_STORE, Done, Followers
 from moe_lora.engine.step.step_batch import packed_message
 from tests.dist.cluster_jobs import children
 from tests.engine.test_oracle import smallest_kv_gb
-from tests.families import BESIDE_FAMILIES, DENSE_FAMILIES, MOE_FAMILIES
+from tests.families import BESIDE_FAMILIES, DENSE_FAMILIES, FURTHER_MOE, MOE_FAMILIES, later
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.stopped_processes import stop
 
@@ -88,7 +88,14 @@ def comes_true(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
 
 @pytest.mark.parametrize(
     ("family", "size"),
-    [*((family, 2) for family in (*MOE_FAMILIES, *BESIDE_FAMILIES)), pytest.param("mixtral", 4, marks=SLOW)],
+    [
+        *((family, 2) for family in (*MOE_FAMILIES, *BESIDE_FAMILIES)),
+        *(
+            pytest.param(*one.values, 2, marks=one.marks)
+            for one in later("granitemoe", "phimoe", families=FURTHER_MOE)
+        ),
+        pytest.param("mixtral", 4, marks=SLOW),
+    ],
 )
 def test_tokens_are_those_of_one_process(family, size, served):  # noqa: F811
     model = served(family)

@@ -10,7 +10,8 @@ import pytest
 from moe_lora import LLM, SamplingParams
 from moe_lora.config import EngineConfig, LoraServerConfig, PoolConfig
 from moe_lora.core.errors import ConfigError
-from tests.families import BESIDE_FAMILIES, FAMILIES, MOE_FAMILIES
+from moe_lora.models.causal_lm import DividedNormedQkv
+from tests.families import BESIDE_FAMILIES, FAMILIES, MOE_FAMILIES, later
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.oracle import greedy_reference
 
@@ -37,10 +38,15 @@ def assert_answers_are_peft_s(llm: LLM, model) -> None:
 
 CASES = [
     *((family, 2, 1) for family in (*FAMILIES, *BESIDE_FAMILIES)),
+    *(pytest.param(*one.values, 2, 1, marks=one.marks) for one in later("qwen2", "olmoe", "granite", "phi3")),
     ("mixtral", 2, 2),
     *(pytest.param(family, 2, 2, marks=SLOW) for family in (*MOE_FAMILIES[1:], *BESIDE_FAMILIES)),
     *(pytest.param(family, 4, 1, marks=SLOW) for family in FAMILIES),  # more than KV heads
     pytest.param("qwen3_moe", 4, 4, marks=SLOW),
+    pytest.param("olmoe", 4, 1, marks=SLOW),
+    pytest.param("olmoe", 2, 2, marks=SLOW),
+    pytest.param("phimoe", 2, 2, marks=SLOW),
+    pytest.param("phi3", 4, 1, marks=SLOW),
 ]
 
 
@@ -53,7 +59,9 @@ def test_tokens_are_those_of_transformers_and_peft(family, tensor, expert, serve
         runner = llm.client.core._runner
         assert runner._model.spec.shape.num_heads == 4 // tensor
         assert (runner._context.exchanges.experts is not None) == (expert > 1)
-        stats, num_sums = llm.stats(), len(runner._model.layers) * (1 if expert > 1 else 2)
+        layers = runner._model.layers
+        per_layer = (1 if expert > 1 else 2) + isinstance(layers[0].attention.qkv, DividedNormedQkv)
+        stats, num_sums = llm.stats(), len(layers) * per_layer
         assert runner._context.exchanges.sums.num_messages == stats.num_steps * num_sums * (tensor - 1)
         assert stats.adapter_evictions > 0
 

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Granite: dense layers with multipliers of embedding, attention, residual and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .schema.config_json import ConfigJson
+from .schema.family import Family, linear_mlp, multipliers
+
+
+def _layers(config: ConfigJson) -> Mapping[str, Any]:
+    biases = {"attention_bias": config.flag("attention_bias"), "mlp_bias": config.flag("mlp_bias")}
+    return {**biases, **multipliers(config)}
+
+
+MLP = linear_mlp("mlp")
+FAMILY = Family(title="Granite", layers=_layers, mlp=(MLP,), adapted=MLP)
