@@ -303,9 +303,10 @@ class Family:
                 raise found.refusal(self.sizes[size][0], sizes[size], f"must be at most {largest}")
         sizes["max_position"] = context_of(found, sizes["max_position"], self.rope)
         windows = self.windows(found, sizes["num_layers"])
-        known: dict[str, Any] = {"num_experts": 0, "num_experts_per_token": 0, **sizes}
+        beside = self.beside_experts(found, sizes["num_layers"])
+        known: dict[str, Any] = {"num_experts": 0, "num_experts_per_token": 0, **sizes, **beside}
         return ModelShape(
-            **(known | self.beside_experts(found, sizes["num_layers"])),
+            **known,
             family=name,
             fused_qkv=self.fused_qkv,
             fused_gate_up=self.fused_gate_up,
