@@ -112,6 +112,7 @@ def test_a_read_planted_behind_an_operation_is_caught(operation, monkeypatch):
     reads = plant(operation, monkeypatch)
     called = getattr(torch.ops.moe_lora, operation)
     given = {"Tensor": DeviceTensor(torch.zeros(2, 2)), "int": 1, "float": 1.0, "bool": False, "str": ""}
+    given["List[float]"] = [1.0]
     operands = [given.get(str(one.type)) for one in called.default._schema.arguments]
     with stand_in_device(), pytest.raises(HostRead):
         called(*operands)

@@ -21,24 +21,27 @@ def norm_rows(
     bias,
     y,
     eps,
+    x_row,
     WIDTH: tl.constexpr,
     CENTRED: tl.constexpr,
     BIASED: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """y[row] = `reference.norm` of x[row].  A program per row.  x, y: [R, WIDTH].  weight, bias: [WIDTH]."""
-    row = tl.program_id(0).to(tl.int64) * WIDTH
+    """y[row] = `reference.norm` of x[row].  A program per row.  x, y: [R, WIDTH], x's rows x_row
+    apart.  weight, bias: [WIDTH].
+    """
+    row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     inside = n < WIDTH
-    value = tl.load(x + row + n, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * x_row + n, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         value = tl.where(inside, value - tl.sum(value, axis=0) / WIDTH, 0.0)
     value = value * tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
     value = value * tl.load(weight + n, mask=inside, other=0.0).to(tl.float32)
     if BIASED:
         value += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row + n, rounded(value, y.dtype.element_ty, INTERPRETED), mask=inside)
+    tl.store(y + row * WIDTH + n, rounded(value, y.dtype.element_ty, INTERPRETED), mask=inside)
 
 
 def norm(
@@ -58,11 +61,12 @@ def norm(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(x):
         width = x.shape[1]
+        x = x if x.stride(1) == 1 else x.contiguous()
         configs.start(
             norm_rows,
             len(x),
-            *(x.contiguous(), weight.contiguous(), (weight if bias is None else bias).contiguous()),
-            *(y, float(eps)),
+            *(x, weight.contiguous(), (weight if bias is None else bias).contiguous()),
+            *(y, float(eps), x.stride(0)),
             WIDTH=width,
             CENTRED=centred,
             BIASED=bias is not None,
