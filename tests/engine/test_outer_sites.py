@@ -16,6 +16,7 @@ NUM_TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SEEDS = {"dbrx": 20}
 """First seed of a family's adapters, where gates are close with others."""
+BASE_SEEDS = {"glm4_moe": 1}
 KINDS = {"head": ("lm_head",), "embedding": ("embed_tokens",), "both": ("lm_head", "embed_tokens")}
 WAYS = {
     "all_at_once": {},
@@ -46,7 +47,7 @@ def made(tmp_path_factory):
         key = family, *changes.items()
         if key not in known:
             folder = tmp_path_factory.mktemp(family)
-            base = make_checkpoint(family, folder / "base", **changes)
+            base = make_checkpoint(family, folder / "base", BASE_SEEDS.get(family, 0), **changes)
             adapters = {
                 name: outer_adapter(
                     family,
@@ -85,6 +86,7 @@ def assert_tokens_of_peft(base, adapters, **settings):
     [
         pytest.param(family, way, marks=() if way in QUICK.get(family, "all_at_once") else pytest.mark.slow)
         for family in ALL_FAMILIES
+        if family != "phimoe"  # its head has a bias: refused
         for way in WAYS
         if not (family in DENSE and way == "expert_parallel")
     ],

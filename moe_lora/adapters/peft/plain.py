@@ -189,9 +189,9 @@ def _expert_pairs(layer: _Layer, family: Family, front: str, shape: ModelShape) 
     """Nested parameters of one module: the last has the bare key, each earlier one `.base_layer` more."""
     found: list[PlainPair] = []
     for place in reversed(family.adapted):
-        if place.form not in ("fused", "rows") or all(
-            (place.site, module) not in layer.experts for module in place.modules
-        ):
+        if place.is_split or place.form not in ("fused", "rows"):
+            continue
+        if all((place.site, module) not in layer.experts for module in place.modules):
             continue
         modules = [layer.experts.get((place.site, module)) for module in place.modules]
         depth = sum(one.key.startswith(f"{front}{place.path}") for one in found)

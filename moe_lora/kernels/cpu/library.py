@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_lora.config import LORA_KERNELS
 from moe_lora.kernels.operands import AttentionOperands, KvLayout, LoraOperands, SlotTable
 from moe_lora.kernels.quantised import QuantisedOperand
 
@@ -266,6 +265,8 @@ def shrink_error(operands: LoraOperands, kernel: str) -> str:
         return f"{given} given, but site {site.name!r} has {site.num_experts} experts"
     if not 0 <= layer < num_layers:
         return f"layer={layer} is outside 0 .. {num_layers - 1} of the slot table"
+    from moe_lora.config import LORA_KERNELS
+
     if kernel not in LORA_KERNELS:
         return f"kernel={kernel!r} is unknown; choose one of {', '.join(LORA_KERNELS)}"
     return f"site {site.name!r} needs more entries than the {num_entries} of the slot table"

@@ -40,7 +40,7 @@ def change(path, tensors=None, config=None):
     return path
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", [one for one in ALL_FAMILIES if one != "phimoe"])  # a head with a bias
 @pytest.mark.parametrize(
     "modules", [("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens")], ids="-".join
 )

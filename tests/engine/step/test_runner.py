@@ -17,7 +17,7 @@ CPU = SimpleNamespace(type="cpu")
 
 
 def adapter(uid: int, *targets: str) -> AdapterVersion:
-    packed = SimpleNamespace(name="a", content_hash=f"{uid:064}", targets=targets)
+    packed = SimpleNamespace(name="a", content_hash=f"{uid:064}", targets=targets, layers=())
     return AdapterVersion(uid, 1, packed, None, slot=uid, lease=Lease(uid, 7))
 
 
