@@ -16,17 +16,13 @@ import ast
 import difflib
 import functools
 import inspect
-import json
 import math
 import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, field, fields, is_dataclass
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
-
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from typing import Any, ClassVar
 
 from moe_lora.core.errors import ConfigError
 
@@ -41,9 +37,6 @@ WORDS: dict[Any, str] = {
     tuple[str, ...]: "a list of texts",
 }
 """Types of values as users are told of them."""
-Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0, le=1, strict=True)]
-Count = Annotated[int, Field(ge=1, strict=True)]
 
 
 class Rule:
@@ -258,44 +251,3 @@ def text_of(place: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{place}={value!r} must be a text that is not empty")
     return value
-
-
-class FileContent(BaseModel):
-    """An object in a file; a field that it does not know is an error."""
-
-    model_config = ConfigDict(frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_known(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            check_names("", given, cls.model_fields)
-        return given
-
-
-def read_object(path: str | Path, writer: str) -> dict[str, Any]:
-    """The JSON object in a file.  writer: the command that writes such a file, for who has none.
-
-    Raises ConfigError naming the file.
-    """
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; `{writer}` writes one") from error
-    except ValueError as error:  # no JSON, or no UTF-8
-        raise ConfigError(f"{path}: not a JSON object ({error})") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: the file must be a JSON object, not {type(found).__name__}")
-    return found
-
-
-def checked(path: str | Path, kind: Any, given: Any) -> Any:
-    """What was read from the file as that type.  Raises ConfigError naming file, field, value and limit."""
-    try:
-        return TypeAdapter(kind).validate_python(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        value = "" if first["type"] in ("missing", "value_error") else f"={str(first['input'])[:80]}"
-        said = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{path}: {place}{value}: {said}") from error

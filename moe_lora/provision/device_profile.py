@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from moe_lora.config.settings import Count, FileContent, Positive, Share, checked, read_object
+from moe_lora.config.json_file import Count, FileContent, Positive, Share, checked, read_object
 from moe_lora.core.errors import ConfigError
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_lora.config.engine import AUTO, EngineConfig
+from moe_lora.config.json_file import FileContent, checked, read_object
 from moe_lora.config.optional_parts import EmulationConfig
-from moe_lora.config.settings import FileContent, checked, read_object
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.processes import usable_cores
 from moe_lora.policies.admission.host_start import HostStart, enough_workers

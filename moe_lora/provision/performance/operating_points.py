@@ -16,7 +16,8 @@ from typing import Annotated, Any, Protocol
 import numpy as np
 from pydantic import Field
 
-from moe_lora.config.settings import Positive, Settings, checked, read_object, setting
+from moe_lora.config.json_file import Positive, checked, read_object
+from moe_lora.config.settings import Settings, setting
 from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.provision.replayed.system import simulate
 from moe_lora.provision.replayed.system_config import InstanceConfig, LocalConfig, SystemConfig

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 from scipy.optimize import nnls
 
-from moe_lora.config.settings import FileContent, checked, read_object
+from moe_lora.config.json_file import FileContent, checked, read_object
 from moe_lora.core.errors import ConfigError
 from moe_lora.timing.step_model import PHASES, Row, StepModel, feature_names, features
 

@@ -150,9 +150,11 @@ def test_adapter_within_the_budget_waits_for_the_leases_of_others(cluster):
     cluster.start(0)
     leases = LeasedAdapters(cluster.client("one"))
     try:
+        until(lambda: leases._leases.connected, "without a link nothing needs a lease")
         small = [add(leases, f"s{number}", number, lora_rank=1) for number in range(4)]
         for adapter in small:
             held(leases, adapter)
+            assert adapter.lease is not None
         large = add(leases, "large", 9, lora_rank=30)
         assert not leases.acquire(large), "it waits"
         for adapter in small:
