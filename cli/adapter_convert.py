@@ -7,18 +7,17 @@ from pathlib import Path
 
 import click
 
+from .adapter_folders import FOLDER
 from .errors import user_errors
-
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 @click.command()
-@click.argument("source", metavar="SRC", type=_FOLDER)
+@click.argument("source", metavar="SRC", type=FOLDER)
 @click.argument("target", metavar="DST", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--model", "model_dir", required=True, type=_FOLDER, help="Folder of the base model.")
+@click.option("--model", "model_dir", required=True, type=FOLDER, help="Folder of the base model.")
 @click.option(
     "--initial",
-    type=_FOLDER,
+    type=FOLDER,
     help="The adapter before training, for PiSSA, OLoRA, CorDA and LoRA-GA: they change the base too.",
 )
 @user_errors

@@ -10,10 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from .schema.config_json import ConfigJson
-from .schema.family import SIZES, TENSORS, Family, Place, dense_layers, fused_experts, linear_mlp
+from .schema.family import (
+    ADAPTED_EXPERTS,
+    EXPERT_FORMS,
+    SIZES,
+    TENSORS,
+    Family,
+    dense_layers,
+    linear_mlp,
+)
 
-GATE = Place(path="mlp.gate", site="router", optional_linear=True)
-FUSED, LINEAR = fused_experts("mlp.experts"), linear_mlp("mlp.experts.{}")
 CORRECTION = "moe_statics.e_score_correction_bias"
 
 
@@ -55,6 +61,6 @@ FAMILY = Family(
     tensors={**TENSORS, "mlp.correction.weight": f"mlp.gate.{CORRECTION}"},
     older_tensors={"mlp.correction.weight": f"mlp.{CORRECTION}"},
     beside=(*linear_mlp("mlp.shared_experts", kind="shared_"), *linear_mlp("mlp", kind="dense_")),
-    mlp=((GATE, *FUSED), (GATE, *LINEAR)),
-    adapted=(GATE, *FUSED, *LINEAR),
+    mlp=EXPERT_FORMS,
+    adapted=ADAPTED_EXPERTS,
 )

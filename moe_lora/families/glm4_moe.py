@@ -11,19 +11,16 @@ from typing import Any
 
 from .schema.config_json import ConfigJson
 from .schema.family import (
+    ADAPTED_EXPERTS,
+    EXPERT_FORMS,
     QK_NORMS,
     SIZES,
     TENSORS,
     Family,
-    Place,
     dense_layers,
-    fused_experts,
     gate_groups,
     linear_mlp,
 )
-
-GATE = Place(path="mlp.gate", site="router", optional_linear=True)
-FUSED, LINEAR = fused_experts("mlp.experts"), linear_mlp("mlp.experts.{}")
 
 
 def _layers(config: ConfigJson) -> Mapping[str, Any]:
@@ -65,6 +62,6 @@ FAMILY = Family(
     norm_eps=1e-5,
     tensors={**TENSORS, **QK_NORMS, "mlp.correction.weight": "mlp.gate.e_score_correction_bias"},
     beside=(*linear_mlp("mlp.shared_experts", kind="shared_"), *linear_mlp("mlp", kind="dense_")),
-    mlp=((GATE, *FUSED), (GATE, *LINEAR)),
-    adapted=(GATE, *FUSED, *LINEAR),
+    mlp=EXPERT_FORMS,
+    adapted=ADAPTED_EXPERTS,
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .schema.config_json import ConfigJson
-from .schema.family import Family, linear_mlp, multipliers
+from .schema.family import DENSE_MLP, Family, multipliers
 
 
 def _layers(config: ConfigJson) -> Mapping[str, Any]:
@@ -15,5 +15,4 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
     return {**biases, **multipliers(config)}
 
 
-MLP = linear_mlp("mlp")
-FAMILY = Family(title="Granite", layers=_layers, mlp=(MLP,), adapted=MLP)
+FAMILY = Family(title="Granite", layers=_layers, mlp=(DENSE_MLP,), adapted=DENSE_MLP)

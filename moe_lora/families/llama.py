@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from .schema.config_json import ConfigJson
-from .schema.family import Family, linear_mlp
+from .schema.family import DENSE_MLP, Family
 
 
 def _layers(config: ConfigJson) -> Mapping[str, Any]:
     return {"attention_bias": config.flag("attention_bias"), "mlp_bias": config.flag("mlp_bias")}
 
 
-MLP = linear_mlp("mlp")
-FAMILY = Family(title="Llama", layers=_layers, mlp=(MLP,), adapted=MLP)
+FAMILY = Family(title="Llama", layers=_layers, mlp=(DENSE_MLP,), adapted=DENSE_MLP)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from .schema.config_json import ConfigJson
-from .schema.family import Family, linear_mlp, one_window
+from .schema.family import DENSE_MLP, Family, one_window
 
 
 def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
@@ -14,5 +14,4 @@ def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
     return one_window(config, num_layers) if config.states("sliding_window") else (4096,) * num_layers
 
 
-MLP = linear_mlp("mlp")
-FAMILY = Family(title="Mistral", windows=_windows, mlp=(MLP,), adapted=MLP)
+FAMILY = Family(title="Mistral", windows=_windows, mlp=(DENSE_MLP,), adapted=DENSE_MLP)

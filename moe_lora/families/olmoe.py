@@ -8,18 +8,14 @@ from typing import Any
 
 from .schema.config_json import ConfigJson
 from .schema.family import (
+    ADAPTED_EXPERTS,
+    EXPERT_FORMS,
     EXPERT_SIZES,
     FULL_QK_NORMS,
     SIZES,
     TENSORS,
     Family,
-    Place,
-    fused_experts,
-    linear_mlp,
 )
-
-GATE = Place(path="mlp.gate", site="router", optional_linear=True)
-FUSED, LINEAR = fused_experts("mlp.experts"), linear_mlp("mlp.experts.{}")
 
 
 def _layers(config: ConfigJson) -> Mapping[str, Any]:
@@ -38,6 +34,6 @@ FAMILY = Family(
     layers=_layers,
     norm_eps=1e-5,
     tensors={**TENSORS, **FULL_QK_NORMS},
-    mlp=((GATE, *FUSED), (GATE, *LINEAR)),
-    adapted=(GATE, *FUSED, *LINEAR),
+    mlp=EXPERT_FORMS,
+    adapted=ADAPTED_EXPERTS,
 )

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from .schema.config_json import ConfigJson
-from .schema.family import Family, late_windows, linear_mlp
+from .schema.family import DENSE_MLP, Family, late_windows
 
 
 def _layers(config: ConfigJson) -> Mapping[str, Any]:
     return {"qkv_bias": True}
 
 
-MLP = linear_mlp("mlp")
-FAMILY = Family(title="Qwen2", layers=_layers, windows=late_windows, mlp=(MLP,), adapted=MLP)
+FAMILY = Family(title="Qwen2", layers=_layers, windows=late_windows, mlp=(DENSE_MLP,), adapted=DENSE_MLP)

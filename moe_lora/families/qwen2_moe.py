@@ -8,18 +8,16 @@ from typing import Any
 
 from .schema.config_json import ConfigJson
 from .schema.family import (
+    ADAPTED_EXPERTS,
+    EXPERT_FORMS,
     EXPERT_SIZES,
     SIZES,
     Family,
     Place,
     dense_layers,
-    fused_experts,
     linear_mlp,
     windows_by_type,
 )
-
-GATE = Place(path="mlp.gate", site="router", optional_linear=True)
-FUSED, LINEAR = fused_experts("mlp.experts"), linear_mlp("mlp.experts.{}")
 
 
 def _layers(config: ConfigJson) -> Mapping[str, Any]:
@@ -62,6 +60,6 @@ FAMILY = Family(
         Place(path="mlp.shared_expert_gate", site="shared_gate"),
         *linear_mlp("mlp", kind="dense_"),
     ),
-    mlp=((GATE, *FUSED), (GATE, *LINEAR)),
-    adapted=(GATE, *FUSED, *LINEAR),
+    mlp=EXPERT_FORMS,
+    adapted=ADAPTED_EXPERTS,
 )

@@ -7,19 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from .schema.config_json import ConfigJson
-from .schema.family import QK_NORMS, TENSORS, Family, late_windows, linear_mlp
+from .schema.family import DENSE_MLP, QK_NORMS, TENSORS, Family, late_windows
 
 
 def _layers(config: ConfigJson) -> Mapping[str, Any]:
     return {"qk_norm": True, "attention_bias": config.flag("attention_bias")}
 
 
-MLP = linear_mlp("mlp")
 FAMILY = Family(
     title="Qwen3",
     layers=_layers,
     windows=late_windows,
     tensors={**TENSORS, **QK_NORMS},
-    mlp=(MLP,),
-    adapted=MLP,
+    mlp=(DENSE_MLP,),
+    adapted=DENSE_MLP,
 )

@@ -180,6 +180,16 @@ def fused_experts(path: str, **fields: Any) -> tuple[Place, ...]:
     )
 
 
+DENSE_MLP = linear_mlp("mlp")
+"""The MLP of a dense model, by most families' names."""
+_GATE = Place(path="mlp.gate", site="router", optional_linear=True)
+_FUSED, _LINEAR = fused_experts("mlp.experts"), linear_mlp("mlp.experts.{}")
+EXPERT_FORMS = ((_GATE, *_FUSED), (_GATE, *_LINEAR))
+"""Router and experts in checkpoints, by most families' names."""
+ADAPTED_EXPERTS = (_GATE, *_FUSED, *_LINEAR)
+"""Their places in adapters."""
+
+
 def one_window(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
     """sliding_window for all layers; without, full attention."""
     return (config.size("sliding_window", default=0, least=0),) * num_layers
