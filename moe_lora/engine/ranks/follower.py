@@ -84,8 +84,7 @@ def _obey(
 ) -> NoReturn:
     store = HostStore(directory / HOST_STORE)
     copier = rank.copier(partial(_find, store))
-    in_layers = rank.slots.present[:, : rank.shape.num_layers]
-    copies = FollowerCopies(rank.mover(lambda: None), in_layers)
+    copies = FollowerCopies(rank.mover(lambda: None), rank.present)
     counts = host_counts(directory, rank.dist_rank)
     while True:
         message = _receive(connection)

@@ -301,7 +301,7 @@ class Rank:
         backends[Source.LOCAL] = LocalBackend(
             self.shard.shape, self.arena, self.slots, kernel=self.config.lora_kernel
         )
-        routed = RoutedBackend(backends, None if host is None else self.slots.present)
+        routed = RoutedBackend(backends, None if host is None else self.present)
         backend: LoraBackend = routed
         profile = self.config.emulation.step_profile
         if profile is not None:
@@ -310,23 +310,26 @@ class Rank:
             backend = PacedBackend(backend, self.shape, profile, remote=self.lora_server is not None)
         context = ExecutionContext(self.arena, self.layout, backend, exchanges)
         sources = [Source.LOCAL if s.name in self.local_sites else Source.LEASED for s in self.shape.sites]
-        in_layers = self.slots.present[:, : self.shape.num_layers]
-        runner = ModelRunner(
+        return ModelRunner(
             self.model,
             context,
             self.device,
             sources,
             num_taken_over=lambda: routed.num_taken_over,
-            present=in_layers if announce is not None and host is not None else None,
+            present=self.present if announce is not None and host is not None else None,
             eager=self.config.eager,
             decode_buckets=self.config.decode_buckets or (),
             announce=announce,
             merged=self._merged_weights(routed, find) if self.merges else None,
             pushed=pushed,
             graphs=self._graphs(backends, sources),
+            outer=cache(self._outer_deltas),
         )
-        runner.outer = cache(self._outer_deltas)
-        return runner
+
+    @property
+    def present(self) -> np.ndarray:
+        """[slots, layers] bool: loaded layers, without the sites outside the layers."""
+        return self.slots.present[:, : self.shape.num_layers]
 
     def _outer_deltas(self) -> OuterDeltas:
         from moe_lora.lora.outer import OuterDeltas

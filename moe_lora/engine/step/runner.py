@@ -66,7 +66,8 @@ class ModelRunner:
     batch before the compute, for other ranks.  site_sources: source of the deltas of each site, in all
     layers; LOCAL becomes HOST for loading adapters.  present: [slots, layers] bool, loaded layers; given
     with other ranks, which compute each layer at the source chosen here. pushed: serves leased rows of some
-    steps.  graphs: compute possible steps whole.
+    steps.  graphs: compute possible steps whole.  outer: makes the deltas of the embedding and the head,
+    called from the first step with such rows on.
     """
 
     def __init__(
@@ -84,9 +85,9 @@ class ModelRunner:
         merged: MergedWeights | None = None,
         pushed: PushedSteps | None = None,
         graphs: StepGraphs | None = None,
+        outer: Callable[[], OuterDeltas] | None = None,
     ) -> None:
-        self.outer: Callable[[], OuterDeltas]
-        """The deltas of the embedding and the head, from the first step with such rows on."""
+        self._outer = outer
         self._pushed = pushed
         self.merged = merged
         self._graphs = graphs
@@ -229,7 +230,8 @@ class ModelRunner:
         rows = (batch.tokens, batch.positions, batch.live, batch.logit_rows)
         outer = None
         if batch.routing.outer is not None:
-            outer = self.outer()
+            assert self._outer is not None
+            outer = self._outer()
             outer.begin_step(batch.tables, batch.routing, batch.logit_rows)
         return self._model(*rows, self._context.channels, layer_forward, outer)
 
