@@ -35,7 +35,7 @@ from moe_lora.dist.cluster.instance_links import HANDSHAKE
 from moe_lora.dist.cluster.listener import DialledClient
 from moe_lora.dist.net.connection import dial, listen
 from moe_lora.dist.net.peer import Peer
-from moe_lora.dist.net.session import Caller
+from moe_lora.dist.net.session import Dialler
 from moe_lora.engine.client.messages import InstanceFacts, Outputs, Request
 
 _INFO = ModelInfo(
@@ -141,7 +141,7 @@ class NewPath:
     async def _receive(self, address: Address, num_steps: int) -> float:
         measured: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
-        async def serve(peer: Peer, caller: Caller) -> None:
+        async def serve(peer: Peer, caller: Dialler) -> None:
             client = DialledClient(peer, "sender")
             reading = asyncio.create_task(client.read())
             started_s = time.process_time()

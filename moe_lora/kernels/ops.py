@@ -201,13 +201,13 @@ def _choose_experts(
     num_held: int,
     site: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """choice: fields of `experts.Choice`.  site: expert site to sort LoRA rows for; -1: no site."""
+    """choice: fields of `experts.GateChoice`.  site: expert site to sort LoRA rows for; -1: no site."""
     handle, layer, _ = channel.tolist()
     handler, held = _handlers[handle], range(first_expert, first_expert + num_held)
     to_sort = None if site < 0 else partial(handler.rows_to_sort, layer, site, logits)
     experts = _experts()
     top_k, scores, norm, num_groups, top_groups, scale = choice
-    how = experts.Choice(int(top_k), int(scores), norm, int(num_groups), int(top_groups), scale)
+    how = experts.GateChoice(int(top_k), int(scores), norm, int(num_groups), int(top_groups), scale)
     return experts.choose_and_order(logits, live, how, correction, held, handler.zeros, to_sort)
 
 

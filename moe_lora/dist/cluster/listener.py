@@ -19,7 +19,7 @@ from moe_lora.core.request import AdapterInfo, GenerateRequest, ModelInfo, Token
 from moe_lora.dist.net.connection import listen
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Peer, PeerEndedError
-from moe_lora.dist.net.session import Caller, RefusedError
+from moe_lora.dist.net.session import Dialler, RefusedError
 from moe_lora.engine.client.client import CallableEngine
 from moe_lora.engine.client.messages import (
     Abort,
@@ -355,7 +355,7 @@ class InstanceListener:
             logger.info("LLM instances are awaited at %s", place)
             yield place
 
-    def _register(self, caller: Caller) -> float:
+    def _register(self, caller: Dialler) -> float:
         """Take the engine's name; returns seconds between beats.  Raises RefusedError."""
         info: ModelInfo = caller.payload.info
         first = self._info or info
@@ -371,13 +371,13 @@ class InstanceListener:
         self._inside.add(caller.name)
         return self._instance_registry.heartbeat.interval_s
 
-    async def _serve(self, peer: Peer, caller: Caller) -> None:
+    async def _serve(self, peer: Peer, caller: Dialler) -> None:
         try:
             await self._follow(peer, caller)
         finally:
             self._inside.discard(caller.name)
 
-    async def _follow(self, peer: Peer, caller: Caller) -> None:
+    async def _follow(self, peer: Peer, caller: Dialler) -> None:
         facts: InstanceFacts = caller.payload
         client = DialledClient(peer, caller.name, self._max_unread, facts.notes)
         client.on_move = self._instance_registry.on_move

@@ -27,7 +27,7 @@ from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import Pings
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
-from moe_lora.dist.net.session import Caller, Hello, RefusedError
+from moe_lora.dist.net.session import Dialler, Hello, RefusedError
 from moe_lora.dist.net.thread import LoopThread
 
 from .messages import HANDSHAKE
@@ -216,12 +216,12 @@ class ControlServer:
         """Close the listener and all connections."""
         network().run(self._listening.aclose())
 
-    def _check(self, caller: Caller) -> None:
+    def _check(self, caller: Dialler) -> None:
         problem = disagreement(self._agreed, caller.payload, caller.name)
         if problem is not None:
             raise RefusedError(problem, "both must be the same")
 
-    async def _serve(self, peer: Peer, caller: Caller) -> None:
+    async def _serve(self, peer: Peer, caller: Dialler) -> None:
         visitor = Visitor(peer, caller.host)
         async with visitor.left:
             async for asked in peer.messages():

@@ -66,7 +66,7 @@ class RefusedError(ConnectionError):
 
 
 @dataclass(frozen=True)
-class Caller:
+class Dialler:
     """The dialling end of a session: its host, and the content of its `Hello`."""
 
     host: str
@@ -117,8 +117,8 @@ class Handshake:
 
     async def receive(
         self,
-        admit: Callable[[Caller], Any],
-        serve: Callable[[Peer, Caller], Awaitable[None]],
+        admit: Callable[[Dialler], Any],
+        serve: Callable[[Peer, Dialler], Awaitable[None]],
         connection: Connection,
         host: str,
     ) -> None:
@@ -142,7 +142,7 @@ class Handshake:
             peer.end()
             await peer.closed()
 
-    async def _caller(self, peer: Peer, host: str) -> Caller:
+    async def _caller(self, peer: Peer, host: str) -> Dialler:
         hello = await peer.receive(OPEN_S)
         assert isinstance(hello, Hello)
         peer.name = hello.name
@@ -156,7 +156,7 @@ class Handshake:
                 "install the same version",
             )
         try:
-            return Caller(host, hello.name, hello.epoch, self.payload(hello.payload))
+            return Dialler(host, hello.name, hello.epoch, self.payload(hello.payload))
         except msgspec.DecodeError as error:
             reason = f"the {self.listener} can't read the facts of {hello.name} ({error})"
             raise RefusedError(reason, "install the same version") from error

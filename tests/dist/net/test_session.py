@@ -21,7 +21,7 @@ from moe_lora.dist.net.codec import Decoder, Message, encode
 from moe_lora.dist.net.connection import dial, listen
 from moe_lora.dist.net.keys import Keys, make_keys
 from moe_lora.dist.net.peer import Peer, PeerEndedError
-from moe_lora.dist.net.session import Caller, Handshake, Hello, RefusedError, stay_connected
+from moe_lora.dist.net.session import Dialler, Handshake, Hello, RefusedError, stay_connected
 from tests.patience import PATIENCE_S
 
 from .parts import CLIENT, SERVER, Note, Server, error_of, until
@@ -35,18 +35,18 @@ class Desk(Server):
 
     def __init__(self, refusals: int = 0) -> None:
         super().__init__()
-        self.callers: list[Caller] = []
+        self.callers: list[Dialler] = []
         self.num_refused, self._refusals = 0, refusals
         self.inside: set[str] = set()
 
-    def admit(self, caller: Caller) -> float:
+    def admit(self, caller: Dialler) -> float:
         if self.num_refused < self._refusals or caller.name in self.inside:
             self.num_refused += 1
             raise RefusedError(f"{caller.name} is here already", "choose another name")
         self.inside.add(caller.name)
         return 2.5
 
-    async def serve(self, peer: Peer, caller: Caller) -> None:
+    async def serve(self, peer: Peer, caller: Dialler) -> None:
         self.callers.append(caller)
         try:
             await self.talk(peer)
@@ -99,7 +99,7 @@ def test_both_ends_learn_what_the_other_says_and_messages_follow(place):
         async with desk(place) as (there, _):
             peer, welcome = await joined(place)
             assert welcome == 2.5
-            assert there.callers == [Caller("this host", "one", "first life", 7)]
+            assert there.callers == [Dialler("this host", "one", "first life", 7)]
             peer.send(Note(1))
             assert await peer.next() == Note(1)
             peer.end()

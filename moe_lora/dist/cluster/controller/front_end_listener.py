@@ -24,7 +24,7 @@ from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import listen
 from moe_lora.dist.net.keys import Keys, keys_of
 from moe_lora.dist.net.peer import Asked, Peer
-from moe_lora.dist.net.session import Caller
+from moe_lora.dist.net.session import Dialler
 from moe_lora.provision.online import DemandWindow, Visit
 
 from .cluster_controller import ControlledFleet, controlled_fleet
@@ -168,7 +168,7 @@ class FrontEndListener:
         for session in self.sessions:
             session.peer.send(self._state_log.state)
 
-    async def _serve(self, peer: Peer, caller: Caller) -> None:
+    async def _serve(self, peer: Peer, caller: Dialler) -> None:
         session = Session(caller.name, peer)
         self._join(session, caller.payload)
         try:

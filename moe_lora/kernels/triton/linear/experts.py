@@ -91,7 +91,7 @@ def rows_of_tiles(num_rows: int, num_experts: int) -> int:
     return block_t
 
 
-class Choice(NamedTuple):
+class GateChoice(NamedTuple):
     """How a gate chooses `top_k` experts of a token.
 
     scores: 0 the softmax of the chosen logits, 1 the softmax of all, 2 sigmoids.  norm: p of the p-norm that
@@ -109,7 +109,7 @@ class Choice(NamedTuple):
 
 
 def choose(
-    logits: torch.Tensor, live: torch.Tensor, choice: Choice, correction: torch.Tensor | None = None
+    logits: torch.Tensor, live: torch.Tensor, choice: GateChoice, correction: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Expert weights [T, K] fp32 and ids [T, K] int32, ids ascending in each row; ties: the first.
 
@@ -128,7 +128,7 @@ def choose(
 def choose_and_order(
     logits: torch.Tensor,
     live: torch.Tensor,
-    choice: Choice,
+    choice: GateChoice,
     correction: torch.Tensor | None,
     held: range,
     zeros: Zeros,
@@ -170,7 +170,7 @@ def choose_and_order(
 
 
 def _chosen(
-    logits: torch.Tensor, live: torch.Tensor, choice: Choice, correction: torch.Tensor | None
+    logits: torch.Tensor, live: torch.Tensor, choice: GateChoice, correction: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], dict[str, Any]]:
     num_tokens, num_experts = logits.shape
     top_k, is_softmax_last = choice.top_k, choice.scores == 0
@@ -391,10 +391,12 @@ def launch_all(dtype: torch.dtype) -> None:
         logits, live = torch.empty(2, num_experts, dtype=dtype), torch.empty(2, dtype=torch.bool)
         correction = torch.empty(num_experts, dtype=torch.float32)
         grouped = (
-            Choice(top_k, 2, 1.0, 4, 2) if num_experts % 4 == 0 and num_experts > 8 else Choice(top_k, 2)
+            GateChoice(top_k, 2, 1.0, 4, 2)
+            if num_experts % 4 == 0 and num_experts > 8
+            else GateChoice(top_k, 2)
         )
-        plain = [Choice(top_k, *one) for one in ((1, 0.0), (1, 1.0), (1, 2.0), (0, 0.0))]
-        corrected = [Choice(top_k, 1, 1.0), Choice(top_k, 2, 1.0), grouped]
+        plain = [GateChoice(top_k, *one) for one in ((1, 0.0), (1, 1.0), (1, 2.0), (0, 0.0))]
+        corrected = [GateChoice(top_k, 1, 1.0), GateChoice(top_k, 2, 1.0), grouped]
         for choice, bias in [(one, None) for one in plain] + [(one, correction) for one in corrected]:
             choose(logits, live, choice, bias)
             for tile_rows in (None, 0, 16):
@@ -418,7 +420,7 @@ def launch_all(dtype: torch.dtype) -> None:
 def _launch_choice(
     logits: torch.Tensor,
     live: torch.Tensor,
-    choice: Choice,
+    choice: GateChoice,
     correction: torch.Tensor | None,
     tile_rows: int | None,
 ) -> None:

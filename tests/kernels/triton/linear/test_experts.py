@@ -335,7 +335,7 @@ def test_experts_are_chosen_as_by_torch(device, kind, norm, dtype):
     logits = random(torch.Generator().manual_seed(2), 5, 13, dtype=dtype)
     live = torch.tensor([True, True, False, True, True])
     weights, ids, _ = layer.choose(logits, live, None)
-    choice = experts.Choice(3, KINDS.index(kind), layer.gate_norm or 0.0)
+    choice = experts.GateChoice(3, KINDS.index(kind), layer.gate_norm or 0.0)
     found = experts.choose(logits.to(device), live.to(device), choice)
     assert torch.equal(found[1].cpu(), ids)
     torch.testing.assert_close(found[0].cpu(), weights)
@@ -358,7 +358,7 @@ def test_corrected_choices_within_groups_are_those_of_torch(
     layer.correction.weight.data = bias
     live = torch.ones(7, dtype=torch.bool)
     weights, ids, _ = layer.choose(logits, live, None)
-    choice = experts.Choice(top_k, KINDS.index(kind), 1.0, num_groups, top_groups, 1.7)
+    choice = experts.GateChoice(top_k, KINDS.index(kind), 1.0, num_groups, top_groups, 1.7)
     found = experts.choose(logits.to(device), live.to(device), choice, bias.to(device))
     assert torch.equal(found[1].cpu(), ids)
     torch.testing.assert_close(found[0].cpu(), weights)
@@ -368,9 +368,9 @@ def test_choices_that_do_not_fit_are_refused(device):
     logits, live = torch.zeros(2, 8, device=device), torch.ones(2, dtype=torch.bool, device=device)
     for groups in ((3, 1), (8, 4), (4, 1), (2, 3)):
         with pytest.raises(ValueError, match="does not fit 8 experts"):
-            experts.choose(logits, live, experts.Choice(3, 2, 1.0, *groups))
+            experts.choose(logits, live, experts.GateChoice(3, 2, 1.0, *groups))
     with pytest.raises(ValueError, match="fp32 of E fits"):
-        experts.choose(logits, live, experts.Choice(3, 2), torch.zeros(8, dtype=BF16, device=device))
+        experts.choose(logits, live, experts.GateChoice(3, 2), torch.zeros(8, dtype=BF16, device=device))
 
 
 def test_chosen_experts_are_different_ones_whatever_the_logits_are(device):
@@ -379,10 +379,10 @@ def test_chosen_experts_are_different_ones_whatever_the_logits_are(device):
     logits = torch.tensor([[1.0, 2, 2, 2, 0], [nan, 1, nan, nan, nan], [-inf] * 5]).to(device)
     live = torch.ones(3, dtype=torch.bool, device=device)
     for scores in (1, 0):
-        _, ids = experts.choose(logits, live, experts.Choice(2, scores, 1.0))
+        _, ids = experts.choose(logits, live, experts.GateChoice(2, scores, 1.0))
         assert ids.tolist() == [[1, 2], [0, 1], [0, 1]]
     with pytest.raises(ValueError, match="top_k=6"):
-        experts.choose(logits, live, experts.Choice(6, 1, 1.0))
+        experts.choose(logits, live, experts.GateChoice(6, 1, 1.0))
 
 
 def test_layer_on_cuda_orders_its_rows_for_these_kernels():
@@ -426,7 +426,7 @@ def test_one_launch_chooses_and_orders_as_the_launches_of_each_do(
         start(kernel, *given, **meta)
 
     monkeypatch.setattr(configs, "start", note)
-    given = (logits, live, experts.Choice(top_k, 1, 1.0), None)
+    given = (logits, live, experts.GateChoice(top_k, 1, 1.0), None)
     weights, ids, order = experts.choose_and_order(
         *given, held, zeros, None if tile_rows is None else to_sort
     )
@@ -452,7 +452,7 @@ def test_many_rows_are_chosen_and_ordered_by_a_launch_each(device, monkeypatch):
     monkeypatch.setattr(experts, "ONE_LAUNCH_MAX_ROWS", 20)
     logits = random(torch.Generator().manual_seed(1), 11, 6).to(device)
     live = torch.ones(11, dtype=torch.bool, device=device)
-    given = (logits, live, experts.Choice(2, 0), None)
+    given = (logits, live, experts.GateChoice(2, 0), None)
     _, ids, order = experts.choose_and_order(*given, range(2, 6), Zeros(), pytest.fail)
     assert torch.equal(ids, experts.choose(*given)[1])
     expected = torch.where(ids < 2, 4, ids - 2).flatten().argsort(stable=True)
